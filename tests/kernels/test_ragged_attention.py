@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import block_bounds, bounds_scores
+from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
 from inference_engine.kernels.ragged_attention import (
     FIELDS,
@@ -29,6 +30,7 @@ from tests.kernels.own_process import run_with_triton
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 SEGMENT = 16
 BLOCKS = 41  # at least as many as any history here has
+REFERENCES: tuple[RaggedAttention, ...] = (attend_ragged, attend_by_session)
 SHAPES = [(3, 3, 64), (9, 3, 64), (4, 1, 24), (2, 2, 16), (8, 1, 256)]
 
 
@@ -229,9 +231,9 @@ def forks(
 def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int, int, int]) -> None:
     queries, keys, values, regions, alone = selections(shape, torch.float32)
 
-    out = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=BLOCKS)
-
-    assert torch.allclose(out, torch.cat(alone), atol=1e-5)
+    for attention in REFERENCES:
+        out = attention(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=BLOCKS)
+        assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
 
 @pytest.mark.parametrize("build", [case, chunks, forks])
@@ -239,9 +241,9 @@ def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int,
 def test_the_reference_gives_each_query_what_it_gets_by_itself(shape: tuple[int, int, int], build: Build) -> None:
     queries, keys, values, regions, alone = build(shape, torch.float32)
 
-    out = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5)
-
-    assert torch.allclose(out, torch.cat(alone), atol=1e-5)
+    for attention in REFERENCES:
+        out = attention(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5)
+        assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
 
 class _IsInt(type):

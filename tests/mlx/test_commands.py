@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,18 +91,22 @@ def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: p
 @pytest.mark.real_model
 @pytest.mark.long
 def test_greedy_tokens_of_the_real_model_are_those_of_torch() -> None:
-    """All but near-ties, which are counted; with the model's trained drafter on both."""
+    """But for near-ties. Prompts are short: products on a CPU are slow. The trained drafter drafts after the last."""
     from transformers import AutoTokenizer
 
-    from inference_engine.compose import open_parts
+    from inference_engine.compose import find_drafter, open_parts
     from inference_engine.config import EngineConfig
     from inference_engine.models import load_model, tokenizer_folder
     from scripts.evaluate_greedy import NEAR_TIE, compare, prompts
 
-    config = ModelConfig(device="mlx", drafter="trained")
+    config = ModelConfig(device="mlx", drafter="none")
     theirs = load_model(config.model, cache=config.cache_path, attention="sdpa").model
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(config.model, config.cache_path))
-    with open_parts(config).engine(EngineConfig(kv_bytes=2**28, default_limit_tokens=1024)) as engine:
-        for prompt in prompts(tokenizer, 20):
-            comparison = compare(engine, theirs, prompt, 32)
-            assert comparison.is_equal or (comparison.margin or 0) < NEAR_TIE, comparison
+    own = open_parts(config)
+    drafting = replace(own, drafter=find_drafter(replace(config, drafter="trained"), own.forward))
+    texts = [prompt[:40] for prompt in prompts(tokenizer, 20)]
+    for parts, some in ((own, texts), (drafting, texts[-1:])):
+        with parts.engine(EngineConfig(kv_bytes=2**28, default_limit_tokens=1024)) as engine:
+            for prompt in some:
+                comparison = compare(engine, theirs, prompt, 24)
+                assert comparison.is_equal or (comparison.margin or 0) < NEAR_TIE, comparison

@@ -12,6 +12,7 @@ import torch
 from transformers import CohereConfig, PretrainedConfig
 
 from inference_engine.backends.mlx import attention
+from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import TwinSizes, admit_config, text_generator
 from inference_engine.errors import BackendError
@@ -98,11 +99,11 @@ def test_parts_read_where_they_lie_and_parts_that_are_copied_give_attention_over
     mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
     expected = attend_in_torch(torch.from_numpy(q), all_keys, all_values, mask, scaling=0.3, softcap=softcap)
 
-    masks = attention.Masks(mx.array(kept), mx.array(new), is_causal=False)
+    visible = Visible((0, 7), (7, 37), mx.array(kept), mx.array(new))
     for most_copied in (0, 2**20):
         monkeypatch.setattr(attention, "_MOST_COPIED_BYTES", most_copied)
         pairs = [(mx.array(keys), mx.array(values)) for keys, values in parts]
-        found = attention.attend(mx.array(q), pairs, masks, scaling=0.3, softcap=softcap)
+        found = attention.attend(mx.array(q), pairs, visible, scaling=0.3, softcap=softcap)
         assert np.allclose(np.array(found), expected.numpy(), atol=1e-5)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests import tiny
 from tests.facade import forward_of, is_anything_held, on_the_engines_thread
@@ -32,6 +34,7 @@ from tests.laws.variants import (
 )
 from tests.mlx.tiny import tiny_mlx
 
+ON_TORCH = tiny.tiny_forward
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
 
 
@@ -117,6 +120,33 @@ LAWS: list[Callable[[KVStrategy, Mode], None]] = [
     rebuilt,
     forked,
 ]
+
+
+@pytest.mark.parametrize("strategy", [Full(), LayerWindow(window=16, full_layers=(0, 1, 2))], ids=str)
+def test_a_fork_reads_its_parents_entries_in_place(strategy: KVStrategy) -> None:
+    """Without a window of the model's own. A fork of a fork reads two prefixes, by the plan."""
+    for law in (
+        fork_laws.test_a_fork_goes_on_as_a_session_built_from_scratch_and_its_parent_as_if_never_forked,
+        fork_laws.test_a_fork_of_a_fork_outlives_both,
+    ):
+        law(strategy, False, Mode.BATCHED)
+
+
+def test_a_history_from_torch_goes_on_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Histories are token ids: what one executor recorded another resumes, and computes its entries again."""
+    journal = MemoryJournal()
+    with monkeypatch.context() as other:
+        other.setattr(tiny, "tiny_forward", ON_TORCH)
+        with engine_for(Mode.BATCHED, journal=journal) as engine:
+            session = engine.create_session(strategy=Full()).session_id
+            engine.append(session, text())
+            generate(engine, session, 9)
+            began, records = journal.read(session)
+            expected = generate(engine, session, 9)
+    with engine_for(Mode.BATCHED) as engine:
+        assert forward_of(engine).facts.backend == "mlx"
+        found = generate(engine, engine.rebuild_session(began, records).session_id, 9)
+    assert same(found, expected, Mode.BATCHED)
 
 
 @pytest.mark.parametrize(

@@ -12,50 +12,29 @@ A decode step over a long history reads it apart; a prefill computes more than i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
-from inference_engine.backends.mlx.reading import Run
+from inference_engine.backends.mlx.reading import Run, Visible
+
+Part = tuple[mx.array, mx.array]  # keys and values
 
 _FEW_QUERIES = 8
 _MOST_COPIED_BYTES = 2**20  # of the keys of one layer; a copy of so many costs less than three more operations
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Masks:
-    """Which entries queries see: of the parts in the pool [T, S], and of the step's own [T, T]; None: all of them.
-
-    is_causal: all in the pool, and of the step's own all up to the query itself.
-    """
-
-    kept: mx.array | None
-    new: mx.array | None
-    is_causal: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PoolArrays:
-    """The pool as MLX sees it: vectors of one head size, [R, D] each."""
-
-    keys: mx.array
-    values: mx.array
-
-    def parts(self, run: Run, heads: int) -> tuple[mx.array, mx.array]:
-        """Keys and values [Hkv, S, D] of a run: views, or copies where a head's entries are not evenly apart."""
-        return self._of(self.keys, run, heads), self._of(self.values, run, heads)
-
-    @staticmethod
-    def _of(states: mx.array, run: Run, heads: int) -> mx.array:
-        # Two slices and a reshape: `as_strided` counts in 32 bits.
-        whole = states[run.start : run.start + heads * run.head_slots]
-        return whole.reshape(heads, run.head_slots, -1)[:, run.first : run.first + run.count]
+def part_of(pool: Part, run: Run, heads: int) -> Part:
+    """Keys and values [Hkv, S, D] of a run: views of the pool's vectors [R, D]."""
+    # Two slices and a reshape: `as_strided` counts in 32 bits.
+    end, rows = run.start + heads * run.head_slots, slice(run.first, run.first + run.count)
+    keys, values = (states[run.start : end].reshape(heads, run.head_slots, -1)[:, rows] for states in pool)
+    return keys, values
 
 
 def attend(
     queries: mx.array,
-    parts: Sequence[tuple[mx.array, mx.array]],
-    masks: Masks,
+    parts: Sequence[Part],
+    visible: Visible,
     *,
     scaling: float,
     softcap: float | None,
@@ -64,19 +43,19 @@ def attend(
     count = queries.shape[0]
     copied = sum(keys.nbytes for keys, _ in parts)
     if softcap is None and (count > _FEW_QUERIES or copied <= _MOST_COPIED_BYTES):
-        return _joined(queries, parts, masks, scaling)
-    return _apart(queries, parts, masks, scaling, softcap)
+        return _joined(queries, parts, visible, scaling)
+    return _apart(queries, parts, visible, scaling, softcap)
 
 
-def _joined(queries: mx.array, parts: Sequence[tuple[mx.array, mx.array]], masks: Masks, scaling: float) -> mx.array:
+def _joined(queries: mx.array, parts: Sequence[Part], visible: Visible, scaling: float) -> mx.array:
     keys, values = (
         mx.concatenate(list(states), axis=1) if len(states) > 1 else states[0] for states in zip(*parts, strict=True)
     )
     mask: mx.array | str | None
-    if masks.is_causal:
-        mask = None if masks.new is None else "causal"
+    if visible.is_causal:
+        mask = None if visible.new is None else "causal"
     else:
-        mask = _over_all(masks, queries.shape[0], keys.shape[1])
+        mask = _over_all(visible, queries.shape[0], keys.shape[1])
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None], keys[None], values[None], scale=scaling, mask=mask
     )
@@ -85,8 +64,8 @@ def _joined(queries: mx.array, parts: Sequence[tuple[mx.array, mx.array]], masks
 
 def _apart(
     queries: mx.array,
-    parts: Sequence[tuple[mx.array, mx.array]],
-    masks: Masks,
+    parts: Sequence[Part],
+    visible: Visible,
     scaling: float,
     softcap: float | None,
 ) -> mx.array:
@@ -97,7 +76,7 @@ def _apart(
     scores = mx.concatenate(found, axis=-1) if len(found) > 1 else found[0]
     if softcap is not None:
         scores = mx.tanh(scores / softcap) * softcap
-    mask = _over_all(masks, count, scores.shape[-1])
+    mask = _over_all(visible, count, scores.shape[-1])
     if mask is not None:
         by_query = scores.reshape(kv_heads, -1, count, scores.shape[-1])
         scores = mx.where(mask, by_query, -mx.inf).reshape(scores.shape)
@@ -110,10 +89,10 @@ def _apart(
     return out.reshape(query_heads, count, head_dim).swapaxes(0, 1)
 
 
-def _over_all(masks: Masks, queries: int, entries: int) -> mx.array | None:
+def _over_all(visible: Visible, queries: int, entries: int) -> mx.array | None:
     """[T, S], over all parts; None: everything is seen."""
-    if masks.kept is None and masks.new is None:
+    if visible.kept is None and visible.new is None:
         return None
-    new = mx.ones((queries, queries), dtype=mx.bool_) if masks.new is None else masks.new
-    kept = mx.ones((queries, entries - queries), dtype=mx.bool_) if masks.kept is None else masks.kept
+    new = mx.ones((queries, queries), dtype=mx.bool_) if visible.new is None else visible.new
+    kept = mx.ones((queries, entries - queries), dtype=mx.bool_) if visible.kept is None else visible.kept
     return mx.concatenate([kept, new], axis=1)

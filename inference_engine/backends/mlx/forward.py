@@ -12,35 +12,24 @@ is done to entries between steps is the code of all backends.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Result, SharedWords, Step
-from inference_engine.backends.mlx.attention import Masks, PoolArrays, attend
+from inference_engine.backends.mlx.attention import attend, part_of
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
 from inference_engine.backends.mlx.device import most_buffer_bytes, usable_bytes
 from inference_engine.backends.mlx.program import Program
-from inference_engine.backends.mlx.reading import Reading, Visible, readings, seen_by
+from inference_engine.backends.mlx.reading import readings
 from inference_engine.backends.native.described import Described
 from inference_engine.errors import BackendError
-from inference_engine.kernels.attention import attend as attend_in_torch
+from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.ops import REFERENCE
-from inference_engine.kernels.ragged_attention import (
-    BASE,
-    BLOCK,
-    COUNT,
-    HEAD_SLOTS,
-    PREFIX_HEAD_SLOTS,
-    PREFIX_START,
-    START,
-    attend_ragged,
-)
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -59,7 +48,7 @@ class MlxForward:
         self._program = program
         self._facts = facts
         self._dtype = dtype
-        self._ops = replace(REFERENCE, attend_ragged=TorchAttention(), attends_together=True)
+        self._ops = replace(REFERENCE, attend_ragged=attend_by_session, attends_together=True)
         # By the address that torch has of a pool's keys: a pool may have several views.
         self._pools: dict[int, tuple[mx.array, mx.array]] = {}
 
@@ -194,9 +183,8 @@ class _Together:
         self._plan = plan
         self._layers = described.layers
         dims = {layer.head_dim for layer in described.layers}
-        self._pool = {dim: PoolArrays(*(half.reshape(-1, dim) for half in pool)) for dim in dims}
+        self._pool = {dim: (pool[0].reshape(-1, dim), pool[1].reshape(-1, dim)) for dim in dims}
         self._readings = readings(plan)
-        self._masks: dict[Visible, Masks] = {}
         self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
         self._rows: list[tuple[Sequence[int], mx.array, mx.array]] = []
 
@@ -206,14 +194,13 @@ class _Together:
         self._fresh[operation.layer] = keys, values
         outs = []
         for reading in self._readings[operation.layer]:
-            pool = self._pool[layer.head_dim]
-            parts = [pool.parts(run, layer.kv_heads) for run in reading.runs]
+            parts = [part_of(self._pool[layer.head_dim], run, layer.kv_heads) for run in reading.runs]
             parts.append((keys[reading.tokens].swapaxes(0, 1), values[reading.tokens].swapaxes(0, 1)))
             outs.append(
                 attend(
                     queries[reading.tokens],
                     parts,
-                    self._masks_of(reading),
+                    reading.visible,
                     scaling=operation.scaling,
                     softcap=operation.softcap,
                 )
@@ -241,13 +228,6 @@ class _Together:
             buffer = tables.buffer(layers[0])
             buffer.keys.index_copy_(0, places, as_torch(keys))
             buffer.values.index_copy_(0, places, as_torch(values))
-
-    def _masks_of(self, reading: Reading) -> Masks:
-        visible = reading.visible
-        if (found := self._masks.get(visible)) is None:
-            kept, new = (None if mask is None else mx.array(mask) for mask in (visible.mask, visible.new_mask))
-            found = self._masks[visible] = Masks(kept, new, is_causal=visible.is_causal)
-        return found
 
 
 class _ByPlan:
@@ -281,56 +261,3 @@ def _kept(states: mx.array) -> mx.array:
     if states.dtype != mx.float16:
         return states
     return mx.where(mx.isinf(states), mx.array(float("nan"), dtype=mx.float16), states)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchAttention:
-    """Implements RaggedAttention for steps in which the plan attends: the queries of a session in one operation."""
-
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        regions: Tensor,
-        *,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None = None,
-        blocks: int = 0,
-    ) -> Tensor:
-        out = torch.zeros_like(queries)
-        alike = regions[:, [START, HEAD_SLOTS, COUNT, BLOCK]]
-        ends = torch.nonzero((alike[1:] != alike[:-1]).any(1)).flatten() + 1
-        bounds = [0, *ends.tolist(), len(queries)]
-        for first, end in itertools.pairwise(bounds):
-            lines = regions[first:end]
-            if not lines[0, COUNT]:
-                continue
-            if lines[0, BLOCK]:
-                out[first:end] = attend_ragged(
-                    queries[first:end],
-                    keys,
-                    values,
-                    lines,
-                    kv_heads=kv_heads,
-                    scaling=scaling,
-                    softcap=softcap,
-                    blocks=blocks,
-                )
-                continue
-            mask = torch.zeros(len(lines), int(lines[0, COUNT]), dtype=queries.dtype)
-            mask.masked_fill_(~torch.from_numpy(seen_by(lines.numpy())), float("-inf"))
-            index = slots_of(lines[0].tolist(), kv_heads)
-            out[first:end] = attend_in_torch(
-                queries[first:end], keys[index], values[index], mask, scaling=scaling, softcap=softcap
-            )
-        return out
-
-
-def slots_of(numbers: list[int], kv_heads: int) -> Tensor:
-    """[Hkv, count]: the buffer vector of each slot, of a line."""
-    slots, heads = torch.arange(numbers[COUNT]), torch.arange(kv_heads)[:, None]
-    own = numbers[START] + heads * numbers[HEAD_SLOTS] + slots - numbers[BASE]
-    prefix = numbers[PREFIX_START] + heads * numbers[PREFIX_HEAD_SLOTS] + slots
-    return torch.where(slots < numbers[BASE], prefix, own)

@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_engine.kernels.by_session import seen_by
 from inference_engine.kernels.ragged_attention import (
     BASE,
     COUNT,
     FLOOR,
     HEAD_SLOTS,
-    LAST,
     PREFIX_HEAD_SLOTS,
     PREFIX_START,
     RING,
-    SINK,
     SINK_FLOOR,
     START,
     UPTO,
@@ -50,17 +50,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visible:
-    """What the T queries of a session see in layers alike. Entries of the prefix and of its own, by slots.
+    """What the T queries of a session see in layers alike.
 
-    prefix, own: slots (first, end). mask: [T, S] over the entries of both, None if all are seen. new_mask: [T, T] over
-    the step's own; None if all are seen. is_causal: everything before the step, and of it all up to the query itself.
+    prefix, own: slots (first, end) in the regions. kept: [T, S] over the entries of both, new: [T, T] over the step's
+    own; None if all are seen. is_causal: all in the regions, and of the step's own all up to the query itself.
     """
 
     prefix: tuple[int, int]
     own: tuple[int, int]
-    mask: Mask | None
-    new_mask: Mask | None
-    is_causal: bool
+    kept: mx.array | None
+    new: mx.array | None
+    is_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +113,15 @@ def _visible(lines: NDArray[np.int64], new: NDArray[np.int64]) -> Visible:
     is_plain = not (lines[0, RING] or lines[:, FLOOR].any() or lines[:, SINK_FLOOR].any())
     if is_plain and new[0] == count - tokens and (lines[:, UPTO] == new).all():
         before = count - tokens
-        causal = None if tokens == 1 else np.tri(tokens, dtype=np.bool_)
+        causal = None if tokens == 1 else mx.tri(tokens, dtype=mx.bool_)
         return Visible((0, min(base, before)), (base, max(base, before)), None, causal, is_causal=True)
     seen = seen_by(lines)
     new_mask = seen[:, new]
     seen[:, new] = False
     prefix, own = _trimmed(seen[:, :base], 0), _trimmed(seen[:, base:], base)
     mask = np.concatenate([seen[:, slice(*prefix)], seen[:, slice(*own)]], axis=1)
-    return Visible(
-        prefix,
-        own,
-        None if mask.all() else mask,
-        None if new_mask.all() else new_mask,
-        is_causal=False,
-    )
-
-
-def seen_by(lines: NDArray[np.int64]) -> Mask:
-    """[T, count]: what queries of one session see, as `kernels.ragged_attention.seen` has it. lines: [T, FIELDS]."""
-    sink, ring, last = (int(lines[0, field]) for field in (SINK, RING, LAST))
-    slots = np.arange(int(lines[0, COUNT]))
-    in_sink = slots < sink
-    positions = slots if not ring else np.where(in_sink, slots, last - (last - slots) % ring)
-    floors = lines[:, FLOOR] if not ring else np.maximum(lines[:, FLOOR], sink)
-    floor = np.where(in_sink, lines[:, SINK_FLOOR, None], floors[:, None])
-    seen: Mask = (positions <= lines[:, UPTO, None]) & (positions >= floor)
-    return seen
+    kept, own_mask = (None if one.all() else mx.array(one) for one in (mask, new_mask))
+    return Visible(prefix, own, kept, own_mask)
 
 
 def _trimmed(seen: Mask, offset: int) -> tuple[int, int]:

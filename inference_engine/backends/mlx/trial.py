@@ -12,10 +12,10 @@ from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
 from inference_engine.backends.mlx.weights import CheckpointWeights
 from inference_engine.backends.native.describing import describe_seam
-from inference_engine.backends.native.trial import LoadedTensors, check_rotation
-from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
+from inference_engine.backends.native.trial import LoadedTensors, check_rotation, checked
+from inference_engine.backends.twin import Twin, TwinSizes
 from inference_engine.kv.geometry import LayerTraits
-from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.models.step_list import step_list
 from inference_engine.types import Mode
 
 
@@ -47,10 +47,4 @@ def try_list(
     )
     twin.forward = MlxForward(described, twin.forward.facts, program, dtype=torch.float32)
     twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
-    difference = max(twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True))
-    if not difference <= TOLERANCE:
-        raise NoStepListError(
-            f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
-            "from the model's own"
-        )
-    return difference
+    return checked(max(twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)), kind)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.backends.mlx.program import Matrix
 from inference_engine.backends.native.program import Checkpoint, StoredTensor
 from inference_engine.models.grouped import Grouped, GroupedCheckpoint
 
@@ -16,8 +16,72 @@ from inference_engine.models.grouped import Grouped, GroupedCheckpoint
 _FLOATS = {"F32": ("<f4", mx.float32), "F16": ("<u2", mx.float16), "BF16": ("<u2", mx.bfloat16)}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """Numbers [..., outputs, inputs]. With `bits`: packed in words of 32 bits, `group` inputs to a scale and offset."""
+
+    numbers: mx.array
+    scales: mx.array | None = None
+    offsets: mx.array | None = None
+    group: int = 0
+    bits: int = 0
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        """Matrices of one format can lie one below the other."""
+        return self.numbers.dtype, self.group, self.bits
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.numbers, self.scales, self.offsets) if array is not None]
+
+    def times(self, states: mx.array) -> mx.array:
+        """states [N, inputs] -> [N, outputs]."""
+        if self.scales is None:
+            return states @ self.numbers.swapaxes(-1, -2)
+        return mx.quantized_matmul(
+            states, self.numbers, self.scales, self.offsets, transpose=True, group_size=self.group, bits=self.bits
+        )
+
+    def times_chosen(self, states: mx.array, experts: mx.array) -> mx.array:
+        """states [N, 1 or K, 1, inputs], experts [N, K] -> [N, K, 1, outputs], each by the matrix of its expert."""
+        if self.scales is None:
+            return mx.gather_mm(states, self.numbers.swapaxes(-1, -2), rhs_indices=experts)
+        return mx.gather_qmm(
+            states,
+            self.numbers,
+            self.scales,
+            self.offsets,
+            rhs_indices=experts,
+            transpose=True,
+            group_size=self.group,
+            bits=self.bits,
+        )
+
+    def rows(self, ids: mx.array) -> mx.array:
+        """[N, inputs], the rows of these outputs."""
+        if self.scales is None or self.offsets is None:
+            return self.numbers[ids]
+        return mx.dequantize(
+            self.numbers[ids], self.scales[ids], self.offsets[ids], group_size=self.group, bits=self.bits
+        )
+
+    @staticmethod
+    def below_each_other(matrices: Sequence[Matrix], *, axis: int = -2) -> Matrix:
+        first = matrices[0]
+        if len(matrices) == 1:
+            return first
+        numbers = mx.concatenate([one.numbers for one in matrices], axis=axis)
+        if not first.bits:
+            return Matrix(numbers)
+        scales, offsets = (
+            mx.concatenate([getattr(one, name) for one in matrices], axis=axis) for name in ("scales", "offsets")
+        )
+        return Matrix(numbers, scales, offsets, first.group, first.bits)
+
+
 class CheckpointWeights:
-    """Implements Weights. Matrices of other encodings, such as GGUF's blocks, become floating-point numbers."""
+    """Tensors by transformers' names. Matrices of other encodings, as of GGUF, become floating-point numbers."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
         self._checkpoint = checkpoint
@@ -30,6 +94,7 @@ class CheckpointWeights:
         return Matrix(self._numbers(self._checkpoint.tensor(name)))
 
     def experts(self, names: Sequence[str]) -> Matrix:
+        """[experts, outputs, inputs], one matrix of each."""
         if self._grouped is not None and (grouped := self._grouped.experts(names)) is not None:
             return self._of_groups(grouped)
         stacked = mx.stack([self._numbers(self._checkpoint.tensor(name)) for name in names])
@@ -37,6 +102,7 @@ class CheckpointWeights:
         return Matrix(stacked)
 
     def vector(self, name: str, *, added: float = 0.0) -> mx.array:
+        """The numbers of a norm or a bias, `added` to in float32."""
         numbers = self._checkpoint.tensor(name).as_float32()
         return mx.array(numbers + np.float32(added)).astype(self._dtype)
 

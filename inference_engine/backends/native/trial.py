@@ -57,6 +57,11 @@ def try_list(
         difference = twin.difference_of_chunks()
     finally:
         program.close()
+    return checked(difference, kind)
+
+
+def checked(difference: float, kind: type[PreTrainedModel]) -> float:
+    """Raise NoStepListError unless a twin's logits are the model's own, up to rounding."""
     if not difference <= TOLERANCE:
         raise NoStepListError(
             f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
