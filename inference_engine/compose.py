@@ -26,6 +26,7 @@ import kv_cache_proposer
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import BackendError, NotNative, NotOnMlx
 from inference_engine.models import check_model, weights_digest
+from inference_engine.types import Durability
 from kv_cache_proposer.errors import DrafterError
 from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
@@ -52,12 +53,41 @@ class Parts:
     forward: Forward
     latent: TokenCodec | None
     drafter: Drafter | None
+    # Digests of the weights and of the latent codec ("": there is none): what kept sessions belong to.
+    digests: Callable[[], tuple[str, str]]
 
     def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
-        """Raises ConfigError or BackendError for what is not available."""
+        """Raises ConfigError or BackendError for what is not available, or a `state_dir` that cannot be used."""
         from inference_engine.engine import Engine
+        from inference_engine.metrics import EngineMetrics
 
-        return Engine(self.forward, config, latent=self.latent, drafter=self.drafter, tracing=tracing)
+        if config.kept is Durability.NONE:
+            return Engine(self.forward, config, latent=self.latent, drafter=self.drafter, tracing=tracing)
+        from inference_engine.session.sqlite_journal import SQLiteJournal
+
+        weights, codec = self.digests()
+        metrics = EngineMetrics()
+        journal = SQLiteJournal(
+            Path(config.state_dir).expanduser(),
+            config.kept,
+            weights=weights,
+            metrics=metrics,
+            keep_seconds=config.session_keep_seconds,
+        )
+        try:
+            return Engine(
+                self.forward,
+                config,
+                journal=journal,
+                metrics=metrics,
+                latent=self.latent,
+                codec_digest=codec,
+                drafter=self.drafter,
+                tracing=tracing,
+            )
+        except BaseException:
+            journal.stop()
+            raise
 
 
 def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
@@ -67,7 +97,12 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
     """
     latent = find_latent(model)
     forward = open_backend(model, admitted)
-    return Parts(forward=forward, latent=latent, drafter=find_drafter(model, forward))
+    return Parts(forward=forward, latent=latent, drafter=find_drafter(model, forward), digests=lambda: _digests(model))
+
+
+def _digests(model: ModelConfig) -> tuple[str, str]:
+    weights = weights_digest(check_model(model.model, cache=model.cache_path))
+    return weights, str(latent_identity(model).get("tensors_sha256", ""))
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

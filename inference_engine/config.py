@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from inference_engine.errors import ConfigError
-from inference_engine.types import Mode
+from inference_engine.types import Durability, Mode
 
 T = TypeVar("T", bound="EngineConfig | ModelConfig | ServerConfig")
 
@@ -89,6 +89,11 @@ class EngineConfig:
     max_generate_tokens: int = 32_768
     session_idle_ttl_seconds: float = 1800.0
     session_evictable_seconds: float = 60.0
+    state_dir: str = ""  # the folder that sessions are kept in, of this server and model alone; "": they are not kept
+    # What a history survives: "none"; "process": the process, however it ends; "power": a loss of power, too; "auto":
+    # power with a state_dir, else none
+    durability: str = "auto"
+    session_keep_seconds: float = 2_592_000.0  # sessions unused for longer are deleted from the folder; 0: none is
     stall_seconds: float = 60.0  # the engine counts as stalled if a step takes longer
 
     def __post_init__(self) -> None:
@@ -116,6 +121,7 @@ class EngineConfig:
             max_generate_tokens=1,
             session_idle_ttl_seconds=0.001,
             session_evictable_seconds=0,
+            session_keep_seconds=0,
             stall_seconds=2,  # an idle loop iterates every second
         )
         _at_most(
@@ -125,11 +131,18 @@ class EngineConfig:
             max_generate_tokens=_WIRE_LARGEST,
             segment_tokens=_WIRE_LARGEST,
             session_idle_ttl_seconds=_LONGEST_SECONDS,
+            session_keep_seconds=_LONGEST_SECONDS,
         )
         if self.overlap not in ("auto", "on", "off"):
             raise ConfigError(f"overlap must be auto, on or off, got {self.overlap!r}")
         if self.growth not in ("auto", "best_effort", "guaranteed"):
             raise ConfigError(f"growth must be auto, best_effort or guaranteed, got {self.growth!r}")
+        if self.durability not in ("auto", "none", "process", "power"):
+            raise ConfigError(f"durability must be auto, none, process or power, got {self.durability!r}")
+        if self.durability in ("process", "power") and not self.state_dir:
+            raise ConfigError(f"durability={self.durability} needs a state_dir to keep sessions in")
+        if self.durability == "none" and self.state_dir:
+            raise ConfigError("durability=none keeps no sessions: leave state_dir empty, or choose process or power")
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
             raise ConfigError(
                 f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"
@@ -138,6 +151,13 @@ class EngineConfig:
             raise ConfigError(
                 f"step_tokens must be 0 or hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}"
             )
+
+    @property
+    def kept(self) -> Durability:
+        """What sessions survive, `auto` resolved."""
+        if self.durability == "auto":
+            return Durability.POWER if self.state_dir else Durability.NONE
+        return Durability(self.durability)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

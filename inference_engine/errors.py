@@ -72,9 +72,13 @@ class NotOnMlx(BackendError):
 
 
 class RequestError(KakeyaError):
-    """An error that belongs to one request. `reason` and `metadata` travel to the client as ErrorInfo."""
+    """An error that belongs to one request. `reason` and `metadata` travel to the client as ErrorInfo.
+
+    tells: it may say something of a session, so that it has to wait until what it says is safe.
+    """
 
     reason: ClassVar[str] = "INTERNAL"
+    tells: ClassVar[bool] = True
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None, **metadata: object) -> None:
         super().__init__(message)
@@ -214,6 +218,7 @@ class NoCapacity(RequestError):
 
 class Overloaded(RequestError):
     reason = "OVERLOADED"
+    tells = False
 
 
 class QuotaExceeded(RequestError):
@@ -230,6 +235,7 @@ class QuotaExceeded(RequestError):
 
 class Draining(RequestError):
     reason = "DRAINING"
+    tells = False
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down; retry later or on another server", retry_after_seconds=5.0)
@@ -239,6 +245,7 @@ class EngineStalled(RequestError):
     """The engine's thread has made no progress for too long. It may recover; if not, the process ends."""
 
     reason = "ENGINE_STALLED"
+    tells = False
 
     def __init__(self) -> None:
         super().__init__("the engine has stalled; retry later or on another server", retry_after_seconds=5.0)
@@ -261,6 +268,7 @@ class JournalFull(RequestError):
     """The disk of the journal is full. Nothing was lost; what is recorded waits for space."""
 
     reason = "JOURNAL_FULL"
+    tells = False
 
     def __init__(self) -> None:
         super().__init__(
@@ -281,17 +289,26 @@ class DeadlineExceeded(RequestError):
 
 class Unauthenticated(RequestError):
     reason = "UNAUTHENTICATED"
+    tells = False
 
     def __init__(self) -> None:
         super().__init__("send one valid 'authorization: Bearer <key>' header")
 
 
 class InvariantViolated(RequestError):
-    """The cache and the history disagree. The session is failed and its memory freed; its history is lost."""
+    """The cache and the history disagree. The session is failed and its memory freed.
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}; create a new session", kind=kind)
+    Its history is lost, unless a journal keeps it: then the session begins anew from its records.
+    """
+
+    def __init__(self, kind: str, message: str, *, remedy: str = "create a new session") -> None:
+        super().__init__(f"{kind}: {message}; {remedy}", kind=kind)
         self.kind = kind
+        self._what = message
+
+    def kept(self) -> InvariantViolated:
+        """The same error for a session whose history is kept."""
+        return InvariantViolated(self.kind, self._what, remedy="the history is kept, generate again")
 
 
 class NonFiniteLogits(RequestError):

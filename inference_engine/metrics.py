@@ -33,6 +33,8 @@ EVICTION_REASONS = ("ttl", "lru", "close")  # `close`: by their client; the othe
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
 # Why a Generate was refused: it would wait too long, the queue or its owner's part of it is full, the server drains.
 REFUSALS = ("first_token", "queue", "owner_queue", "draining")
+# `refused`: there was no place for one more session; `corrupt`: its records are damaged; `mismatch`: other settings.
+RESTORES = ("restored", "refused", "corrupt", "mismatch")
 INVARIANTS = ("INV1", "INV2", "INV3")
 # `dropped`: idle, and no more than its token ids.
 PORTS = ("grpc", "http", "metrics")
@@ -97,7 +99,35 @@ class EngineMetrics:
         self._add_memory()
         self._add_generates()
         self._add_steps()
+        self._add_journal()
         self._add_server()
+
+    def _add_journal(self) -> None:
+        self.sessions_kept = self._gauge(
+            "journal_sessions", "Sessions kept in the state folder, those in memory included."
+        )
+        self.sessions_forgotten = self._counter(
+            "journal_forgotten_total", "Sessions deleted from the state folder because they were unused for too long."
+        )
+        self.journal_commit_seconds = self._histogram(
+            "journal_commit_seconds",
+            "Seconds of a commit of the journal. Tokens and answers wait for it; the model does not.",
+            _PART_SECONDS,
+        )
+        self.journal_changes = self._counter("journal_change_total", "Changes of sessions committed to the journal.")
+        self.journal_full = self._gauge(
+            "journal_full", "1 while the disk of the journal is full: Generates pause, and new work is refused."
+        )
+        self.restores = self._counter(
+            "journal_restore_total", "Sessions read from the journal into memory, by what came of it.", outcome=RESTORES
+        )
+        self.restore_seconds = self._histogram(
+            "journal_restore_seconds", "Seconds to read a session from the journal.", _WAIT_SECONDS
+        )
+        self.histories_behind = self._counter(
+            "session_history_behind_client_total",
+            "Calls of clients with tokens that the history has not: the server lost them, or a client is mistaken.",
+        )
 
     def _add_sessions(self) -> None:
         self.sessions_active = self._gauge("session_active", "Sessions open now.")

@@ -35,6 +35,14 @@ class Mode(enum.Enum):
     FIXED_SHAPE = "fixed-shape"
 
 
+class Durability(enum.Enum):
+    """What a session's history survives: nothing, the end of the process, or a loss of power, too."""
+
+    NONE = "none"
+    PROCESS = "process"
+    POWER = "power"
+
+
 class StopReason(enum.Enum):
     MAX_TOKENS = "max_tokens"
     EOS = "eos"

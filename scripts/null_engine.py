@@ -174,6 +174,8 @@ class NullEngine(Engine):
             idle_seconds=0.0,
             failure_reason="",
             is_generating=False,
+            is_resident=True,
+            saved_tokens=0,
             label="",
         )
 

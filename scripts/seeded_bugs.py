@@ -172,10 +172,8 @@ BUGS = (
     Bug(
         "the history grows before the journal knows",
         "inference_engine/session/session.py",
-        "        journal.append(self.session_id, len(self.history), token_ids, mark)\n"
-        "        self.history.extend(token_ids, mark)\n",
-        "        self.history.extend(token_ids, mark)\n"
-        "        journal.append(self.session_id, len(self.history) - len(token_ids), token_ids, mark)\n",
+        "        self.history.reserve(len(token_ids))\n        start = len(self.history)\n",
+        "        start = len(self.history)\n        self.history.extend(token_ids, mark)\n",
         ("tests/engine/test_lifecycle.py",),
     ),
     Bug(

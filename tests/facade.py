@@ -21,7 +21,6 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.scheduler.transcript import Transcript
-from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Mode, ModelFacts
@@ -39,10 +38,6 @@ def context_of(engine: Engine) -> KVContext:
 
 def forward_of(engine: Engine) -> Forward:
     return engine._forward
-
-
-def journal_of(engine: Engine) -> Journal:
-    return engine._journal
 
 
 def session_of(engine: Engine, session_id: str, owner: str = "") -> Session:

@@ -67,6 +67,15 @@ HELP = {
         "SIZE",
         "K/V off the device: in host memory, or on a CPU in a file; 0: a quarter of the free space there",
     ),
+    "state_dir": (
+        "FOLDER",
+        "where sessions are kept when the server ends, of this model alone; empty: they end with it",
+    ),
+    "durability": (
+        "MODE",
+        "what a history survives: none, process (a kill), power (a loss of power), auto: power with a state_dir",
+    ),
+    "session_keep_seconds": ("SECONDS", "kept sessions unused for longer are deleted; 0: none is"),
     "tier_dir": ("FOLDER", "for K/V that leaves a CPU's memory; empty: the system's folder for temporary files"),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_running": ("N", "Generates at the same time; others wait, but one of each owner begins at once"),

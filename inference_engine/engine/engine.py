@@ -5,10 +5,11 @@ Thread-safe. Everything but iterating a Generation returns in microseconds and n
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,13 @@ from inference_engine.engine.arguments import (
 from inference_engine.engine.fork import open_fork
 from inference_engine.engine.generation import Generates, Generation
 from inference_engine.engine.memory import grows, open_memory, refuse_if_too_small
+from inference_engine.engine.recall import (
+    length_from_text,
+    length_to_text,
+    opened_from_text,
+    opened_to_text,
+    recalled_generates,
+)
 from inference_engine.engine.results import (
     EngineInfo,
     HistoryLength,
@@ -38,7 +46,14 @@ from inference_engine.engine.results import (
     SessionOpened,
 )
 from inference_engine.engine.stats import collect_statistics
-from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
+from inference_engine.errors import (
+    Draining,
+    EngineStalled,
+    HistoryCorrupt,
+    InvalidArgument,
+    ModelMismatch,
+    SessionClosed,
+)
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
@@ -49,12 +64,12 @@ from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
-from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokensRecord
+from inference_engine.session.journal import Journal, MemoryJournal, ReplyRecord, SessionRecord, TokensRecord
 from inference_engine.session.replies import Call, Replies, identify
-from inference_engine.session.session import Operation
+from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore, holding
 from inference_engine.tracing import Tracing
-from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, GenerateParams, Mark
+from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark
 
 Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
 
@@ -78,6 +93,7 @@ class Engine:
         metrics: EngineMetrics | None = None,
         tracing: Tracing | None = None,
         latent: TokenCodec | None = None,
+        codec_digest: str = "",
         drafter: Drafter | None = None,
         on_choice: OnChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,9 +101,10 @@ class Engine:
     ) -> None:
         """Allocate the pool and start the engine's thread.
 
-        latent: serves sessions that restore KV entries from a latent. drafter: drafts tokens for Generates that allow
-        it. on_choice: called on the engine's thread with the blocks that generated tokens read (see `kv/views.py`).
-        Raises ConfigError or BackendError if a setting cannot be served.
+        journal: keeps sessions; the engine stops it when it closes. None: they end with the process.
+        latent: serves sessions that restore KV entries from a latent; codec_digest: of it. drafter: drafts tokens for
+        Generates that allow it. on_choice: called on the engine's thread with the blocks that generated tokens read
+        (see `kv/views.py`). Raises ConfigError or BackendError if a setting cannot be served.
         """
         config = config or EngineConfig()
         step_tokens = config.step_tokens or max(config.segment_tokens, 512 if forward.device.type == "cpu" else 4096)
@@ -136,6 +153,8 @@ class Engine:
                 share_forks=self.config.share_forks,
             ),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
+            mode=self.config.mode,
+            codec=codec_digest,
             wall_clock=wall_clock,
         )
         timer = StepTimer(self.metrics, clock)
@@ -158,6 +177,14 @@ class Engine:
         self._appended: Replies[HistoryLength] = replies.page()
         self._closed: Replies[HistoryLength] = replies.page()
         self._forked: Replies[SessionForked] = replies.page(most_per_session=1)
+        # By their names in the journal; calls of some are an owner's, those of others a session's.
+        self._pages: dict[str, Replies[Any]] = {
+            "opened": self._opened,
+            "appended": self._appended,
+            "closed": self._closed,
+            "forked": self._forked,
+        }
+        self._recalling = threading.Lock()
         self._generates = Generates(
             self._store, self._scheduler, self.metrics, self.tracing, clock, refuse=self._refuse_when_draining
         )
@@ -200,7 +227,7 @@ class Engine:
         is_growing = self._is_growing if guaranteed is None else not guaranteed
         asked = () if guaranteed is None else (guaranteed,)
         call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, *asked, owner=owner)
-        with self._store.locked():
+        with self._store.locked(), self._journal.unit():
             if (known := self._opened.recall(call)) is not None:
                 return self._again(known)
             session = self._store.create(
@@ -220,7 +247,7 @@ class Engine:
                 limit_tokens=session.limit_tokens,
                 reserved_bytes=session.kv.reserved.sustained_bytes,
             )
-            self._opened.remember(call, opened, session_id=session.session_id)
+            self._remember("opened", call, opened, session, opened_to_text)
             return opened
 
     def fork_session(
@@ -252,7 +279,11 @@ class Engine:
         self._refuse_when_draining()
         check_label(label)
         limit = parent.limit_tokens if limit_tokens is None else self._arguments.limit(parent.kv.strategy, limit_tokens)
-        with holding(self._store, parent, Operation.FORK, wait_seconds), self._store.locked():
+        with (
+            holding(self._store, parent, Operation.FORK, wait_seconds),
+            self._store.locked(),
+            self._journal.unit(),
+        ):
             if (reply := self._forked_before(call)) is not None:
                 return reply
             check_length(parent, expected_history_length)
@@ -266,7 +297,7 @@ class Engine:
                 shared_bytes=fork.kv.shared_bytes,
                 reserved_bytes=fork.kv.reserved.sustained_bytes,
             )
-            self._forked.remember(call, reply, session_id=fork.session_id)
+            self._remember("forked", call, reply, fork, opened_to_text)
             return reply
 
     def _forked_before(self, call: Call | None) -> SessionForked | None:
@@ -286,7 +317,7 @@ class Engine:
         with holding(self._store, session, Operation.APPEND, 0.0), self._store.locked():
             for record in records:
                 assert record.position == len(session.history), "records follow each other"
-                session.record(self._journal, record.token_ids, record.mark)
+                session.record(record.token_ids, record.mark)
         return opened
 
     def append(
@@ -332,7 +363,11 @@ class Engine:
                 return self._again(known)
         session = self._store.find_healthy(session_id, owner)
         self._refuse_when_draining()
-        with holding(self._store, session, Operation.APPEND, wait_seconds), self._store.locked():
+        with (
+            holding(self._store, session, Operation.APPEND, wait_seconds),
+            self._store.locked(),
+            self._journal.unit(),
+        ):
             if (known := appended.recall(call)) is not None:
                 return self._again(known)
             check_length(session, expected_history_length)
@@ -341,9 +376,9 @@ class Engine:
             if len(ids):
                 self._store.check_history(session, len(ids))
                 self._store.secure(session, len(session.history) + len(ids))
-                session.record(self._journal, ids, Mark.APPENDED)
+                session.record(ids, Mark.APPENDED)
             length = HistoryLength(tokens=len(session.history))
-            appended.remember(call, length, session_id=session_id)
+            self._remember("appended", call, length, session, length_to_text)
             return length
 
     def generate(
@@ -405,17 +440,30 @@ class Engine:
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         """Never waits, and does not count as use of the session."""
         session = self._store.find(session_id, owner)
-        return SessionInfo.of(session, now=self._clock(), history_bytes=self._store.history_bytes(session))
+        return SessionInfo.of(
+            session,
+            now=self._clock(),
+            history_bytes=self._store.history_bytes(session),
+            is_kept=session.journal.keeps,
+        )
 
     def list_sessions(self, *, after: str = "", most: int = MAX_PAGE_SESSIONS, owner: str = "") -> list[SessionListed]:
         """The first `most` of the owner's sessions in the order of their ids, with ids greater than `after`.
 
-        Never waits, and is no use of a session. Raises InvalidArgument for more than MAX_PAGE_SESSIONS.
+        Is no use of a session. Waits for the disk if a journal keeps sessions. Raises InvalidArgument for more than
+        MAX_PAGE_SESSIONS.
         """
         check_page(most)
         now, today = self._clock(), self._wall_clock()
-        sessions = self._store.page(owner, after=after, most=most)
-        return [SessionListed.of(session, now=now, today=today) for session in sessions]
+        kept = self._journal.page(owner, after=after, most=most)
+        resident = {one.session_id: one for one in self._store.page(owner, after=after, most=most)}
+        listed = [SessionListed.of(session, now=now, today=today) for session in resident.values()]
+        for entry in kept:
+            # One that came into memory or was closed meanwhile is known there.
+            if not self._store.is_resident(entry.record.session_id):
+                strategy = parse_strategy(entry.record.strategy)
+                listed.append(SessionListed.kept(entry, strategy, today=today))
+        return sorted(listed, key=lambda one: one.session_id)[:most]
 
     def read_history(
         self, session_id: str, *, first: int = 0, most: int = MAX_PIECE_TOKENS, owner: str = ""
@@ -452,17 +500,127 @@ class Engine:
     ) -> HistoryLength:
         """As `close_session`; a call with the request id of an earlier one does nothing and returns its reply."""
         closed = self._closed
-        with self._store.locked():
+        with self._store.locked(), self._journal.unit():
             if not closed.knows(request_id, owner=owner):
                 check_length(self._store.find(session_id, owner), expected_history_length)
             call = identify(request_id, session_id, expected_history_length, owner=owner)
             if (known := closed.recall(call)) is not None:
                 return self._again(known)
+            session = self._store.find(session_id, owner)
             length = HistoryLength(tokens=self._store.close(session_id, owner))
-            closed.remember(call, length, session_id=session_id)
+            self._remember("closed", call, length, session, length_to_text)
             closed.session_ended(session_id, owner)
         self._scheduler.nudge()
         return length
+
+    def _remember(
+        self,
+        kind: str,
+        call: Call | None,
+        reply: Any,
+        session: Session,
+        to_text: Callable[[Any], str],
+    ) -> None:
+        """Keep the reply to a call that has an id, in memory and in the journal."""
+        if call is None:
+            return
+        self._pages[kind].remember(call, reply, session_id=session.session_id)
+        if session.journal.keeps:
+            position, text = len(session.history), to_text(reply)
+            session.journal.reply(
+                ReplyRecord(session.session_id, call.owner, kind, call.request_id, call.digest, position, text)
+            )
+
+    # -- what the journal keeps -------------------------------------------------------------------------------------
+
+    @property
+    def durability(self) -> Durability:
+        return self._journal.durability
+
+    def is_elsewhere(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> bool:
+        """May the journal have something that a call needs and that is not in memory? Then `recall` it first.
+
+        session_id: of the session that the call is about; "": it makes one. request_id: of the call.
+        """
+        if not self._journal.keeps:
+            return False
+        if session_id and not self._store.is_resident(session_id):
+            return True
+        with self._store.locked():
+            return bool(request_id) and not any(
+                page.knows(request_id, owner=owner) for page in (self._opened, self._forked, self._closed)
+            )
+
+    def recall(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> None:
+        """Bring back into memory what `is_elsewhere` found missing, as far as the journal has it. Waits for the disk.
+
+        Call it before the call itself, which then sees a session that was here all the time. The session has no memory
+        for K/V until it is used. Raises HistoryCorrupt, ModelMismatch, NoCapacity or QuotaExceeded, and the session
+        stays in the journal as it is; JournalFull or EngineStalled if the journal cannot be read now.
+        """
+        if not self._journal.keeps:
+            return
+        with self._recalling:  # so that what was read is not older than what is in memory
+            if session_id and not self._store.is_resident(session_id):
+                self._restore(session_id, owner)
+            if request_id:
+                replies = self._journal.replies_to(owner, request_id)
+                with self._store.locked():
+                    self._recall_replies(replies)
+
+    def _restore(self, session_id: str, owner: str) -> None:
+        began, outcome = time.perf_counter(), "refused"
+        try:
+            kept = self._journal.load(session_id, owner)
+            if kept is None:
+                return
+            try:
+                with self._store.locked():
+                    session = self._store.restore(kept, parse_strategy(kept.record.strategy))
+                    self._generates.recall(session, recalled_generates(session, kept))
+                    self._recall_replies(kept.replies)
+            except BaseException:
+                with self._store.locked():
+                    self._journal.leave(session_id)
+                raise
+            outcome = "restored"
+            self.metrics.restore_seconds.observe(time.perf_counter() - began)
+        except HistoryCorrupt:
+            outcome = "corrupt"
+            raise
+        except ModelMismatch:
+            outcome = "mismatch"
+            raise
+        finally:
+            self.metrics.restores.labels(outcome).inc()
+
+    def _recall_replies(self, replies: Sequence[ReplyRecord]) -> None:
+        for record in replies:
+            page = self._pages[record.kind]
+            of_session = record.session_id if record.kind == "appended" else ""
+            if page.knows(record.request_id, owner=record.owner, session_id=of_session):
+                continue
+            from_text = opened_from_text if record.kind in ("opened", "forked") else length_from_text
+            call = Call(record.owner, of_session, record.request_id, record.digest)
+            page.remember(call, from_text(record.body), session_id=record.session_id)
+            if not self._store.is_resident(record.session_id):
+                page.session_ended(record.session_id, record.owner)  # else nothing would make it expire
+
+    def is_saved(self) -> bool:
+        """Is everything safe, by the engine's durability, that was done until now?"""
+        return self._journal.is_saved
+
+    def when_saved(self, callback: Callable[[], object]) -> None:
+        """Call back, from any thread, once everything is safe that was done until now; perhaps at once.
+
+        What a client is told after a call has to wait for this, errors included: they may carry the history's length.
+        """
+        self._journal.say(callback)
+
+    @property
+    def journal_failure(self) -> str:
+        """Why sessions cannot be kept any more; "": they can. Then nothing more is told, and the process has to end."""
+        return self._journal.failure
 
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
         """Call back once, from any thread, when the session is free (at once if it is, or does not exist)."""
@@ -491,6 +649,7 @@ class Engine:
             tier_reserved_bytes=tier.reserved_bytes,
             drafter="" if self._drafter is None else self._drafter.name,
             config=self.config,
+            durability=self._journal.durability,
         )
 
     def reserved_by(self, owner: str) -> Bound:
@@ -522,6 +681,7 @@ class Engine:
         if self._scheduler.is_alive:
             self._scheduler.stop()
         self._store.close_all()
+        self._journal.stop()
 
     def __enter__(self) -> Engine:
         return self
@@ -547,3 +707,4 @@ class Engine:
             raise Draining
         if self.is_stalled():
             raise EngineStalled
+        self._journal.refuse_when_full()

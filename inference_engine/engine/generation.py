@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from inference_engine.engine.arguments import check_length
-from inference_engine.errors import DeadlineExceeded, InvalidArgument, RequestError, SessionBusy
+from inference_engine.errors import DeadlineExceeded, HistoryBehindClient, InvalidArgument, RequestError, SessionBusy
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
@@ -57,16 +57,25 @@ class Generation:
         wake: called after `callback`. After a step it is called while the device works on the next one, and equal ones
         are called once.
         """
-        if wake is None:
-            self._reader.when_readable(callback)
-            return
         wakeups = self._scheduler.wakeups
+        if wakeups.are_late:
 
-        def notify() -> None:
-            callback()
-            wakeups.wake(wake)
+            def tell() -> None:
+                callback()
+                if wake is not None:
+                    wake()
 
-        self._reader.when_readable(notify)
+            # Both together: what is set before the step is safe could be looked at, found empty, and never set again.
+            self._reader.when_readable(lambda: wakeups.wake(tell))
+        elif wake is None:
+            self._reader.when_readable(callback)
+        else:
+
+            def notify() -> None:
+                callback()
+                wakeups.wake(wake)
+
+            self._reader.when_readable(notify)
 
     def leave(self) -> None:
         """Stop reading: frees what a closed session keeps for this reader. The Generate goes on; idempotent."""
@@ -144,12 +153,16 @@ class Generates:
 
         Raises SessionBusy once `wait_seconds` are over. A refused call is not remembered.
         """
-        transcript, reader, request = when_not_busy(
-            self._store,
-            session,
-            wait_seconds,
-            lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced),
-        )
+        try:
+            transcript, reader, request = when_not_busy(
+                self._store,
+                session,
+                wait_seconds,
+                lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced),
+            )
+        except HistoryBehindClient:
+            self._metrics.histories_behind.inc()
+            raise
         generation = Generation(transcript, reader, self._scheduler)
         if reader.is_replayed:
             self._metrics.replays.inc()
@@ -178,6 +191,8 @@ class Generates:
         """A transcript, a reader and, if there is work, a request. It holds the session, and the caller submits it."""
         with self._store.locked():
             known = self._remembered.recall(call)
+            if known is not None:
+                known.complete(params)
             if known is None and resume_from is not None:
                 # The session may have ended meanwhile, and its Generates with it; then this raises how.
                 self._store.find_healthy(session.session_id, session.owner)
@@ -197,7 +212,7 @@ class Generates:
                 self._refuse_without_place(session, known, forced)
                 self._store.ensure_memory(session)
                 self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
-                transcript = known or _new_transcript(session, params, forced)
+                transcript = known or _new_transcript(session, params, forced, call)
                 reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
                 request = transcript.run(self._clock())
                 self._follow(request)
@@ -206,6 +221,13 @@ class Generates:
                 self._store.free(session)
                 raise
             return transcript, reader, request
+
+    def recall(self, session: Session, generates: Sequence[Transcript]) -> None:
+        """Remember the Generates of a restored session. Called with the store locked."""
+        for transcript in generates:
+            request_id, digest = transcript.identity
+            call = Call(session.owner, session.session_id, request_id, digest)
+            self._remembered.remember(call, transcript, session_id=session.session_id)
 
     def _refuse_without_place(self, session: Session, known: Transcript | None, forced: Forced | None) -> None:
         """Raise HistoryLimit or QuotaExceeded if the history cannot grow, before anything is done.
@@ -232,9 +254,11 @@ class Generates:
         request.trace.enter("queue")
 
 
-def _new_transcript(session: Session, params: GenerateParams, forced: Forced | None) -> Transcript:
+def _new_transcript(session: Session, params: GenerateParams, forced: Forced | None, call: Call | None) -> Transcript:
     check_length(session, params.expected_history_length)
     if not len(session.history):
         raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
-    return Transcript(session, params, seed, forced=forced)
+    if call is None:
+        return Transcript(session, params, seed, forced=forced)
+    return Transcript(session, params, seed, forced=forced, request_id=call.request_id, digest=call.digest)

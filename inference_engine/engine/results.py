@@ -9,8 +9,9 @@ import numpy as np
 from inference_engine.config import EngineConfig
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.history import Marks, TokenIds
+from inference_engine.session.journal import SessionEntry
 from inference_engine.session.session import Operation, Session
-from inference_engine.types import Bound, Mark, Mode, ModelFacts
+from inference_engine.types import Bound, Durability, Mark, Mode, ModelFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +75,12 @@ class SessionInfo:
     idle_seconds: float
     failure_reason: str
     is_generating: bool
+    is_resident: bool  # its K/V has memory; else it is computed again when it is needed
+    saved_tokens: int  # of the history, kept by the journal; 0 without one that keeps sessions
     label: str
 
     @staticmethod
-    def of(session: Session, *, now: float, history_bytes: int) -> SessionInfo:
+    def of(session: Session, *, now: float, history_bytes: int, is_kept: bool) -> SessionInfo:
         """now: on the clock of `session.used_at`."""
         return SessionInfo(
             history_length=len(session.history),
@@ -98,6 +101,8 @@ class SessionInfo:
             idle_seconds=max(0.0, now - session.used_at),
             failure_reason=session.failure_reason,
             is_generating=session.operation is Operation.GENERATE,
+            is_resident=not session.kv.is_dropped,
+            saved_tokens=min(session.saved.tokens, len(session.history)) if is_kept else 0,
             label=session.label,
         )
 
@@ -125,10 +130,25 @@ class SessionListed:
             history_length=len(session.history),
             age_seconds=max(0.0, today - session.created_at),
             idle_seconds=max(0.0, now - session.used_at),
-            is_resident=True,
+            is_resident=not session.kv.is_dropped,
             is_generating=session.operation is Operation.GENERATE,
             failure_reason=session.failure_reason,
             strategy=session.kv.strategy,
+        )
+
+    @staticmethod
+    def kept(entry: SessionEntry, strategy: KVStrategy, *, today: float) -> SessionListed:
+        """Of a session that is in the journal only."""
+        return SessionListed(
+            session_id=entry.record.session_id,
+            label=entry.record.label,
+            history_length=entry.history_length,
+            age_seconds=max(0.0, today - entry.record.created_at),
+            idle_seconds=max(0.0, today - entry.used_at),
+            is_resident=False,
+            is_generating=False,
+            failure_reason="",
+            strategy=strategy,
         )
 
 
@@ -165,3 +185,4 @@ class EngineInfo:
     tier_reserved_bytes: int
     drafter: str  # "": there is none
     config: EngineConfig
+    durability: Durability = Durability.NONE

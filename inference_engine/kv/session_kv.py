@@ -51,11 +51,13 @@ class SessionKV:
         prefixes: Sequence[SharedPrefix] = (),
         *,
         tokens: int | None = None,
+        is_dropped: bool = False,
     ) -> None:
         """Reserve the sustained memory. Raises NoCapacity, with nothing taken, if there is no room for it.
 
         prefixes: the first entries, for each set of layers; they are borrowed until the session is released.
         tokens: grant memory for a history of so many tokens, and more as it grows (`grow`). None: for the longest one.
+        is_dropped: begin as `drop` leaves a session, without memory.
         """
         self.strategy = strategy
         self.context = context
@@ -76,7 +78,7 @@ class SessionKV:
         self._plan = _placement(strategy, context, limit_tokens, self.base)
         self._has_windows, self._is_selective = self._plan.has_windows, self._plan.is_selective
         self._is_reserved = False
-        self.is_dropped = False
+        self.is_dropped = is_dropped
         self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
         self.granted_tokens = limit_tokens  # memory is granted for a history of so many tokens; None: for any
         self._granted = self.bound  # the bytes of that grant
@@ -84,7 +86,8 @@ class SessionKV:
         self._prefixes = tuple(prefixes)
         for prefix in prefixes:
             prefix.borrow()
-        self.reserve(tokens)
+        if not is_dropped:
+            self.reserve(tokens)
 
     def reserve(self, tokens: int | None = None) -> None:
         """Reserve the sustained memory. Raises NoCapacity, with nothing taken, if there is no room for it.

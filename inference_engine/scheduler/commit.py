@@ -15,7 +15,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.lifecycle import Endings
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting
-from inference_engine.session.journal import Journal
+from inference_engine.session.journal import Logprobs
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Failed, Mark, Progress, StopReason, TokenCommitted, Truncated
@@ -29,14 +29,12 @@ class Settling:
     def __init__(
         self,
         store: SessionStore,
-        journal: Journal,
         metrics: EngineMetrics,
         clock: Callable[[], float],
         endings: Endings,
         drafting: Drafting | None,
     ) -> None:
         self._store = store
-        self._journal = journal
         self._metrics = metrics
         self._clock = clock
         self._endings = endings
@@ -107,13 +105,16 @@ class Settling:
                 if not taken:
                     return tokens - block.drafted - 1, ()
                 ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
-                session.record(self._journal, ids, Mark.GENERATED)
+                logprobs = _logprobs(taken) if request.params.logprobs else None
+                session.record(ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
+                request.began = None
             return tokens - block.drafted + len(taken) - 1, taken
         if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
             with self._store.locked():
                 if session.is_closed or request.stop is not None:
                     return tokens - 1, ()
-                session.record(self._journal, request.forced.token_ids, Mark.GENERATED)
+                session.record(request.forced.token_ids, Mark.GENERATED, began=request.began)
+                request.began = None
                 request.has_recorded_forced = True
                 request.prefill_tokens += len(request.forced.token_ids) - 1
         return tokens, ()
@@ -134,7 +135,9 @@ class Settling:
                 taken = ()
             else:
                 ids = np.array([taken[0].token_id], dtype=np.uint32)
-                session.record(self._journal, ids, Mark.GENERATED)
+                logprobs = _logprobs(taken[:1]) if request.params.logprobs else None
+                session.record(ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
+                request.began = None
         if not taken:
             # Another call of the owner took the last place. The logits that come next are computed with that entry.
             session.forget_entries()
@@ -203,3 +206,7 @@ def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence
         if sample.token_id in stop_ids:
             return samples[: count + 1]
     return samples
+
+
+def _logprobs(samples: Sequence[Sample]) -> Logprobs:
+    return np.array([sample.logprob for sample in samples], dtype=np.float32)

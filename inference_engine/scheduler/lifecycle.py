@@ -72,8 +72,7 @@ class Endings:
                 request.session.kv.check()
                 _make_idle(request.session)
         except InvariantViolated as violation:
-            event = Failed(violation)
-            self._mark_failed(request.session, violation)
+            event = Failed(self._mark_failed(request.session, violation))
         finally:
             self._leave(request)
             request.outcome = event
@@ -86,8 +85,7 @@ class Endings:
 
     def fail_session(self, request: Request, violation: InvariantViolated) -> None:
         """An invariant is broken: the session fails with its Generate."""
-        self._mark_failed(request.session, violation)
-        self.end(request, Failed(violation))
+        self.end(request, Failed(self._mark_failed(request.session, violation)))
 
     def fail_all(self, requests: Sequence[Request], error: Exception) -> None:
         """End `requests` after an internal error or out of memory; their sessions stay."""
@@ -127,11 +125,13 @@ class Endings:
                 "a session's KV entries were dropped, and could not be zeroed", extra=about_session(session.session_id)
             )
 
-    def _mark_failed(self, session: Session, violation: InvariantViolated) -> None:
+    def _mark_failed(self, session: Session, violation: InvariantViolated) -> InvariantViolated:
+        """Returns the error for the client."""
         logger.error("invariant violated: %s", violation.message, extra=about_session(session.session_id))
         session.violations.count(violation.kind)
         self._metrics.invariant_violations.labels(kind=violation.kind).inc()
         self._store.fail(session, violation.kind)
+        return violation.kept() if session.journal.keeps else violation
 
 
 def _make_idle(session: Session) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ _HOUSEKEEPING_SECONDS = 1.0
 _DRAFT_TOKENS = 16  # draft tokens that a session is granted memory for at most, if any is free
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
+_BEHIND_SECONDS = 0.02  # between two looks whether the journal has caught up
 _STUCK_SECONDS = 30.0  # a step that takes longer does not block a shutdown
 
 
@@ -88,11 +90,12 @@ class Scheduler:
         self._drafting: Drafting | None = None
         if drafter is not None:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
-        self.wakeups = Wakeups()
+        self._journal = journal if journal.keeps else None
+        self.wakeups = Wakeups(None if self._journal is None else self._journal.say)
         self._endings = Endings(store, metrics, self._drafting, self._leave)
         self._beginnings = Beginnings(metrics, clock, self._endings, self.wakeups, self._enter, vocab_size=vocab_size)
         self._batching = Batching(config, clock, self._drafting)
-        self._settling = Settling(store, journal, metrics, clock, self._endings, self._drafting)
+        self._settling = Settling(store, metrics, clock, self._endings, self._drafting)
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._tasks: deque[Callable[[], None]] = deque()
@@ -317,6 +320,10 @@ class Scheduler:
         if self._flight is not None:
             self._go_on(self._flight)
             return
+        if self._journal is not None and self._journal.is_behind():
+            time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be told
+            self._last_step = None
+            return
         requests = [request for request in list(self._running) if self._is_secured(request)]
         last, self._last_step = self._last_step, None
         if not requests:
@@ -399,6 +406,8 @@ class Scheduler:
                 self._endings.fail_all([request], error)
         if first:
             self._record_first_tokens(first)
+        if self._journal is not None:
+            self._journal.kick()
         self._timer.lap("settle")
         if self._drafting is not None:
             self._drafting.flush_if_many()
@@ -448,6 +457,8 @@ class Scheduler:
         The entries that this one wrote are committed first. An error leaves nothing staged behind them.
         """
         batch = flight.batch
+        if self._journal is not None and self._journal.is_behind():
+            return None
         if not all(self._goes_on(request) for request in batch):
             return None
         if self._drafting is not None and not self._drafting.rests(batch):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inference_engine.kernels.sampling import Sampler
 from inference_engine.session.history import TokenIds
+from inference_engine.session.journal import GenerateRecord
 from inference_engine.session.session import Session
 from inference_engine.tracing import OFF, GenerateTrace
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
@@ -78,6 +79,7 @@ class Request:
     predicted: Prediction | None = None  # when it was accepted
     earlier: Done = Done()  # by requests that this one continues
     forced: Forced | None = None  # None: tokens are sampled
+    began: GenerateRecord | None = None  # to be recorded with its first tokens
     has_recorded_forced: bool = False
     state: RequestState = RequestState.QUEUED
     sampler: Sampler | None = None

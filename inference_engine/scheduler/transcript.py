@@ -20,6 +20,7 @@ from inference_engine.errors import HistoryBehindClient, InvalidArgument, Sessio
 from inference_engine.logs import about_session
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
 from inference_engine.session.history import Stretch, TokenIds
+from inference_engine.session.journal import GenerateRecord, Logprobs
 from inference_engine.session.session import Session
 from inference_engine.types import (
     Accepted,
@@ -35,6 +36,7 @@ from inference_engine.types import (
 
 logger = logging.getLogger(__name__)
 
+_UNKNOWN = GenerateParams(max_tokens=1)  # of a recalled Generate
 AT_ONCE = 256  # most tokens in one read; a read of fewer has returned all there were
 
 
@@ -54,10 +56,20 @@ class Transcript:
     """Receives events on the engine's thread; read and stopped from any thread. `attach` and `run` are called with the
     session's store locked."""
 
-    def __init__(self, session: Session, params: GenerateParams, seed: int, *, forced: Forced | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        params: GenerateParams,
+        seed: int,
+        *,
+        forced: Forced | None = None,
+        request_id: bytes = b"",
+        digest: bytes = b"",
+    ) -> None:
         self.session = session
         self.params = params
         self.first_position = len(session.history)
+        self.identity = request_id, digest  # of the call; empty: it has none
         self._seed = seed
         self._forced = forced
         self._lock = threading.Lock()
@@ -70,6 +82,42 @@ class Transcript:
         self._progress: list[Progress] = []
         self._truncated: Truncated | None = None
         self._ending: Finished | Failed | None = None
+
+    @classmethod
+    def recalled(cls, session: Session, record: GenerateRecord, tokens: int, logprobs: Logprobs | None) -> Transcript:
+        """The Generate of a restored session, with `tokens` tokens; `complete` it with its parameters before use."""
+        transcript = cls(session, _UNKNOWN, record.seed, request_id=record.request_id, digest=record.digest)
+        transcript.first_position, transcript._tokens = record.position, tokens
+        transcript._logprobs = None if logprobs is None else array("f", logprobs.tobytes())
+        return transcript
+
+    def complete(self, params: GenerateParams) -> None:
+        """A recalled one gets its parameters: those of the call that names it, whose digest was found equal."""
+        if self.params is not _UNKNOWN:
+            return
+        self.params = params
+        history, longest = self.session.history, self.session.longest
+        reason: StopReason | None = None
+        if history[self.end_position - 1] in self.session.eos_token_ids | frozenset(params.stop_token_ids):
+            reason = StopReason.EOS
+        elif self._tokens >= params.max_tokens:
+            reason = StopReason.MAX_TOKENS
+        elif longest is not None and self.end_position >= longest:
+            reason = StopReason.TRUNCATED
+        if reason is not None:
+            # What it took is not known any more.
+            self._ending = Finished(
+                stop_reason=reason,
+                generated_tokens=self._tokens,
+                history_length=self.end_position,
+                prefill_seconds=0.0,
+                total_seconds=0.0,
+                seed=self._seed,
+                prefilled_tokens=0,
+                cached_tokens=0,
+                attended_positions=0,
+                evicted_positions=0,
+            )
 
     @property
     def end_position(self) -> int:
@@ -84,8 +132,10 @@ class Transcript:
 
     @property
     def can_continue(self) -> bool:
-        """It failed, or was cancelled before its end."""
-        outcome = None if self._request is None else self._request.outcome
+        """It failed, was cancelled before its end, or was cut by the end of the process."""
+        if self._request is None:
+            return self._ending is None
+        outcome = self._request.outcome
         return isinstance(outcome, Failed) or (
             isinstance(outcome, Finished) and outcome.stop_reason is StopReason.CANCELLED
         )
@@ -111,7 +161,7 @@ class Transcript:
 
     def run(self, now: float) -> Request:
         """A request for the rest of the work. The caller holds the session and submits the request."""
-        before, done = self._request, Done()
+        before, done = self._request, Done(generated=self._tokens)
         if before is not None:
             done = before.done(before.token_at or before.accepted_at)
         request = Request(
@@ -123,6 +173,7 @@ class Transcript:
             accepted_at=now,
             earlier=done,
             forced=self._forced,
+            began=None if self._tokens else GenerateRecord(self.first_position, *self.identity, self._seed),
         )
         if before is not None:
             request.last_query, request.is_degraded = before.last_query, before.is_degraded
@@ -206,6 +257,9 @@ class Reader:
             return [Failed(StreamTakenOver(self.position))]
         with transcript._lock:
             end, ending = transcript.end_position, transcript._ending
+            saved = transcript.session.saved.tokens
+            if saved < end:  # the others are not to be told yet
+                end, ending = max(saved, self.position), None
             # A fast path: other events come once, tokens thousands of times.
             events = [] if self._is_under_way else self._preamble(end, ending)
             until = min(end, self.position + AT_ONCE)

@@ -1,5 +1,7 @@
 """Wake-ups of readers after a step: one for all readers on a thread, and while the device is at work.
 
+Where a journal keeps sessions, they come once the step is safe, from the journal's thread.
+
     engine's thread     settle: tokens for A, B, … │ plan of the next step │ its forward … the device works
     readers' thread                                                        └ wake: frames for A, B, …
 
@@ -18,7 +20,9 @@ Wake = Callable[[], object]
 class Wakeups:
     """`wake` from any thread; `hold` and `release` on the engine's."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: Callable[[Wake], None] | None = None) -> None:
+        """after: makes a wake-up once all that was recorded until now may be told; None: it may be told at once."""
+        self._after = after
         self._holder: int | None = None  # the thread whose wake-ups are held back
         self._kept: dict[Wake, None] = {}
 
@@ -26,8 +30,15 @@ class Wakeups:
         """Call `wake` now, or on `release` if this thread holds its wake-ups back; equal ones are called once."""
         if self._holder == threading.get_ident():
             self._kept[wake] = None
-        else:
+        elif self._after is None:
             wake()
+        else:
+            self._after(wake)
+
+    @property
+    def are_late(self) -> bool:
+        """Do they wait until what was recorded is safe?"""
+        return self._after is not None
 
     def hold(self) -> None:
         """Hold back the wake-ups of this thread from now on: it settles a step, and the device will soon be busy."""
@@ -38,5 +49,8 @@ class Wakeups:
         self._holder = None
         if self._kept:
             kept, self._kept = self._kept, {}
-            for wake in kept:
-                wake()
+            if self._after is None:
+                for wake in kept:
+                    wake()
+            else:
+                self._after(lambda: [wake() for wake in kept])

@@ -31,6 +31,7 @@ from inference_engine.session.history import TokenIds
 from inference_engine.types import (
     Accepted,
     Bound,
+    Durability,
     Event,
     Finished,
     GenerateParams,
@@ -45,6 +46,11 @@ from kakeya.v1 import runtime_pb2 as pb
 
 _IDS_AT_ONCE = 16_384  # a third of a millisecond
 _MODES = {Mode.BATCHED: pb.MODE_BATCHED, Mode.FIXED_SHAPE: pb.MODE_FIXED_SHAPE}
+_DURABILITIES = {
+    Durability.NONE: pb.DURABILITY_NONE,
+    Durability.PROCESS: pb.DURABILITY_PROCESS,
+    Durability.POWER: pb.DURABILITY_POWER,
+}
 # The arm for strategies without one of their own, and the others by name.
 _NAMED = "named"
 _ARMS: dict[str, Any] = {
@@ -255,7 +261,9 @@ def _done_to_wire(event: Finished) -> pb.GenerateDone:
     )
 
 
-def opened_to_wire(opened: SessionOpened, *, mode: Mode, model_id: str) -> pb.CreateSessionResponse:
+def opened_to_wire(
+    opened: SessionOpened, *, mode: Mode, model_id: str, durability: Durability
+) -> pb.CreateSessionResponse:
     return pb.CreateSessionResponse(
         session_id=opened.session_id,
         strategy=strategy_to_wire(opened.strategy),
@@ -267,7 +275,7 @@ def opened_to_wire(opened: SessionOpened, *, mode: Mode, model_id: str) -> pb.Cr
         tier_bytes=opened.bound.tier_bytes,
         replayed=opened.is_replayed,
         reserved_bytes=opened.reserved_bytes,
-        durability=pb.DURABILITY_NONE,
+        durability=_DURABILITIES[durability],
     )
 
 
@@ -279,7 +287,9 @@ def closed_to_wire(length: HistoryLength) -> pb.CloseSessionResponse:
     return pb.CloseSessionResponse(final_history_length=length.tokens, replayed=length.is_replayed)
 
 
-def forked_to_wire(forked: SessionForked, *, mode: Mode, model_id: str) -> pb.ForkSessionResponse:
+def forked_to_wire(
+    forked: SessionForked, *, mode: Mode, model_id: str, durability: Durability
+) -> pb.ForkSessionResponse:
     return pb.ForkSessionResponse(
         session_id=forked.session_id,
         history_length=forked.history_length,
@@ -293,7 +303,7 @@ def forked_to_wire(forked: SessionForked, *, mode: Mode, model_id: str) -> pb.Fo
         shared_bytes=forked.shared_bytes,
         replayed=forked.is_replayed,
         reserved_bytes=forked.reserved_bytes,
-        durability=pb.DURABILITY_NONE,
+        durability=_DURABILITIES[durability],
     )
 
 
@@ -320,7 +330,8 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         client_label=info.label,
         reserved_bytes=info.reserved_bytes,
         history_bytes=info.history_bytes,
-        resident=True,
+        resident=info.is_resident,
+        saved_token_count=info.saved_tokens,
     )
 
 
@@ -384,5 +395,5 @@ def server_info_to_wire(
         history_tokens_per_session=info.config.history_tokens_per_session,
         history_tokens_per_owner=info.config.history_tokens_per_owner,
         history_token_count=history_tokens,
-        durability=pb.DURABILITY_NONE,
+        durability=_DURABILITIES[info.durability],
     )

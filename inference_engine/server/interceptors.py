@@ -8,6 +8,7 @@ decided on the headers; the message of a call is read afterwards (`incoming.py`)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,16 +17,17 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, RequestError, Unauthenticated
 from inference_engine.logs import about_request
-from inference_engine.metrics import EngineMetrics
 from inference_engine.server import incoming
 from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certificate
 from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
 from inference_engine.server.unauthenticated import GrpcDoor
-from inference_engine.tracing import Tracing, end_call
+from inference_engine.tracing import end_call
+from inference_engine.types import Durability
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 ROUTE_HEADER = "kakeya-route"
@@ -54,14 +56,33 @@ def route_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return str(routes[0]) if routes else ""
 
 
+async def all_saved(engine: Engine) -> None:
+    """Wait until everything is safe that the engine has done until now: what is told from here on stays true."""
+    if engine.is_saved():
+        return
+    loop = asyncio.get_running_loop()
+    saved: asyncio.Future[None] = loop.create_future()
+
+    def note() -> None:
+        if not saved.done():
+            saved.set_result(None)
+
+    def wake() -> None:
+        # The loop is closed only when the process ends.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(note)
+
+    engine.when_saved(wake)
+    await saved
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """One for each server: authenticates, maps errors, measures, and counts running calls."""
 
     def __init__(
         self,
         keys: KeyRing,
-        metrics: EngineMetrics,
-        tracing: Tracing,
+        engine: Engine,
         limits: OwnerLimits,
         *,
         messages: MessageLimits,
@@ -70,8 +91,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """door: gets the peers of accepted and refused calls. has_certificates: every client has shown one."""
         self._keys = keys
-        self._metrics = metrics
-        self._tracing = tracing
+        self._engine = engine
+        self._metrics = metrics = engine.metrics
+        self._tracing = engine.tracing
+        self._keeps = engine.durability is not Durability.NONE
         self._limits = limits
         self._messages = messages
         self._door = door
@@ -204,13 +227,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         seconds = self._metrics.rpc_seconds.labels(name)
         ok = self._metrics.rpc_total.labels(name, "OK")
         is_ours = method.startswith(OUR_METHODS)
+        # Answers and errors carry a history's length: they wait until it is safe. An owner is known by then.
+        must_wait = is_ours and self._keeps
 
         async def guarded(request: Any, context: Context) -> Any:
             began = perf_counter()
             code, reason = grpc.StatusCode.OK, ""
             task = self._begin() if is_ours else None
             try:
-                return await behaviour(request, context)
+                answer = await behaviour(request, context)
+                if must_wait:
+                    await all_saved(self._engine)
+                return answer
             except grpc.aio.AbortError:
                 code = context.code()
                 raise
@@ -230,6 +258,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 known = as_request_error(error, name)
                 code = code_of(known)
                 reason = reason_of(known)
+                if must_wait and known.tells and not await self._is_saved():
+                    if self._ending is None:
+                        code, reason = grpc.StatusCode.CANCELLED, ""
+                        await context.abort(code, "the call was cancelled")
+                    assert self._ending is not None, "abort raises"
+                    known = self._ending
+                    code, reason = code_of(known), reason_of(known)
                 await context.abort(code, known.message, to_trailers(known))
             finally:
                 self._end(task)
@@ -240,6 +275,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 (ok if code is grpc.StatusCode.OK else self._metrics.rpc_total.labels(name, code.name)).inc()
 
         return guarded
+
+    async def _is_saved(self) -> bool:
+        """Wait as `all_saved`. False if the call is cancelled meanwhile; it must not raise that (see `_guard`)."""
+        try:
+            await all_saved(self._engine)
+        except asyncio.CancelledError:
+            return False
+        return True
 
     def _begin(self) -> asyncio.Task[Any]:
         task = asyncio.current_task()

@@ -138,8 +138,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
         )
         calls = CallInterceptor(
             keys,
-            engine.metrics,
-            engine.tracing,
+            engine,
             limits,
             messages=messages,
             door=door,

@@ -19,15 +19,15 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
-from inference_engine.engine.results import HistoryLength, SessionForked
+from inference_engine.engine.results import HistoryLength, SessionForked, SessionListed
 from inference_engine.errors import InvalidArgument, SessionBusy
 from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.incoming import MessageLimits, TransportError
-from inference_engine.server.interceptors import caller, route_of
+from inference_engine.server.interceptors import all_saved, caller, route_of
 from inference_engine.server.status import SlowConsumer
 from inference_engine.server.stream import Feed, LoopWaker, Stall
-from inference_engine.types import Failed, Finished, GenerateParams
+from inference_engine.types import Durability, Failed, Finished, GenerateParams, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RuntimeService"].full_name
@@ -54,6 +54,8 @@ class RuntimeService:
         self._config = config
         info = engine.info()
         self._mode, self._model_id = info.mode, info.facts.model_id
+        self._durability = info.durability
+        self._keeps = info.durability is not Durability.NONE
         self._max_append_tokens = info.config.max_append_tokens
         self._max_message_bytes = MessageLimits(
             max_append_tokens=info.config.max_append_tokens, max_message_bytes=config.max_message_bytes
@@ -63,6 +65,7 @@ class RuntimeService:
 
     async def create_session(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         strategy = convert.strategy_from_wire(request.strategy) if request.HasField("strategy") else None
+        await self._recall("", request.request_id)
         try:
             opened = self._engine.create_session(
                 strategy=strategy,
@@ -78,7 +81,7 @@ class RuntimeService:
             if strategy is None:
                 raise
             raise convert.in_strategy(error, request.strategy) from None
-        return convert.opened_to_wire(opened, mode=self._mode, model_id=self._model_id)
+        return convert.opened_to_wire(opened, mode=self._mode, model_id=self._model_id, durability=self._durability)
 
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
         # Too many ids are refused by their count, before they are converted.
@@ -86,6 +89,7 @@ class RuntimeService:
         token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
         expected = convert.optional(request, "expected_history_length")
         owner = caller()
+        await self._recall(request.session_id)
 
         def append() -> HistoryLength:
             return self._engine.append_once(
@@ -100,6 +104,7 @@ class RuntimeService:
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
+        await self._recall(request.session_id)
         params = self._params(request, owner)
         resume_from = convert.optional(request, "resume_from")
 
@@ -116,9 +121,10 @@ class RuntimeService:
         generation = await self._when_free(request.session_id, start)
         feed = Feed(generation, self._loop_waker())
         with self._supervised(generation, feed, context) as stall:
-            await _send(feed, convert.framer_for(request), context, stall)
+            await self._send(feed, convert.framer_for(request), context, stall)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        await self._recall(request.session_id, request.request_id)
         length = self._engine.close_once(
             request.session_id,
             request_id=request.request_id,
@@ -129,6 +135,7 @@ class RuntimeService:
 
     async def fork_session(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
         owner = caller()
+        await self._recall(request.session_id, request.request_id)
 
         def fork() -> SessionForked:
             return self._engine.fork_session(
@@ -141,9 +148,10 @@ class RuntimeService:
             )
 
         forked = await self._when_free(request.session_id, fork)
-        return convert.forked_to_wire(forked, mode=self._mode, model_id=self._model_id)
+        return convert.forked_to_wire(forked, mode=self._mode, model_id=self._model_id, durability=self._durability)
 
     async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
+        await self._recall(request.session_id)
         return convert.session_info_to_wire(self._engine.session_info(request.session_id, owner=caller()))
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -156,12 +164,15 @@ class RuntimeService:
         )
 
     async def list_sessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
-        most = request.page_size or PAGE_SESSIONS
-        return convert.list_to_wire(
-            self._engine.list_sessions(after=request.page_token, most=most, owner=caller()), most=most
-        )
+        most, owner = request.page_size or PAGE_SESSIONS, caller()
+
+        def page() -> list[SessionListed]:
+            return self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
+
+        return convert.list_to_wire(await asyncio.to_thread(page) if self._keeps else page(), most=most)
 
     async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
+        await self._recall(request.session_id)
         most = request.max_tokens or MAX_PIECE_TOKENS
         piece = self._engine.read_history(request.session_id, first=request.first_position, most=most, owner=caller())
         return convert.history_to_wire(piece)
@@ -182,6 +193,28 @@ class RuntimeService:
                 "ReadHistory": _unary(self.read_history, pb.ReadHistoryRequest),
             },
         )
+
+    async def _send(self, feed: Feed, frame: convert.Framer, context: Context, stall: Stall) -> None:
+        """Write the frames of one Generate until its last event. Raises the error of a Failed."""
+        while True:
+            await feed.wait()
+            for event in feed.pop_all():
+                if isinstance(event, Failed):
+                    raise event.error
+                if self._keeps and not isinstance(event, TokenCommitted):
+                    await all_saved(self._engine)  # a reader gets saved tokens only; others say how long the history is
+                message = frame(event)
+                if message is not None:
+                    stall.begin_write()
+                    await context.write(message)
+                    stall.end_write()
+                if isinstance(event, Finished):
+                    return
+
+    async def _recall(self, session_id: str, request_id: bytes = b"") -> None:
+        """Bring back from the journal what a call needs and memory has not. Others do not wait for the disk."""
+        if self._keeps and self._engine.is_elsewhere(session_id, owner=caller(), request_id=request_id):
+            await asyncio.to_thread(self._engine.recall, session_id, owner=caller(), request_id=request_id)
 
     def _loop_waker(self) -> LoopWaker:
         """The waker of the loop, which all streams share."""
@@ -262,22 +295,6 @@ class RuntimeService:
             stall.stop()
             if expiry is not None:
                 expiry.cancel()
-
-
-async def _send(feed: Feed, frame: convert.Framer, context: Context, stall: Stall) -> None:
-    """Write the frames of one Generate until its last event. Raises the error of a Failed."""
-    while True:
-        await feed.wait()
-        for event in feed.pop_all():
-            if isinstance(event, Failed):
-                raise event.error
-            message = frame(event)
-            if message is not None:
-                stall.begin_write()
-                await context.write(message)
-                stall.end_write()
-            if isinstance(event, Finished):
-                return
 
 
 def _unary(behaviour: Behaviour, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:

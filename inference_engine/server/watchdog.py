@@ -1,7 +1,8 @@
-"""Detects what no call can report: a stalled engine, and weights that are overwritten while they are served.
+"""Detects what no call can report: a stalled engine, a journal that cannot be written, weights that are overwritten.
 
     running ──▶ stalled (health: not serving; calls: ENGINE_STALLED) ──▶ running
        │           └─ for `exit_seconds` ──▶ the process ends with status EXIT_STALLED
+       ├─ the journal's disk fails ──▶ the process ends with status EXIT_JOURNAL
        └─ weights written to ──▶ the process ends with status EXIT_SPOILED
 
 A thread that hangs in a device's driver cannot be ended from outside, so only a new process helps. An engine that
@@ -24,6 +25,7 @@ from inference_engine.models.mapped import MappedWeights
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_SPOILED = 74  # EX_IOERR
+EXIT_JOURNAL = 75  # EX_TEMPFAIL: a restart reads what is safe
 LOOK_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
@@ -56,13 +58,16 @@ class Watchdog:
         self._stalled_at: float | None = None
 
     async def gave_up(self) -> GaveUp:
-        """Returns when the engine has stalled for too long, or its weights were changed."""
+        """Returns when the engine has stalled for too long, its journal has failed, or its weights were changed."""
         while True:
             if self._weights is not None and (what := self._weights.spoiled()) is not None:
                 text = (
                     f"{what} while the model is served: its tokens would be wrong; restart the server with intact files"
                 )
                 return GaveUp(text, EXIT_SPOILED, Draining())
+            if failure := self._engine.journal_failure:
+                text = f"sessions cannot be kept any more ({failure}): what is on the disk is not known"
+                return GaveUp(text, EXIT_JOURNAL, Draining())
             if self.look():
                 return GaveUp("the engine did not recover", EXIT_STALLED, EngineStalled())
             await asyncio.sleep(LOOK_SECONDS)

@@ -89,6 +89,19 @@ class Admission:
         )
         return kv[0]
 
+    def place(
+        self,
+        sessions: Collection[Session],
+        strategy: KVStrategy,
+        limit_tokens: int | None,
+        owner: str,
+        *,
+        is_growing: bool,
+    ) -> SessionKV:
+        """A session of the owner without memory, which it is given by `readmit`. Raises NoCapacity or QuotaExceeded."""
+        self._make_place(sessions, owner)
+        return SessionKV(strategy, self._context, limit_tokens, tokens=1 if is_growing else None, is_dropped=True)
+
     def readmit(self, sessions: Collection[Session], session: Session) -> None:
         """Memory for a session whose K/V was dropped. Raises as `admit`, and the session stays as it is."""
         tokens = len(session.history) + 1

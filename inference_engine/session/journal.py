@@ -1,58 +1,196 @@
-"""The journal: every change of a history is recorded here before it is reported (write-ahead).
+"""The journal: every change of a session is recorded here before a client is told of it (write-ahead).
 
-`Journal` is the interface of any log. `MemoryJournal`, the only implementation, keeps the records of open sessions in
-memory; a session can be rebuilt from them while the process lives. A record is valid once `append` has returned; if it
-raises, the history did not change. A fork is one record, however long its history.
+    engine, under the store's lock      record, record, …        in memory only, never waits
+    the journal's own thread            commit of all of them    while the device is at the next step
+    whoever tells                       say(words)               called once all that was recorded until then is safe
+
+`Journal` is the interface of any log. `MemoryJournal` keeps the records of open sessions in memory, and tells at once:
+its sessions end with the process. `SQLiteJournal` (sqlite_journal.py) keeps them in a folder, and sessions outlive the
+process, being put out of memory, and an invariant that broke. A fork is one record, however long its history.
+
+What is recorded within `unit()` is kept whole or not at all, with everything that was recorded before it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_engine.session.history import History, Holdings, Leaves, TokenIds
-from inference_engine.types import Mark
+from inference_engine.types import Durability, Mark
+
+Logprobs = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """How a session began. `strategy` is its text form."""
+    """How a session began, and what decides its tokens. `strategy` is its text form.
+
+    codec: digest of the latent codec that its strategy uses; "": it uses none. created_at: seconds since 1970.
+    """
 
     session_id: str
     owner: str
     strategy: str
     limit_tokens: int | None
     eos_token_ids: tuple[int, ...]
+    is_growing: bool = False
+    segment_tokens: int = 0
+    mode: str = ""
+    codec: str = ""
+    label: str = ""
+    created_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokensRecord:
-    """Tokens that joined a history at `position`, and how."""
+    """Tokens that joined a history at `position`, and how; logprobs, if their Generate reports them."""
 
     position: int
     token_ids: TokenIds
     mark: Mark
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRecord:
+    """The Generate whose first token is at `position`. Without a request id it can only be where another one ends."""
+
+    position: int
+    request_id: bytes
+    digest: bytes
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyRecord:
+    """The answer to a call with a request id. kind: of call. position: the history's length. body: what it answered."""
+
+    session_id: str
+    owner: str
+    kind: str
+    request_id: bytes
+    digest: bytes
+    position: int
+    body: str
+
+
+@dataclass(slots=True)
+class Saved:
+    """Tokens of a session that are safe, and may be told. The journal changes it; any thread may read it."""
+
+    tokens: int = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKept:
+    """A session as a journal has it: all that is needed to go on with it."""
+
+    record: SessionRecord
+    used_at: float  # seconds since 1970, about
+    tokens: Sequence[TokensRecord]
+    generates: Sequence[GenerateRecord]
+    replies: Sequence[ReplyRecord]
+    saved: Saved
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """A session in a journal's list."""
+
+    record: SessionRecord
+    used_at: float
+    history_length: int
 
 
 class Journal(Protocol):
-    """A per-session, ordered log. Called with the session's operation held, from any thread."""
+    """A per-session, ordered log. Changes are recorded under the store's lock, from any thread."""
 
-    def open(self, record: SessionRecord) -> None: ...
+    durability: Durability
 
-    def fork(self, record: SessionRecord, parent_id: str) -> None:
+    # -- changes ----------------------------------------------------------------------------------------------------
+
+    def unit(self) -> AbstractContextManager[object]:
+        """What is recorded within is kept whole or not at all. Called with the store's lock held."""
+
+    def open(self, record: SessionRecord) -> Saved: ...
+
+    def fork(self, record: SessionRecord, parent_id: str) -> Saved:
         """As `open`, for a session that begins with all tokens of the session `parent_id` until now."""
 
-    def append(self, session_id: str, position: int, token_ids: TokenIds, mark: Mark) -> None: ...
+    def append(
+        self,
+        session_id: str,
+        position: int,
+        token_ids: TokenIds,
+        mark: Mark,
+        *,
+        began: GenerateRecord | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        """Record tokens; with `began`, those are the first ones of a Generate. If it raises, nothing was recorded."""
+
+    def reply(self, record: ReplyRecord) -> None: ...
+
+    def rest(self, session_id: str) -> None:
+        """A Generate of the session has ended: a good moment to tidy what was recorded of it."""
+
+    def leave(self, session_id: str) -> None:
+        """The session leaves memory, and its owner has not closed it: it was evicted, expired or failed, or the engine
+        stops. If sessions outlive that, all that was recorded stays."""
 
     def close(self, session_id: str) -> None:
-        """Forget the session: it was closed, evicted or failed."""
+        """The session is over: forget it, but for its replies."""
+
+    # -- what is safe -----------------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Do sessions outlive the process?"""
+
+    @property
+    def is_saved(self) -> bool:
+        """Is everything safe that was recorded?"""
+
+    def say(self, words: Callable[[], object]) -> None:
+        """Call `words`, from any thread, once everything is safe that was recorded until now; perhaps at once."""
+
+    def kick(self) -> None:
+        """A step was recorded: make it safe soon."""
+
+    def is_behind(self) -> bool:
+        """Is more waiting to be written than should be? Then no step should run."""
+
+    def refuse_when_full(self) -> None:
+        """Raise JournalFull while there is no space for more."""
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be recorded any more; "": it can. Then the process has to end."""
+
+    # -- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
-        """How the session began and all tokens since. Raises KeyError for one that is not open."""
+        """How the session began and all tokens since. Raises KeyError for one that is not there."""
+
+    def load(self, session_id: str, owner: str) -> SessionKept | None:
+        """A session that is not in memory; None if the owner has none of this id. Waits for the disk.
+
+        Raises HistoryCorrupt if its records are damaged.
+        """
+
+    def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
+        """The owner's remembered replies to calls with this id. Waits for the disk."""
+
+    def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
+        """The first `most` of the owner's sessions in the order of their ids, after `after`. Waits for the disk."""
 
     def held_bytes(self, session_id: str | None = None) -> int:
         """Bytes of memory for all sessions, or for one open session, parts shared with forks included; 0 for others."""
@@ -60,35 +198,75 @@ class Journal(Protocol):
     def tidy(self) -> bool:
         """Do deferred work for less than a millisecond. Is there more? Called between steps."""
 
+    def stop(self) -> None:
+        """Make everything safe, and record no more. Idempotent."""
+
 
 class MemoryJournal:
     """Records in memory, gone with the process. Tokens of one mark that follow each other are read as one record."""
+
+    durability = Durability.NONE
+    keeps = False
+    is_saved = True
+    failure = ""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holdings, self._leaves = Holdings(), Leaves()
         self._sessions: dict[str, tuple[SessionRecord, History]] = {}
 
-    def open(self, record: SessionRecord) -> None:
+    def unit(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def open(self, record: SessionRecord) -> Saved:
         with self._lock:
             assert record.session_id not in self._sessions
             self._sessions[record.session_id] = (record, History(self._holdings, self._leaves, keeps_seen=False))
+        return Saved()
 
-    def fork(self, record: SessionRecord, parent_id: str) -> None:
+    def fork(self, record: SessionRecord, parent_id: str) -> Saved:
         with self._lock:
             assert record.session_id not in self._sessions
             self._sessions[record.session_id] = (record, self._sessions[parent_id][1].fork())
+        return Saved()
 
-    def append(self, session_id: str, position: int, token_ids: TokenIds, mark: Mark) -> None:
+    def append(
+        self,
+        session_id: str,
+        position: int,
+        token_ids: TokenIds,
+        mark: Mark,
+        *,
+        began: GenerateRecord | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
         with self._lock:
             history = self._sessions[session_id][1]
             assert position == len(history), f"a record for position {position} follows one that ends at {len(history)}"
             history.extend(token_ids, mark)
 
+    def reply(self, record: ReplyRecord) -> None:
+        """The engine's own memory of replies lasts as long."""
+
+    def rest(self, session_id: str) -> None: ...
+
+    def leave(self, session_id: str) -> None:
+        self.close(session_id)
+
     def close(self, session_id: str) -> None:
         with self._lock:
             if (known := self._sessions.pop(session_id, None)) is not None:
                 known[1].release()
+
+    def say(self, words: Callable[[], object]) -> None:
+        words()
+
+    def kick(self) -> None: ...
+
+    def is_behind(self) -> bool:
+        return False
+
+    def refuse_when_full(self) -> None: ...
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         with self._lock:
@@ -98,6 +276,15 @@ class MemoryJournal:
                 records.append(TokensRecord(position, np.array(token_ids), mark))
                 position += len(token_ids)
             return record, records
+
+    def load(self, session_id: str, owner: str) -> SessionKept | None:
+        return None
+
+    def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
+        return ()
+
+    def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
+        return ()
 
     def held_bytes(self, session_id: str | None = None) -> int:
         with self._lock:
@@ -109,3 +296,5 @@ class MemoryJournal:
     def tidy(self) -> bool:
         with self._lock:
             return self._leaves.tidy()
+
+    def stop(self) -> None: ...

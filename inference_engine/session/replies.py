@@ -18,7 +18,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from inference_engine.errors import InvalidArgument, RequestIdReused
@@ -113,6 +113,11 @@ class Replies(Generic[R]):
         self.due = min(self.due, now + self._keep_seconds)
         self._expire_of(owner, now)
 
+    def session_left(self, session_id: str) -> None:
+        """The session left memory, and its replies with it: the journal has them."""
+        for key in self._of_session.pop(session_id, ()):
+            del self._replies[key]
+
     def expire(self) -> None:
         """Forget expired replies. There are none before `due`."""
         now = self._clock()
@@ -172,6 +177,10 @@ class ReplyBook:
         for page in self._pages:
             page.session_ended(session_id, owner)
 
+    def session_left(self, session_id: str) -> None:
+        for page in self._pages:
+            page.session_left(session_id)
+
     def expire(self) -> None:
         """Forget expired replies. Call it now and then; it is cheap enough for every step."""
         now = self._clock()
@@ -200,13 +209,24 @@ def _plain(value: object) -> object:
         return b"", len(value), hashlib.sha256(value).digest()  # their repr would be four times as long
     if isinstance(value, (tuple, list)):
         return "l", *map(_plain, value)
-    if names := _field_names(kind):
-        return "m", *[_plain(getattr(value, name)) for name in names]
+    if specs := _specs(kind):
+        # A field with its default is left out, so that one more field changes no digest: a retry may come after an
+        # upgrade of the server.
+        given = [(name, getattr(value, name)) for name, _ in specs]
+        return "m", *[
+            (name, _plain(one)) for (name, one), (_, default) in zip(given, specs, strict=True) if one != default
+        ]
     if isinstance(value, Mapping):
         return "m", *sorted(repr(_plain(item)) for item in value.items())
     return "v", repr(value)
 
 
 @functools.cache
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(spec.name for spec in fields(kind)) if is_dataclass(kind) else ()
+def _specs(kind: type[Any]) -> tuple[tuple[str, object], ...]:
+    """Fields of a dataclass by name, each with its default. MISSING, which equals no value, if it has none."""
+    if not is_dataclass(kind):
+        return ()
+    return tuple(
+        (spec.name, spec.default if spec.default_factory is MISSING else spec.default_factory())
+        for spec in fields(kind)
+    )

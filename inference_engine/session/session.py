@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from inference_engine.errors import HistoryLimit, InvariantViolated
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.session.history import History, TokenIds
-from inference_engine.session.journal import Journal
+from inference_engine.session.journal import GenerateRecord, Journal, Logprobs, Saved
 from inference_engine.types import Mark
 
 # A plain number: comparing with a member of an enumeration takes numpy ten times as long.
@@ -51,7 +51,8 @@ class Unread(Protocol):
 
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Session:
-    """Owned by the store. `history` grows only through `record`; `kv` is touched by the engine's thread only.
+    """Owned by the store. `history` grows only through `record`, or is read from the journal; `kv` is touched by the
+    engine's thread only.
 
     limit_tokens: its own limit of the history's length. cap_tokens: the server's limit for any session. None: no limit.
     """
@@ -66,6 +67,8 @@ class Session:
     label: str = ""  # the owner's name for it; reported to the owner only
     created_at: float = 0.0  # seconds since 1970
     is_transient: bool = False  # it belongs to one call, and is not listed
+    journal: Journal
+    saved: Saved  # how much of the history may be told
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
@@ -97,10 +100,21 @@ class Session:
         if self.cap_tokens is not None and length + adding > self.cap_tokens:
             raise HistoryLimit(length, adding, self.cap_tokens, setting="history_tokens_per_session")
 
-    def record(self, journal: Journal, token_ids: TokenIds, mark: Mark) -> None:
-        """Add to the history, the journal first. If there is no memory, or the journal raises, nothing changed."""
+    def record(
+        self,
+        token_ids: TokenIds,
+        mark: Mark,
+        *,
+        began: GenerateRecord | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        """Add to the history, the journal first. If there is no memory, or the journal raises, nothing changed.
+
+        began: the Generate whose first tokens they are.
+        """
         self.history.reserve(len(token_ids))
-        journal.append(self.session_id, len(self.history), token_ids, mark)
+        start = len(self.history)
+        self.journal.append(self.session_id, start, token_ids, mark, began=began, logprobs=logprobs)
         self.history.extend(token_ids, mark)
 
     def pending_ids(self, limit: int) -> TokenIds:

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 from inference_engine.errors import (
     InvariantViolated,
+    ModelMismatch,
     QuotaExceeded,
     SessionBusy,
     SessionClosed,
@@ -35,10 +36,10 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.capacity import Admission, SessionLimits, orphaned_bytes
 from inference_engine.session.history import History, Holdings, Leaves
-from inference_engine.session.journal import Journal, SessionRecord
+from inference_engine.session.journal import Journal, MemoryJournal, Saved, SessionKept, SessionRecord
 from inference_engine.session.replies import ReplyBook
-from inference_engine.session.session import Operation, Session
-from inference_engine.types import Bound
+from inference_engine.session.session import Operation, Session, Violations
+from inference_engine.types import Bound, Mode
 
 T = TypeVar("T")
 
@@ -58,11 +59,16 @@ class SessionStore:
         *,
         limits: SessionLimits,
         idle_ttl_seconds: float,
+        mode: Mode = Mode.BATCHED,
+        codec: str = "",
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """wall_clock: seconds since 1970."""
+        """mode and codec, a digest, are recorded with sessions. wall_clock: seconds since 1970."""
         self._context = context
         self._journal = journal
+        # Of sessions that belong to one call, and of those alone.
+        self._transient = MemoryJournal() if journal.keeps else journal
+        self._mode, self._codec = mode, codec
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
@@ -77,6 +83,7 @@ class SessionStore:
         self.replies = ReplyBook(clock)  # for retries of calls
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
+        self._violations: OrderedDict[str, Violations] = OrderedDict()  # of failed sessions that may come back
         metrics.kv_capacity_bytes.set(context.pool.capacity_bytes)
         metrics.tier_capacity_bytes.set(context.tier.capacity_bytes)
 
@@ -167,14 +174,22 @@ class SessionStore:
             return len(session.history)
 
     def fail(self, session: Session, reason: str) -> None:
-        """The session broke an invariant: free its memory, keep its facts readable until its TTL."""
+        """The session broke an invariant: free its memory.
+
+        If the journal keeps it, it leaves memory and can be restored; else its facts stay readable until its TTL.
+        """
         with self._lock:
             session.failure_reason = reason
             session.live_bytes = session.tier_live_bytes = 0
             session.live_kinds = {}
             session.kv.release()
-            session.end_history()
-            self._journal.close(session.session_id)
+            if session.journal.keeps:
+                # Its records are sound: it begins anew from them when it is asked for.
+                _put_last(self._violations, session.session_id, session.violations)
+                self._leave(session)
+            else:
+                session.end_history()
+                session.journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome="failed").inc()
 
     def expire(self) -> bool:
@@ -195,12 +210,45 @@ class SessionStore:
                     break
             self.replies.expire()
             is_more = self._leaves.tidy()
-        return self._journal.tidy() or is_more or tokens > _EXPIRED_TOKENS
+        # A journal that keeps sessions has nothing to tidy between steps.
+        return self._transient.tidy() or is_more or tokens > _EXPIRED_TOKENS
 
     def close_all(self) -> None:
+        """The engine stops. Nobody has closed the sessions: those that the journal keeps are there when it starts."""
         with self._lock:
             for session in list(self._sessions.values()):
-                self._remove(session, "closed")
+                if session.journal.keeps:
+                    self._leave(session)
+                else:
+                    self._remove(session, "closed")
+
+    def restore(self, kept: SessionKept, strategy: KVStrategy) -> Session:
+        """Bring back a session that the journal has. It has no memory yet, as if its K/V had been dropped.
+
+        Raises ModelMismatch if its tokens would change, NoCapacity or QuotaExceeded if there is no place for it.
+        """
+        record = kept.record
+        with self._lock:
+            for what, recorded, running in (
+                ("segment_tokens", record.segment_tokens, self._context.geometry.segment_tokens),
+                ("mode", record.mode, self._mode.value),
+                ("the latent codec", record.codec, self._codec_of(strategy)),
+            ):
+                if recorded != running:
+                    raise ModelMismatch(what, recorded, running)
+            kv = self._admission.place(
+                self._sessions.values(), strategy, record.limit_tokens, record.owner, is_growing=record.is_growing
+            )
+            session = self._session(record, kv, History(self._holdings_of(record.owner), self._leaves), kept.saved)
+            for tokens in kept.tokens:
+                session.history.extend(tokens.token_ids, tokens.mark)
+            session.violations = self._violations.pop(record.session_id, session.violations)
+            self._add(session)
+            return session
+
+    def is_resident(self, session_id: str) -> bool:
+        """Is the session in memory?"""
+        return session_id in self._sessions
 
     def ensure_memory(self, session: Session) -> None:
         """The caller holds the session and needs its K/V: if it was dropped, reserve memory for it again.
@@ -274,6 +322,8 @@ class SessionStore:
     def free(self, session: Session) -> None:
         """The operation ended. Calls those waiting for the session, and finishes a close that came meanwhile."""
         with self._lock:
+            if session.operation is Operation.GENERATE and session.journal.keeps:
+                session.journal.rest(session.session_id)
             session.operation = None
             waiters, session.waiters = session.waiters, []
             self._release_if_over(session)
@@ -323,6 +373,8 @@ class SessionStore:
             self._leaves.recount()
             held = list(self._holdings.values())
             nbytes = sum(one.nbytes for one in held) + self._leaves.going_bytes + self._journal.held_bytes()
+            if self._transient is not self._journal:
+                nbytes += self._transient.held_bytes()
             return Holdings(tokens=sum(one.tokens for one in held), nbytes=nbytes)
 
     def remembered_replies(self) -> int:
@@ -332,7 +384,7 @@ class SessionStore:
 
     def history_bytes(self, session: Session) -> int:
         """Bytes of its history: ids, marks, sets of ids, the journal; parts shared with forks included."""
-        return session.history.nbytes + self._journal.held_bytes(session.session_id)
+        return session.history.nbytes + session.journal.held_bytes(session.session_id)
 
     # -- helpers, lock held -----------------------------------------------------------------------------------------
 
@@ -362,43 +414,73 @@ class SessionStore:
     ) -> Session:
         """A session around `kv`, with `parent`'s history, recorded in the journal. If that raises, `kv` is released."""
         try:
-            session_id = _new_id(route if parent is None else _route_of(parent.session_id))
-            session = self._opened(session_id, kv, eos_token_ids, owner, parent)
-            session.label, session.is_transient = label, is_transient
-            return session
+            return self._opened(kv, eos_token_ids, owner, parent, route=route, label=label, is_transient=is_transient)
         except BaseException:
             kv.release()
             raise
 
     def _opened(
-        self, session_id: str, kv: SessionKV, eos_token_ids: frozenset[int], owner: str, parent: Session | None
+        self,
+        kv: SessionKV,
+        eos_token_ids: frozenset[int],
+        owner: str,
+        parent: Session | None,
+        *,
+        route: str,
+        label: str,
+        is_transient: bool,
     ) -> Session:
+        record = SessionRecord(
+            _new_id(route if parent is None else _route_of(parent.session_id)),
+            owner,
+            str(kv.strategy),
+            kv.limit_tokens,
+            tuple(sorted(eos_token_ids)),
+            is_growing=kv.grows,
+            segment_tokens=self._context.geometry.segment_tokens,
+            mode=self._mode.value,
+            codec=self._codec_of(kv.strategy),
+            label=label,
+            created_at=self._wall_clock(),
+        )
+        history = History(self._holdings_of(owner), self._leaves) if parent is None else parent.history.fork()
+        journal = self._transient if is_transient else self._journal if parent is None else parent.journal
+        try:
+            saved = journal.open(record) if parent is None else journal.fork(record, parent.session_id)
+        except BaseException:
+            history.release()
+            raise
+        is_transient |= parent is not None and parent.is_transient
+        return self._session(record, kv, history, saved, is_transient=is_transient)
+
+    def _session(
+        self, record: SessionRecord, kv: SessionKV, history: History, saved: Saved, *, is_transient: bool = False
+    ) -> Session:
+        return Session(
+            session_id=record.session_id,
+            owner=record.owner,
+            kv=kv,
+            eos_token_ids=frozenset(record.eos_token_ids),
+            limit_tokens=record.limit_tokens,
+            cap_tokens=self._limits.history_tokens_per_session or None,
+            used_at=self._clock(),
+            created_at=record.created_at,
+            label=record.label,
+            is_transient=is_transient,
+            history=history,
+            journal=self._transient if is_transient else self._journal,
+            saved=saved,
+        )
+
+    def _holdings_of(self, owner: str) -> Holdings:
         holdings = self._holdings.get(owner)
         if holdings is None:
             holdings = self._holdings[owner] = Holdings()
-        session = Session(
-            session_id=session_id,
-            owner=owner,
-            kv=kv,
-            eos_token_ids=eos_token_ids,
-            limit_tokens=kv.limit_tokens,
-            cap_tokens=self._limits.history_tokens_per_session or None,
-            used_at=self._clock(),
-            created_at=self._wall_clock(),
-            history=History(holdings, self._leaves) if parent is None else parent.history.fork(),
-        )
-        record = SessionRecord(
-            session.session_id, owner, str(kv.strategy), kv.limit_tokens, tuple(sorted(eos_token_ids))
-        )
-        try:
-            if parent is None:
-                self._journal.open(record)
-            else:
-                self._journal.fork(record, parent.session_id)
-        except BaseException:
-            session.history.release()
-            raise
-        return session
+        return holdings
+
+    def _codec_of(self, strategy: KVStrategy) -> str:
+        """The digest of the latent codec, if the strategy reads what it decodes."""
+        return "" if strategy.restorer() is None else self._codec
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
@@ -419,11 +501,20 @@ class SessionStore:
         self._metrics.dropped.inc()
 
     def _evict(self, session: Session, cause: str) -> None:
-        self._evicted[session.session_id] = (session.owner, cause)
-        while len(self._evicted) > _TOMBSTONES:
-            self._evicted.popitem(last=False)
         self._metrics.evicted.labels(reason=cause).inc()
+        if session.journal.keeps:
+            self._leave(session)
+            return
+        _put_last(self._evicted, session.session_id, (session.owner, cause))
         self._remove(session, "evicted")
+
+    def _leave(self, session: Session) -> None:
+        """The session leaves memory. The journal keeps it, with its replies."""
+        session.is_closed = True
+        del self._sessions[session.session_id]
+        self.replies.session_left(session.session_id)
+        self._release_if_over(session)
+        session.journal.leave(session.session_id)
 
     def _remove(self, session: Session, outcome: str) -> None:
         session.is_closed = True
@@ -431,8 +522,15 @@ class SessionStore:
         self.replies.session_ended(session.session_id, session.owner)
         self._release_if_over(session)
         if not session.failure_reason:
-            self._journal.close(session.session_id)
+            session.journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome=outcome).inc()
+
+
+def _put_last(book: OrderedDict[str, T], key: str, value: T) -> None:
+    """Add to a book of at most _TOMBSTONES entries."""
+    book[key] = value
+    while len(book) > _TOMBSTONES:
+        book.popitem(last=False)
 
 
 def _new_id(route: str) -> str:

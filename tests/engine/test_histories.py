@@ -17,7 +17,7 @@ from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
-from tests.facade import journal_of, remembered_appends, session_of, store_of
+from tests.facade import remembered_appends, session_of, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
@@ -40,7 +40,7 @@ def long(engine: Engine, tokens: int, owner: str = "") -> str:
     ids = np.array(text(BRANCH_TOKENS)[: engine.config.max_append_tokens], dtype=np.uint32)
     with store_of(engine).locked():
         while (missing := tokens - len(session.history)) > 0:
-            session.record(journal_of(engine), ids[:missing], Mark.APPENDED)
+            session.record(ids[:missing], Mark.APPENDED)
     return session.session_id
 
 
@@ -384,5 +384,5 @@ def test_a_penalty_of_a_long_history_is_that_of_all_its_ids() -> None:
         with store_of(engine).locked():
             rare = vocabulary - 1
             assert not seen[rare]
-            session.record(journal_of(engine), np.array([rare], dtype=np.uint32), Mark.APPENDED)
+            session.record(np.array([rare], dtype=np.uint32), Mark.APPENDED)
         assert session.history.seen(vocabulary)[rare]

@@ -36,7 +36,7 @@ from inference_engine.errors import (
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.session.history import TokenIds
-from inference_engine.session.journal import MemoryJournal
+from inference_engine.session.journal import GenerateRecord, Logprobs, MemoryJournal
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark, Mode, StopReason, TokenCommitted
 from tests.facade import forward_of, session_of, steps_run_by
 from tests.laws.variants import drain, generate, same, text, tokens
@@ -536,10 +536,19 @@ class FailingJournal(MemoryJournal):
         super().__init__()
         self.from_position = from_position
 
-    def append(self, session_id: str, position: int, token_ids: TokenIds, mark: Mark) -> None:
+    def append(
+        self,
+        session_id: str,
+        position: int,
+        token_ids: TokenIds,
+        mark: Mark,
+        *,
+        began: GenerateRecord | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
         if mark is Mark.GENERATED and position >= self.from_position:
             raise OSError("no space left")
-        super().append(session_id, position, token_ids, mark)
+        super().append(session_id, position, token_ids, mark, began=began, logprobs=logprobs)
 
 
 def test_a_token_the_journal_did_not_take_is_never_shown() -> None:

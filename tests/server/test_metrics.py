@@ -8,9 +8,11 @@ import errno
 import io
 import logging
 import os
+import tempfile
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,14 +36,16 @@ from inference_engine.metrics import (
 from inference_engine.server.service import SERVICE_NAME
 from inference_engine.server.status import CODES
 from inference_engine.server.watchdog import Watchdog
-from inference_engine.types import GenerateParams, TokenCommitted
+from inference_engine.session.sqlite_journal import SQLiteJournal
+from inference_engine.session.writer import Change, DiskFull
+from inference_engine.types import Durability, GenerateParams, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
-from tests.facade import session_of
+from tests.facade import session_of, store_of
 from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
 from tests.server.http_client import asking, http_client, serving_http, tiny_chat
-from tests.server.wire import HISTORY, Client, connected, held, refused, serving
+from tests.server.wire import HISTORY, Client, connected, held, refused, serving, until
 from tests.tiny import tiny_engine
 
 POISON = 77  # the id at which the scripted device does what its script says
@@ -251,6 +255,42 @@ async def unauthenticated(seen: Seen) -> None:
         seen.look(engine)
 
 
+async def a_folder_of_sessions(seen: Seen) -> None:
+    """One that is read again, one that is forgotten, a disk that is full, a client that knows more."""
+    now, metrics, full = 0.0, EngineMetrics(), threading.Event()
+
+    class Journal(SQLiteJournal):
+        def _transact(self, changes: Sequence[Change]) -> None:
+            if full.is_set():
+                raise DiskFull
+            super()._transact(changes)
+
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(
+            Path(folder), Durability.PROCESS, weights="", metrics=metrics, keep_seconds=10.0, wall_clock=lambda: now
+        )
+        with scripted_engine(journal=journal, metrics=metrics) as engine:
+            seen.begin(engine)
+            async with serving(engine) as handle, connected(handle) as client:
+                session_id, other = await client.open(), await client.open()
+                for one in (session_id, other):
+                    with store_of(engine).locked():
+                        store_of(engine)._leave(session_of(engine, one))
+                await client.length(session_id)
+                seen.look(engine)
+                now, journal._expire_at = 100.0, 0.0
+                value = metrics.registry.get_sample_value
+                journal.kick()
+                await until(lambda: bool(value("journal_forgotten_total")))
+                await refused(client.generate(session_id, request_id=os.urandom(16), resume_from=1000))
+                full.set()
+                append = asyncio.ensure_future(client.append(session_id, [1]))
+                await until(lambda: bool(value("journal_full")))
+                seen.look(engine)
+                full.clear()
+                await append
+
+
 async def test_every_instrument_is_moved_by_something_that_happens() -> None:
     """Every instrument is set."""
     seen = Seen()
@@ -267,6 +307,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         over_http,
         a_log_on_a_full_disk,
         unauthenticated,
+        a_folder_of_sessions,
     )
     for scenario in scenarios:
         await scenario(seen)

@@ -31,7 +31,7 @@ from inference_engine.session.store import SessionStore
 from inference_engine.types import Mark
 from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.facade import journal_of, session_of, store_of
+from tests.facade import session_of, store_of
 from tests.load.scripted import scripted_engine
 from tests.server.wire import Client, refused, until_free
 from tests.server_thread import server_thread
@@ -111,7 +111,7 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
     ids = np.random.default_rng(0).integers(0, engine.info().facts.vocab_size, APPEND, dtype=np.uint32)
     with store_of(engine).locked():
         while (missing := tokens - len(session.history)) > 0:
-            session.record(journal_of(engine), ids[:missing], Mark.APPENDED)
+            session.record(ids[:missing], Mark.APPENDED)
 
 
 def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting() -> None:
@@ -179,7 +179,7 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
         history, end = session.history, len(session.history)
         steps: dict[str, Callable[[object], object]] = {
             "draft": lambda _: drafter.propose([Wanted(None, history, 16)]) if drafter.method(history) else None,
-            "record": lambda _: session.record(journal_of(engine), history[-1:], Mark.GENERATED),
+            "record": lambda _: session.record(history[-1:], Mark.GENERATED),
             "pending": lambda _: (session.pending_ids(512), session.pending_generated(512)),
             "report": lambda _: history.ids(end - 256, end).tolist(),
             "penalty": lambda _: history.seen(engine.info().facts.vocab_size),

@@ -134,6 +134,15 @@ async def serving(engine: Engine, **settings: Any) -> AsyncIterator[ServerHandle
         await handle.drain_and_stop()
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what other threads do, which no event tells."""
+    for _ in range(2000):
+        if is_so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen within 20 s")
+
+
 async def until_free(engine: Engine, session_id: str) -> None:
     """Returns once no operation holds the session."""
     loop, is_free = asyncio.get_running_loop(), asyncio.Event()

@@ -1,0 +1,750 @@
+"""The journal in a folder: sessions outlive the process.
+
+    tail        one row for each step of a session, in the order in which they came; a step adds rows at its end only
+    tokens      the same, folded when a Generate ends: at most FOLD_TOKENS ids of one mark a row, by position
+    sessions    how each began, and how many of its tokens are folded; also generates, replies
+
+One connection, which a lock shares: the writer's thread commits, others read what is not in memory. Every row of a
+history carries a checksum, and a history must be without a hole: a damaged session is refused, and others are not
+concerned.
+
+`power`: a commit is synced before anything of it is told. `process`: the system may write it later; checkpoints sync.
+Any error of the disk but a full one is final (see `writer.py`): after a failed sync SQLite may take the next commit and
+lose this one. Checkpoints are made here, not by SQLite, which does not report when one fails.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import stat
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+
+from inference_engine.errors import ConfigError, EngineStalled, HistoryCorrupt, JournalFull
+from inference_engine.metrics import EngineMetrics
+from inference_engine.session.history import TokenIds
+from inference_engine.session.journal import (
+    GenerateRecord,
+    Logprobs,
+    ReplyRecord,
+    Saved,
+    SessionEntry,
+    SessionKept,
+    SessionRecord,
+    TokensRecord,
+)
+from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
+from inference_engine.session.wal_scan import find_damage
+from inference_engine.session.writer import Change, DiskFull, Words, Writer
+from inference_engine.types import Durability, Mark
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+FILE, LOCK = "journal.db", "lock"
+FOLD_TOKENS = 1000
+MOST_GENERATES = 8  # of a session, that a client may continue
+
+_APPLICATION = 0x4B616B65  # "Kake", in the header of the file
+_WAL_PAGES = 1000  # before a checkpoint
+_FLUSH_SECONDS = 30.0
+_EXPIRE_SECONDS, _EXPIRE_SESSIONS = 30.0, 16
+_SCHEMA = """
+create table sessions (
+    session integer primary key, id text unique not null, owner text not null, body text not null,
+    length integer not null, used_at real not null, crc integer not null);
+create index sessions_by_owner on sessions (owner, id);
+create index sessions_by_use on sessions (used_at);
+create table tokens (session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
+create unique index tokens_by_position on tokens (session, position);
+create table tail (
+    entry integer primary key, session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
+create table generates (
+    session integer, position integer, request_id blob, digest blob, seed blob, crc integer,
+    primary key (session, position)) without rowid;
+create table replies (
+    session integer, id text, owner text, kind text, request_id blob, digest blob, position integer, body text,
+    crc integer, ended_at real, primary key (owner, request_id, kind, id)) without rowid;
+create index replies_by_session on replies (session, kind, position);
+create index replies_ended on replies (ended_at) where ended_at is not null;
+create table facts (name text primary key, value text) without rowid;
+"""
+
+
+class SQLiteJournal:
+    """The sessions in one folder. One process has a folder at a time."""
+
+    keeps = True
+
+    def __init__(
+        self,
+        folder: Path,
+        durability: Durability,
+        *,
+        weights: str,
+        metrics: EngineMetrics,
+        keep_seconds: float = 0.0,
+        vfs: str | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """weights: digest of the model's; the folder belongs to it. keep_seconds: sessions unused for longer are
+        deleted; 0: none is.
+
+        Raises ConfigError, before anything is written, for a folder that is another process's, another model's, of a
+        newer format, damaged, or not private.
+        """
+        assert durability is not Durability.NONE
+        self.durability: Durability = durability
+        self._metrics = metrics
+        self._keep_seconds = keep_seconds
+        self._wall_clock = wall_clock
+        _check_private(folder)
+        self._folder_lock = _take(folder, durability)
+        try:
+            self._db = _open(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
+            self._db_lock = threading.Lock()
+            self._numbers: dict[str, int] = {}  # of sessions in memory
+            self._saved: dict[int, Saved] = {}
+            self._lengths: dict[int, int] = {}  # as recorded
+            self._tails: dict[int, list[int]] = {}  # of sessions with rows in the tail
+            for entry, number in self._db.execute("select entry, session from tail order by entry"):
+                self._tails.setdefault(number, []).append(entry)
+            self._next_entry = 1 + (self._value("select max(entry) from tail") or 0)
+            last = (self._value("select max(session) from sessions"), self._value("select max(session) from replies"))
+            self._next_number = 1 + max(one or 0 for one in last)
+        except BaseException:
+            self._folder_lock.release()
+            raise
+        # Of the commit that is being made: rows of the tail, as session and entry.
+        self._appended: list[tuple[int, int]] = []
+        self._deleted: set[tuple[int, int]] = set()
+        self._unit: list[Change] | None = None
+        self._unit_told: list[tuple[Saved, int]] = []
+        self._to_fold: deque[int] = deque(self._tails)
+        self._expire_at = 0.0
+        self._wal_pages = 0
+        self._db.set_wal_hook(self._note_wal)
+        self._is_stopped = False
+        metrics.sessions_kept.set(self._value("select count(*) from sessions") or 0)
+        self._writer = Writer(self._commit, self._tidy, metrics)
+
+    # -- changes, in memory -----------------------------------------------------------------------------------------
+
+    def unit(self) -> AbstractContextManager[object]:
+        return self._one_unit()
+
+    @contextmanager
+    def _one_unit(self) -> Iterator[None]:
+        assert self._unit is None, "units do not nest"
+        self._unit = []
+        try:
+            yield
+        finally:
+            changes, told = self._unit, self._unit_told
+            self._unit, self._unit_told = None, []
+            if changes:
+                self._writer.record(changes, told)
+
+    def _record(self, change: Change, told: tuple[Saved, int] | None = None) -> None:
+        if self._unit is None:
+            self._writer.record((change,), () if told is None else (told,))
+        else:
+            self._unit.append(change)
+            if told is not None:
+                self._unit_told.append(told)
+
+    def open(self, record: SessionRecord) -> Saved:
+        number, saved = self._number(record.session_id), Saved(0)
+        self._note(number, saved, 0)
+        self._record((self._put_session, (number, record, None)))
+        return saved
+
+    def fork(self, record: SessionRecord, parent_id: str) -> Saved:
+        parent = self._numbers[parent_id]
+        number, saved = self._number(record.session_id), Saved(0)
+        self._note(number, saved, self._lengths[parent])
+        self._record((self._put_session, (number, record, parent)), (saved, self._lengths[parent]))
+        return saved
+
+    def append(
+        self,
+        session_id: str,
+        position: int,
+        token_ids: TokenIds,
+        mark: Mark,
+        *,
+        began: GenerateRecord | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        number = self._numbers[session_id]
+        assert position == self._lengths[number], f"a record for position {position} follows {self._lengths[number]}"
+        self._lengths[number] = end = position + len(token_ids)
+        values = None if logprobs is None else logprobs.tobytes()
+        self._record(
+            (self._put_tokens, (number, position, int(mark), token_ids.tobytes(), values, began)),
+            (self._saved[number], end),
+        )
+
+    def reply(self, record: ReplyRecord) -> None:
+        self._record((self._put_reply, (self._numbers.get(record.session_id), record)))
+
+    def rest(self, session_id: str) -> None:
+        if (number := self._numbers.get(session_id)) is not None:
+            self._record((self._rest, (number,)))
+
+    def leave(self, session_id: str) -> None:
+        if (number := self._numbers.pop(session_id, None)) is not None:
+            del self._saved[number], self._lengths[number]
+            self._record((self._rest, (number,)))
+
+    def close(self, session_id: str) -> None:
+        if (number := self._numbers.pop(session_id, None)) is not None:
+            del self._saved[number], self._lengths[number]
+            self._record((self._end_session, (number,)))
+
+    def _note(self, number: int, saved: Saved, length: int) -> None:
+        self._saved[number], self._lengths[number] = saved, length
+
+    def _number(self, session_id: str) -> int:
+        number = self._numbers[session_id] = self._next_number
+        self._next_number += 1
+        return number
+
+    # -- what is safe -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_saved(self) -> bool:
+        return self._writer.is_saved
+
+    def say(self, words: Words) -> None:
+        self._writer.say(words)
+
+    def kick(self) -> None:
+        self._writer.kick()
+
+    def is_behind(self) -> bool:
+        return self._writer.is_behind()
+
+    def refuse_when_full(self) -> None:
+        if self._writer.failure:
+            raise EngineStalled
+        if self._writer.is_full:
+            raise JournalFull
+
+    @property
+    def failure(self) -> str:
+        return self._writer.failure
+
+    def stop(self) -> None:
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._writer.stop()
+        with self._db_lock:
+            try:
+                if not self._writer.failure:
+                    self._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
+                self._db.set_wal_hook(None)
+                self._db.close()
+            except apsw.Error:  # what was told is safe; the next start reads the log
+                logger.exception("the journal could not be closed in order")
+            finally:
+                self._folder_lock.release()
+
+    # -- the writer's thread ----------------------------------------------------------------------------------------
+
+    def _commit(self, changes: Sequence[Change]) -> None:
+        entry = self._next_entry
+        with self._db_lock:
+            try:
+                self._transact(changes)
+            except DiskFull:
+                self._next_entry = entry
+                raise
+            if self._wal_pages >= _WAL_PAGES:
+                self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+
+    def _transact(self, changes: Sequence[Change]) -> None:
+        """Apply changes, all or none."""
+        self._appended, self._deleted = [], set()
+        try:
+            self._db.execute("begin immediate")
+            for apply, arguments in changes:
+                apply(*arguments)
+            self._db.execute("commit")
+        except BaseException as error:
+            if self._db.in_transaction:
+                self._db.execute("rollback")
+            if isinstance(error, apsw.FullError):
+                raise DiskFull from error
+            raise
+        for number, entry in self._appended:
+            self._tails.setdefault(number, []).append(entry)
+        for number in {number for number, _ in self._deleted}:
+            self._tails[number] = [entry for entry in self._tails[number] if (number, entry) not in self._deleted]
+            if not self._tails[number]:
+                del self._tails[number]
+        self._appended, self._deleted = [], set()
+
+    def _tidy(self) -> bool:
+        if self._to_fold:
+            number = self._to_fold.popleft()
+            with self._db_lock:
+                if number in self._tails:
+                    self._transact([(self._fold, (number,))])
+            return True
+        if (now := time.monotonic()) >= self._expire_at:
+            self._expire_at = now + _EXPIRE_SECONDS
+            with self._db_lock:
+                self._transact([(self._expire, ())])
+                self._metrics.sessions_kept.set(self._value("select count(*) from sessions"))
+        return False
+
+    def _checkpoint(self, mode: int) -> None:
+        """Raises if not all could be written into the database: a checkpoint that failed is a failed write."""
+        try:
+            logged, done = self._db.wal_checkpoint(mode=mode)
+        except apsw.FullError:
+            return  # nothing is lost, it stays in the log
+        if done != logged:
+            raise apsw.IOError(f"a checkpoint wrote {done} of {logged} pages")
+        self._wal_pages = 0
+
+    def _note_wal(self, _db: apsw.Connection, _name: str, pages: int) -> int:
+        self._wal_pages = pages
+        return apsw.SQLITE_OK
+
+    def _put_session(self, number: int, record: SessionRecord, parent: int | None) -> None:
+        length = 0
+        if parent is not None:
+            self._fold(parent)
+            (length,) = next(self._db.execute("select length from sessions where session = ?", (parent,)))
+            self._db.execute(
+                "insert into tokens select ?, position, mark, ids, logprobs, crc from tokens where session = ? "
+                "order by position",
+                (number, parent),
+            )
+        body = json.dumps({**asdict(record), "eos_token_ids": list(record.eos_token_ids)})
+        self._db.execute(
+            "insert into sessions values (?, ?, ?, ?, ?, ?, ?)",
+            (
+                number,
+                record.session_id,
+                record.owner,
+                body,
+                length,
+                self._wall_clock(),
+                _session_crc(number, record.owner, body, length),
+            ),
+        )
+
+    def _put_tokens(
+        self, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None, began: GenerateRecord | None
+    ) -> None:
+        entry = self._next_entry
+        self._next_entry += 1
+        self._appended.append((number, entry))
+        self._db.execute(
+            "insert into tail values (?, ?, ?, ?, ?, ?, ?)",
+            (entry, number, position, mark, ids, logprobs, _tokens_crc(position, mark, ids, logprobs, number)),
+        )
+        if began is not None:
+            seed = began.seed.to_bytes(8, "little")
+            self._db.execute(
+                "insert or replace into generates values (?, ?, ?, ?, ?, ?)",
+                (
+                    number,
+                    began.position,
+                    began.request_id,
+                    began.digest,
+                    seed,
+                    _crc(struct.pack("<QQ", number, began.position) + began.request_id + began.digest + seed),
+                ),
+            )
+
+    def _put_reply(self, number: int | None, record: ReplyRecord) -> None:
+        # The reply to a close comes after it.
+        ended_at = self._wall_clock() if number is None else None
+        self._db.execute(
+            "insert or replace into replies values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                number,
+                record.session_id,
+                record.owner,
+                record.kind,
+                record.request_id,
+                record.digest,
+                record.position,
+                record.body,
+                _reply_crc(record),
+                ended_at,
+            ),
+        )
+
+    def _rest(self, number: int) -> None:
+        self._to_fold.append(number)
+        self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), number))
+
+    def _end_session(self, number: int) -> None:
+        for table in ("sessions", "tokens", "generates"):
+            self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the three above
+        for entry in self._tail_of(number):
+            self._delete_tail(number, entry)
+        self._db.execute("update replies set ended_at = ? where session = ?", (self._wall_clock(), number))
+
+    def _tail_of(self, number: int) -> list[int]:
+        """Its rows in the tail, as the commit that is being made leaves them."""
+        entries = [*self._tails.get(number, ()), *(entry for one, entry in self._appended if one == number)]
+        return [entry for entry in entries if (number, entry) not in self._deleted]
+
+    def _delete_tail(self, number: int, entry: int) -> None:
+        self._db.execute("delete from tail where entry = ?", (entry,))
+        self._deleted.add((number, entry))
+
+    def _fold(self, number: int) -> None:
+        """Move a session's rows from the tail into `tokens`. Damaged ones stay, for `load` to refuse."""
+        entries = self._tail_of(number)
+        found = list(self._db.execute("select id, owner, body, length from sessions where session = ?", (number,)))
+        if not entries or not found:
+            return
+        _, owner, body, length = found[0]
+        try:
+            rows = self._read_tail(number, entries, length)
+        except HistoryCorrupt as damage:
+            logger.error("records of a session are damaged, and kept as they are: %s", damage)
+            return
+        for row in _whole(rows):
+            values = None if row.logprobs is None else row.logprobs.tobytes()
+            ids, mark = row.token_ids.tobytes(), int(row.mark)
+            crc = _tokens_crc(row.position, mark, ids, values)
+            self._db.execute(
+                "insert into tokens values (?, ?, ?, ?, ?, ?)", (number, row.position, mark, ids, values, crc)
+            )
+            length = row.position + len(row.token_ids)
+        for entry in entries:
+            self._delete_tail(number, entry)
+        self._db.execute(
+            "update sessions set length = ?, used_at = ?, crc = ? where session = ?",
+            (length, self._wall_clock(), _session_crc(number, owner, body, length), number),
+        )
+        self._db.execute(
+            "delete from generates where session = ?1 and position < (select position from generates where "
+            "session = ?1 and request_id != x'' order by position desc limit 1 offset ?2)",
+            (number, MOST_GENERATES - 1),
+        )
+        self._db.execute(
+            "delete from replies where session = ?1 and kind = 'appended' and position < (select position from replies "
+            "where session = ?1 and kind = 'appended' order by position desc limit 1 offset ?2)",
+            (number, MOST_PER_SESSION - 1),
+        )
+
+    def _expire(self) -> None:
+        now = self._wall_clock()
+        self._db.execute("delete from replies where ended_at < ?", (now - KEEP_SECONDS,))
+        if not self._keep_seconds:
+            return
+        resident = set(self._numbers.values())
+        old = self._db.execute(
+            "select session from sessions where used_at < ? order by used_at limit ?",
+            (now - self._keep_seconds, _EXPIRE_SESSIONS + len(resident)),
+        )
+        for number in [number for (number,) in old if number not in resident][:_EXPIRE_SESSIONS]:
+            self._end_session(number)
+            self._metrics.sessions_forgotten.inc()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
+        self._flush()
+        with self._db_lock:
+            found = list(self._db.execute("select session, body from sessions where id = ?", (session_id,)))
+            if not found:
+                raise KeyError(session_id)
+            number, body = found[0]
+            return _record(body), self._tokens(number)
+
+    def load(self, session_id: str, owner: str) -> SessionKept | None:
+        self._flush()
+        with self._db_lock:
+            found = list(
+                self._db.execute(
+                    "select session, body, length, used_at, crc from sessions where id = ? and owner = ?",
+                    (session_id, owner),
+                )
+            )
+            if not found:
+                return None
+            number, body, length, used_at, crc = found[0]
+            if crc != _session_crc(number, owner, body, length):
+                raise HistoryCorrupt(0)
+            tokens = self._tokens(number)
+            saved = Saved(sum(len(one.token_ids) for one in tokens))
+            generates = [
+                GenerateRecord(position, request_id, digest, int.from_bytes(seed, "little"))
+                for position, request_id, digest, seed, kept in self._db.execute(
+                    "select position, request_id, digest, seed, crc from generates where session = ? order by position",
+                    (number,),
+                )
+                if kept == _crc(struct.pack("<QQ", number, position) + request_id + digest + seed)
+            ]
+            replies = self._replies("session = ? order by position", (number,))
+            self._numbers[session_id] = number
+            self._note(number, saved, saved.tokens)
+            return SessionKept(_record(body), used_at, tokens, generates, replies, saved)
+
+    def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
+        self._flush()
+        with self._db_lock:
+            return self._replies("owner = ? and request_id = ?", (owner, request_id))
+
+    def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
+        self._flush()
+        entries = []
+        with self._db_lock:
+            for number, body, length, used_at in self._db.execute(
+                "select session, body, length, used_at from sessions where owner = ? and id > ? order by id limit ?",
+                (owner, after, most),
+            ):
+                if number in self._tails:
+                    last = self._tails[number][-1]
+                    for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
+                        length = position + len(ids) // 4  # noqa: PLW2901
+                entries.append(SessionEntry(_record(body), used_at, length))
+        return entries
+
+    def held_bytes(self, session_id: str | None = None) -> int:
+        return 0  # histories are in memory once, with their sessions; what waits to be written is bounded
+
+    def tidy(self) -> bool:
+        return False
+
+    def _flush(self) -> None:
+        """Wait until all is written that is read next. Raises JournalFull or EngineStalled if it cannot be."""
+        self.refuse_when_full()
+        if not self._writer.flush(_FLUSH_SECONDS):
+            self.refuse_when_full()
+            raise EngineStalled
+
+    def _tokens(self, number: int) -> list[TokensRecord]:
+        """The history of a session. Raises HistoryCorrupt."""
+        (length,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
+        rows, position = [], 0
+        for first, mark, ids, logprobs, crc in self._db.execute(
+            "select position, mark, ids, logprobs, crc from tokens where session = ? order by position", (number,)
+        ):
+            if first != position or crc != _tokens_crc(first, mark, ids, logprobs):
+                raise HistoryCorrupt(position)
+            rows.append(_tokens_record(first, mark, ids, logprobs))
+            position += len(ids) // 4
+        if position != length:
+            raise HistoryCorrupt(position)
+        return rows + self._read_tail(number, self._tails.get(number, ()), length)
+
+    def _read_tail(self, number: int, entries: Sequence[int], position: int) -> list[TokensRecord]:
+        """Rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
+        rows = []
+        for entry in entries:
+            found = list(
+                self._db.execute(
+                    "select session, position, mark, ids, logprobs, crc from tail where entry = ?", (entry,)
+                )
+            )
+            if not found:
+                raise HistoryCorrupt(position)
+            of, first, mark, ids, logprobs, crc = found[0]
+            if (of, first) != (number, position) or crc != _tokens_crc(first, mark, ids, logprobs, number):
+                raise HistoryCorrupt(position)
+            rows.append(_tokens_record(first, mark, ids, logprobs))
+            position += len(ids) // 4
+        return rows
+
+    def _replies(self, condition: str, values: tuple[Any, ...]) -> list[ReplyRecord]:
+        """Replies that are intact: one that is not is as if it had been forgotten."""
+        rows = self._db.execute(
+            f"select id, owner, kind, request_id, digest, position, body, crc from replies where {condition}",  # noqa: S608 - a text of ours
+            values,
+        )
+        found = [(ReplyRecord(*fields), crc) for *fields, crc in rows]
+        return [record for record, crc in found if crc == _reply_crc(record)]
+
+    def _value(self, question: str) -> Any:
+        return next(self._db.execute(question))[0]
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+class _FolderLock:
+    """A folder that this process alone uses. was: the durability of the server that had it before; "": none had."""
+
+    def __init__(self, descriptor: int, was: str) -> None:
+        self._descriptor = descriptor
+        self.was = was
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+def _check_private(folder: Path) -> None:
+    """Make the folder, or raise ConfigError if others may read or change it."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"state_dir {folder} is not a folder")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"state_dir {folder} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}: run the "
+            "server as its owner, or name another folder"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"state_dir {folder} has the mode {stat.S_IMODE(found.st_mode):o}, so that others can reach the histories "
+            f"in it: chmod 700 {folder}"
+        )
+
+
+def _take(folder: Path, durability: Durability) -> _FolderLock:
+    """Raises ConfigError, naming the process, if another one uses the folder."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
+    known = os.pread(descriptor, 256, 0).decode(errors="replace").split()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        process = known[0] if known else "unknown"
+        raise ConfigError(
+            f"state_dir {folder} is in use by process {process}: stop that server, or name another folder"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} {durability.value}\n".encode(), 0)
+    return _FolderLock(descriptor, known[1] if len(known) > 1 else "")
+
+
+def _open(path: Path, durability: Durability, weights: str, vfs: str | None, *, was: str) -> apsw.Connection:
+    damage = find_damage(path.with_name(path.name + "-wal"))
+    if damage is not None:
+        # Without a sync, a loss of power may have left any part of the log.
+        text = f"the log {path}-wal is damaged at byte {damage}, and what follows would be lost"
+        if was != Durability.PROCESS.value:
+            raise ConfigError(f"{text}; restore {path.parent} from a backup, or remove the log to go on without that")
+        logger.error("%s: histories end earlier than clients may know", text)
+    try:
+        db = apsw.Connection(str(path), vfs=vfs)
+    except apsw.Error as error:
+        raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
+    try:
+        path.chmod(0o600)
+        _prepare(db, path, durability, weights)
+    except BaseException as error:
+        db.close()
+        if isinstance(error, apsw.Error):
+            raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
+        raise
+    return db
+
+
+def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str) -> None:
+    db.set_busy_timeout(0)
+    for pragma in ("page_size=4096", "locking_mode=EXCLUSIVE"):
+        db.execute(f"pragma {pragma}").fetchall()
+    _refuse_other(db, path, weights)
+    level = "FULL" if durability is Durability.POWER else "NORMAL"
+    for pragma in ("journal_mode=WAL", f"synchronous={level}", "wal_autocheckpoint=0", "cache_size=-8192"):
+        db.execute(f"pragma {pragma}").fetchall()
+    if not next(db.execute("select count(*) from sqlite_schema"))[0]:
+        with db:
+            db.execute(_SCHEMA)
+            db.execute("insert into facts values ('weights', ?)", (weights,))
+            db.execute(f"pragma application_id={_APPLICATION}")
+            db.execute(f"pragma user_version={FORMAT}")
+
+
+def _refuse_other(db: apsw.Connection, path: Path, weights: str) -> None:
+    """Raise ConfigError for a file that is not this server's."""
+    if not next(db.execute("select count(*) from sqlite_schema"))[0]:
+        return
+    application, version = (next(db.execute(f"pragma {name}"))[0] for name in ("application_id", "user_version"))
+    if application != _APPLICATION:
+        raise ConfigError(f"{path} is not a journal of this program: name another state_dir")
+    if version > FORMAT:
+        raise ConfigError(
+            f"{path} has format {version}, and this version knows formats up to {FORMAT}: run the newer one, or name "
+            "another state_dir"
+        )
+    (known,) = next(db.execute("select value from facts where name = 'weights'"))
+    if known != weights:
+        raise ConfigError(
+            f"{path.parent} keeps sessions of another model, with weights {known[:16]}…, and this one's are "
+            f"{weights[:16]}…: each model needs a state_dir of its own"
+        )
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _crc(data: bytes) -> int:
+    return zlib.crc32(data)
+
+
+def _tokens_crc(position: int, mark: int, ids: bytes, logprobs: bytes | None, number: int = 0) -> int:
+    """number: of the session, for a row of the tail, which says whose it is."""
+    return zlib.crc32(logprobs or b"", zlib.crc32(ids, zlib.crc32(struct.pack("<QQB", number, position, mark))))
+
+
+def _session_crc(number: int, owner: str, body: str, length: int) -> int:
+    return _crc(f"{number} {length} {owner} {body}".encode())
+
+
+def _reply_crc(record: ReplyRecord) -> int:
+    return _crc(repr(record).encode())
+
+
+def _record(body: str) -> SessionRecord:
+    fields = json.loads(body)
+    return SessionRecord(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])})
+
+
+def _tokens_record(position: int, mark: int, ids: bytes, logprobs: bytes | None) -> TokensRecord:
+    values = None if logprobs is None else np.frombuffer(logprobs, dtype=np.float32)
+    return TokensRecord(position, np.frombuffer(ids, dtype=np.uint32), Mark(mark), values)
+
+
+def _whole(rows: Sequence[TokensRecord]) -> Iterator[TokensRecord]:
+    """The same tokens in rows of FOLD_TOKENS, as far as neighbours came the same way."""
+    run: list[TokensRecord] = []
+    for row in [*rows, None]:
+        is_next = row is not None and bool(run) and _kind(row) == _kind(run[0])
+        if run and not is_next:
+            ids = np.concatenate([one.token_ids for one in run])
+            logprobs = None if run[0].logprobs is None else np.concatenate([one.logprobs for one in run])
+            for start in range(0, len(ids), FOLD_TOKENS):
+                part = slice(start, start + FOLD_TOKENS)
+                values = None if logprobs is None else logprobs[part]
+                yield TokensRecord(run[0].position + start, ids[part], run[0].mark, values)
+            run = []
+        if row is not None:
+            run.append(row)
+
+
+def _kind(row: TokensRecord) -> tuple[Mark, bool]:
+    return row.mark, row.logprobs is None

@@ -1,0 +1,180 @@
+"""The journal's thread: takes what was recorded, commits it in one transaction, and then lets it be told.
+
+    engine's thread    record A, B, … │ kick │ plan, forward of the next step …
+    this thread                              │ commit A, B, … │ say what waited for them
+
+Telling waits for the disk, the engine does not. While the disk is full everything waits, and is committed once there is
+space. Any other error is final: what the disk has is not known then, so nothing is told, and the process has to end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from inference_engine.metrics import EngineMetrics
+from inference_engine.session.journal import Saved
+
+logger = logging.getLogger(__name__)
+
+Change = tuple[Callable[..., None], tuple[Any, ...]]
+Words = Callable[[], object]
+
+_LATEST_SECONDS = 0.05  # what nobody waits for is committed after so long
+_IDLE_SECONDS = 1.0  # between two looks at what is to be tidied
+_FULL_SECONDS = 0.25  # between two attempts on a full disk
+_MOST_WAITING = 20_000  # changes: a step of 128 streams is 128
+
+
+class DiskFull(Exception):
+    """There is no space; nothing was changed, and the same changes may be committed later."""
+
+
+class Writer:
+    """Any thread records and asks; `commit` and `tidy` are called on the writer's own.
+
+    commit: applies changes, all or none, and makes them safe; raises DiskFull. tidy: does deferred work for some
+    milliseconds, and says whether there is more.
+    """
+
+    THREAD_NAME = "kakeya-journal"
+
+    def __init__(
+        self, commit: Callable[[Sequence[Change]], None], tidy: Callable[[], bool], metrics: EngineMetrics
+    ) -> None:
+        self._commit = commit
+        self._tidy = tidy
+        self._metrics = metrics
+        self._wake = threading.Condition(threading.Lock())
+        self._changes: list[Change] = []
+        self._told: list[tuple[Saved, int]] = []  # what is safe with them
+        self._words: deque[tuple[int, Words]] = deque()
+        self._recorded = self._saved = 0  # units
+        self._is_kicked = self._is_stopping = False
+        self.is_full = False
+        self.failure = ""
+        self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def record(self, changes: Sequence[Change], told: Sequence[tuple[Saved, int]] = ()) -> None:
+        """Queue changes that belong together. told: what may be told once they are safe."""
+        with self._wake:
+            self._changes += changes
+            self._told += told
+            self._recorded += 1
+
+    def say(self, words: Words) -> None:
+        with self._wake:
+            is_now = self.is_saved
+            if not is_now:
+                self._words.append((self._recorded, words))
+                self._wake.notify()
+        if is_now:
+            words()
+
+    def kick(self) -> None:
+        with self._wake:
+            self._is_kicked = True
+            self._wake.notify()
+
+    @property
+    def is_saved(self) -> bool:
+        return self._saved == self._recorded
+
+    @property
+    def waiting(self) -> int:
+        """Changes that are not safe yet."""
+        return len(self._changes)
+
+    def is_behind(self) -> bool:
+        return self.is_full or bool(self.failure) or len(self._changes) > _MOST_WAITING
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was recorded until now is safe, at most so long. Is it?"""
+        done, ends = threading.Event(), time.monotonic() + seconds
+        self.say(done.set)
+        while not done.wait(_LATEST_SECONDS):
+            if self.failure or time.monotonic() > ends:
+                return False
+        return True
+
+    def stop(self) -> None:
+        """Commit what is recorded, and end the thread."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    # -- its thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        has_more = False
+        while True:
+            with self._wake:
+                if not has_more:
+                    self._wait()
+                if self._is_stopping and not self._changes and not self._words:
+                    return
+                changes, self._changes = self._changes, []
+                told, self._told = self._told, []
+                recorded, self._is_kicked = self._recorded, False
+            try:
+                if changes:
+                    self._write(changes)
+                self._tell(told, recorded)
+                has_more = self._tidy() if not self._changes else False
+            except DiskFull:  # while tidying, which can wait, or when the server stops
+                has_more = False
+                if self._is_stopping:
+                    return
+            except Exception as error:
+                logger.critical("the journal cannot be written any more", exc_info=error)
+                self.failure = f"{type(error).__name__}: {error}"
+                return
+
+    def _wait(self) -> None:
+        """Until a step was recorded, or somebody waits for something. Called with the lock held."""
+        while not self._is_stopping and not self._is_kicked and not self._words:
+            if not self._wake.wait(_LATEST_SECONDS if self._changes else _IDLE_SECONDS):
+                return
+
+    def _write(self, changes: Sequence[Change]) -> None:
+        began = time.perf_counter()
+        while True:
+            try:
+                self._commit(changes)
+            except DiskFull:
+                if not self.is_full:
+                    logger.error("the disk of the journal is full: nothing is told until there is space")
+                self.is_full = True
+                self._metrics.journal_full.set(1)
+                with self._wake:
+                    if self._is_stopping:
+                        raise
+                    self._wake.wait(_FULL_SECONDS)
+            else:
+                break
+        if self.is_full:
+            logger.warning("the disk of the journal has space again")
+            self.is_full = False
+            self._metrics.journal_full.set(0)
+        self._metrics.journal_commit_seconds.observe(time.perf_counter() - began)
+        self._metrics.journal_changes.inc(len(changes))
+
+    def _tell(self, told: Sequence[tuple[Saved, int]], recorded: int) -> None:
+        for saved, tokens in told:
+            saved.tokens = tokens
+        ready: list[Words] = []
+        with self._wake:
+            self._saved = recorded
+            while self._words and self._words[0][0] <= recorded:
+                ready.append(self._words.popleft()[1])
+        for words in ready:
+            try:
+                words()
+            except Exception:
+                logger.exception("a reader could not be told")

@@ -1,0 +1,250 @@
+"""Sessions that outlive the engine: all that was told is there again, once, and goes on as if nothing had been."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.errors import (
+    HistoryBehindClient,
+    HistoryLengthMismatch,
+    ModelMismatch,
+    NoCapacity,
+    RequestIdReused,
+    SessionNotFound,
+)
+from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
+from tests.kept import after_a_kill, keeping, saved
+from tests.load.scripted import scripted_engine
+
+ONE, TWO, THREE = (bytes([number]) * 16 for number in (1, 2, 3))
+PROMPT = list(range(3, 43))
+LONG = GenerateParams(max_tokens=200, sampling=Sampling(temperature=0.8))
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [event.token_id for event in events if isinstance(event, TokenCommitted)]
+
+
+def some(generation: Iterator[Event], count: int) -> list[Event]:
+    """The next events, until there are so many tokens."""
+    events: list[Event] = []
+    for event in generation:
+        events.append(event)
+        if len(tokens_of(events)) >= count:
+            break
+    return events
+
+
+def opened(engine: Engine, **settings: object) -> str:
+    session_id = engine.create_session(**settings).session_id  # type: ignore[arg-type]
+    engine.append(session_id, PROMPT)
+    return session_id
+
+
+def test_a_session_is_there_after_a_kill_with_its_id_owner_label_history_and_marks(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = engine.create_session(owner="alice", label="mine", eos_token_ids=[7], limit_tokens=900).session_id
+        engine.append(session, PROMPT, owner="alice")
+        said = tokens_of(list(engine.generate(session, GenerateParams(max_tokens=5), owner="alice")))
+        saved(engine)
+        whole = engine.read_history(session, owner="alice")
+        killed = after_a_kill(tmp_path)
+    for folder in (killed, tmp_path):  # after a kill, and after a stop in order, which is none either
+        with keeping(folder) as engine:
+            with pytest.raises(SessionNotFound):
+                engine.read_history(session, owner="alice")  # nothing is loaded at start
+            engine.recall(session, owner="bob")
+            with pytest.raises(SessionNotFound):
+                engine.read_history(session, owner="bob")
+            engine.recall(session, owner="alice")
+            again = engine.read_history(session, owner="alice")
+            assert again.token_ids.tolist() == whole.token_ids.tolist() == PROMPT + said
+            assert again.marks.tolist() == [Mark.APPENDED] * len(PROMPT) + [Mark.GENERATED] * 5
+            info = engine.session_info(session, owner="alice")
+            assert (info.label, info.limit_tokens, info.saved_tokens) == ("mine", 900, len(PROMPT) + 5)
+            assert not info.is_resident
+            assert engine.info().kv_reserved_bytes == 0
+
+
+@pytest.mark.parametrize("logprobs", [False, True], ids=["ids", "logprobs"])
+def test_a_generate_that_was_cut_goes_on_from_the_first_token_that_the_client_lacks(
+    tmp_path: Path, logprobs: bool
+) -> None:
+    params = GenerateParams(max_tokens=60, sampling=Sampling(temperature=0.8), logprobs=logprobs)
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+        events = iter(engine.generate(session, params, request_id=ONE))
+        first = some(events, 9)
+        killed = after_a_kill(tmp_path)
+        rest = list(events)
+    given = len(tokens_of(first))
+    with keeping(killed) as engine:
+        engine.recall(session)
+        # The last token that was told may have been lost on the way to the client.
+        again = list(engine.generate(session, params, request_id=ONE, resume_from=len(PROMPT) + given - 1))
+        assert tokens_of(again) == (tokens_of(first) + tokens_of(rest))[given - 1 :]
+        if logprobs:
+            told = [event.logprob for event in first if isinstance(event, TokenCommitted)]
+            found = [event.logprob for event in again if isinstance(event, TokenCommitted)]
+            assert found[0] == told[-1]
+        was, done = rest[-1], again[-1]
+        assert isinstance(was, Finished)
+        assert isinstance(done, Finished)
+        assert (done.generated_tokens, done.seed, done.is_replayed) == (60, was.seed, True)
+        with pytest.raises(HistoryBehindClient):
+            engine.generate(session, params, request_id=ONE, resume_from=len(PROMPT) + 61)
+
+
+def test_a_generate_that_had_ended_is_answered_again_and_ends_as_it_did(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+        params = GenerateParams(max_tokens=6, sampling=Sampling(temperature=0.8))
+        first = list(engine.generate(session, params, request_id=ONE))
+        to_eos = GenerateParams(max_tokens=50, stop_token_ids=tuple(range(60)))
+        second = list(engine.generate(session, to_eos, request_id=TWO))
+        engine.append(session, [1, 2, 3])
+        saved(engine)
+        killed = after_a_kill(tmp_path)
+    with keeping(killed) as engine:
+        engine.recall(session)
+        for params_, request_id, before in ((params, ONE, first), (to_eos, TWO, second)):
+            again = list(engine.generate(session, params_, request_id=request_id))
+            assert tokens_of(again) == tokens_of(before)
+            was, now = before[-1], again[-1]
+            assert isinstance(was, Finished)
+            assert isinstance(now, Finished)
+            facts = (was.stop_reason, was.generated_tokens, was.history_length, was.seed)
+            assert (now.stop_reason, now.generated_tokens, now.history_length, now.seed) == facts
+        assert isinstance(second[-1], Finished)
+        assert second[-1].stop_reason is StopReason.EOS
+        with pytest.raises(RequestIdReused):
+            engine.generate(session, LONG, request_id=ONE)
+
+
+def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        made = engine.create_session(request_id=ONE)
+        session = made.session_id
+        appended = engine.append_once(session, PROMPT, request_id=ONE)
+        forked = engine.fork_session(session, request_id=TWO)
+        other = engine.create_session().session_id
+        engine.append_once(other, [1, 2], request_id=TWO)
+        closed = engine.close_once(other, request_id=THREE)
+        saved(engine)
+        killed = after_a_kill(tmp_path)
+    with keeping(killed) as engine:
+        for request_id in (ONE, TWO, THREE):
+            engine.recall("", request_id=request_id)
+        engine.recall(session)
+        again = engine.create_session(request_id=ONE)
+        assert (again.session_id, again.bound, again.is_replayed) == (session, made.bound, True)
+        assert engine.append_once(session, PROMPT, request_id=ONE).is_replayed
+        assert engine.session_info(session).history_length == appended.tokens
+        branch = engine.fork_session(session, request_id=TWO)
+        assert (branch.session_id, branch.is_replayed) == (forked.session_id, True)
+        assert (branch.history_length, branch.shared_bytes) == (forked.history_length, forked.shared_bytes)
+        assert engine.append_once(other, [1, 2], request_id=TWO).tokens == 2  # closed, and remembered for a while
+        assert engine.close_once(other, request_id=THREE).tokens == closed.tokens
+        with pytest.raises(SessionNotFound):
+            engine.session_info(other)
+        with pytest.raises(RequestIdReused):
+            engine.append_once(session, [1], request_id=ONE)
+        assert {one.session_id for one in engine.list_sessions()} == {session, forked.session_id}
+
+
+def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        parent = opened(engine)
+        list(engine.generate(parent, GenerateParams(max_tokens=4)))
+        fork = engine.fork_session(parent).session_id
+        expected = tokens_of(list(engine.generate(fork, GenerateParams(max_tokens=4))))
+        engine.append(parent, [9])
+        engine.close_session(parent)
+        saved(engine)
+        killed = after_a_kill(tmp_path)
+    with keeping(killed) as engine:
+        engine.recall(fork)
+        assert engine.read_history(fork).token_ids.tolist()[len(PROMPT) + 4 :] == expected
+        engine.recall(parent)
+        with pytest.raises(SessionNotFound):
+            engine.session_info(parent)
+
+
+def test_a_generate_whose_history_went_on_is_not_continued(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+        generation = engine.generate(session, LONG, request_id=ONE)
+        some(iter(generation), 3)
+        generation.cancel()
+        list(generation)
+        engine.append(session, [5])
+        saved(engine)
+        killed = after_a_kill(tmp_path)
+    with keeping(killed) as engine:
+        engine.recall(session)
+        with pytest.raises(HistoryLengthMismatch):
+            engine.generate(session, LONG, request_id=ONE)
+
+
+def test_a_session_that_leaves_memory_comes_back_and_one_that_is_closed_does_not(tmp_path: Path) -> None:
+    now = 0.0
+    with keeping(tmp_path, clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
+        first, second = opened(engine), opened(engine)
+        expected = tokens_of(list(engine.generate(first, GenerateParams(max_tokens=8))))
+        more = tokens_of(list(engine.generate(first, GenerateParams(max_tokens=8))))
+        engine.close_session(second)
+        now = 11.0
+        list(engine.generate(opened(engine), GenerateParams(max_tokens=1)))  # the engine's thread looks before a step
+        assert engine.is_elsewhere(first)
+        listed = {one.session_id: one for one in engine.list_sessions()}
+        assert second not in listed
+        assert not listed[first].is_resident
+        assert listed[first].history_length == len(PROMPT) + 16
+        engine.recall(first)
+        engine.recall(second)
+        assert engine.read_history(first).token_ids.tolist() == PROMPT + expected + more
+        with pytest.raises(SessionNotFound):
+            engine.session_info(second)
+
+
+def test_a_session_without_a_place_is_refused_and_kept(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+    with keeping(tmp_path, max_sessions=1) as engine:
+        other = opened(engine)
+        with pytest.raises(NoCapacity):
+            engine.recall(session)
+        engine.close_session(other)
+        engine.recall(session)
+        assert engine.session_info(session).history_length == len(PROMPT)
+
+
+def test_a_session_is_not_continued_under_settings_that_would_change_its_tokens(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+    with keeping(tmp_path, segment_tokens=32) as engine, pytest.raises(ModelMismatch, match="segment_tokens 16"):
+        engine.recall(session)
+    with keeping(tmp_path) as engine:
+        engine.recall(session)
+        assert engine.session_info(session).history_length == len(PROMPT)
+
+
+def test_a_session_that_belongs_to_one_call_is_not_recorded(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = engine.create_session(is_transient=True, request_id=ONE).session_id
+        engine.append(session, PROMPT)
+        list(engine.generate(session, GenerateParams(max_tokens=2)))
+        fork = engine.fork_session(session).session_id
+        assert engine.session_info(fork).saved_tokens == 0
+    with keeping(tmp_path) as engine:
+        assert engine.list_sessions() == []
+
+
+def test_an_engine_without_a_journal_that_keeps_sessions_has_them_in_memory_alone() -> None:
+    with scripted_engine() as engine:
+        session = opened(engine)
+        assert engine.is_saved()
+        assert not engine.is_elsewhere("unknown", request_id=ONE)
+        assert engine.session_info(session).saved_tokens == 0

@@ -1,0 +1,53 @@
+"""Engines that keep sessions in a folder, and what a kill leaves of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from inference_engine.engine import Engine
+from inference_engine.metrics import EngineMetrics
+from inference_engine.session.sqlite_journal import LOCK, SQLiteJournal
+from inference_engine.types import Durability
+from tests.load.scripted import scripted_engine
+
+WEIGHTS = "a" * 64
+
+
+def sqlite_journal(
+    folder: Path, durability: Durability = Durability.PROCESS, *, weights: str = WEIGHTS, **settings: Any
+) -> SQLiteJournal:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return SQLiteJournal(folder, durability, **{"weights": weights, "metrics": EngineMetrics(), **settings})
+
+
+@contextmanager
+def keeping(folder: Path, *, make: Any = scripted_engine, **settings: Any) -> Iterator[Engine]:
+    """An engine that keeps its sessions in `folder`, stopped in order at the end."""
+    metrics = EngineMetrics()
+    journal = sqlite_journal(folder, metrics=metrics)
+    with make(journal=journal, metrics=metrics, **settings) as engine:
+        yield engine
+
+
+def saved(engine: Engine) -> None:
+    """Returns once everything is safe that was done until now."""
+    from threading import Event
+
+    done = Event()
+    engine.when_saved(done.set)
+    assert done.wait(30), "the journal does not commit"
+
+
+def after_a_kill(folder: Path) -> Path:
+    """What a process that is killed now would leave: the files as they are, in a folder of their own."""
+    found = folder.with_name(f"{folder.name}-killed")
+    shutil.rmtree(found, ignore_errors=True)
+    found.mkdir(mode=0o700)
+    for file in folder.iterdir():
+        if file.name != LOCK:
+            shutil.copy(file, found / file.name)
+    return found

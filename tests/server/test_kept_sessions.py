@@ -1,0 +1,190 @@
+"""Sessions over the wire that outlive the server: nothing is told before it is safe, and all that was told is there."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError
+from inference_engine.metrics import EngineMetrics
+from inference_engine.server.watchdog import EXIT_JOURNAL, Watchdog
+from inference_engine.session.sqlite_journal import SQLiteJournal
+from inference_engine.session.writer import Change, DiskFull
+from inference_engine.types import Durability
+from kakeya.v1 import runtime_pb2 as pb
+from tests.kept import WEIGHTS, after_a_kill, keeping
+from tests.load.scripted import scripted_engine
+from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until
+
+
+class Gated(SQLiteJournal):
+    """A journal whose disk can be stopped, filled and broken."""
+
+    def __init__(self, folder: Path, metrics: EngineMetrics) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.raising: BaseException | None = None
+        super().__init__(folder, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
+
+    def _transact(self, changes: Sequence[Change]) -> None:
+        self.gate.wait()
+        if self.raising is not None:
+            raise self.raising
+        super()._transact(changes)
+
+
+@contextmanager
+def gated(folder: Path) -> Iterator[tuple[Engine, Gated]]:
+    journal = Gated(folder, metrics := EngineMetrics())
+    with scripted_engine(journal=journal, metrics=metrics) as engine:
+        try:
+            yield engine, journal
+        finally:
+            journal.raising = None
+            journal.gate.set()
+
+
+def ids_of(frames: Sequence[Any]) -> list[int]:
+    return [frame.token_id for frame in frames if frame.HasField("token_id")]
+
+
+async def test_nothing_is_told_before_it_is_safe_not_even_in_an_error(tmp_path: Path) -> None:
+    with gated(tmp_path) as (engine, journal):
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+            stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=3))
+            first = await stream.read()
+            journal.gate.clear()
+            append = asyncio.ensure_future(client.append(session_id, [5, 6]))
+            # The engine goes on: it does not wait for the disk. What it did is told by nobody.
+            await until(lambda: engine.session_info(session_id).history_length == len(HISTORY) + 5)
+            others: list[Any] = [
+                client.length(session_id),
+                refused(client.append(session_id, [1], expected_history_length=2)),
+                client.call("ReadHistory", pb.ReadHistoryRequest(session_id=session_id)),
+            ]
+            answers = [append, *(asyncio.ensure_future(one) for one in others)]
+            done, _ = await asyncio.wait(answers, timeout=0.3)
+            assert not done, "an answer came before what it says was safe"
+            assert engine.session_info(session_id).saved_tokens <= len(HISTORY) + 3
+            journal.gate.set()
+            appended, length, mismatch, history = await asyncio.gather(*answers)
+            assert appended == length == len(HISTORY) + 5
+            assert mismatch.reason == "ABORTED HISTORY_LENGTH_MISMATCH"
+            rest = await read_rest(stream)
+            assert list(history.token_ids)[len(HISTORY) :][:3] == ids_of([first, *rest])
+
+
+async def test_a_client_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            request_id, create_id = os.urandom(16), os.urandom(16)
+            opened = await client.call("CreateSession", pb.CreateSessionRequest(request_id=create_id, client_label="x"))
+            assert opened.durability == pb.DURABILITY_PROCESS
+            session_id = opened.session_id
+            await client.append(session_id, HISTORY, request_id=request_id)
+            asked = pb.GenerateRequest(
+                session_id=session_id, max_tokens=40, temperature=0.9, request_id=request_id, token_details=True
+            )
+            stream = client.stream(asked)
+            got = [(await stream.read()).token for _ in range(7)]
+            killed = after_a_kill(tmp_path)
+            whole = got + [frame.token for frame in await read_rest(stream) if frame.HasField("token")]
+    with keeping(killed) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            (listed,) = (await client.call("ListSessions", pb.ListSessionsRequest())).sessions
+            assert (listed.session_id, listed.client_label, listed.resident) == (session_id, "x", False)
+            again = await client.call("CreateSession", pb.CreateSessionRequest(request_id=create_id, client_label="x"))
+            assert (again.session_id, again.replayed) == (session_id, True)
+            asked.resume_from = got[-1].position + 1
+            rest = [frame.token for frame in await client.call("Generate", asked) if frame.HasField("token")]
+            assert got + rest == whole
+            answer = await client.call(
+                "AppendTokens",
+                pb.AppendTokensRequest(session_id=session_id, token_ids=HISTORY, request_id=request_id),
+            )
+            assert (answer.history_length, answer.replayed) == (len(HISTORY), True)
+            info = await client.info(session_id)
+            assert info.history_length == info.saved_token_count == len(HISTORY) + 40
+            assert (await client.call("GetServerInfo", pb.GetServerInfoRequest())).durability == pb.DURABILITY_PROCESS
+            closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+            assert closed.final_history_length == info.history_length
+            assert not (await client.call("ListSessions", pb.ListSessionsRequest())).sessions
+
+
+async def test_a_full_disk_pauses_streams_refuses_new_work_and_loses_nothing(tmp_path: Path) -> None:
+    with gated(tmp_path) as (engine, journal):
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+            stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=300))
+            got = [await stream.read()]
+            journal.raising = DiskFull()
+            await until(lambda: journal._writer.is_full)
+            for call in (client.open(()), client.append(session_id, [1]), client.generate(session_id)):
+                details = await asyncio.wait_for(refused(call), 20)
+                assert details.reason in ("RESOURCE_EXHAUSTED JOURNAL_FULL", "ABORTED SESSION_BUSY")
+            journal.raising = None
+            got += await read_rest(stream)
+            assert len(ids_of(got)) == 300
+            assert await client.length(session_id) == len(HISTORY) + 300
+
+
+async def test_a_disk_that_fails_ends_the_process_and_nothing_more_is_told(tmp_path: Path) -> None:
+    with gated(tmp_path) as (engine, journal):
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+            journal.raising = OSError("the disk is gone")
+            append = asyncio.ensure_future(client.append(session_id, [1]))
+            gave_up = await asyncio.wait_for(Watchdog(engine, 0.0, asyncio.get_running_loop().time).gave_up(), 20)
+            assert (gave_up.status, "the disk is gone" in gave_up.text) == (EXIT_JOURNAL, True)
+            assert not append.done()
+            assert (await refused(client.open(()))).reason == "UNAVAILABLE ENGINE_STALLED"
+            await server.abandon(gave_up.error)
+            assert (await refused(append)).reason == "UNAVAILABLE DRAINING"
+
+
+async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(tmp_path: Path) -> None:
+    from tests.facade import session_of
+
+    with keeping(tmp_path) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+            said = await client.generate(session_id, 4)
+            session_of(engine, session_id).cached_tokens += 1000  # so that the cache seems to have gone back
+            details = await refused(client.generate(session_id, 4))
+            assert details.reason == "FAILED_PRECONDITION INV2"
+            assert "history is kept" in details.text
+            info = await client.info(session_id)
+            assert info.history_length >= len(HISTORY) + 4
+            assert not info.failure_reason
+            assert info.cache_invariant_inv2_violations == 1
+            history = await client.call("ReadHistory", pb.ReadHistoryRequest(session_id=session_id))
+            assert list(history.token_ids)[: len(HISTORY) + 4] == [*HISTORY, *said]
+            assert await client.generate(session_id, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"durability": "power"}, "needs a state_dir"),
+        ({"durability": "none", "state_dir": "somewhere"}, "keeps no sessions"),
+        ({"durability": "always"}, "auto, none, process or power"),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        EngineConfig(**settings)  # type: ignore[arg-type]
+
+
+async def test_without_a_state_folder_sessions_end_with_the_server_and_it_says_so(client: Client) -> None:
+    info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+    assert info.durability == pb.DURABILITY_NONE
+    assert (await client.info(await client.open())).saved_token_count == 0

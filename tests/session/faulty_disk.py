@@ -1,0 +1,134 @@
+"""A disk for SQLite that fails where it is told to, fills up, and remembers what a loss of power could leave of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+SECTOR_BYTES = 512
+
+Event = tuple[Any, ...]  # ("write", file, offset, data) · ("cut", file, size) · ("sync", file) · ("delete", file)
+
+
+class FaultyDisk:
+    """Use it as a context: within, SQLite knows it by `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_full = False
+        self.failing: tuple[str, int] | None = None  # a kind of call, and the number of the one that fails
+        self.events: list[Event] = []
+        self._base: dict[str, bytes] = {}
+        self._counts = {"write": 0, "sync": 0}
+        self._vfs: apsw.VFS | None = None
+
+    def __enter__(self) -> FaultyDisk:
+        self._vfs = _vfs_of(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._vfs is not None
+        self._vfs.unregister()
+
+    def fail(self, kind: str, after: int) -> None:
+        """The call of this kind that comes so many from now fails, and no other does."""
+        self.failing = kind, self._counts[kind] + after
+
+    def record(self, folder: Path) -> None:
+        """From now on, remember what is written. What is there already is on the disk."""
+        self.events = []
+        self._base = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.startswith("journal")}
+
+    def note(self, kind: str, *event: Any) -> None:
+        if kind in self._counts:
+            self._counts[kind] += 1
+            if kind == "write" and self.is_full:
+                raise apsw.FullError("scripted: no space")
+            if self.failing == (kind, self._counts[kind]):
+                raise apsw.IOError(f"scripted: {kind} failed")
+        self.events.append((kind, *event))
+
+    def states(
+        self, rng: random.Random, *, most: int, without_syncs_of: str = "\0"
+    ) -> Iterator[tuple[dict[str, bytes], int]]:
+        """States of the files that a loss of power could leave, each with how many events had been by then.
+
+        All that was synced is there. Of what was not, any part may be, the last write torn at a sector.
+        """
+        moments = sorted(rng.sample(range(1, len(self.events) + 1), min(most, len(self.events))))
+        for moment in moments:
+            synced = {name: bytearray(data) for name, data in self._base.items()}
+            pending: dict[str, list[Event]] = {}
+            for event in self.events[:moment]:
+                kind, name = event[:2]
+                if kind == "sync" and not name.endswith(without_syncs_of):
+                    for one in pending.pop(name, []):
+                        _apply(synced, one)
+                elif kind == "delete":
+                    synced.pop(name, None)
+                    pending.pop(name, None)
+                elif kind in ("write", "cut"):
+                    pending.setdefault(name, []).append(event)
+            for events in pending.values():
+                for event in _part(rng, events):
+                    _apply(synced, event)
+            yield {name: bytes(data) for name, data in synced.items()}, moment
+
+
+def _part(rng: random.Random, events: list[Event]) -> list[Event]:
+    """Some of what was not synced: nothing, a beginning, any of it, perhaps with the last write torn."""
+    how = rng.randrange(4)
+    part = [] if how == 0 else events[: rng.randrange(len(events) + 1)]
+    if how == 2:
+        part = [event for event in events if rng.random() < 0.5]
+    if how == 3 and part and part[-1][0] == "write" and len(part[-1][3]) > SECTOR_BYTES:
+        kind, name, offset, data = part[-1]
+        part[-1] = (kind, name, offset, data[: SECTOR_BYTES * rng.randrange(1, len(data) // SECTOR_BYTES + 1)])
+    return part
+
+
+def _apply(files: dict[str, bytearray], event: Event) -> None:
+    data = files.setdefault(event[1], bytearray())
+    if event[0] == "cut":
+        del data[event[2] :]
+        return
+    _, _, offset, written = event
+    data.extend(b"\0" * (offset + len(written) - len(data)))
+    data[offset : offset + len(written)] = written
+
+
+def _vfs_of(disk: FaultyDisk) -> apsw.VFS:
+    class File(apsw.VFSFile):
+        def __init__(self, name: Any, flags: list[int]) -> None:
+            super().__init__("", name, flags)
+            path = name.filename() if isinstance(name, apsw.URIFilename) else name
+            self.name = Path(path).name if path else ""
+
+        def xWrite(self, data: bytes, offset: int) -> None:
+            disk.note("write", self.name, offset, bytes(data))
+            super().xWrite(data, offset)
+
+        def xTruncate(self, size: int) -> None:
+            disk.note("cut", self.name, size)
+            super().xTruncate(size)
+
+        def xSync(self, flags: int) -> None:
+            disk.note("sync", self.name)
+            super().xSync(flags)
+
+    class Disk(apsw.VFS):
+        def __init__(self) -> None:
+            super().__init__(disk.name, "")
+
+        def xOpen(self, name: Any, flags: list[int]) -> Any:
+            return File(name, flags)
+
+        def xDelete(self, name: str, sync: bool) -> None:
+            disk.note("delete", Path(name).name)
+            super().xDelete(name, sync)
+
+    return Disk()
