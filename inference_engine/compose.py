@@ -178,7 +178,7 @@ def executor(config: ModelConfig) -> tuple[str, str]:
     except NoStepListError as error:
         reason = str(error)
     if config.device == "mlx":
-        from inference_engine.backends.mlx.device import why_missing
+        from inference_engine.backends.mlx import why_missing
 
         if reason := why_missing() or reason:
             return "", f"device is mlx, and {reason}; --device cpu may run it"
@@ -198,7 +198,7 @@ def executor(config: ModelConfig) -> tuple[str, str]:
 
 
 def _open_on_mlx(config: ModelConfig, admitted: Admitted | None) -> Forward:
-    from inference_engine.backends.mlx.device import why_missing
+    from inference_engine.backends.mlx import why_missing
 
     try:
         if config.backend != "auto":

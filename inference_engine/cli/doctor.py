@@ -122,10 +122,12 @@ def _device(found: Settings) -> Finding:
     import torch
 
     if found.model.device == "mlx":
-        from inference_engine.backends.mlx.device import describe, why_missing
+        from inference_engine.backends.mlx import why_missing
 
         if reason := why_missing():
             return Finding(Level.FAIL, f"mlx cannot be used: {reason}; or use --device cpu")
+        from inference_engine.backends.mlx.device import describe
+
         return Finding(Level.OK, f"{describe()}, {found.model.dtype}")
     try:
         device = torch.zeros(1, device=found.model.device).device

@@ -97,7 +97,7 @@ def why_not() -> str:
             f"this suite needs a Mac with Apple silicon; this is {platform.system()} on {platform.machine()}. What of "
             "it runs on MLX's build for the CPU is part of `make test`: tests/mlx"
         )
-    from inference_engine.backends.mlx.device import why_missing
+    from inference_engine.backends.mlx import why_missing
 
     return why_missing()
 

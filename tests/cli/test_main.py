@@ -58,7 +58,10 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("serve", "--dtype", "float16"), "kakeya serve: dtype must be float32 or bfloat16, got 'float16'"),
+        (
+            ("serve", "--dtype", "float16"),
+            "kakeya serve: dtype must be float32 or bfloat16, or float16 with device=mlx",
+        ),
         (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
         (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
         (("serve", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),

@@ -112,6 +112,23 @@ def test_fixed_shape_mode_is_refused() -> None:
         tiny_mlx().geometry(mode=Mode.FIXED_SHAPE, **PAGES)
 
 
+def test_a_pool_larger_than_the_memory_is_refused_before_it_is_taken() -> None:
+    forward = tiny_mlx()
+    with pytest.raises(BackendError, match="and MLX can take"):
+        forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**50)
+
+
+def test_a_step_without_memory_fails_as_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions(tiny_mlx(), Full())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("[metal::malloc] Unable to allocate 1 bytes.")
+
+    monkeypatch.setattr(mx, "async_eval", fail)
+    with pytest.raises(MemoryError, match="Unable to allocate"):
+        sessions.step((0, ids_of(4)))
+
+
 def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None:
     forward = tiny_mlx(seed=5)
     sessions = Sessions(forward, Full())

@@ -11,6 +11,8 @@ A decode step over a long history reads it apart; a prefill computes more than i
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -81,11 +83,9 @@ def _apart(
         by_query = scores.reshape(kv_heads, -1, count, scores.shape[-1])
         scores = mx.where(mask, by_query, -mx.inf).reshape(scores.shape)
     weights = mx.softmax(scores, axis=-1).astype(queries.dtype)
-    out, first = None, 0
-    for _, values in parts:
-        one = weights[..., first : first + values.shape[1]] @ values
-        out, first = one if out is None else out + one, first + values.shape[1]
-    assert out is not None, "the step's own entries are a part"
+    ends = list(itertools.accumulate(keys.shape[1] for keys, _ in parts))
+    shares = mx.split(weights, ends[:-1], axis=-1)
+    out = functools.reduce(mx.add, (share @ values for share, (_, values) in zip(shares, parts, strict=True)))
     return out.reshape(query_heads, count, head_dim).swapaxes(0, 1)
 
 

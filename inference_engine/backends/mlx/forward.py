@@ -23,7 +23,7 @@ from torch import Tensor
 from inference_engine.backends.base import Result, SharedWords, Step
 from inference_engine.backends.mlx.attention import attend, part_of
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
-from inference_engine.backends.mlx.device import most_buffer_bytes, usable_bytes
+from inference_engine.backends.mlx.device import usable_bytes
 from inference_engine.backends.mlx.program import Program
 from inference_engine.backends.mlx.reading import readings
 from inference_engine.backends.native.described import Described
@@ -120,11 +120,10 @@ class MlxForward:
     def open(
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
-        """Raises BackendError for more memory than the device gives."""
-        if (most := most_buffer_bytes()) is not None and capacity_bytes // 2 > most:
+        """Raises BackendError for more memory than there is: MLX would end the process."""
+        if capacity_bytes > (most := usable_bytes()):
             raise BackendError(
-                f"kv_bytes is {capacity_bytes}, and this device allocates at most {most} bytes in one piece, for K and "
-                f"as many for V; start with at most {2 * most}"
+                f"kv_bytes is {capacity_bytes}, and MLX can take {most} bytes here, all of them now; set a smaller one"
             )
         halves: list[mx.array] = []
 
@@ -163,9 +162,15 @@ class MlxForward:
             step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
         )
         computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
-        mx.async_eval(computed)  # type: ignore[no-untyped-call]
-        step.on_computed()
-        mx.eval(computed)
+        try:
+            mx.async_eval(computed)  # type: ignore[no-untyped-call]
+            step.on_computed()
+            mx.eval(computed)
+        except RuntimeError as error:
+            # MLX has no type of its own for it.
+            if "malloc" in str(error) or "memory" in str(error).lower():
+                raise MemoryError(str(error)) from error
+            raise
         attention.write()
         found = as_torch(logits)
         samples = draw_all(found, step.draws, self._ops.noise_of_all) if step.draws else ()

@@ -69,10 +69,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
 
 
 def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted) -> Described:
-    """What the list of operations is made from, kept from an earlier start or tried on a small twin now.
-
-    Raises as `describe` and `try_list` do.
-    """
+    """Kept from an earlier start, or tried on a small twin now. Raises as `describe` and `try_list` do."""
     verdicts, depends = Verdicts(checked, config.cache_path), f"{describe()} {admitted.traits}"
     if (kept := verdicts.read(Described, "mlx", depends)) is not None:
         return kept
@@ -93,11 +90,9 @@ def _check_settings(config: ModelConfig) -> None:
     """Raise NotOnMlx for settings that are about other backends."""
     if config.kv_dtype not in ("auto", config.dtype):
         raise NotOnMlx(f"it keeps K and V in the dtype of its activations, and kv_dtype is {config.kv_dtype}")
-    for name in ("weights", "numerics", "kernels", "linear"):
-        if (asked := getattr(config, name)) != "auto":
+    for name in ("weights", "numerics", "kernels", "linear", "graphs"):
+        if (asked := getattr(config, name)) not in ("auto", "off"):
             raise NotOnMlx(f"{name}={asked} is about other backends")
-    if config.graphs == "on":
-        raise NotOnMlx("graphs=on is about CUDA")
 
 
 def _keep_resident(forward: MlxForward) -> None:

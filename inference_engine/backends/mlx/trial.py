@@ -27,11 +27,7 @@ def try_list(
     seed: int = 0,
     sizes: TwinSizes | None = None,
 ) -> float:
-    """The largest difference of a logit between the twin on MLX and transformers, as a share of the largest logit.
-
-    In chunks beside another session, and token by token alone. Raises NoStepListError if there is no list, or if it
-    gives other logits.
-    """
+    """As `native.trial.try_list`, in chunks beside another session and token by token alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         twin = Twin(kind, config, traits, sizes or TwinSizes())
