@@ -28,7 +28,7 @@ HELP = {
         "a known name (`kakeya models list`), a folder of safetensors, a GGUF file, or org/name[@revision] of the hub",
     ),
     "device": ("DEVICE", "cpu, cuda, cuda:1, mlx, or auto: mlx on a Mac with Apple silicon, if installed; else cpu"),
-    "dtype": ("DTYPE", "of torch's activations and weights: float32 or bfloat16"),
+    "dtype": ("DTYPE", "of activations, and of weights on torch: float32 or bfloat16; with device mlx float16, too"),
     "backend": ("NAME", "native (kernels in C++ for the CPU), torch, or auto: native where it runs the model"),
     "weights": ("TYPE", "of the native backend: auto (as stored), or floats made int8, int4, bfloat16 or float32"),
     "numerics": ("NAME", "of the native backend: exact (float32 activations), int8 (8 bits), or auto: exact"),
