@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from inference_engine.backends.base import Admitted, Forward
     from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
+    from inference_engine.kernels.components import ModelComponents
     from inference_engine.kv.context import TokenCodec
     from inference_engine.tracing import Tracing
     from kv_cache_proposer.dflash.network import DFlashNetwork
@@ -55,6 +56,7 @@ class Parts:
     drafter: Drafter | None
     # Digests of the weights and of the latent codec ("": there is none): what kept sessions belong to.
     digests: Callable[[], tuple[str, str]]
+    components: ModelComponents | None = None
 
     def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
         """Raises ConfigError or BackendError for what is not available, or a `state_dir` that cannot be used."""
@@ -62,7 +64,14 @@ class Parts:
         from inference_engine.metrics import EngineMetrics
 
         if config.kept is Durability.NONE:
-            return Engine(self.forward, config, latent=self.latent, drafter=self.drafter, tracing=tracing)
+            return Engine(
+                self.forward,
+                config,
+                latent=self.latent,
+                components=self.components,
+                drafter=self.drafter,
+                tracing=tracing,
+            )
         from inference_engine.session.sqlite_journal import SQLiteJournal
 
         weights, codec = self.digests()
@@ -82,6 +91,7 @@ class Parts:
                 metrics=metrics,
                 latent=self.latent,
                 codec_digest=codec,
+                components=self.components,
                 drafter=self.drafter,
                 tracing=tracing,
             )
@@ -96,8 +106,17 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
     admitted: the result of `admit` for this configuration, if available.
     """
     latent = find_latent(model)
+    components = find_components(model)
+    if components is None:
+        logger.info("gather chooses by bounds of blocks: `kakeya train components` calibrates components of keys")
     forward = open_backend(model, admitted)
-    return Parts(forward=forward, latent=latent, drafter=find_drafter(model, forward), digests=lambda: _digests(model))
+    return Parts(
+        forward=forward,
+        latent=latent,
+        drafter=find_drafter(model, forward),
+        digests=lambda: _digests(model),
+        components=components,
+    )
 
 
 def _digests(model: ModelConfig) -> tuple[str, str]:
@@ -288,6 +307,42 @@ def _latent_of(model: ModelConfig) -> Path | None:
         return Path(model.latent).expanduser()
     folder = latent_folder(check_model(model.model, cache=model.cache_path).model_id, model.cache_path)
     return folder if folder.is_dir() else None
+
+
+# -- components of keys ------------------------------------------------------------------------------------------------
+
+
+def components_folder(model_id: str, cache: Path) -> Path:
+    return cache / "components" / model_id
+
+
+def find_components(model: ModelConfig) -> ModelComponents | None:
+    """The components of the model's keys that are in the cache; None if there are none.
+
+    Raises ModelError for ones that are damaged, or made for other weights.
+    """
+    checked = check_model(model.model, cache=model.cache_path)
+    folder = components_folder(checked.model_id, model.cache_path)
+    if not folder.is_dir():
+        return None
+
+    from kv_cache_proposer.components import load_components
+
+    components, _ = load_components(folder, target_digest=weights_digest(checked))
+    return components
+
+
+def components_identity(model: ModelConfig) -> Mapping[str, Any]:
+    """Identifies the components of `find_components`: their tensors' digest, their recipe. Empty without any."""
+    folder = components_folder(check_model(model.model, cache=model.cache_path).model_id, model.cache_path)
+    if not folder.is_dir():
+        return {}
+
+    from inference_engine.models.folder import read_json
+    from kv_cache_proposer.components import MANIFEST
+
+    stored = read_json(folder / MANIFEST)
+    return {name: stored[name] for name in ("tensors_sha256", "calibration_tokens", "recipe", "seeds")}
 
 
 # -- the drafter ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ INVARIANTS = ("INV1", "INV2", "INV3")
 PORTS = ("grpc", "http", "metrics")
 SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
 # Kinds of a session's bytes, as in `SessionKV.footprint`.
-KV_KINDS = ("rows", "sink_copy", "bounds", "mac", "fetched", "archive", "restored", "draft")
+KV_KINDS = ("rows", "sink_copy", "bounds", "components", "mac", "fetched", "archive", "restored", "draft")
 # Parts of a step's time, in order. `plan`, `draft` and `settle` are not the model's.
 STEP_PARTS = ("plan", "draft", "forward", "sample", "settle")
 

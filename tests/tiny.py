@@ -17,18 +17,20 @@ from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kernels.components import ModelComponents
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.archives.latent import latent_layers
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
 from kv_cache_proposer.f_theta.codec import LatentCodec
+from laboratory.training.components import fit_components
 from laboratory.training.latent import calibrate
 from tests.facade import WatchedForward
 
 VOCABULARY = 128
 TRAINED_POSITIONS = 512
 NATIVE_WINDOW = 24
-EXTRAS = ("clock", "journal", "latent", "drafter", "tracing", "on_choice")
+EXTRAS = ("clock", "journal", "latent", "components", "drafter", "tracing", "on_choice")
 LATENT_BYTES = 160  # of at most 192: 128 numbers in 12 bits each
 PAGES = {"page_tokens": 4, "segment_tokens": 16}
 # Small units, so that windows wrap and segments end within a short test.
@@ -104,10 +106,17 @@ def tiny_latent(*, seed: int = 0, windowed: bool = True) -> LatentCodec:
     )
 
 
+@lru_cache(maxsize=8)
+def tiny_components(*, seed: int = 0, windowed: bool = True) -> ModelComponents:
+    """Components of TinyModel's keys, calibrated on random ids."""
+    tokens = torch.randint(0, VOCABULARY, (4, 128), generator=torch.Generator().manual_seed(1))
+    return fit_components(tiny_forward(seed=seed, windowed=windowed), tokens)
+
+
 def tiny_engine(
     *, seed: int = 0, windowed: bool = True, on_step: Callable[[Step], object] | None = None, **settings: Any
 ) -> Engine:
-    """An engine on TinyModel, a latent codec loaded.
+    """An engine on TinyModel, a latent codec and components of its keys loaded.
 
     `settings` change EngineConfig; those of EXTRAS go to the engine. on_step: receives each step before it runs, and
     fails it by raising.
@@ -115,7 +124,10 @@ def tiny_engine(
     forward: Forward = tiny_forward(seed=seed, windowed=windowed)
     if on_step is not None:
         forward = WatchedForward(forward, on_step)
-    extras: dict[str, Any] = {"latent": tiny_latent(seed=seed, windowed=windowed)}
+    extras: dict[str, Any] = {
+        "latent": tiny_latent(seed=seed, windowed=windowed),
+        "components": tiny_components(seed=seed, windowed=windowed),
+    }
     extras |= {name: settings.pop(name) for name in EXTRAS if name in settings}
     config = EngineConfig(**{**SMALL, **settings})
     return Engine(forward, config, **extras)

@@ -54,6 +54,7 @@ from inference_engine.errors import (
     ModelMismatch,
     SessionClosed,
 )
+from inference_engine.kernels.components import ModelComponents, components_digest
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
@@ -94,6 +95,7 @@ class Engine:
         tracing: Tracing | None = None,
         latent: TokenCodec | None = None,
         codec_digest: str = "",
+        components: ModelComponents | None = None,
         drafter: Drafter | None = None,
         on_choice: OnChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -102,9 +104,10 @@ class Engine:
         """Allocate the pool and start the engine's thread.
 
         journal: keeps sessions; the engine stops it when it closes. None: they end with the process.
-        latent: serves sessions that restore KV entries from a latent; codec_digest: of it. drafter: drafts tokens for
-        Generates that allow it. on_choice: called on the engine's thread with the blocks that generated tokens read
-        (see `kv/views.py`). Raises ConfigError or BackendError if a setting cannot be served.
+        latent: serves sessions that restore KV entries from a latent; codec_digest: of it. components: of the model's
+        keys, by layer, for sessions that choose tokens by them. drafter: drafts tokens for Generates that allow it.
+        on_choice: called on the engine's thread with the blocks that generated tokens read (see `kv/views.py`).
+        Raises ConfigError or BackendError if a setting cannot be served.
         """
         config = config or EngineConfig()
         step_tokens = config.step_tokens or max(config.segment_tokens, 512 if forward.device.type == "cpu" else 4096)
@@ -122,7 +125,7 @@ class Engine:
         self._arguments = Arguments(self.config, self._geometry, vocab_size=forward.facts.vocab_size)
         self._refused_strategies = dict(forward.facts.refused_strategies)
         check_registry()
-        self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
+        self._default_strategy = self._resolved(parse_strategy(self.config.strategy), components)
         self._check_possible(self._default_strategy)
         self._is_growing = grows(self.config, forward)
         limit = self._arguments.limit(self._default_strategy, None)
@@ -133,6 +136,7 @@ class Engine:
             self.metrics,
             default_strategy=self._default_strategy,
             latent=latent,
+            components=components,
             drafter=drafter,
             on_choice=on_choice,
         )
@@ -155,6 +159,7 @@ class Engine:
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
             mode=self.config.mode,
             codec=codec_digest,
+            components=components_digest(components or {}),
             wall_clock=wall_clock,
         )
         timer = StepTimer(self.metrics, clock)
@@ -214,7 +219,7 @@ class Engine:
         is_transient: it belongs to one call of its owner, who is not told its id: it is not listed.
         """
         self._refuse_when_draining()
-        spec = (strategy or self._default_strategy).resolved(self._geometry)
+        spec = self._resolved(strategy or self._default_strategy, self._context.components)
         self._check_possible(spec)
         self._check_ready(spec)
         self._arguments.check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
@@ -697,9 +702,11 @@ class Engine:
             raise InvalidArgument("strategy", f"{strategy.name} is not available with this model: {why}")
         check_strategy(strategy, self._geometry)
 
+    def _resolved(self, strategy: KVStrategy, components: ModelComponents | None) -> KVStrategy:
+        return strategy.resolved(self._geometry, has_components=bool(components))
+
     def _check_ready(self, strategy: KVStrategy) -> None:
-        if (restorer := strategy.restorer()) is not None:
-            restorer.ready(self._context)
+        strategy.ready(self._context)
 
     def _refuse_when_draining(self) -> None:
         """Raise Draining, or EngineStalled if the engine's thread does not run."""

@@ -8,6 +8,7 @@ from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.errors import ConfigError
+from inference_engine.kernels.components import MOST_TILE, ModelComponents
 from inference_engine.kv.context import KVContext, TokenCodec
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import MOST_BYTES
@@ -30,6 +31,7 @@ def open_memory(
     *,
     default_strategy: KVStrategy,
     latent: TokenCodec | None,
+    components: ModelComponents | None,
     drafter: Drafter | None,
     on_choice: OnChoice | None,
 ) -> KVContext:
@@ -54,7 +56,8 @@ def open_memory(
         folder=config.tier_dir,
         count=metrics.count_transfer,
     )
-    context = replace(opened, latent=latent, tier=tier, on_choice=on_choice)
+    placed = {layer: found.to(forward.device) for layer, found in (components or {}).items()}
+    context = replace(opened, latent=latent, components=placed, tier=tier, on_choice=on_choice)
     if drafter is not None:
         context = replace(context, draft_memories=drafter)
         drafter.prepare(context)
@@ -64,13 +67,16 @@ def open_memory(
 def _longest_bytes(default_strategy: KVStrategy, geometry: Geometry) -> int:
     """Most bytes of K/V of a session that grows, with any strategy.
 
-    No strategy keeps more of a history than every entry, and the bounds of its blocks, which are whole pages. Memory
-    that does not depend on the length of the history is granted from the start, so `kv_bytes` bounds it.
+    No strategy keeps more of a history than every entry, and either the bounds of its blocks, which are whole pages, or
+    an index of its keys, at most a byte a channel. Memory that does not depend on the length of the history is granted
+    from the start, so `kv_bytes` bounds it.
     """
     entries = Full().bound(geometry, geometry.trained_positions).peak_bytes
     bounds = -(-entries // geometry.page_tokens)
+    channels = sum(layer.kv_heads * layer.head_dim for layer in geometry.layers)
+    index = channels * (geometry.trained_positions + 2 * MOST_TILE)
     default = default_strategy.bound(geometry, default_strategy.length_limit(geometry)).peak_bytes
-    return max(default, entries + bounds)
+    return max(default, entries + max(bounds, index))
 
 
 def grows(config: EngineConfig, forward: Forward) -> bool:

@@ -13,6 +13,11 @@ A query may read selected blocks (`kernels/gather.py`): its line then has a bloc
 sink, everything from `local` on, and the `kept` blocks of the highest bounds between them; the bounds are in the
 region, from slot `bounds` on. Slots are positions there. A line whose block size is 0 reads all it sees.
 
+A line with a block size and a `chooser` reads selected tokens (`kernels/components.py`): of what it sees the sink,
+everything from `local` on, and the `kept` tokens of largest weight between them. The chooser is the number by which a
+device's operation knows the index of the layer's keys (`KVContext.open_index`); an operation that knows none gets no
+such lines.
+
 The first entries of a fork lie in another session's region: slots before `base` are in a region of `prefix_region`
 vectors for each KV head from `prefix_start` on, and the fork's own region begins with slot `base`.
 
@@ -32,6 +37,7 @@ from inference_engine.kernels.gather import masked_attend, select
 
 START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS = range(13)
 PREFIX_START, PREFIX_HEAD_SLOTS, BASE = range(13, 16)
+CHOOSER = PREFIX_START  # of a line with a block size
 FIELDS = 16
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from inference_engine.kernels.components import IndexShape, KeyComponents, ModelComponents
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.geometry import Geometry
@@ -107,6 +108,37 @@ class TokenCodec(Protocol):
         """K and V, float32 [n, Hkv, D], of each layer asked for (None: all), in that order."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerIndex:
+    """The index of one layer's keys in one session.
+
+    halves: its bytes in K and in V, [pairs of tiles, Hkv, tile_bytes] uint8 each (`kv/parts/component_index.py`).
+    capacity: of the layer's regions, in tokens.
+    """
+
+    layer: int
+    rotary: str
+    shape: IndexShape
+    components: KeyComponents
+    halves: tuple[Tensor, ...]
+    capacity: int
+
+
+class OpenIndex(Protocol):
+    """What a device's operation keeps of a `LayerIndex`, for as long as plan lines may name it."""
+
+    @property
+    def number(self) -> int:
+        """The `chooser` of plan lines (`kernels/ragged_attention.py`); never 0."""
+
+
+OpenLayerIndex = Callable[[LayerIndex], OpenIndex | None]
+
+
+def open_no_index(_index: LayerIndex) -> None:
+    """For a device whose operation over regions knows no index of keys: queries that choose tokens read by views."""
+
+
 class DraftMemory(Part):
     """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty."""
 
@@ -157,8 +189,9 @@ class KVContext:
     entries that are in regions where `compute` need not.
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
     Longer steps are faster in pieces. None: there is no such length. on_choice: called with the blocks that generated
-    tokens read, if plain operations choose them. latent, draft_memories, tier: a latent codec, memory for a drafter,
-    and a second tier for entries, if there are any.
+    tokens read, if plain operations choose them. open_index: makes an index of keys known to the operation over
+    regions. latent, components, draft_memories, tier: a latent codec, components of keys by layer, memory for a
+    drafter, and a second tier for entries, if there are any.
     """
 
     geometry: Geometry
@@ -170,6 +203,8 @@ class KVContext:
     coder: Coder = field(default_factory=NoCoder)
     most_tokens_at_once: int | None = None
     on_choice: OnChoice | None = None
+    open_index: OpenLayerIndex = open_no_index
     latent: TokenCodec | None = None
+    components: ModelComponents = field(default_factory=dict)
     draft_memories: DraftMemories = field(default_factory=NoDraftMemories)
     tier: Tier = field(default_factory=NoTier)

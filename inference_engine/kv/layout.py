@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_engine.kernels.components import IndexShape
 from inference_engine.kv.geometry import Geometry
 
 Positions = NDArray[np.int64]
@@ -86,6 +87,30 @@ class BlockSelector:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSelector:
+    """What a generated token reads in a layer that keeps every entry: sink, window, and the tokens of largest weight.
+
+    shape: of the index by which weights are estimated (`kernels/components.py`). The start of the window is rounded to
+    whole tiles of it. count: distant tokens per KV head.
+    """
+
+    shape: IndexShape
+    sink: int
+    window: int
+    count: int
+
+    def local_starts(self, positions: Positions) -> Positions:
+        """The first position of each query's window. Earlier tiles are full, and committed before the query's step."""
+        tile = self.shape.tile
+        return np.maximum(0, (positions - self.window) // tile * tile)
+
+    @property
+    def most_entries(self) -> int:
+        """The most entries that a query reads, its own included."""
+        return self.sink + self.window + self.shape.tile + self.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class QueryMatcher:
     """How a generated token reuses the attention of an earlier one. `kernels/mac.py` explains each number.
 
@@ -104,7 +129,8 @@ class LayerRule:
 
     exact: how many of the last entries stay as they are; readable entries before them are archived, and read as the
     session's restorer gives them back. None: every readable entry stays as it is.
-    selector: which of the readable entries a generated token reads; appended tokens read all. None: all.
+    selector, chooser: which blocks, or which tokens, of the readable entries a generated token reads; appended tokens
+    read all. None: all.
     matcher: which earlier tokens' attention a generated token may reuse; appended tokens reuse none. None: none.
     resident: with a selector, how many of the last entries stay on the device. Older ones, except the selector's sink,
     go to the second tier and are fetched to be read. None: every readable entry stays on the device.
@@ -114,6 +140,7 @@ class LayerRule:
     window: int | None = None
     exact: int | None = None
     selector: BlockSelector | None = None
+    chooser: TokenSelector | None = None
     matcher: QueryMatcher | None = None
     resident: int | None = None
 
@@ -151,6 +178,7 @@ class Layout:
         int  # slots beyond the capacity for sink keys rotated at their own positions, from which they are moved again
     )
     selector: BlockSelector | None = None
+    chooser: TokenSelector | None = None
     matcher: QueryMatcher | None = None
     tier: TierLayout | None = None
     base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
@@ -190,13 +218,19 @@ class Layout:
             capacity=geometry.round_up(entries),
             spare=0 if window is None or not moves_sink else sink,
             selector=rule.selector if window is None else None,
+            chooser=rule.chooser if window is None else None,
             matcher=rule.matcher if window is None else None,
         )
 
     @property
     def keeps_every_entry(self) -> bool:
         """Does each entry stay in its slot, and does every query read it there?"""
-        return self.window is None and self.selector is None and self.matcher is None
+        return self.window is None and not self.is_selective
+
+    @property
+    def is_selective(self) -> bool:
+        """Do generated tokens read less than all that appended ones do?"""
+        return (self.selector, self.chooser, self.matcher) != (None, None, None)
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
         """The same layout for a session whose first `base` entries lie in a shared prefix."""

@@ -8,6 +8,7 @@ numbers, so a recorded forward can be replayed with others of the same shape (`b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from inference_engine.kernels.ragged_attention import (
     BASE,
     BLOCK,
     BOUNDS,
+    CHOOSER,
     COUNT,
     FIELDS,
     FLOOR,
@@ -35,7 +37,7 @@ from inference_engine.kernels.ragged_attention import (
     RaggedAttention,
 )
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import BlockSelector, Layout, Positions
+from inference_engine.kv.layout import BlockSelector, Layout, Positions, TokenSelector
 from inference_engine.kv.memory.pool import KVBuffer, Pool
 from inference_engine.kv.memory.scratch import Scratch
 
@@ -215,6 +217,23 @@ def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queri
     lines[..., KEPT] = selector.count
     lines[..., LOCAL] = selector.local_starts(queries)
     lines[..., BOUNDS] = layout.summaries_from
+
+
+def choose_tokens(
+    lines: Numbers, selector: TokenSelector, queries: Positions, choosers: Sequence[int], generated: NDArray[np.bool_]
+) -> None:
+    """Make the generated ones of the queries of these lines [layers, n, FIELDS] read only the tokens that the selector
+    chooses.
+
+    choosers: by layer, the number of its index, as the device's operation knows it.
+    """
+    chosen = lines[:, generated]
+    chosen[..., SINK] = selector.sink
+    chosen[..., BLOCK] = 1
+    chosen[..., KEPT] = selector.count
+    chosen[..., LOCAL] = selector.local_starts(queries[generated])
+    chosen[..., CHOOSER] = np.array(choosers, dtype=np.int64)[:, None]
+    lines[:, generated] = chosen
 
 
 def most_blocks(geometry: Geometry) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.archives.restorer import KeptLayers, Restorer, chunk_demand
@@ -18,6 +18,11 @@ from inference_engine.kv.layout import LayerRule, LayerSet, Layout, alike
 from inference_engine.kv.part import Need
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.types import Bound
+
+if TYPE_CHECKING:
+    from inference_engine.kv.context import KVContext
+
+LATENT, COMPONENTS = "the latent codec", "the components of keys"
 
 Option = int | float | str | tuple[int, ...] | None
 
@@ -54,10 +59,10 @@ class Placement:
     def is_selective(self) -> bool:
         """Do generated tokens read less than all? Then they do not share a step with tokens of other segments.
 
-        Distant blocks must be committed. A matched query has a rotation matrix of its own, so the number of them in a
+        What is distant must be committed. A matched query has a rotation matrix of its own, so the number of them in a
         step is limited. Appended tokens read everything: a prefill needs no such limit.
         """
-        return any((layout.selector, layout.matcher) != (None, None) for layout in self._layouts)
+        return any(layout.is_selective for layout in self._layouts)
 
     @property
     def keeps_every_entry(self) -> bool:
@@ -107,12 +112,25 @@ class KVStrategy(ABC):
         """How entries older than a rule's `exact` are archived; None if no rule has one."""
         return None
 
+    @property
+    def calibrated(self) -> str:
+        """What was calibrated for the model and decides what a session's tokens are: LATENT, COMPONENTS, or nothing."""
+        return "" if self.restorer() is None else LATENT
+
     def check(self, geometry: Geometry) -> None:
         """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""
 
-    def resolved(self, geometry: Geometry) -> KVStrategy:
-        """This spec with the defaults that depend on the model filled in."""
+    def resolved(self, geometry: Geometry, *, has_components: bool = False) -> KVStrategy:
+        """This spec with the defaults that depend on the model filled in.
+
+        has_components: are there components of the model's keys (`kernels/components.py`)?
+        """
         return self
+
+    def ready(self, context: KVContext) -> None:
+        """Raise InvalidArgument, naming the option, if something that was calibrated is missing or does not fit."""
+        if (restorer := self.restorer()) is not None:
+            restorer.ready(context)
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[KVStrategy, ...]:
@@ -221,7 +239,7 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     moved = {
         layer
         for layers, layout in plan.resident
-        if layout.spare or layout.matcher is not None
+        if layout.spare or layout.matcher is not None or layout.chooser is not None
         for layer in layers.layers
     }
     if plan.restorer is not None and not plan.restorer.replays:
@@ -231,8 +249,8 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
             "strategy",
             f"{strategy} needs keys at other positions, or before rotation. In {len(hit)} of {len(geometry.layers)} "
             f"layers (layer {hit[0]} is the first) this model changes its keys after they are rotated, so that this "
-            "cannot be computed. Strategies that leave keys where they are can be used: full without a codec, gather, "
-            "restored with source recompute, sink_window with sink 0",
+            "cannot be computed. Strategies that leave keys where they are can be used: full without a codec, gather "
+            "with scorer bounds, restored with source recompute, sink_window with sink 0",
             layer=hit[0],
         )
 

@@ -168,6 +168,16 @@ class CodedEntries(ctypes.Structure):
     count: int
 
 
+class KeyIndex(ctypes.Structure):
+    """The index of one layer's keys. Whoever fills this in keeps its arrays alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("even", "odd", "rows", "middles", "tables", "frequencies")),
+        *((name, ctypes.c_int32) for name in ("rank", "bits", "run", "words", "turned", "fast", "crawling")),
+        ("reserved", ctypes.c_int32),
+    )
+
+
 class Operation(ctypes.Structure):
     """One operation of a step."""
 
@@ -374,7 +384,7 @@ class Library:
                 f"{path} was compiled from other sources than those beside it; "
                 "run `python -m inference_engine.native.build`"
             )
-        structures = (Matrix, Attention, Operation, Layer, Rotary, Step, CodedEntries)
+        structures = (Matrix, Attention, Operation, Layer, Rotary, Step, CodedEntries, KeyIndex)
         sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
         assert list(sizes) == [ctypes.sizeof(one) for one in structures], "these structures are not types.h's"

@@ -33,7 +33,8 @@ Logprobs = NDArray[np.float32]
 class SessionRecord:
     """How a session began, and what decides its tokens. `strategy` is its text form.
 
-    codec: digest of the latent codec that its strategy uses; "": it uses none. created_at: seconds since 1970.
+    codec: digest of the latent codec, or the components of keys, that its strategy uses; "": it uses none. created_at:
+    seconds since 1970.
     """
 
     session_id: str

@@ -32,7 +32,7 @@ from inference_engine.errors import (
 )
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import COMPONENTS, LATENT, KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.capacity import Admission, SessionLimits, orphaned_bytes
 from inference_engine.session.history import History, Holdings, Leaves
@@ -61,14 +61,15 @@ class SessionStore:
         idle_ttl_seconds: float,
         mode: Mode = Mode.BATCHED,
         codec: str = "",
+        components: str = "",
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """mode and codec, a digest, are recorded with sessions. wall_clock: seconds since 1970."""
+        """mode, and the digests codec and components, are recorded with sessions. wall_clock: seconds since 1970."""
         self._context = context
         self._journal = journal
         # Of sessions that belong to one call, and of those alone.
         self._transient = MemoryJournal() if journal.keeps else journal
-        self._mode, self._codec = mode, codec
+        self._mode, self._codec, self._components = mode, codec, components
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
@@ -232,7 +233,7 @@ class SessionStore:
             for what, recorded, running in (
                 ("segment_tokens", record.segment_tokens, self._context.geometry.segment_tokens),
                 ("mode", record.mode, self._mode.value),
-                ("the latent codec", record.codec, self._codec_of(strategy)),
+                (strategy.calibrated or "the latent codec", record.codec, self._codec_of(strategy)),
             ):
                 if recorded != running:
                     raise ModelMismatch(what, recorded, running)
@@ -479,8 +480,8 @@ class SessionStore:
         return holdings
 
     def _codec_of(self, strategy: KVStrategy) -> str:
-        """The digest of the latent codec, if the strategy reads what it decodes."""
-        return "" if strategy.restorer() is None else self._codec
+        """The digest of what was calibrated, if the strategy depends on it."""
+        return {LATENT: self._codec, COMPONENTS: self._components, "": ""}[strategy.calibrated]
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
         find_model(model.model, cache=model.cache_path)
 
-        from inference_engine.compose import find_latent, latent_identity
+        from inference_engine.compose import components_identity, find_components, find_latent, latent_identity
         from laboratory.evaluation.models import open_target
 
         with (
@@ -154,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
                 engine,
                 latent=find_latent(model),
                 latent_identity=latent_identity(model),
+                components=find_components(model),
+                components_identity=components_identity(model),
             ) as target,
             ended_as_interrupted(),
         ):

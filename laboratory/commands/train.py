@@ -4,7 +4,8 @@ conversations.
 kakeya train latent                          for the default model, into the cache, where `kakeya serve` finds it
 kakeya train latent --text notes/*.md        with text like that of the sessions to come
 
-Drafters: `train_corpus.py` and `train_drafter.py` beside this file.
+Components of keys, by which `gather` chooses: `train_components.py` beside this file. Drafters: `train_corpus.py` and
+`train_drafter.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.progress import Progress
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
-from laboratory.commands import train_corpus, train_drafter
+from laboratory.commands import train_components, train_corpus, train_drafter
 from laboratory.training.calibration_text import gather
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _HELD_OUT_SEQUENCES = 8  # that refinement looks at, again and again
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
-    for stage in (train_corpus, train_drafter):
+    for stage in (train_components, train_corpus, train_drafter):
         stage.add_parser(commands)
     latent = commands.add_parser(
         "latent",

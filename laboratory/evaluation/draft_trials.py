@@ -43,7 +43,7 @@ class Cell:
 def drafting(target: Target, drafter: Drafter, draft_tokens: int) -> Iterator[Engine]:
     """A further engine on the target's weights, with that drafter. draft_tokens: 0 for as many as pay."""
     config = replace(target.engine.config, draft_tokens=draft_tokens)
-    with Engine(target.forward, config, latent=target.latent, drafter=drafter) as engine:
+    with Engine(target.forward, config, latent=target.latent, components=target.components, drafter=drafter) as engine:
         yield engine
 
 

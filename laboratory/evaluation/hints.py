@@ -62,7 +62,7 @@ class Choices:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--strategies", nargs="+", type=strategy_argument, default=[Gather()], metavar="SPEC",
+        "--strategies", nargs="+", type=strategy_argument, default=[Gather(scorer="bounds")], metavar="SPEC",
         help="variants of gather; the default one, if none is given",
     )  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N", help="ids of a prompt")
@@ -93,7 +93,9 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             raise InvalidArgument("strategies", f"{strategy} selects nothing in any layer: give variants of gather")
     lines: list[Line] = []
     watch = Watch()
-    with Engine(target.forward, target.engine.config, latent=target.latent, on_choice=watch.note) as engine:
+    with Engine(
+        target.forward, target.engine.config, latent=target.latent, components=target.components, on_choice=watch.note
+    ) as engine:
         for strategy in arguments.strategies:
             for kind in arguments.kinds:
                 for length in arguments.lengths:

@@ -59,7 +59,12 @@ def fill(
     bound = strategy.resolved(geometry_of(target)).bound(geometry_of(target), limit)
     _warm_up(target.engine, strategy, length, appended, token_ids)
     before = _allocated(target.engine)
-    with Engine(target.forward, _config(target.engine.config, bound, sessions), latent=target.latent) as engine:
+    with Engine(
+        target.forward,
+        _config(target.engine.config, bound, sessions),
+        latent=target.latent,
+        components=target.components,
+    ) as engine:
         names = []
         for number in range(sessions):
             names.append(engine.create_session(strategy=strategy, limit_tokens=limit, guaranteed=True).session_id)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inference_engine.backends.base import Forward
     from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
+    from inference_engine.kernels.components import ModelComponents
     from inference_engine.kv.context import TokenCodec
 
     FindDrafter = Callable[[ModelConfig, Forward], Drafter | None]
@@ -31,9 +32,9 @@ class Target:
     """stop_ids: every id that ends a turn or a text of this model. weights_sha256: of the weights: records of equal
     weights have it in common, whatever their folder is called.
 
-    `forward` and `latent` are for evaluations that need further engines on the same weights, one after another.
-    `texts` are what this target is evaluated on, in its own ids. latent_identity, identify_drafter: what
-    identifies its latent and its drafters.
+    `forward`, `latent` and `components` are for evaluations that need further engines on the same weights, one after
+    another. `texts` are what this target is evaluated on, in its own ids. latent_identity, components_identity,
+    identify_drafter: what identifies its latent, its components of keys and its drafters.
     """
 
     engine: Engine
@@ -44,6 +45,8 @@ class Target:
     weights_sha256: str
     latent: TokenCodec | None = None
     latent_identity: Mapping[str, Any] = field(default_factory=dict)
+    components: ModelComponents | None = None
+    components_identity: Mapping[str, Any] = field(default_factory=dict)
     find_drafter: FindDrafter = find_drafter
     identify_drafter: IdentifyDrafter = drafter_identity
     texts: Texts = field(init=False)
@@ -83,6 +86,7 @@ class Target:
             "kv_dtype": facts.dtype if program is None else program.kv_type.name.lower(),
             "linear": self.model.linear,
             **({} if self.latent is None else {"latent": dict(self.latent_identity)}),
+            **({} if self.components is None else {"components": dict(self.components_identity)}),
             "mode": config.mode.value,
             "segment_tokens": config.segment_tokens,
             "page_tokens": config.page_tokens,
@@ -98,10 +102,13 @@ def open_target(
     *,
     latent: TokenCodec | None = None,
     latent_identity: Mapping[str, Any] | None = None,
+    components: ModelComponents | None = None,
+    components_identity: Mapping[str, Any] | None = None,
     find_drafter: FindDrafter = find_drafter,
     identify_drafter: IdentifyDrafter = drafter_identity,
 ) -> Iterator[Target]:
-    """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it.
+    """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it, and
+    `components` if they are to choose tokens by them.
 
     The engine drafts nothing; evaluations that need drafts get a drafter from the target.
 
@@ -116,7 +123,7 @@ def open_target(
     from inference_engine.engine import Engine
 
     forward = open_backend(model)
-    with Engine(forward, engine, latent=latent) as running:
+    with Engine(forward, engine, latent=latent, components=components) as running:
         yield Target(
             engine=running,
             forward=forward,
@@ -126,6 +133,8 @@ def open_target(
             weights_sha256=weights_digest(checked),
             latent=latent,
             latent_identity=latent_identity or {},
+            components=components,
+            components_identity=components_identity or {},
             find_drafter=find_drafter,
             identify_drafter=identify_drafter,
         )

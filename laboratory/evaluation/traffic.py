@@ -42,14 +42,14 @@ def bytes_read(strategy: KVStrategy, geometry: Geometry, length: int) -> int:
     layouts = _layouts(strategy, geometry, length)
     read = {layout: _entries_read(layout, length) for layout in set(layouts)}
     return sum(
-        read[layout] * layer.entry_bytes(geometry.itemsize)
+        read[layout] * layer.entry_bytes(geometry.itemsize) + layer.kv_heads * _index_bytes(layout, length)
         for layout, layer in zip(layouts, geometry.layers, strict=True)
     )
 
 
 def finds(strategy: KVStrategy, geometry: Geometry, length: int) -> bool:
     """Whether a generated token has to find out what it reads."""
-    return any((layout.selector, layout.matcher) != (None, None) for layout in _layouts(strategy, geometry, length))
+    return any(layout.is_selective for layout in _layouts(strategy, geometry, length))
 
 
 def weight_bytes(model: ModelConfig, itemsize: int) -> int:
@@ -76,10 +76,24 @@ def _layouts(strategy: KVStrategy, geometry: Geometry, length: int) -> list[Layo
     ]
 
 
+def _index_bytes(layout: Layout, length: int) -> int:
+    """Bytes of a KV head's index that the query of the last token reads."""
+    if layout.chooser is None:
+        return 0
+    shape = layout.chooser.shape
+    tiles = int(layout.chooser.local_starts(np.array([length - 1]))[0]) // shape.tile
+    return tiles * shape.tile_bytes
+
+
 def _entries_read(layout: Layout, length: int) -> int:
     query, held = np.array([length - 1]), np.arange(length)
     visible = layout.visible(query, held)[0]
-    selector = layout.selector
+    selector, chooser = layout.selector, layout.chooser
+    if chooser is not None:
+        first = int(chooser.local_starts(query)[0])
+        scored = max(0, first - chooser.sink)
+        local = np.count_nonzero(visible[(held < chooser.sink) | (held >= first)])
+        return int(local) + min(chooser.count, scored)
     if selector is None:
         return int(np.count_nonzero(visible))
     first_local = int(selector.local_starts(query)[0])

@@ -46,10 +46,7 @@ class CalibrationText:
 
 def gather(target: Target, *, tokens: int, length: int, files: Sequence[Path], seed: int) -> CalibrationText:
     """About `tokens` of it; conversations of `length` each. Raises ConfigError for files that cannot be read."""
-    from laboratory.evaluation.haystack import calibration_texts
-    from laboratory.training.languages import paragraphs
     from laboratory.training.openings import converse
-    from laboratory.training.tool_calls import tool_calls
 
     tokenizer = target.tokenizer
     found: dict[str, list[list[int]]] = {}
@@ -63,6 +60,21 @@ def gather(target: Target, *, tokens: int, length: int, files: Sequence[Path], s
             tokens=length,
             seed=seed,
         )
+    return _with_plain(found, tokenizer, tokens=tokens, files=files, seed=seed)
+
+
+def gather_plain(tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int) -> CalibrationText:
+    """The same without conversations: no engine is needed. Raises ConfigError for files that cannot be read."""
+    return _with_plain({}, tokenizer, tokens=tokens, files=files, seed=seed)
+
+
+def _with_plain(
+    found: dict[str, list[list[int]]], tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int
+) -> CalibrationText:
+    from laboratory.evaluation.haystack import calibration_texts
+    from laboratory.training.languages import paragraphs
+    from laboratory.training.tool_calls import tool_calls
+
     found["tool calls"] = _take(tokenizer, tool_calls(seed), int(tokens * _TOOL_CALLS))
     found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES))
     rest = tokens - sum(len(ids) for part in found.values() for ids in part)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import NoCapacity
+from inference_engine.kernels.components import KeyComponents
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
@@ -35,6 +36,16 @@ LAYERS = (
     LayerGeometry(query_heads=4, kv_heads=1, head_dim=16),
     LayerGeometry(query_heads=4, kv_heads=1, head_dim=16, native_window=40),
 )
+
+
+def _components(layer: LayerGeometry) -> KeyComponents:
+    generator = torch.Generator().manual_seed(layer.head_dim)
+    basis = torch.randn(layer.kv_heads, layer.head_dim, layer.head_dim, generator=generator)
+    ones = torch.ones(layer.kv_heads, layer.head_dim)
+    return KeyComponents(mean=0.1 * ones, basis=torch.linalg.qr(basis).Q, deviations=ones)
+
+
+COMPONENTS = {index: _components(layer) for index, layer in enumerate(LAYERS) if layer.native_window is None}
 
 
 def turn(keys: Tensor, shift: Tensor | int) -> Tensor:
@@ -92,6 +103,7 @@ def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_entries: i
         rotate=lambda keys, shifts, _: turn(keys, shifts),
         device=torch.device("cpu"),
         latent=HalfTokens(),
+        components=COMPONENTS,
         tier=HostTier(2**24),
     )
 

@@ -37,10 +37,12 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         # A sink wider than a segment: the sets of layers begin to code at different times.
         {"sink": 20, "window": 40, "full_layers": (2,), "codec": "int8", "exact_window": 5},
     ],
-    # Few blocks; and a budget that reads everything.
+    # Few blocks, few tokens; and budgets that read everything.
     "gather": [
-        {"block": 8, "sink": 4, "window": 16, "budget": 48},
-        {"block": 4, "sink": 0, "window": 20, "budget": 400},
+        {"block": 8, "sink": 4, "window": 16, "budget": 48, "scorer": "bounds"},
+        {"block": 4, "sink": 0, "window": 20, "budget": 400, "scorer": "bounds"},
+        {"scorer": "components", "sink": 3, "window": 16, "budget": 75, "rank": 5, "bits": 3, "run": 1},
+        {"scorer": "components", "sink": 0, "window": 20, "budget": 400, "rank": 8, "bits": 4, "run": 2},
     ],
     # Windows narrower and wider than a segment, blocks that do not divide one; and a budget that reads everything.
     "tiered": [
@@ -79,7 +81,8 @@ def mechanism(strategy: KVStrategy) -> str:
     """What distinguishes variants of one strategy besides numbers: how it keeps old entries, and how they come back."""
     options = strategy.options()
     coded = "coded" if options.get("codec") else ""
-    return " ".join(str(word) for word in (strategy.name, coded, options.get("source"), options.get("mode")) if word)
+    words = (strategy.name, coded, *(options.get(option) for option in ("source", "mode", "scorer")))
+    return " ".join(str(word) for word in words if word)
 
 
 def covering(*parameters: Sequence[Any], of: Callable[[Any], Hashable] = lambda value: value) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from inference_engine.native.library import KVType
 from inference_engine.types import GenerateParams, Mode
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, each_strategy, text
-from tests.tiny import PAGES, SMALL, tiny_latent
+from tests.tiny import PAGES, SMALL, tiny_components, tiny_latent
 from tests.tiny_folder import save_tiny_model
 from tests.tiny_native import library, tiny_native
 
@@ -60,7 +60,7 @@ def test_a_dtype_that_there_is_not_is_refused() -> None:
 def test_an_entry_that_is_too_large_ends_in_an_error(strategy: KVStrategy, part: str) -> None:
     """Whatever a strategy does with it: it is read, archived, coded, summarised or moved."""
     forward = tiny_native(kv_type=KVType.FLOAT16, enlarged=part)
-    with Engine(forward, EngineConfig(**SMALL), latent=tiny_latent()) as engine:
+    with Engine(forward, EngineConfig(**SMALL), latent=tiny_latent(), components=tiny_components()) as engine:
         session = opened(engine, strategy, text(100))
         with pytest.raises((NonFiniteLogits, RestorationFailed)):
             drain(engine.generate(session, GenerateParams(max_tokens=60)))

@@ -24,7 +24,7 @@ from inference_engine.scheduler.batching import Batching
 from inference_engine.types import GenerateParams, Mode
 from tests.facade import standing_still
 from tests.laws.variants import drain, each_strategy, generate, same, text
-from tests.tiny import SMALL, tiny_forward_on, tiny_latent
+from tests.tiny import SMALL, tiny_components, tiny_forward_on, tiny_latent
 
 AT_ONCE = 24  # not a multiple of a segment
 
@@ -53,7 +53,9 @@ class Pieces(TorchForward):
 
 
 def engine_on(forward: Pieces, **settings: Any) -> Engine:
-    return Engine(forward, EngineConfig(**{**SMALL, **settings}), latent=tiny_latent(windowed=forward.windowed))
+    windowed, config = forward.windowed, EngineConfig(**{**SMALL, **settings})
+    latent, components = tiny_latent(windowed=windowed), tiny_components(windowed=windowed)
+    return Engine(forward, config, latent=latent, components=components)
 
 
 def opened(engine: Engine, strategy: KVStrategy, length: int = 150, seed: int = 0) -> str:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.backends.native.choosing import NativeIndexes
 from inference_engine.backends.native.coding import NativeCoder
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.program import Program
@@ -66,6 +67,7 @@ class NativeForward:
             rotate=self._rotate,
             turned={name: 2 * len(table.frequencies) for name, table in described.rotary_tables().items()},
         )
+        self._indexes = NativeIndexes(described.rotary_tables())
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
 
     @property
@@ -133,6 +135,7 @@ class NativeForward:
             device=self._device,
             ops=self._ops,
             coder=self._coder,
+            open_index=self._indexes.open,
         )
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:

@@ -28,6 +28,7 @@ from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.block_index import BlockIndex
+from inference_engine.kv.parts.component_index import ComponentIndex
 from inference_engine.kv.parts.layer_part import LayerPart, LayoutPart
 from inference_engine.kv.parts.offload import OffloadedBlocks
 from inference_engine.kv.parts.query_cache import QueryCache
@@ -48,7 +49,7 @@ class LayerEntries(LayerSlots, Part):
     """A set of alike layers, and the mechanisms that belong to them."""
 
     # To add a mechanism of layers, add its file and its name here.
-    KINDS: ClassVar[tuple[type[LayoutPart], ...]] = (BlockIndex, OffloadedBlocks, QueryCache)
+    KINDS: ClassVar[tuple[type[LayoutPart], ...]] = (BlockIndex, ComponentIndex, OffloadedBlocks, QueryCache)
 
     parts: list[LayerPart] = field(default_factory=list)
 

@@ -68,7 +68,7 @@ class Restored(KVStrategy):
         SinkWindow(sink=self.sink, window=self.window).check(geometry)
         self.restorer().check(geometry, range(len(geometry.layers)))
 
-    def resolved(self, geometry: Geometry) -> Restored:
+    def resolved(self, geometry: Geometry, *, has_components: bool = False) -> Restored:
         if self.source != "latent" or self.bytes_per_token is not None:
             return self
         return replace(self, bytes_per_token=default_bytes_per_token(geometry))

@@ -80,7 +80,8 @@ const char* kakeya_sources() { return FINGERPRINT; }
 // Of the structures that Python fills in.
 void kakeya_sizes(int64_t* sizes) {
   const int64_t found[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation),
-                           sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(CodedEntries)};
+                           sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(CodedEntries),
+                           sizeof(KeyIndex)};
   memcpy(sizes, found, sizeof found);
 }
 

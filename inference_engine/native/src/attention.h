@@ -29,7 +29,7 @@ namespace KERNELS {
 namespace attention {
 
 enum Field { START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS,
-             PREFIX_START, PREFIX_HEAD_SLOTS, BASE };
+             PREFIX_START, PREFIX_HEAD_SLOTS, BASE, CHOOSER = PREFIX_START };
 
 constexpr int WORD = 64;           // slots whose sight is one word of bits
 constexpr int CHUNK = 4 * WORD;
@@ -188,6 +188,9 @@ INLINE Sight sight_of(const int64_t* line, int64_t chunk) {
       sight.add(std::max(turn + from, sink) - chunk, std::min(turn + to, count) - chunk);
   return sight;
 }
+
+// Is the query one of those that choose tokens? They are attended to by selection.h.
+INLINE bool chooses_tokens(const int64_t* line) { return line[COUNT] && line[BLOCK] && line[CHOOSER]; }
 
 // Between which slots a query may see any.
 INLINE int64_t first_slot(const int64_t* line) {
@@ -752,6 +755,10 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
     const int64_t* line = line_of(call, query);
     if (!line[COUNT]) {
       memset(call.out + query * call.out_stride, 0, sizeof(float) * call.query_heads * call.head_dim);
+      query++;
+      continue;
+    }
+    if (chooses_tokens(line)) {
       query++;
       continue;
     }

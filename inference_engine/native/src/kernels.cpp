@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "coded.h"
 #include "matrix.h"
+#include "selection.h"
 #include "step.h"
 #include "weigh.h"
 
@@ -17,7 +18,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::LEVEL,
       KERNELS::linear,
       KERNELS::row,
-      KERNELS::attend,
+      KERNELS::attend_each,
       KERNELS::decompress,
       KERNELS::compress,
       KERNELS::weigh,

@@ -8,6 +8,7 @@
 //   transpose                  16 vectors as the rows of a square: afterwards lane i of vector j is what j had in lane i
 //   dot                        adds to lane i the products of bytes 4i … 4i+3: codes without sign times signed bytes
 //   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
+//   lane_field                 lane i: `width` bits from bit `offset` on of the words i, 16 + i, 32 + i, …, as a number
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -62,6 +63,8 @@ INLINE F below(int count, F a, F b) {
 INLINE F where_least(F x, float floor, F a) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(floor), _CMP_GE_OQ), a);
 }
+// A bit for each lane of x that is at least `floor`.
+INLINE uint32_t lanes_least(F x, float floor) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(floor), _CMP_GE_OQ); }
 INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE void store_f16(uint16_t* p, F a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, 0)); }
 INLINE F load_bf16(const uint16_t* p) {
@@ -73,6 +76,14 @@ INLINE F as_floats(I a) { return _mm512_cvtepi32_ps(a); }
 INLINE I as_ints(F a) { return _mm512_cvtps_epi32(a); }  // to nearest, ties to even
 INLINE I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 INLINE F bits(I a) { return _mm512_castsi512_ps(a); }
+INLINE F lane_field(const uint8_t* words, int offset, int width) {
+  const uint8_t* word = words + offset / 32 * 64;
+  int shift = offset % 32;
+  __m512i found = _mm512_srl_epi32(_mm512_loadu_si512(word), _mm_cvtsi32_si128(shift));
+  if (shift + width > 32)
+    found = _mm512_or_si512(found, _mm512_sll_epi32(_mm512_loadu_si512(word + 64), _mm_cvtsi32_si128(32 - shift)));
+  return _mm512_cvtepi32_ps(_mm512_and_si512(found, _mm512_set1_epi32((1 << width) - 1)));
+}
 INLINE I shift_left(I a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
 INLINE I bytes_as_ints(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE I codes_as_ints(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
@@ -135,6 +146,11 @@ INLINE F where_least(F x, float floor, F y) {
   return {_mm256_and_ps(y.a, _mm256_cmp_ps(x.a, least, _CMP_GE_OQ)),
           _mm256_and_ps(y.b, _mm256_cmp_ps(x.b, least, _CMP_GE_OQ))};
 }
+INLINE uint32_t lanes_least(F x, float floor) {
+  __m256 least = _mm256_set1_ps(floor);
+  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, least, _CMP_GE_OQ)) |
+         (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, least, _CMP_GE_OQ)) << 8;
+}
 INLINE F load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
 }
@@ -153,6 +169,19 @@ INLINE F as_floats(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.
 INLINE I as_ints(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 INLINE I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 INLINE F bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+INLINE __m256i half_field(const uint8_t* word, int shift, int width) {
+  __m256i found = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)word), _mm_cvtsi32_si128(shift));
+  if (shift + width > 32) {
+    __m256i next = _mm256_loadu_si256((const __m256i*)(word + 64));
+    found = _mm256_or_si256(found, _mm256_sll_epi32(next, _mm_cvtsi32_si128(32 - shift)));
+  }
+  return _mm256_and_si256(found, _mm256_set1_epi32((1 << width) - 1));
+}
+INLINE F lane_field(const uint8_t* words, int offset, int width) {
+  const uint8_t* word = words + offset / 32 * 64;
+  return {_mm256_cvtepi32_ps(half_field(word, offset % 32, width)),
+          _mm256_cvtepi32_ps(half_field(word + 32, offset % 32, width))};
+}
 INLINE I shift_left(I x, int n) {
   return {_mm256_sll_epi32(x.a, _mm_cvtsi32_si128(n)), _mm256_sll_epi32(x.b, _mm_cvtsi32_si128(n))};
 }
@@ -251,6 +280,12 @@ INLINE F where_least(F x, float floor, F y) {
       vandq_u32(vreinterpretq_u32_f32(y.v[i]), vcgeq_f32(x.v[i], vdupq_n_f32(floor))));
   return y;
 }
+INLINE uint32_t lanes_least(F x, float floor) {
+  const uint32_t bits[4] = {1, 2, 4, 8};
+  uint32_t found = 0;
+  EACH found |= vaddvq_u32(vandq_u32(vcgeq_f32(x.v[i], vdupq_n_f32(floor)), vld1q_u32(bits))) << 4 * i;
+  return found;
+}
 INLINE F load_f16(const uint16_t* p) {
   F r;
   EACH r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
@@ -268,6 +303,20 @@ INLINE F as_floats(I x) { F r; EACH r.v[i] = vcvtq_f32_s32(x.v[i]); return r; }
 INLINE I as_ints(F x) { I r; EACH r.v[i] = vcvtnq_s32_f32(x.v[i]); return r; }
 INLINE I add_int(I x, I y) { EACH x.v[i] = vaddq_s32(x.v[i], y.v[i]); return x; }
 INLINE F bits(I x) { F r; EACH r.v[i] = vreinterpretq_f32_s32(x.v[i]); return r; }
+INLINE F lane_field(const uint8_t* words, int offset, int width) {
+  const uint8_t* word = words + offset / 32 * 64;
+  int shift = offset % 32;
+  F r;
+  EACH {
+    uint32x4_t found = vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(word + 16 * i)), vdupq_n_s32(-shift));
+    if (shift + width > 32) {
+      uint32x4_t next = vreinterpretq_u32_u8(vld1q_u8(word + 64 + 16 * i));
+      found = vorrq_u32(found, vshlq_u32(next, vdupq_n_s32(32 - shift)));
+    }
+    r.v[i] = vcvtq_f32_u32(vandq_u32(found, vdupq_n_u32((1u << width) - 1)));
+  }
+  return r;
+}
 INLINE I shift_left(I x, int n) { EACH x.v[i] = vshlq_s32(x.v[i], vdupq_n_s32(n)); return x; }
 INLINE I bytes_as_ints(const int8_t* p) {
   int8x16_t x = vld1q_s8(p);
@@ -343,6 +392,11 @@ INLINE F absolute(F x) { EACH x.v[i] = std::fabs(x.v[i]); return x; }
 INLINE F nearest(F x) { EACH x.v[i] = std::nearbyint(x.v[i]); return x; }
 INLINE F below(int count, F x, F y) { EACH x.v[i] = i < count ? x.v[i] : y.v[i]; return x; }
 INLINE F where_least(F x, float floor, F y) { EACH y.v[i] = x.v[i] >= floor ? y.v[i] : 0.0f; return y; }
+INLINE uint32_t lanes_least(F x, float floor) {
+  uint32_t found = 0;
+  EACH found |= (uint32_t)(x.v[i] >= floor) << i;
+  return found;
+}
 INLINE F load_f16(const uint16_t* p) { F r; EACH r.v[i] = from_f16(p[i]); return r; }
 INLINE void store_f16(uint16_t* p, F x) { EACH p[i] = to_f16(x.v[i]); }
 INLINE F load_bf16(const uint16_t* p) { F r; EACH r.v[i] = from_bf16(p[i]); return r; }
@@ -352,6 +406,18 @@ INLINE F as_floats(I x) { F r; EACH r.v[i] = (float)x.v[i]; return r; }
 INLINE I as_ints(F x) { I r; EACH r.v[i] = (int32_t)std::nearbyint(x.v[i]); return r; }
 INLINE I add_int(I x, I y) { EACH x.v[i] += y.v[i]; return x; }
 INLINE F bits(I x) { F r; memcpy(r.v, x.v, 64); return r; }
+INLINE F lane_field(const uint8_t* words, int offset, int width) {
+  F r;
+  EACH {
+    uint32_t word, next = 0;
+    memcpy(&word, words + offset / 32 * 64 + 4 * i, 4);
+    int shift = offset % 32;
+    if (shift + width > 32) memcpy(&next, words + offset / 32 * 64 + 64 + 4 * i, 4);
+    uint64_t both = (uint64_t)next << 32 | word;
+    r.v[i] = (float)(uint32_t)(both >> shift & ((1u << width) - 1));
+  }
+  return r;
+}
 INLINE I shift_left(I x, int n) { EACH x.v[i] = (int32_t)((uint32_t)x.v[i] << n); return x; }
 INLINE I bytes_as_ints(const int8_t* p) { I r; EACH r.v[i] = p[i]; return r; }
 INLINE I codes_as_ints(const uint8_t* p) { I r; EACH r.v[i] = p[i]; return r; }

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "selection.h"
 #include "simd.h"
 #include "threads.h"
 #include "types.h"
@@ -240,7 +241,7 @@ class Run {
     what.kv_type = p_.kv_type;
     what.scaling = o.number;
     what.softcap = o.other;
-    attend(*p_.threads, what);
+    attend_each(*p_.threads, what);
   }
 
   void sum_up(const Operation& o) {

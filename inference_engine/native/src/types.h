@@ -49,6 +49,19 @@ struct Attention {
   float scaling, softcap;  // softcap 0: none
 };
 
+// The index of one layer's keys by their leading components: `inference_engine/kernels/components.py` has the contract,
+// selection.h the kernel. Plan lines name it by its address.
+struct KeyIndex {
+  const uint8_t *even, *odd;  // tiles 0, 2, 4, … and 1, 3, 5, …: [pairs][kv_heads][words][16] words of 32 bits
+  const float* rows;          // [kv_heads][head_dim][rank + 1, padded to 16]: what codes are multiplied with, and is added
+  const float* middles;       // [tiles][2][turned / 2]: cosines and sines of each tile's middle
+  const float* tables;        // [2][fast + 2][16]: even and odd functions of the distance from the middle
+  const float* frequencies;   // [turned / 2], falling
+  // run: tokens that share a rotation. words: of a tile's lane. turned: numbers of a head that are rotated. Frequencies
+  // before `fast` have a row of the tables each, those before `crawling` four terms of their series, the others two.
+  int32_t rank, bits, run, words, turned, fast, crawling, reserved;
+};
+
 // How a vector is coded: as numbers, or as codes of `bits` bits that name levels (`inference_engine/kv/compressor.py`).
 enum CodedAs : int32_t { CODED_FLOAT32, CODED_BFLOAT16, CODED_LEVELS };
 

@@ -25,7 +25,7 @@ EVERY_OPTION = [
     kakeya.SinkWindow(sink=0, window=9, **CODING),
     kakeya.LayerWindow(full_layers=(11, 5), sink=0, window=9, **CODING),
     kakeya.Restored(sink=0, window=9, source="latent", bytes_per_token=192, mode="stream", resident_latent_bytes=2**40),
-    kakeya.Gather(budget=300, block=16, sink=0, window=256, scorer="bounds"),
+    kakeya.Gather(budget=300, block=16, sink=0, window=256, scorer="bounds", rank=8, bits=4, run=1),
     kakeya.Tiered(budget=300, block=16, sink=0, window=256, resident_tokens=512),
     kakeya.Mac(ring=128, band=0, threshold=0.55, chain_limit=-1),
 ]

@@ -63,8 +63,8 @@ export interface Restored {
 }
 
 /**
- * Keeps all KV entries; a generated token reads `budget` of them: sink, window, the best-scoring blocks. Appended
- * tokens read all entries. The session ends at the model's trained positions.
+ * Keeps all KV entries; a generated token reads `budget` of them: sink, window, the best-scoring tokens or blocks.
+ * Appended tokens read all entries. The session ends at the model's trained positions.
  */
 export interface Gather {
   readonly kind: "gather";
@@ -73,8 +73,14 @@ export interface Gather {
   readonly block?: number | undefined;
   readonly sink?: number | undefined;
   readonly window?: number | undefined;
-  /** How blocks are chosen: "bounds" or "mean". */
+  /** "components" selects tokens by an index of their keys, "bounds" and "mean" select blocks. */
   readonly scorer?: string | undefined;
+  /** Of the index: components of a key. */
+  readonly rank?: number | undefined;
+  /** Of the index: bits of a component. */
+  readonly bits?: number | undefined;
+  /** Of the index: positions that share a rotation, 1, 2, 4 or 8. */
+  readonly run?: number | undefined;
 }
 
 /**

@@ -129,10 +129,12 @@ class Restored(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Gather(Strategy):
-    """Keeps all KV entries; a generated token reads `budget` of them: sink, window, the best-scoring blocks.
+    """Keeps all KV entries; a generated token reads `budget` of them: sink, window, the best-scoring tokens or blocks.
 
-    Appended tokens read all entries. block: positions of a block. scorer: selects blocks. None leaves an option to
-    the server. The session ends at the model's trained positions.
+    Appended tokens read all entries. scorer: "components" selects tokens by an index of their keys, "bounds" and "mean"
+    select blocks. block: positions of a block. rank, bits, run: of the index: components of a key, bits of each,
+    positions that share a rotation. None leaves an option to the server. The session ends at the model's trained
+    positions.
     """
 
     _arm: ClassVar[str] = "gather"
@@ -142,10 +144,13 @@ class Gather(Strategy):
     sink: int | None = None
     window: int | None = None
     scorer: str | None = None
+    rank: int | None = None
+    bits: int | None = None
+    run: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number(self.budget, "budget", at_least=1)
-        _check_number(self.block, "block", at_least=1)
+        for name in ("budget", "block", "rank", "bits", "run"):
+            _check_number(getattr(self, name), name, at_least=1)
         _check_window(self.sink, self.window)
         _check_name(self.scorer, "scorer")
 

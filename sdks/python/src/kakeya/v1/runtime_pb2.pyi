@@ -1580,7 +1580,7 @@ Global___RestoredStrategy: _TypeAlias = RestoredStrategy  # noqa: Y015
 @_typing.final
 class GatherStrategy(_message.Message):
     """Every entry stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last
-    `window` and the selected blocks in between, `budget` entries in all. The session ends at the model's trained
+    `window` and selected tokens or blocks in between, `budget` entries in all. The session ends at the model's trained
     positions.
     """
 
@@ -1591,17 +1591,27 @@ class GatherStrategy(_message.Message):
     SINK_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     budget: _builtins.int
-    """Entries a generated token may read, at least the sink, the window and a block."""
+    """Entries a generated token may read, at least the sink, the window and a block, or a tile of the index."""
     block: _builtins.int
-    """Positions of a block, a multiple of the server's page."""
+    """Positions of a block, a multiple of the server's page. Not with "components"."""
     sink: _builtins.int
     window: _builtins.int
     """At least the server's segment_tokens."""
     scorer: _builtins.str
-    """How blocks are chosen. Absent or "bounds": by what their keys can score at most. "mean": by their mean key, worse,
-    for comparison.
+    """"components": tokens are chosen by an index of their keys, which needs components calibrated for the model.
+    "bounds": blocks are chosen, by what their keys can score at most. "mean": by their mean key, worse, for
+    comparison. Absent: "components" where the model's are calibrated and no block is given, else "bounds".
     """
+    rank: _builtins.int
+    """With "components": how many of a key, at most the head size. Absent: one in eight channels, at least 16."""
+    bits: _builtins.int
+    """With "components": bits of each, 1 to 8. Absent: 3."""
+    run: _builtins.int
+    """With "components": 1, 2, 4 or 8 neighbouring positions that share a rotation. Absent: 4."""
     def __init__(
         self,
         *,
@@ -1610,15 +1620,24 @@ class GatherStrategy(_message.Message):
         sink: _builtins.int | None = ...,
         window: _builtins.int | None = ...,
         scorer: _builtins.str | None = ...,
+        rank: _builtins.int | None = ...,
+        bits: _builtins.int | None = ...,
+        run: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_budget", b"_budget", "_scorer", b"_scorer", "_sink", b"_sink", "_window", b"_window", "block", b"block", "budget", b"budget", "scorer", b"scorer", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bits", b"_bits", "_block", b"_block", "_budget", b"_budget", "_rank", b"_rank", "_run", b"_run", "_scorer", b"_scorer", "_sink", b"_sink", "_window", b"_window", "bits", b"bits", "block", b"block", "budget", b"budget", "rank", b"rank", "run", b"run", "scorer", b"scorer", "sink", b"sink", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_budget", b"_budget", "_scorer", b"_scorer", "_sink", b"_sink", "_window", b"_window", "block", b"block", "budget", b"budget", "scorer", b"scorer", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bits", b"_bits", "_block", b"_block", "_budget", b"_budget", "_rank", b"_rank", "_run", b"_run", "_scorer", b"_scorer", "_sink", b"_sink", "_window", b"_window", "bits", b"bits", "block", b"block", "budget", b"budget", "rank", b"rank", "run", b"run", "scorer", b"scorer", "sink", b"sink", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bits: _TypeAlias = _typing.Literal["bits"]  # noqa: Y015
+    _WhichOneofArgType__bits: _TypeAlias = _typing.Literal["_bits", b"_bits"]  # noqa: Y015
     _WhichOneofReturnType__block: _TypeAlias = _typing.Literal["block"]  # noqa: Y015
     _WhichOneofArgType__block: _TypeAlias = _typing.Literal["_block", b"_block"]  # noqa: Y015
     _WhichOneofReturnType__budget: _TypeAlias = _typing.Literal["budget"]  # noqa: Y015
     _WhichOneofArgType__budget: _TypeAlias = _typing.Literal["_budget", b"_budget"]  # noqa: Y015
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    _WhichOneofReturnType__run: _TypeAlias = _typing.Literal["run"]  # noqa: Y015
+    _WhichOneofArgType__run: _TypeAlias = _typing.Literal["_run", b"_run"]  # noqa: Y015
     _WhichOneofReturnType__scorer: _TypeAlias = _typing.Literal["scorer"]  # noqa: Y015
     _WhichOneofArgType__scorer: _TypeAlias = _typing.Literal["_scorer", b"_scorer"]  # noqa: Y015
     _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
@@ -1626,9 +1645,15 @@ class GatherStrategy(_message.Message):
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bits) -> _WhichOneofReturnType__bits | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__block) -> _WhichOneofReturnType__block | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__budget) -> _WhichOneofReturnType__budget | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run) -> _WhichOneofReturnType__run | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__scorer) -> _WhichOneofReturnType__scorer | None: ...
     @_typing.overload

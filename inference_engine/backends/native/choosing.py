@@ -1,0 +1,116 @@
+"""Indexes of keys as the native library reads them (`native/src/selection.h`): addresses, and tables of rotations."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from inference_engine.kernels.components import LANES, RUNS_OF_TILE
+from inference_engine.kv.context import LayerIndex
+from inference_engine.native.library import KeyIndex
+
+Floats = NDArray[np.float32]
+# Radians from a tile's middle to its end up to which a frequency is taken as slow, and as very slow.
+_SLOW, _CRAWLING = 0.25, 0.01
+
+
+class Rotation(Protocol):
+    """A rotation table: angles per position, float32 [turned / 2]."""
+
+    @property
+    def frequencies(self) -> Floats: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunTables:
+    """Tables for the rotations of runs of positions. middles: [tiles, 2, half]; tables: [2, fast + 2, 16]; frequencies:
+    [half]. Frequencies from `fast` on are a series, from `crawling` on of two terms.
+    """
+
+    middles: Floats
+    tables: Floats
+    frequencies: Floats
+    fast: int
+    crawling: int
+
+
+class NativeIndexes:
+    """What `KVContext.open_index` needs of a native model."""
+
+    def __init__(self, rotaries: Mapping[str, Rotation]) -> None:
+        self._frequencies = {name: np.asarray(table.frequencies, np.float64) for name, table in rotaries.items()}
+
+    def open(self, index: LayerIndex) -> NativeIndex | None:
+        """None for heads that are no whole vectors, and keys whose rotation is not in the tables."""
+        found = self._frequencies.get(index.rotary)
+        if found is None or index.components.mean.shape[-1] % LANES:
+            return None
+        tiles = index.capacity // index.shape.tile
+        tables = run_tables(tuple(found.tolist()), index.shape.run, tiles, slow=_SLOW, crawling=_CRAWLING)
+        return NativeIndex(index, tables)
+
+
+class NativeIndex:
+    """Implements OpenIndex. Its number is the address of the library's structure."""
+
+    def __init__(self, index: LayerIndex, tables: RunTables) -> None:
+        by_channel = index.components.rows(index.shape).mT
+        rows = torch.nn.functional.pad(by_channel, (0, -by_channel.shape[-1] % LANES)).contiguous()
+        even, odd = index.halves
+        self._alive = (rows, tables, index.halves)
+        self._structure = KeyIndex(
+            even=even.data_ptr(),
+            odd=odd.data_ptr(),
+            rows=rows.data_ptr(),
+            middles=tables.middles.ctypes.data,
+            tables=tables.tables.ctypes.data,
+            frequencies=tables.frequencies.ctypes.data,
+            rank=index.shape.rank,
+            bits=index.shape.bits,
+            run=index.shape.run,
+            words=index.shape.words,
+            turned=2 * len(tables.frequencies),
+            fast=tables.fast,
+            crawling=tables.crawling,
+        )
+
+    @property
+    def number(self) -> int:
+        return ctypes.addressof(self._structure)
+
+
+@lru_cache(maxsize=16)
+def run_tables(frequencies: tuple[float, ...], run: int, tiles: int, *, slow: float, crawling: float) -> RunTables:
+    """Tables for runs of `run` positions in `tiles` tiles. slow, crawling: radians, see `RunTables`.
+
+    A run has the mean rotation of its positions: that of its middle, shrunk by the mean cosine of its offsets.
+    """
+    speeds = np.array(frequencies)
+    distances = (np.arange(LANES) + 0.5) * run
+    offsets = np.arange(run) - (run - 1) / 2
+    shrunk = np.cos(offsets[:, None] * speeds).mean(0)
+    middles = (np.arange(tiles)[:, None] + 0.5) * RUNS_OF_TILE * run - 0.5
+    turns = middles * speeds
+    reach = np.abs(speeds) * distances[-1]
+    # Frequencies fall, so those that are slow come last; where they do not, later fast ones make all before them fast.
+    fast = int(np.flatnonzero(reach > slow)[-1]) + 1 if (reach > slow).any() else 0
+    last = int(np.flatnonzero(reach > crawling)[-1]) + 1 if (reach > crawling).any() else 0
+    quick = speeds[:fast, None] * distances
+    one = np.ones((1, LANES))
+    even = np.concatenate([np.cos(quick), one, -(distances[None] ** 2) / math.factorial(2)])
+    odd = np.concatenate([np.sin(quick), distances[None], -(distances[None] ** 3) / math.factorial(3)])
+    return RunTables(
+        middles=np.stack([np.cos(turns) * shrunk, np.sin(turns) * shrunk], axis=1).astype(np.float32),
+        tables=np.stack([even, odd]).astype(np.float32),
+        frequencies=speeds.astype(np.float32),
+        fast=fast,
+        crawling=max(fast, last),
+    )

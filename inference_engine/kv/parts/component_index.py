@@ -1,0 +1,247 @@
+"""An index of a layer's keys by their leading components, and queries that read the tokens of largest weight.
+
+    tile    0      1      2      3      4 …           in K: tiles 0, 2, 4, …    in V: tiles 1, 3, 5, …
+    K  [ceil(tiles / 2), Hkv, tile_bytes]             V  [the same]
+
+It lies in the session's allocation, half of it in K's buffer and half in V's, and grows with the history. A tile is
+written when its last token is committed, from the entries as they lie in the regions, each tile by itself: its bits do
+not depend on how the tokens came. Generated tokens read the sink, the window and the chosen tokens
+(`kernels/components.py`); appended tokens read everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.components import (
+    LANES,
+    IndexShape,
+    RotateBy,
+    component_scores,
+    encode,
+    pack,
+    token_weights,
+    unpack,
+)
+from inference_engine.kernels.gather import Always, always_read, attend_entries, gather_attend, gather_vectors, select
+from inference_engine.kv.context import LayerIndex, OpenIndex
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
+from inference_engine.kv.memory.pool import Demand, KVBuffer
+from inference_engine.kv.numbers import choose_tokens
+from inference_engine.kv.part import Held, Need, Saved
+from inference_engine.kv.parts.layer_part import LayoutPart
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.views import OnChoice, Region, Scoring, StagedQueries, StepReads, View
+
+
+def _half_bytes(layers: LayerSet, layout: Layout, shape: IndexShape) -> int:
+    """Bytes of one layer's index in each of the two buffers."""
+    tiles = layout.capacity // shape.tile
+    return -(-tiles // 2) * layers.kv_heads * shape.tile_bytes
+
+
+class ComponentIndex(LayoutPart):
+    """The index of a set of layers."""
+
+    def __init__(self, slots: LayerSlots, selector: TokenSelector, starts: Sequence[int]) -> None:
+        self._slots = slots
+        self._selector = selector
+        self._shape = selector.shape
+        context, layers = slots.context, slots.layer_set.layers
+        self._components = [context.components[layer] for layer in layers]
+        elements = _half_bytes(slots.layer_set, slots.layout, self._shape) // context.geometry.itemsize
+        stored = (-(-(slots.layout.capacity // self._shape.tile) // 2), slots.kv_heads, self._shape.tile_bytes)
+        buffer = slots.buffer
+        # By layer, the bytes in K and in V: [pairs of tiles, Hkv, tile_bytes].
+        self._halves = [
+            tuple(
+                states.view(-1)[begin : begin + elements].view(torch.uint8).view(stored)
+                for states in (buffer.keys, buffer.values)
+            )
+            for begin in (start * slots.head_dim for start in starts)
+        ]
+        # What the device's own operation needs, by layer; None where it has none.
+        self._opened: list[OpenIndex | None] = [
+            context.open_index(
+                LayerIndex(
+                    layer=layer,
+                    rotary=slots.layer_set.rotary,
+                    shape=self._shape,
+                    components=components,
+                    halves=halves,
+                    capacity=slots.layout.capacity,
+                )
+            )
+            for layer, components, halves in zip(layers, self._components, self._halves, strict=True)
+        ]
+        self._numbers = [0 if opened is None else opened.number for opened in self._opened]
+
+    @staticmethod
+    def is_in(layout: Layout) -> bool:
+        return layout.chooser is not None
+
+    @staticmethod
+    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        assert layout.chooser is not None
+        unit = geometry.alignment * geometry.itemsize
+        elements = -(-_half_bytes(layers, layout, layout.chooser.shape) // unit) * geometry.alignment
+        return Need(demands=(Demand(head_dim=layers.head_dim, elements=elements),) * len(layers.layers))
+
+    @classmethod
+    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
+        assert slots.layout.chooser is not None
+        return cls(slots, slots.layout.chooser, starts)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        return not queries.has_generated or all(self._numbers)
+
+    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+        if not queries.has_generated:
+            return
+        layers = self._slots.layer_index
+        lines = step.numbers.regions[layers, queries.real]
+        choose_tokens(lines, self._selector, queries.staged, self._numbers, queries.generated)
+        step.numbers.regions[layers, queries.real] = lines
+
+    def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        if not queries.has_generated:
+            return inner()
+        selector = self._selector
+        generated = queries.generated_queries
+        positions = queries.positions[generated]
+        local_starts = selector.local_starts(positions)
+        width = selector.sink + selector.window + selector.shape.tile if step.is_fixed_shape else None
+        return ComponentView(
+            region=self._slots.region,
+            selector=selector,
+            capacity=self._slots.layout.capacity,
+            generated=torch.from_numpy(generated).to(step.device),
+            local_starts=local_starts,
+            always=always_read(positions, local_starts, sink=selector.sink, device=step.device, width=width),
+            one_by_one=step.is_fixed_shape,
+            dense=inner() if queries.has_appended else None,
+            codes=self._codes,
+            rows={
+                layer: components.rows(self._shape)
+                for layer, components in zip(self._slots.layer_set.layers, self._components, strict=True)
+            },
+            rotate=self._rotate,
+            on_choice=step.on_choice,
+        )
+
+    def _rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
+        return self._slots.context.rotate(vectors, shifts, self._slots.layer_set.rotary)
+
+    def _codes(self, layer: int, tiles: int) -> Tensor:
+        """The codes of the first tiles of a layer: [Hkv, tiles · tile, r]."""
+        halves = self._halves[self._slots.layer_set.layers.index(layer)]
+        found = halves[0].new_empty(tiles, *halves[0].shape[1:])
+        for half, stored in enumerate(halves):
+            found[half::2] = stored[: len(found[half::2])]
+        words = found.view(torch.int32).view(tiles, self._slots.kv_heads, self._shape.words, LANES)
+        return unpack(words, self._shape).transpose(0, 1).flatten(1, 2)
+
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        tile, slots = self._shape.tile, self._slots
+        for index in range(before // tile, length // tile):
+            positions = np.arange(index * tile, (index + 1) * tile, dtype=np.int64)
+            keys = slots.gather(slots.buffer.keys, slots.layout.slots(positions))
+            unrotated = slots.moved(keys, -positions).transpose(1, 2)  # [layers, Hkv, tile, D]
+            for components, halves, states in zip(self._components, self._halves, unrotated, strict=True):
+                words = pack(encode(states, components, self._shape), self._shape)
+                halves[index % 2][index // 2].copy_(words.view(slots.kv_heads, -1).view(torch.uint8))
+
+    # -- as a whole ------------------------------------------------------------------------------------------------
+
+    def save(self, length: int) -> Saved:
+        return {"component_index": self._saved(length)}
+
+    def _saved(self, length: int) -> Iterator[tuple[Tensor, ...]]:
+        """The bytes of all whole tiles, layer by layer."""
+        yield from self._written(length)
+
+    def load(self, length: int, saved: Saved) -> None:
+        for own, given in zip(self._written(length), saved["component_index"], strict=True):
+            for half, source in zip(own, given, strict=True):
+                half.copy_(source)
+
+    def forget(self, floor: int, length: int) -> None:
+        for own in self._written(length):
+            for half in own:
+                half.zero_()
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        written = next(iter(self._written(length)))
+        held.add(components=len(self._halves) * sum(half.numel() for half in written))
+
+    def _written(self, length: int) -> Iterator[tuple[Tensor, ...]]:
+        """By layer, the bytes of whole tiles in K and in V."""
+        tiles = length // self._shape.tile
+        for keys, values in self._halves:
+            yield keys[: -(-tiles // 2)], values[: tiles // 2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentView:
+    """Reads the chosen tokens for the queries `generated`, and as `dense` for the others."""
+
+    region: Region
+    selector: TokenSelector
+    capacity: int
+    generated: Tensor  # indexes of queries [G]
+    local_starts: Positions  # of these queries
+    always: Always
+    one_by_one: bool  # shapes that do not depend on which queries share a step
+    dense: View | None  # None: every query is generated
+    codes: Callable[[int, int], Tensor]
+    rows: dict[int, Tensor]
+    rotate: RotateBy
+    on_choice: OnChoice | None = None
+
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
+        indexes = range(len(self.generated)) if self.one_by_one else (slice(None),)
+        for index in indexes:
+            some = slice(index, index + 1) if isinstance(index, int) else index
+            place = self.generated[some]
+            out[place] = self._gather(layer, queries[place], some, buffer, scoring).to(out.dtype)
+        return out
+
+    def _gather(self, layer: int, queries: Tensor, some: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        keys, values = (self.region.slots(states, layer, 0, self.capacity) for states in (buffer.keys, buffer.values))
+        always = self.always.of(some)
+        attend = partial(gather_attend, queries, keys, values, scaling=scoring.scaling, softcap=scoring.softcap)
+        chosen = self._choose(layer, queries, some, always, keys, values, scoring)
+        out, _ = attend(chosen, always, block=1, head_sinks=scoring.head_sinks)
+        return out
+
+    def _choose(
+        self, layer: int, queries: Tensor, some: slice, always: Always, keys: Tensor, values: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """The distant tokens that these queries read: [T, Hkv, K], -1 for none."""
+        shape, heads = self.selector.shape, self.region.heads
+        tiles = int(self.local_starts[some].max()) // shape.tile
+        codes = self.codes(layer, tiles)
+        scores = component_scores(queries, codes, self.rows[layer], shape, self.rotate, scoring.scaling)
+        places = torch.arange(codes.shape[1], device=queries.device)
+        candidates = (places >= always.sink) & (places < always.local_starts[:, None])
+        near = always.positions[:, None].expand(-1, heads, -1)
+        seen, near = near >= 0, near.clamp(min=0)
+        _, lse = attend_entries(
+            queries, gather_vectors(keys, near), gather_vectors(values, near), seen, scoring.scaling, scoring.softcap
+        )
+        weights = token_weights(scores, candidates, lse, heads, scoring.softcap)
+        chosen = select(weights, candidates, self.selector.count, searched=False).blocks
+        if self.on_choice is not None:
+            self.on_choice(layer, weights, candidates, chosen)
+        return chosen

@@ -1,0 +1,578 @@
+// Attention of single queries that choose which tokens they read: the contract is `inference_engine/kernels/
+// components.py`, and this is its kernel for processors.
+//
+//   score    of every token that may be chosen, from the codes of its key, tile by tile
+//   weigh    a group's softmax over these and what is read anyway; the tokens of largest weight
+//   read     the sink, the window and those tokens, listed
+//
+// A tile is 32 runs of tokens. The query, rotated back and projected, is wanted at every run: with m the tile's middle
+// and d ≥ 0 the distance of a run from it,
+//
+//   q'(m ± d) = Σ_f cos(dθ_f) U_f ± sin(dθ_f) V_f      U_f = cos(mθ_f) u_f + sin(mθ_f) v_f, V_f its derivative / θ_f
+//
+// so two runs cost one product with a table of 16 distances. Slow frequencies are four terms of their series together:
+// a quarter of a radian from the middle, the first one left out is 0.0002 of its component.
+//
+// What a query does depends on its own vector, its line and what it reads. Pieces of tiles are fixed parts of the
+// history, and sums run over them in order: so neither other queries nor threads change a bit.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "attention.h"
+#include "simd.h"
+#include "threads.h"
+#include "types.h"
+
+namespace KERNELS {
+namespace selection {
+
+using namespace attention;
+
+constexpr int64_t PIECE = 1024;       // tokens that are scored in one go
+constexpr int64_t QUERIES_AT_ONCE = 8;
+constexpr int SERIES = 4;             // terms of slow frequencies
+constexpr int HEADS_AT_ONCE = 4;
+constexpr int AHEAD = 64;             // keys that are fetched before they are multiplied
+constexpr int MOST_TILE = 256;        // tokens
+constexpr int BUCKETS = 1 << 11;      // of weights, by their leading bits
+constexpr int BUCKET_SHIFT = 20;
+#if defined(__AVX512F__)
+constexpr int PRODUCT_ROWS = 6;
+#else
+constexpr int PRODUCT_ROWS = 3;
+#endif
+
+// One query and KV head.
+struct Job {
+  int64_t query;
+  int head;
+  const KeyIndex* index;
+  int64_t sink, local, upto, kept;
+  int64_t first_tile, end_tile;      // that are scored
+  int64_t pieces, near_chunks, chosen_chunks;
+  int64_t weights, parts, near, chosen, far;  // where its part of each buffer begins
+};
+
+// What a call needs; reused by the next call of the same thread.
+struct Scratch {
+  std::vector<Job> jobs;
+  std::vector<std::pair<int32_t, int32_t>> items;  // job, part
+  std::vector<float> weights;   // by job [group][tokens]: scores, then e^(score - top of the piece)
+  std::vector<float> parts;     // by job and piece [group][2]: top, sum
+  std::vector<float> near, far; // states of chunks, by job
+  std::vector<int32_t> chosen;
+  std::vector<int32_t> counts;  // chosen tokens of each job
+};
+
+INLINE const KeyIndex* index_of(const int64_t* line) { return (const KeyIndex*)(uintptr_t)line[CHOOSER]; }
+
+INLINE int64_t tile_tokens(const KeyIndex& index) { return 32 * index.run; }
+
+// e^x of one number, with the bits of a vector's lane.
+INLINE float exponential_of(float x) {
+  float lanes[LANES];
+  store(lanes, exponential(all(x)));
+  return lanes[0];
+}
+
+// -- scores -----------------------------------------------------------------------------------------------------------
+
+// The scores of one query and KV head, tile by tile.
+class Scorer {
+ public:
+  Scorer(const Attention& call, const Job& job)
+      : index_(*job.index),
+        dim_(call.head_dim),
+        group_(call.query_heads / call.kv_heads),
+        rows_((int64_t)group_ * (index_.rank + 1)),
+        padded_((rows_ + LANES - 1) / LANES * LANES),
+        half_(index_.turned / 2),
+        fields_(2 * index_.run * index_.rank),
+        heads_(call.kv_heads),
+        head_(job.head) {
+    int64_t spectrum = half_ * padded_, even = (index_.fast + 2) * padded_, odd = (index_.fast + 2) * padded_;
+    int64_t beyond = padded(index_.rank + 1);  // that a head's last vector may reach
+    cosines_ = Room::own().floats(2 * spectrum + padded_ + 3 * beyond + even + odd + 2 * LANES * padded_ +
+                                  fields_ * LANES);
+    sines_ = cosines_ + spectrum + beyond;
+    still_ = sines_ + spectrum + beyond;
+    even_ = still_ + padded_ + beyond;
+    odd_ = even_ + even;
+    turned_ = odd_ + odd;
+    codes_ = turned_ + 2 * LANES * padded_;
+    take_query(call, job);
+  }
+
+  // The scores of a tile: head g's from out + g · stride on, vector after vector.
+  void score(int64_t tile, float* out, int64_t stride) {
+    turn(tile);
+    const uint8_t* words = (tile & 1 ? index_.odd : index_.even) + ((tile / 2) * heads_ + head_) * index_.words * 64;
+    switch (index_.bits) {
+      case 2: unpack<2>(words); break;
+      case 3: unpack<3>(words); break;
+      case 4: unpack<4>(words); break;
+      default:
+        for (int64_t field = 0; field < fields_; field++)
+          store(codes_ + field * LANES, lane_field(words, (int)(field * index_.bits), index_.bits));
+    }
+    for (int first = 0; first < group_; first += HEADS_AT_ONCE) switch (std::min(HEADS_AT_ONCE, group_ - first)) {
+        case 1: add_up<1>(first, out, stride); break;
+        case 2: add_up<2>(first, out, stride); break;
+        case 3: add_up<3>(first, out, stride); break;
+        default: add_up<4>(first, out, stride);
+      }
+  }
+
+ private:
+  // 32 fields are as many words as a field has bits, so that their shifts are known here.
+  template <int BITS>
+  void unpack(const uint8_t* words) {
+    float* out = codes_;
+    int64_t field = 0;
+    for (; field + 32 <= fields_; field += 32, words += BITS * 64, out += 32 * LANES) {
+#pragma GCC unroll 32
+      for (int i = 0; i < 32; i++) store(out + i * LANES, lane_field(words, i * BITS, BITS));
+    }
+    for (int i = 0; field + i < fields_; i++) store(out + i * LANES, lane_field(words, i * BITS, BITS));
+  }
+
+  // u_f, v_f and the part that does not turn, of all rows of all heads of the group: row = head · (rank + 1) + component.
+  void take_query(const Attention& call, const Job& job) {
+    const float* query = call.queries + job.query * call.query_stride + (int64_t)head_ * group_ * dim_;
+    int64_t each = index_.rank + 1, width = padded(each);
+    const float* rows = index_.rows + head_ * dim_ * width;
+    memset(cosines_, 0, sizeof(float) * (2 * half_ + 1) * padded_);
+    // A head's last vector reaches into the rows of the next one, which are written after it.
+    for (int64_t f = 0; f < half_; f++)
+      for (int g = 0; g < group_; g++) {
+        F a = all(query[g * dim_ + f] * call.scaling), b = all(query[g * dim_ + f + half_] * call.scaling);
+        for (int64_t j = 0; j < each; j += LANES) {
+          F m = load(rows + f * width + j), n = load(rows + (f + half_) * width + j);
+          store(cosines_ + f * padded_ + g * each + j, fma(b, n, mul(a, m)));
+          store(sines_ + f * padded_ + g * each + j, sub(mul(b, m), mul(a, n)));
+        }
+      }
+    for (int g = 0; g < group_; g++)
+      for (int64_t j = 0; j < each; j += LANES) {
+        F still = all(0.0f);
+        for (int64_t d = 2 * half_; d < dim_; d++)
+          still = fma(all(query[g * dim_ + d] * call.scaling), load(rows + d * width + j), still);
+        store(still_ + g * each + j, still);
+      }
+  }
+
+  // The query at the middle of a tile, and from there at its runs: turned_ [row][2][16], runs behind and before it.
+  void turn(int64_t tile) {
+    const float *cosines = index_.middles + tile * 2 * half_, *sines = cosines + half_;
+    for (int64_t row = 0; row < padded_; row += LANES) {
+      F terms[SERIES] = {load(still_ + row), all(0.0f), all(0.0f), all(0.0f)};
+      for (int64_t f = 0; f < half_; f++) {
+        F u = load(cosines_ + f * padded_ + row), v = load(sines_ + f * padded_ + row);
+        F c = all(cosines[f]), s = all(sines[f]);
+        F value = fma(s, v, mul(c, u)), slope = sub(mul(c, v), mul(s, u));
+        if (f < index_.fast) {
+          store(even_ + f * padded_ + row, value);
+          store(odd_ + f * padded_ + row, slope);
+          continue;
+        }
+        float speed = index_.frequencies[f];
+        terms[0] = add(terms[0], value);
+        terms[1] = fma(all(speed), slope, terms[1]);
+        if (f >= index_.crawling) continue;
+        terms[2] = fma(all(speed * speed), value, terms[2]);
+        terms[3] = fma(all(speed * speed * speed), slope, terms[3]);
+      }
+      int64_t fast = index_.fast * padded_ + row;
+      store(even_ + fast, terms[0]);
+      store(even_ + fast + padded_, terms[2]);
+      store(odd_ + fast, terms[1]);
+      store(odd_ + fast + padded_, terms[3]);
+    }
+    int64_t row = 0;
+    for (; row + PRODUCT_ROWS <= rows_; row += PRODUCT_ROWS) spread<PRODUCT_ROWS>(row);
+    for (; row < rows_; row++) spread<1>(row);
+  }
+
+  // tables: [fast + 2][16] of even functions of the distance, then as many of odd ones.
+  template <int R>
+  void spread(int64_t row) {
+    F evens[R], odds[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) evens[r] = odds[r] = all(0.0f);
+    const float *even = even_ + row, *odd = odd_ + row;
+    const float *of_even = index_.tables, *of_odd = of_even + (index_.fast + 2) * LANES;
+    for (int k = 0; k < index_.fast + 2; k++, even += padded_, odd += padded_) {
+      F a = load(of_even + k * LANES), b = load(of_odd + k * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        evens[r] = fma(all(even[r]), a, evens[r]);
+        odds[r] = fma(all(odd[r]), b, odds[r]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      store(turned_ + (row + r) * 2 * LANES, add(evens[r], odds[r]));
+      store(turned_ + (row + r) * 2 * LANES + LANES, sub(evens[r], odds[r]));
+    }
+  }
+
+  template <int G>
+  void add_up(int first, float* out, int64_t stride) {
+    int64_t each = (index_.rank + 1) * 2 * LANES;
+    for (int v = 0; v < 2 * index_.run; v++) {
+      const float* turned = turned_ + first * each + (v & 1) * LANES;
+      const float* codes = codes_ + (int64_t)v * index_.rank * LANES;
+      F sums[G];
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) sums[g] = load(turned + g * each + index_.rank * 2 * LANES);
+      for (int j = 0; j < index_.rank; j++) {
+        F code = load(codes + j * LANES);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) sums[g] = fma(load(turned + g * each + j * 2 * LANES), code, sums[g]);
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) store(out + (first + g) * stride + v * LANES, sums[g]);
+    }
+  }
+
+  const KeyIndex& index_;
+  int dim_, group_;
+  int64_t rows_, padded_, half_, fields_;
+  int heads_, head_;
+  float *cosines_, *sines_, *still_, *even_, *odd_, *turned_, *codes_;
+};
+
+// Offset in a tile of place i of its scores.
+INLINE int64_t offset_of(const KeyIndex& index, int64_t place) {
+  int64_t vector = place / LANES, lane = place % LANES;
+  return (vector % 2 ? LANES - 1 - lane : LANES + lane) * index.run + vector / 2;
+}
+
+INLINE int64_t tokens_of(const Job& job) { return (job.end_tile - job.first_tile) * tile_tokens(*job.index); }
+
+// A piece's scores become weights against its own top.
+static void score_piece(const Attention& call, const Job& job, int64_t piece, Scratch& scratch) {
+  const KeyIndex& index = *job.index;
+  int group = call.query_heads / call.kv_heads;
+  int64_t tile_size = tile_tokens(index), stride = tokens_of(job), per_piece = PIECE / tile_size;
+  int64_t first = job.first_tile + piece * per_piece, end = std::min(first + per_piece, job.end_tile);
+  float* out = scratch.weights.data() + job.weights + (first - job.first_tile) * tile_size;
+  Scorer scorer(call, job);
+  for (int64_t tile = first; tile < end; tile++) {
+    float* scores = out + (tile - first) * tile_size;
+    scorer.score(tile, scores, stride);
+    if (tile * tile_size >= job.sink) continue;
+    for (int64_t place = 0; place < tile_size; place++)
+      if (tile * tile_size + offset_of(index, place) < job.sink)
+        for (int g = 0; g < group; g++) scores[g * stride + place] = HIDDEN;
+  }
+  float* parts = scratch.parts.data() + job.parts + piece * group * 2;
+  for (int g = 0; g < group; g++) {
+    float* scores = out + g * stride;
+    int64_t count = (end - first) * tile_size;
+    F tops = all(HIDDEN), total = all(0.0f);
+    for (int64_t i = 0; i < count; i += LANES) {
+      F score = load(scores + i);
+      if (call.softcap != 0) {
+        score = mul(all(call.softcap), hyperbolic_tangent(divide(larger(score, all(-1e30f)), all(call.softcap))));
+        store(scores + i, score);
+      }
+      tops = larger(score, tops);
+    }
+    F top = all(largest(tops));
+    for (int64_t i = 0; i < count; i += LANES) {
+      F weights = exponential(sub(load(scores + i), top));
+      store(scores + i, weights);
+      total = add(total, weights);
+    }
+    parts[2 * g] = largest(tops);
+    parts[2 * g + 1] = sum(total);
+  }
+}
+
+// -- reading ----------------------------------------------------------------------------------------------------------
+
+// The state of each row over at most CHUNK slots, `slot(i)` the i-th, in their order.
+template <class T, class Slot>
+static void read_slots(const Attention& call, const Job& job, int count, const Slot& slot, float* states) {
+  int dim = call.head_dim, group = call.query_heads / call.kv_heads;
+  const int64_t* line = line_of(call, job.query);
+  int64_t region = line[START] + job.head * line[HEAD_SLOTS];
+  const T *keys = (const T*)call.keys + region * dim, *values = (const T*)call.values + region * dim;
+  int64_t vectors = ((int64_t)CHUNK * dim * sizeof(T) + 3) / 4;
+  float* queries = Room::own().floats(padded((int64_t)group * dim) + (int64_t)dim * WORD + (int64_t)group * CHUNK +
+                                      padded(vectors) + dim);
+  float* turned = queries + padded((int64_t)group * dim);
+  float* scores = turned + (int64_t)dim * WORD;
+  T* copied = (T*)(scores + (int64_t)group * CHUNK);
+  float* nothing = scores + (int64_t)group * CHUNK + padded(vectors);
+  memset(nothing, 0, sizeof(float) * dim);
+  const float* from = call.queries + job.query * call.query_stride + (int64_t)job.head * group * dim;
+  for (int d = 0; d < group * dim; d += 16) store(queries + d, mul(load(from + d), all(call.scaling)));
+  memset(scores, 0, sizeof(float) * group * CHUNK);
+  memset(states, 0, sizeof(float) * group * state_size(dim));
+  auto fetch = [&](const T* entries, int first) {
+    for (int i = first; i < std::min(first + 16, count); i++) {
+      const char* entry = (const char*)(entries + slot(i) * dim);
+      for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) __builtin_prefetch(entry + byte);
+    }
+  };
+  for (int first = 0; first < AHEAD; first += 16) fetch(keys, first);
+  for (int first = 0; first < count; first += WORD) {
+    int groups = (std::min(count - first, WORD) + 15) / 16;
+    for (int g = 0; g < groups; g++) {
+      const T* found[16];
+      for (int i = 0; i < 16; i++) {
+        int place = first + 16 * g + i;
+        found[i] = place < count ? keys + slot(place) * dim : (const T*)nothing;
+      }
+      fetch(keys, first + 16 * g + AHEAD);
+      fetch(values, first + 16 * g);
+      attention::turn(found, dim, turned + 16 * g);
+    }
+    for (int head = 0; head < group; head += ROWS)
+      product(std::min(ROWS, group - head), queries + (int64_t)head * dim, dim, turned, WORD, dim,
+              scores + (int64_t)head * CHUNK + first, CHUNK, groups);
+  }
+  Sight sight = {};
+  sight.add(0, count);
+  for (int g = 0; g < group; g++)
+    weigh(scores + (int64_t)g * CHUNK, sight, call.softcap, states + g * state_size(dim), dim);
+  for (int i = 0; i < count; i++) memcpy(copied + (int64_t)i * dim, values + slot(i) * dim, sizeof(T) * dim);
+  for (int head = 0; head < group; head += ROWS)
+    product(std::min(ROWS, group - head), scores + (int64_t)head * CHUNK, CHUNK, copied, dim, count,
+            states + head * state_size(dim), state_size(dim), dim / 16);
+}
+
+// Entries that are read whatever is chosen: the sink, then the window.
+INLINE int64_t near_sink(const Job& job) { return std::min(job.sink, job.upto + 1); }
+INLINE int64_t near_count(const Job& job) {
+  return near_sink(job) + std::max<int64_t>(0, job.upto + 1 - std::max(job.local, job.sink));
+}
+
+template <class T>
+static void read_near(const Attention& call, const Job& job, int64_t chunk, Scratch& scratch) {
+  int64_t first = chunk * CHUNK, sink = near_sink(job), local = std::max(job.local, job.sink) - sink;
+  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
+  auto slot = [&](int i) { return first + i < sink ? first + i : local + first + i; };
+  int count = (int)std::min<int64_t>(CHUNK, near_count(job) - first);
+  read_slots<T>(call, job, count, slot, scratch.near.data() + job.near + chunk * size);
+}
+
+template <class T>
+static void read_chosen(const Attention& call, const Job& job, int64_t chunk, int64_t found, Scratch& scratch) {
+  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
+  const int32_t* chosen = scratch.chosen.data() + job.chosen + chunk * CHUNK;
+  int count = (int)std::min<int64_t>(CHUNK, found - chunk * CHUNK);
+  read_slots<T>(call, job, count, [&](int i) { return (int64_t)chosen[i]; }, scratch.far.data() + job.far + chunk * size);
+}
+
+// -- choice -----------------------------------------------------------------------------------------------------------
+
+INLINE float bucket_start(int bucket) {
+  uint32_t bits = bucket < BUCKETS ? (uint32_t)bucket << BUCKET_SHIFT : 0x7f800000u;
+  float number;
+  memcpy(&number, &bits, 4);
+  return number != number ? INFINITY : number;
+}
+
+// body(tile, offset in it, weight) of every token whose weight is `floor` or more, tile after tile.
+template <class Body>
+INLINE void each_least(const KeyIndex& index, const Job& job, const float* weights, int64_t tokens, float floor,
+                       const Body& body) {
+  int64_t tile_size = tile_tokens(index), tile = job.first_tile;
+  for (int64_t first = 0; first < tokens; first += tile_size, tile++)
+    for (int64_t place = 0; place < tile_size; place += LANES)
+      for (uint32_t lanes = lanes_least(load(weights + first + place), floor); lanes; lanes &= lanes - 1) {
+        int lane = __builtin_ctz(lanes);
+        body(tile, offset_of(index, place + lane), weights[first + place + lane]);
+      }
+}
+
+// The tokens of largest weight, ascending; the first among equals. Returns how many.
+static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
+  const KeyIndex& index = *job.index;
+  int group = call.query_heads / call.kv_heads;
+  int64_t tile_size = tile_tokens(index), tokens = tokens_of(job), each = state_size(call.head_dim);
+  if (!tokens || !job.kept) return 0;
+  const float* parts = scratch.parts.data() + job.parts;
+  float* weights = scratch.weights.data() + job.weights;
+  static thread_local std::vector<float> shares;
+  shares.resize((size_t)(job.pieces * group));
+  for (int g = 0; g < group; g++) {
+    float top = HIDDEN, total = 0;
+    auto near = [&](int64_t chunk) { return scratch.near.data() + job.near + (chunk * group + g) * each + call.head_dim; };
+    for (int64_t chunk = 0; chunk < job.near_chunks; chunk++) top = std::max(top, near(chunk)[1]);
+    for (int64_t piece = 0; piece < job.pieces; piece++) top = std::max(top, parts[(piece * group + g) * 2]);
+    for (int64_t chunk = 0; chunk < job.near_chunks; chunk++)
+      total = std::fma(near(chunk)[0], exponential_of(near(chunk)[1] - top), total);
+    for (int64_t piece = 0; piece < job.pieces; piece++) {
+      float share = exponential_of(parts[(piece * group + g) * 2] - top);
+      shares[(size_t)(piece * group + g)] = share;
+      total = std::fma(parts[(piece * group + g) * 2 + 1], share, total);
+    }
+    for (int64_t piece = 0; piece < job.pieces; piece++) shares[(size_t)(piece * group + g)] /= total;
+  }
+  int64_t per_piece = PIECE / tile_size * tile_size;
+  static thread_local std::vector<int32_t> counts;
+  counts.assign(BUCKETS, 0);
+  for (int64_t piece = 0; piece < job.pieces; piece++) {
+    int64_t end = std::min((piece + 1) * per_piece, tokens);
+    for (int64_t i = piece * per_piece; i < end; i += LANES) {
+      F weight = all(0.0f);
+      for (int g = 0; g < group; g++)
+        weight = fma(load(weights + g * tokens + i), all(shares[(size_t)(piece * group + g)]), weight);
+      store(weights + i, weight);
+    }
+  }
+  for (int64_t i = 0; i < tokens && job.first_tile * tile_size + i / tile_size * tile_size < job.sink; i++) {
+    int64_t token = (job.first_tile + i / tile_size) * tile_size + offset_of(index, i % tile_size);
+    if (token < job.sink) weights[i] = -1.0f;
+  }
+  for (int64_t i = 0; i < tokens; i++) {
+    uint32_t bits;
+    memcpy(&bits, weights + i, 4);
+    if (!(bits >> 31)) counts[bits >> BUCKET_SHIFT]++;
+  }
+  int64_t left = job.kept;
+  int bucket = BUCKETS - 1;
+  while (bucket > 0 && counts[(size_t)bucket] < left) left -= counts[(size_t)bucket--];
+  // Where more are in the last bucket than are left, the least of them that are chosen: their weight, and the last token.
+  float floor = bucket_start(bucket), ceiling = bucket_start(bucket + 1);
+  int32_t last_token = INT32_MAX;
+  if (counts[(size_t)bucket] > left) {
+    static thread_local std::vector<std::pair<float, int32_t>> found;
+    found.clear();
+    each_least(index, job, weights, tokens, floor, [&](int64_t tile, int64_t offset, float weight) {
+      if (weight < ceiling) found.emplace_back(weight, (int32_t)(tile * tile_size + offset));
+    });
+    auto before = [](const auto& a, const auto& b) {
+      return a.first > b.first || (a.first == b.first && a.second < b.second);  // among equals the first token
+    };
+    std::nth_element(found.begin(), found.begin() + (left - 1), found.end(), before);
+    floor = found[(size_t)(left - 1)].first, last_token = found[(size_t)(left - 1)].second;
+  }
+  int32_t* out = scratch.chosen.data() + job.chosen;
+  int64_t chosen = 0, tile_now = -1;
+  uint64_t seen[MOST_TILE / 64] = {};
+  auto emit = [&] {
+    for (int w = 0; w < MOST_TILE / 64; seen[w++] = 0)
+      for (uint64_t word = seen[w]; word; word &= word - 1)
+        out[chosen++] = (int32_t)(tile_now * tile_size + 64 * w + __builtin_ctzll(word));
+  };
+  each_least(index, job, weights, tokens, floor, [&](int64_t tile, int64_t offset, float weight) {
+    if (weight == floor && tile * tile_size + offset > last_token) return;
+    if (tile != tile_now) emit(), tile_now = tile;
+    seen[offset / 64] |= 1ull << offset % 64;
+  });
+  emit();
+  return chosen;
+}
+
+// Joins the states of a query and KV head, those that are read anyway first.
+static void finish_job(const Attention& call, const Job& job, int64_t found, Scratch& scratch) {
+  int group = call.query_heads / call.kv_heads, dim = call.head_dim;
+  int64_t each = state_size(dim);
+  for (int g = 0; g < group; g++) {
+    float* state = scratch.near.data() + job.near + g * each;
+    for (int64_t chunk = 1; chunk < job.near_chunks; chunk++) join(state, state + chunk * group * each, dim);
+    for (int64_t chunk = 0; chunk * CHUNK < found; chunk++)
+      join(state, scratch.far.data() + job.far + (chunk * group + g) * each, dim);
+    int query_head = job.head * group + g;
+    const float* sink = call.head_sinks ? call.head_sinks + query_head : nullptr;
+    finish(state, sink, dim, call.out + job.query * call.out_stride + (int64_t)query_head * dim);
+  }
+}
+
+// -- who does what ----------------------------------------------------------------------------------------------------
+
+static void make_jobs(const Attention& call, const int64_t* queries, int64_t count, Scratch& scratch) {
+  int64_t group = call.query_heads / call.kv_heads, size = group * state_size(call.head_dim);
+  int64_t weights = 0, parts = 0, near = 0, chosen = 0, far = 0;
+  scratch.jobs.clear();
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t* line = line_of(call, queries[i]);
+    for (int head = 0; head < call.kv_heads; head++) {
+      Job job = {};
+      job.query = queries[i], job.head = head, job.index = index_of(line);
+      job.sink = line[SINK], job.local = line[LOCAL], job.upto = line[UPTO], job.kept = line[KEPT];
+      int64_t tile = tile_tokens(*job.index);
+      job.end_tile = job.local / tile, job.first_tile = std::min(job.sink / tile, job.end_tile);
+      int64_t tokens = tokens_of(job);
+      job.kept = std::min(job.kept, tokens);
+      job.pieces = (tokens + PIECE - 1) / PIECE;
+      job.near_chunks = (near_count(job) + CHUNK - 1) / CHUNK;
+      job.chosen_chunks = (job.kept + CHUNK - 1) / CHUNK;
+      job.weights = weights, job.parts = parts, job.near = near, job.chosen = chosen, job.far = far;
+      weights += group * tokens, parts += job.pieces * group * 2, near += job.near_chunks * size;
+      chosen += job.kept, far += job.chosen_chunks * size;
+      scratch.jobs.push_back(job);
+    }
+  }
+  auto grow = [](auto& memory, int64_t wanted) {
+    if ((int64_t)memory.size() < wanted) memory.resize((size_t)wanted);
+  };
+  grow(scratch.weights, weights + LANES), grow(scratch.parts, parts), grow(scratch.near, near);
+  grow(scratch.far, far), grow(scratch.chosen, chosen);
+  scratch.counts.assign(scratch.jobs.size(), 0);
+}
+
+template <class T>
+static void attend_some(Threads& threads, const Attention& call, const int64_t* queries, int64_t count) {
+  static thread_local Scratch own;
+  Scratch& scratch = own;  // the other threads use the caller's
+  make_jobs(call, queries, count, scratch);
+  auto jobs = (int64_t)scratch.jobs.size();
+  auto each_part = [&](auto parts_of, const auto& body) {
+    scratch.items.clear();
+    for (int64_t j = 0; j < jobs; j++)
+      for (int64_t part = 0; part < parts_of(scratch.jobs[(size_t)j]); part++)
+        scratch.items.emplace_back((int32_t)j, (int32_t)part);
+    take_turns(threads, (int64_t)scratch.items.size(), false, [&](int64_t item) {
+      auto [j, part] = scratch.items[(size_t)item];
+      body(j, scratch.jobs[(size_t)j], part);
+    });
+  };
+  each_part([](const Job& job) { return job.pieces + job.near_chunks; }, [&](int64_t, const Job& job, int64_t part) {
+    if (part < job.pieces) score_piece(call, job, part, scratch);
+    else read_near<T>(call, job, part - job.pieces, scratch);
+  });
+  each_part([](const Job&) { return 1; }, [&](int64_t j, const Job& job, int64_t) {
+    scratch.counts[(size_t)j] = (int32_t)choose(call, job, scratch);
+  });
+  std::vector<std::atomic<int64_t>> left((size_t)jobs);
+  for (int64_t j = 0; j < jobs; j++) left[(size_t)j] = std::max<int64_t>(1, scratch.jobs[(size_t)j].chosen_chunks);
+  each_part([](const Job& job) { return std::max<int64_t>(1, job.chosen_chunks); },
+            [&](int64_t j, const Job& job, int64_t part) {
+              int64_t found = scratch.counts[(size_t)j];
+              if (part * CHUNK < found) read_chosen<T>(call, job, part, found, scratch);
+              if (left[(size_t)j].fetch_sub(1, std::memory_order_acq_rel) == 1) finish_job(call, job, found, scratch);
+            });
+}
+
+template <class T>
+static void attend_all(Threads& threads, const Attention& call) {
+  static thread_local std::vector<int64_t> queries;
+  queries.clear();
+  for (int64_t query = 0; query < call.count; query++)
+    if (chooses_tokens(line_of(call, query))) queries.push_back(query);
+  auto count = (int64_t)queries.size();
+  for (int64_t first = 0; first < count; first += QUERIES_AT_ONCE)
+    attend_some<T>(threads, call, queries.data() + first, std::min(QUERIES_AT_ONCE, count - first));
+}
+
+}  // namespace selection
+
+// Attention of every query of a call, by blocks, by tokens or over all it sees.
+static void attend_each(Threads& threads, const Attention& call) {
+  attend(threads, call);
+  switch (call.kv_type) {
+    case KV_FLOAT16: return selection::attend_all<attention::Half>(threads, call);
+    case KV_BFLOAT16: return selection::attend_all<attention::Brain>(threads, call);
+    default: return selection::attend_all<float>(threads, call);
+  }
+}
+
+}  // namespace KERNELS
