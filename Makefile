@@ -24,6 +24,7 @@ OR_SHOW = >$(VENV)/site.log 2>&1 || { cat $(VENV)/site.log >&2; exit 1; }
 ARGS ?=
 EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
     gather:block=16,sink=16,window=256,budget=608 mac
+COUNT ?= 200
 TURNS ?= 200
 SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 10000000 --guided-seconds 1800 \
     --processes $(shell nproc 2>/dev/null || echo 1) --minutes 60
@@ -31,7 +32,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-load evaluate soak seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -143,6 +144,9 @@ soak: native ## hours of turns, interleavings, cancels and random bytes (SOAK=â€
 	@$(if $(findstring --guided-seconds,$(SOAK)),$(PIP) atheris==3.0.0 >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; })
 	@$(BIN)/python scripts/soak.py $(SOAK)
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
+
+soak-kill soak-power soak-faults: $(INSTALLED) ## kills of a server, losses of power, failing disks: COUNT=200 of them
+	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)
 
 seeded-bugs: native ## put faults into a copy of the code one by one; does the suite see each? record in results/
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)

@@ -59,7 +59,7 @@ class FaultyDisk:
 
         All that was synced is there. Of what was not, any part may be, the last write torn at a sector.
         """
-        moments = sorted(rng.sample(range(1, len(self.events) + 1), min(most, len(self.events))))
+        moments = [rng.randrange(1, len(self.events) + 1) for _ in range(most)]
         for moment in moments:
             synced = {name: bytearray(data) for name, data in self._base.items()}
             pending: dict[str, list[Event]] = {}

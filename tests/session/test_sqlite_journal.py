@@ -3,102 +3,22 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 from contextlib import closing
 from pathlib import Path
 
 import apsw
-import numpy as np
 import pytest
 
-from inference_engine.errors import ConfigError, HistoryCorrupt
+from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import sqlite_journal
-from inference_engine.session.journal import GenerateRecord, SessionRecord
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
-from inference_engine.types import Durability, Mark
+from inference_engine.types import Durability
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
-
-SESSIONS = 3
-
-
-def record_of(number: int) -> SessionRecord:
-    return SessionRecord(f"session-{number}", "alice", "full", None, (1, 2), segment_tokens=16, label=f"label {number}")
-
-
-class Talk:
-    """Sessions that grow by random steps, and what of them was told: all that was safe at some moment."""
-
-    def __init__(self, journal: SQLiteJournal, seed: int = 0) -> None:
-        self.journal = journal
-        self.rng = random.Random(seed)
-        self.said: dict[int, list[int]] = {number: [] for number in range(SESSIONS)}
-        self.told = 0  # tokens, in the order of all sessions together
-        self.order: list[tuple[int, int]] = []  # session, its length then
-        for number in range(SESSIONS):
-            with journal.unit():
-                journal.open(record_of(number))
-        self.wait()
-
-    def step(self) -> None:
-        for number in self.rng.sample(range(SESSIONS), self.rng.randrange(1, SESSIONS + 1)):
-            said, rng = self.said[number], self.rng
-            mark = Mark(rng.randrange(2))
-            ids = np.array([rng.randrange(50_000) for _ in range(rng.choice([1, 1, 1, 3, 300]))], dtype=np.uint32)
-            began = GenerateRecord(len(said), rng.randbytes(16), rng.randbytes(32), rng.getrandbits(64))
-            self.journal.append(
-                record_of(number).session_id, len(said), ids, mark, began=began if mark is Mark.GENERATED else None
-            )
-            said += ids.tolist()
-            self.order.append((number, len(said)))
-            if rng.random() < 0.2:
-                self.journal.rest(record_of(number).session_id)
-        self.journal.kick()
-
-    def wait(self) -> None:
-        """Until all is safe; then it is told."""
-        assert self.journal._writer.flush(20), self.journal.failure
-        self.told = len(self.order)
-
-    def lengths(self, steps: int) -> dict[int, int]:
-        """The length of each session after so many records."""
-        return {number: max([0, *(to for one, to in self.order[:steps] if one == number)]) for number in self.said}
-
-    def check(self, folder: Path, *, may_refuse: bool = False) -> str:
-        """What is found in a copy of the folder: nothing wrong, nothing doubled, and all that was told."""
-        try:
-            journal = open_journal(folder)
-        except ConfigError:
-            assert may_refuse
-            return "refused"
-        found, corrupt = {}, 0
-        try:
-            for number in range(SESSIONS):
-                try:
-                    kept = journal.load(record_of(number).session_id, "alice")
-                except (HistoryCorrupt, apsw.Error):
-                    corrupt += 1
-                    continue
-                if kept is None:
-                    found[number] = -1
-                    continue
-                ids = [token for row in kept.tokens for token in row.token_ids.tolist()]
-                assert ids == self.said[number][: len(ids)], "a history that was never told"
-                found[number] = len(ids)
-        finally:
-            journal.stop()
-        if corrupt:
-            assert may_refuse
-            return "corrupt"
-        shortest = self.lengths(self.told)
-        if all(found[number] >= length for number, length in shortest.items()):
-            return "whole"
-        assert may_refuse, (found, shortest)
-        return "shorter"
+from tests.session.talks import Talk, cut_power, fail_calls, flip_bits, record_of
 
 
 @pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.POWER])
@@ -197,33 +117,9 @@ def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tm
 @pytest.mark.parametrize("seed", range(3))
 def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_word(tmp_path: Path, seed: int) -> None:
     """The log's end is the exception: the last commit cannot be told from what a crash left half written."""
-    source = tmp_path / "source"
-    journal = open_journal(source, Durability.POWER)
-    talk = Talk(journal, seed)
-    for step in range(80):
-        talk.step()
-        if step == 40:
-            talk.wait()
-            with journal._db_lock:
-                journal._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
-        if step % 4 == 0 or step > 70:
-            talk.wait()
-    killed = after_a_kill(source)
-    (killed / sqlite_journal.LOCK).write_text("1 power\n")
-    journal.stop()
-    rng, outcomes = random.Random(seed), list[str]()
-    for _ in range(40):
-        target = tmp_path / "flipped"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(killed, target)
-        target.chmod(0o700)
-        file = target / rng.choice([FILE, f"{FILE}-wal"])
-        data = bytearray(file.read_bytes())
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        file.write_bytes(data)
-        outcomes.append(talk.check(target, may_refuse=True))
-    assert outcomes.count("whole") < 40, "no flip did anything"
-    assert outcomes.count("shorter") <= 2, outcomes
+    outcomes = flip_bits(tmp_path, seed=seed, count=40)
+    assert outcomes["whole"] < 40, "no flip did anything"
+    assert outcomes["shorter"] <= 2, outcomes
 
 
 def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) -> None:
@@ -251,26 +147,7 @@ def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["write", "sync"])
 def test_after_any_error_of_the_disk_nothing_more_is_told_and_what_was_told_is_there(tmp_path: Path, kind: str) -> None:
-    disk = FaultyDisk(f"faulty-{kind}")
-    with disk:
-        for at in (*range(1, 12), 17, 29, 60, 111):
-            folder = tmp_path / f"{at}"
-            journal = open_journal(folder, Durability.POWER, vfs=disk.name)
-            talk = Talk(journal, at)
-            disk.fail(kind, at)
-            for _ in range(300):
-                talk.step()
-                if not journal._writer.flush(20):
-                    break
-                talk.told = len(talk.order)
-            failed, disk.failing = bool(journal.failure), None
-            told = talk.told
-            talk.step()
-            assert not failed or not journal._writer.flush(0.05), "told after an error"
-            journal.stop()
-            talk.told = told
-            assert failed
-            assert talk.check(folder) == "whole"
+    assert fail_calls(tmp_path, kind, (*range(1, 12), 17, 29, 60, 111))["whole"] == 15
 
 
 def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
@@ -297,44 +174,9 @@ def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_whatever_a_loss_of_power_leaves_has_all_that_was_told(tmp_path: Path) -> None:
-    disk = FaultyDisk("power")
-    with disk:
-        folder = tmp_path / "state"
-        journal = open_journal(folder, Durability.POWER, vfs=disk.name)
-        talk = Talk(journal)
-        disk.record(folder)
-        told: list[tuple[int, int]] = []  # events of the disk so far, and what was told by then
-        for step in range(24):
-            talk.step()
-            talk.wait()
-            told.append((len(disk.events), talk.told))
-            if step == 12:
-                with journal._db_lock:
-                    journal._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
-        journal.stop()
-        rng, seen = random.Random(1), 0
-        for state, by in disk.states(rng, most=150):
-            target = tmp_path / "cut"
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(mode=0o700)
-            for name, data in state.items():
-                (target / name).write_bytes(data)
-            (target / sqlite_journal.LOCK).write_text("1 power\n")
-            talk.told = max([0, *(count for events, count in told if events <= by)])
-            assert talk.check(target) == "whole"
-            seen += 1
-        assert seen > 100
-        # The control: were syncs of the log left out, states would be found that lack what was told.
-        assert any(
-            not _has_all(state, talk, told, by, tmp_path / "control")
-            for state, by in disk.states(random.Random(2), most=80, without_syncs_of="-wal")
-        )
+    assert cut_power(tmp_path, seed=1, states=150).keys() == {"whole"}
 
 
-def _has_all(state: dict[str, bytes], talk: Talk, told: list[tuple[int, int]], by: int, target: Path) -> bool:
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(mode=0o700)
-    for name, data in state.items():
-        (target / name).write_bytes(data)
-    talk.told = max([0, *(count for events, count in told if events <= by)])
-    return talk.check(target, may_refuse=True) == "whole"
+def test_a_log_whose_syncs_are_left_out_is_caught(tmp_path: Path) -> None:
+    """The control: so many states are enough to notice."""
+    assert cut_power(tmp_path, seed=2, states=80, without_syncs_of="-wal").keys() != {"whole"}

@@ -1,0 +1,171 @@
+"""Agents that talk on while their server is killed: what they are told is held against the law, token for token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from inference_engine.kv.strategies.full import Full
+from kakeya import Client, RetryPolicy
+from tests.load.scripted import solo_of
+
+ROOT = Path(__file__).parents[2]
+PATIENT = RetryPolicy(first_delay_seconds=0.02, max_delay_seconds=0.1, patience_seconds=60.0)
+MOST_TOKENS = 250  # of one session
+
+
+class Lives:
+    """A server on one port and folder, which lives as often as it is told to."""
+
+    def __init__(self, folder: Path, durability: str, *, is_early: bool = False) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.target = f"127.0.0.1:{port}"
+        command = [sys.executable, str(Path(__file__).with_name("serve_lives.py")), str(port), str(folder), durability]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'sdks/python/src'}", "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process = subprocess.Popen(
+            [*command, *(["early"] if is_early else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        self._life = 0
+
+    def begin(self) -> None:
+        """Returns once it can be reached."""
+        self._say()
+        self._life = int(self._line())
+        assert self._line() == "ready"
+
+    def kill(self) -> None:
+        os.kill(self._life, signal.SIGKILL)
+        assert self._line() == f"ended {int(signal.SIGKILL)}"
+
+    def stop(self) -> None:
+        """End the life in order, and the process that begins lives."""
+        os.kill(self._life, signal.SIGTERM)
+        assert self._line() == "ended 0"
+        self._say("end")
+        self._leave()
+
+    def abandon(self) -> None:
+        for process in (self._life, self._process.pid):
+            if process:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._process.wait(30)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _say(self, line: str = "") -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n" if line else "live\n")
+        self._process.stdin.flush()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+class Agents:
+    """Threads that talk until they are told to stop. wrong: what was not as it has to be."""
+
+    def __init__(self, target: str, count: int, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._target = target
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),), daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Let each end the session that it is at."""
+        self._is_over.set()
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                self.wrong.append("an agent hangs")
+
+    def _run(self, rng: random.Random) -> None:
+        try:
+            with Client(self._target, retry=PATIENT, timeout=120.0) as client:
+                while not self._is_over.is_set():
+                    self._talk(client, rng)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the test is for
+            self.wrong.append(f"{type(error).__name__}: {error}")
+
+    def _talk(self, client: Client, rng: random.Random) -> None:
+        """One session, from its creation to its end."""
+        law, history = solo_of(Full()), list[int]()
+        session = client.create_session()
+        self.counts["sessions"] += 1
+        while len(history) < MOST_TOKENS and not self._is_over.is_set():
+            ids = [rng.randrange(256) for _ in range(rng.randrange(1, 30))]
+            length = session.append(ids)
+            history += ids
+            assert length == len(history), f"an append is answered with {length}, and {len(history)} were appended"
+            first, most, is_drawn = len(history), rng.randrange(1, 40), rng.random() < 0.5
+            stream = session.generate(most, temperature=1.0 if is_drawn else None)
+            told = list(stream)
+            done = stream.result()
+            history += told
+            assert (len(told), done.history_length) == (most, len(history)), (len(told), most, done.history_length)
+            expected = law.tokens(history[:-1], first, seed=done.seed if is_drawn else None)
+            assert told == expected, f"from {first}: {told}, and the law says {expected}"
+            self.counts["tokens"] += len(told)
+        assert session.info().history_length == len(history)
+        assert session.close() == len(history)
+
+
+@contextmanager
+def lives(folder: Path, durability: str, *, is_early: bool = False) -> Iterator[Lives]:
+    server = Lives(folder, durability, is_early=is_early)
+    try:
+        yield server
+        server.stop()
+    except BaseException:
+        server.abandon()
+        raise
+
+
+def kill_often(
+    folder: Path, durability: str, *, kills: int, agents: int, seed: int, is_early: bool = False
+) -> tuple[Counter[str], list[str]]:
+    """Kill a server so many times, at random moments, under agents. What they did, and what was wrong."""
+    rng = random.Random(seed)
+    with lives(folder, durability, is_early=is_early) as server:
+        server.begin()
+        talking = Agents(server.target, agents, seed)
+        for _ in range(kills):
+            time.sleep(rng.uniform(0.02, 0.5))
+            server.kill()
+            server.begin()
+            talking.counts["kills"] += 1
+            if talking.wrong:
+                break
+        talking.finish(120.0)
+        return talking.counts, talking.wrong

@@ -1,0 +1,82 @@
+"""A server that is killed again and again: lives forked from one process that has imported everything.
+
+usage: serve_lives.py <port> <state folder> <power|process> [early]
+
+A line on standard input begins a life, whose process id and readiness are lines on standard output; an empty line, or
+the input's end, ends all. `early` is the control: it tells before anything is recorded.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference_engine.config import ServerConfig
+from inference_engine.metrics import EngineMetrics
+from inference_engine.server.run import serve
+from inference_engine.session.sqlite_journal import SQLiteJournal
+from inference_engine.types import Durability
+from laboratory.scripted import Script
+from tests.load.scripted import scripted_engine
+
+port, folder, durability = sys.argv[1:4]
+is_early = sys.argv[4:] == ["early"]
+torch.set_num_threads(1)
+
+
+class Early(SQLiteJournal):
+    """Tells at once, and records a little later."""
+
+    is_saved = True
+
+    def say(self, words: Callable[[], object]) -> None:
+        words()
+
+    def open(self, record: Any) -> Any:
+        return self._told(super().open(record))
+
+    def load(self, session_id: str, owner: str) -> Any:
+        kept = super().load(session_id, owner)
+        if kept is not None:
+            self._told(kept.saved)
+        return kept
+
+    def _commit(self, changes: Any) -> None:
+        time.sleep(0.02)
+        super()._commit(changes)
+
+    @staticmethod
+    def _told(saved: Any) -> Any:
+        saved.tokens = sys.maxsize
+        return saved
+
+
+def live() -> None:
+    metrics = EngineMetrics()
+    kind = Early if is_early else SQLiteJournal
+    journal = kind(Path(folder), Durability(durability), weights="scripted", metrics=metrics)
+    with scripted_engine(journal=journal, metrics=metrics, script=Script(step_seconds=0.002)) as engine:
+        serve(
+            engine,
+            ServerConfig(bind=f"127.0.0.1:{port}", drain_seconds=5.0),
+            on_ready=lambda _: print("ready", flush=True),
+        )
+
+
+for line in sys.stdin:
+    if not line.strip():
+        break
+    if (life := os.fork()) == 0:
+        status = 1
+        try:
+            print(os.getpid(), flush=True)
+            live()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(life, 0)
+    print(f"ended {status}", flush=True)

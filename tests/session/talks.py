@@ -1,0 +1,182 @@
+"""Sessions in a journal that grow by random steps, and what is left of them when the disk misbehaves."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import apsw
+import numpy as np
+
+from inference_engine.errors import ConfigError, HistoryCorrupt
+from inference_engine.session import sqlite_journal
+from inference_engine.session.journal import GenerateRecord, SessionRecord
+from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
+from inference_engine.types import Durability, Mark
+from tests.kept import after_a_kill
+from tests.kept import sqlite_journal as open_journal
+from tests.session.faulty_disk import FaultyDisk
+
+SESSIONS = 3
+
+
+def record_of(number: int) -> SessionRecord:
+    return SessionRecord(f"session-{number}", "alice", "full", None, (1, 2), segment_tokens=16, label=f"label {number}")
+
+
+class Talk:
+    """Sessions that grow by random steps, and what of them was told: all that was safe at some moment."""
+
+    def __init__(self, journal: SQLiteJournal, seed: int = 0) -> None:
+        self.journal = journal
+        self.rng = random.Random(seed)
+        self.said: dict[int, list[int]] = {number: [] for number in range(SESSIONS)}
+        self.told = 0  # tokens, in the order of all sessions together
+        self.order: list[tuple[int, int]] = []  # session, its length then
+        for number in range(SESSIONS):
+            with journal.unit():
+                journal.open(record_of(number))
+        self.wait()
+
+    def step(self) -> None:
+        for number in self.rng.sample(range(SESSIONS), self.rng.randrange(1, SESSIONS + 1)):
+            said, rng = self.said[number], self.rng
+            mark = Mark(rng.randrange(2))
+            ids = np.array([rng.randrange(50_000) for _ in range(rng.choice([1, 1, 1, 3, 300]))], dtype=np.uint32)
+            began = GenerateRecord(len(said), rng.randbytes(16), rng.randbytes(32), rng.getrandbits(64))
+            self.journal.append(
+                record_of(number).session_id, len(said), ids, mark, began=began if mark is Mark.GENERATED else None
+            )
+            said += ids.tolist()
+            self.order.append((number, len(said)))
+            if rng.random() < 0.2:
+                self.journal.rest(record_of(number).session_id)
+        self.journal.kick()
+
+    def wait(self) -> None:
+        """Until all is safe; then it is told."""
+        assert self.journal._writer.flush(20), self.journal.failure
+        self.told = len(self.order)
+
+    def lengths(self, steps: int) -> dict[int, int]:
+        """The length of each session after so many records."""
+        return {number: max([0, *(to for one, to in self.order[:steps] if one == number)]) for number in self.said}
+
+    def check(self, folder: Path, *, may_refuse: bool = False) -> str:
+        """What is found in a copy of the folder: nothing wrong, nothing doubled, and all that was told."""
+        try:
+            journal = open_journal(folder)
+        except ConfigError:
+            assert may_refuse
+            return "refused"
+        found, corrupt = {}, 0
+        try:
+            for number in range(SESSIONS):
+                try:
+                    kept = journal.load(record_of(number).session_id, "alice")
+                except (HistoryCorrupt, apsw.Error):
+                    corrupt += 1
+                    continue
+                if kept is None:
+                    found[number] = -1
+                    continue
+                ids = [token for row in kept.tokens for token in row.token_ids.tolist()]
+                assert ids == self.said[number][: len(ids)], "a history that was never told"
+                found[number] = len(ids)
+        finally:
+            journal.stop()
+        if corrupt:
+            assert may_refuse
+            return "corrupt"
+        shortest = self.lengths(self.told)
+        if all(found[number] >= length for number, length in shortest.items()):
+            return "whole"
+        assert may_refuse, (found, shortest)
+        return "shorter"
+
+
+def flip_bits(folder: Path, *, seed: int, count: int) -> Counter[str]:
+    """Flip one bit of what a kill left, so many times: what came of it.
+
+    The last commit is a small one, and "shorter" are those of which it is missing, or more.
+    """
+    source = folder / "source"
+    journal = open_journal(source, Durability.POWER)
+    talk = Talk(journal, seed)
+    for step in range(80):
+        talk.step()
+        if step == 40:
+            talk.wait()
+            with journal._db_lock:
+                journal._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        if step % 4 == 0 or step > 70:
+            talk.wait()
+    talk.wait()
+    killed = after_a_kill(source)
+    (killed / sqlite_journal.LOCK).write_text("1 power\n")
+    journal.stop()
+    rng, outcomes, target = random.Random(seed), Counter[str](), folder / "flipped"
+    for _ in range(count):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(killed, target)
+        target.chmod(0o700)
+        file = target / rng.choice([FILE, f"{FILE}-wal"])
+        data = bytearray(file.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        outcomes[talk.check(target, may_refuse=True)] += 1
+    return outcomes
+
+
+def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:
+    """Let the disk's n-th write or sync fail: nothing is told after it, and what was told is there."""
+    outcomes = Counter[str]()
+    with FaultyDisk(f"faulty-{kind}") as disk:
+        for number in numbers:
+            state = folder / f"{number}"
+            journal = open_journal(state, Durability.POWER, vfs=disk.name)
+            talk = Talk(journal, number)
+            disk.fail(kind, number)
+            for _ in range(300):
+                talk.step()
+                if not journal._writer.flush(20):
+                    break
+                talk.told = len(talk.order)
+            assert journal.failure, "the error was swallowed"
+            disk.failing = None
+            talk.step()
+            assert not journal._writer.flush(0.05), "told after an error"
+            journal.stop()
+            outcomes[talk.check(state)] += 1
+            shutil.rmtree(state)
+    return outcomes
+
+
+def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "\0") -> Counter[str]:
+    """Cut the power at random moments of a journal under load: what is found afterwards."""
+    outcomes, target = Counter[str](), folder / "cut"
+    with FaultyDisk("power") as disk:
+        journal = open_journal(folder / "state", Durability.POWER, vfs=disk.name)
+        talk = Talk(journal, seed)
+        disk.record(folder / "state")
+        told: list[tuple[int, int]] = []  # events of the disk so far, and what was told by then
+        for step in range(24):
+            talk.step()
+            talk.wait()
+            told.append((len(disk.events), talk.told))
+            if step == 12:
+                with journal._db_lock:
+                    journal._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+        journal.stop()
+        for state, moment in disk.states(random.Random(seed), most=states, without_syncs_of=without_syncs_of):
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(mode=0o700)
+            for name, data in state.items():
+                (target / name).write_bytes(data)
+            (target / sqlite_journal.LOCK).write_text("1 power\n")
+            talk.told = max([0, *(count for events, count in told if events <= moment)])
+            outcomes[talk.check(target, may_refuse=True)] += 1
+    return outcomes
