@@ -1,6 +1,6 @@
 """Weights as their files hold them: mapped, never copied, by the names that transformers gives the tensors.
 
-    safetensors    one file or shards, F32, F16, BF16
+    safetensors    one file or shards, F32, F16, BF16; in MLX's layout, also 2 to 8 bits (grouped.py)
     GGUF           the same, and blocks of quantised numbers; see gguf_header.py
 
 What llama.cpp's converter changes is undone by whoever reads a tensor, so that blocks stay as they are:
@@ -33,6 +33,7 @@ from inference_engine.models.safetensors_header import check_safetensors
 
 # A mixture of 94 layers and 128 experts has 36,000.
 MAX_NAMES = 2**19
+MLX_EXPERTS = ".mlp.switch_mlp."  # all experts of a layer, in MLX's layout
 
 _FLOATS: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
 
@@ -121,11 +122,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         return GgufCheckpoint(read_gguf(path))
-    if grouping_of(path) is None:
-        return SafetensorsCheckpoint(path)
+    plain = SafetensorsCheckpoint(path)
+    if grouping_of(path) is None and not any(MLX_EXPERTS in name for name in plain.names()):
+        return plain
     from inference_engine.models.grouped import GroupedCheckpoint
 
-    return GroupedCheckpoint(path)
+    return GroupedCheckpoint(plain)
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:

@@ -12,17 +12,15 @@ A matrix is quantised if it has scales. Experts of a layer are one tensor, `mlp.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
 from inference_engine.models.checkpoint import MAX_NAMES, Checkpoint, SafetensorsCheckpoint, StoredTensor, text_name
-from inference_engine.models.folder import CONFIG, read_json
+from inference_engine.models.folder import CONFIG, grouping_of
 
 _WORD = 32
 _EXPERTS = re.compile(r"(?P<mlp>.*\.mlp)\.switch_mlp\.(?P<kind>gate_proj|up_proj|down_proj)\.weight")
@@ -53,12 +51,12 @@ class _Place:
 class GroupedCheckpoint(Checkpoint):
     """The tensors under transformers' names, with the shapes that they have there. `matrix` gives what is in groups."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, files: SafetensorsCheckpoint) -> None:
         """Raises ModelError for tensors that do not fit each other or the configuration."""
-        self.path = folder
-        self._files = SafetensorsCheckpoint(folder)
-        quantization: Mapping[str, Any] = read_json(folder / CONFIG)["quantization"]
-        self._default = quantization["group_size"], quantization["bits"]
+        self.path = files.path
+        self._files = files
+        quantization = grouping_of(files.path) or {}
+        self._default = quantization.get("group_size", 0), quantization.get("bits", 0)
         self._own = {
             text_name(f"{module}.weight").removesuffix(".weight"): (value["group_size"], value["bits"])
             for module, value in quantization.items()
@@ -73,7 +71,10 @@ class GroupedCheckpoint(Checkpoint):
             if (match := _EXPERTS.fullmatch(name)) is None:
                 self._places[name] = _Place(stem=stem)
                 continue
-            experts = self._files.stored(name).shape[0]
+            shape = self._files.stored(name).shape
+            if len(shape) != 3:
+                raise ModelError(f"{self.path}: {name} has the shape {shape}, which experts cannot have")
+            experts = shape[0]
             if experts + len(self._places) > MAX_NAMES:
                 raise ModelError(f"{self.path}: more than {MAX_NAMES} tensors, which are not read")
             for expert in range(experts):
@@ -121,6 +122,10 @@ class GroupedCheckpoint(Checkpoint):
         if f"{stem}.scales" not in self._files:
             return None
         stored = self._files.stored(f"{stem}.weight")
+        if not self._default[1]:
+            raise ModelError(f"{self.path}: {stem} has scales, and {CONFIG} says nothing of quantization")
+        if len(stored.shape) not in (2, 3):
+            raise ModelError(f"{self.path}: {stem}.weight has the shape {stored.shape}, which no matrix has")
         scales, offsets = (self._files.tensor(f"{stem}.{name}") for name in ("scales", "biases"))
         group, bits = self._own.get(stem, self._default)
         *lead, words = stored.shape

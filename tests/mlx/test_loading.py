@@ -56,7 +56,10 @@ def saved(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype = torch.
 
 
 def published(config: PretrainedConfig, folder: Path, *, bits: int, exceptions: dict[str, Any] | None = None) -> Path:
-    """A folder as mlx-lm's converter writes it. exceptions: quantisation of modules by the end of their names."""
+    """A folder as mlx-lm's converter writes it.
+
+    bits: 0 for none. exceptions: quantisation of modules by the end of their names.
+    """
     source = saved(config, folder / "source")
     # Names that transformers 5 does not write any more, and published configurations have.
     content = json.loads((source / CONFIG).read_text()) | {"rope_theta": 10000.0, "rope_scaling": None}
@@ -67,7 +70,9 @@ def published(config: PretrainedConfig, folder: Path, *, bits: int, exceptions: 
     def choose(path: str, _module: object) -> Any:
         return next((own for end, own in (exceptions or {}).items() if path.endswith(end)), True)
 
-    model, quantised = quantize_model(model, {**content, **loaded}, 32, bits, quant_predicate=choose)
+    quantised = {**content, **loaded}
+    if bits:
+        model, quantised = quantize_model(model, quantised, 32, bits, quant_predicate=choose)
     save_model(folder / "model", model)
     save_config(quantised, folder / "model" / CONFIG)
     return folder / "model"
@@ -98,8 +103,9 @@ def test_a_folder_of_safetensors_gives_the_logits_of_torch(config: PretrainedCon
         (DENSE, 4, None),
         (DENSE, 8, {"v_proj": {"group_size": 64, "bits": 4}, "down_proj": False}),
         (MIXED, 4, {"mlp.gate": {"group_size": 64, "bits": 8}}),
+        (MIXED, 0, None),
     ],
-    ids=["4 bits", "8 bits, some with fewer, some with none", "experts"],
+    ids=["4 bits", "8 bits, some with fewer, some with none", "experts", "experts, not quantised"],
 )
 def test_a_checkpoint_in_the_layout_of_mlx_gives_the_logits_of_its_own_library(
     config: PretrainedConfig, bits: int, exceptions: dict[str, Any] | None, tmp_path: Path
@@ -112,11 +118,10 @@ def test_a_checkpoint_in_the_layout_of_mlx_gives_the_logits_of_its_own_library(
 
     found = logits_of(forward).numpy()
     assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-4
-    assert "grouped" in forward.facts.numerics
-    encodings = {
-        checkpoint.tensor(name).encoding for checkpoint in [open_checkpoint(folder)] for name in checkpoint.names()
-    }
-    assert f"{bits} bits" in encodings
+    assert ("grouped" in forward.facts.numerics) == bool(bits)
+    checkpoint = open_checkpoint(folder)
+    encodings = {checkpoint.tensor(name).encoding for name in checkpoint.names()}
+    assert (f"{bits} bits" if bits else "F32") in encodings
 
 
 def test_only_mlx_reads_its_layout(tmp_path: Path) -> None:

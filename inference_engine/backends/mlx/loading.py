@@ -21,8 +21,7 @@ from inference_engine.config import ModelConfig
 from inference_engine.errors import NotOnMlx
 from inference_engine.models import CheckedFolder, check_model
 from inference_engine.models.checkpoint import open_checkpoint
-from inference_engine.models.folder import describe_ignored
-from inference_engine.models.grouped import GroupedCheckpoint
+from inference_engine.models.folder import describe_ignored, grouping_of
 from inference_engine.models.step_list import NoStepListError, step_list
 from inference_engine.types import ModelFacts
 
@@ -49,7 +48,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         )
     except NoStepListError as error:
         raise NotOnMlx(str(error)) from error
-    bits = "grouped weights, " if isinstance(checkpoint, GroupedCheckpoint) else ""
+    bits = "" if checked.only_gguf or grouping_of(checked.folder) is None else "grouped weights, "
     facts = ModelFacts(
         model_id=checked.model_id,
         vocab_size=described.config.vocab_size,
