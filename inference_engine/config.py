@@ -296,7 +296,15 @@ class ServerConfig:
 def default_device() -> str:
     """`mlx` on a Mac with Apple silicon where the package is installed, else `cpu`."""
     is_apple_silicon = sys.platform == "darwin" and platform.machine() == "arm64"
-    return "mlx" if is_apple_silicon and importlib.util.find_spec("mlx") is not None else "cpu"
+    return "mlx" if is_apple_silicon and has_mlx() else "cpu"
+
+
+def has_mlx() -> bool:
+    """Is the package mlx installed? It is not imported. Folders of that name are not the package."""
+    try:
+        return importlib.util.find_spec("mlx.core") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def configure_threads_environment() -> None:

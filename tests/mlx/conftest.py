@@ -1,5 +1,5 @@
 """Tests of the MLX backend are there where the package is."""
 
-from importlib.util import find_spec
+from inference_engine.config import has_mlx
 
-collect_ignore_glob = [] if find_spec("mlx") else ["*"]
+collect_ignore_glob = [] if has_mlx() else ["*"]

@@ -199,6 +199,15 @@ def test_mlx_is_the_default_on_apple_silicon_alone(monkeypatch: pytest.MonkeyPat
         assert ModelConfig().device == device
 
 
+def test_without_the_package_the_way_to_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(BackendError, match=r"mlx is not installed; install kakeya-runtime\[mlx\]; or start with"):
+        open_backend(config_of(saved(DENSE, tmp_path / "model")))
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert ModelConfig().device == "cpu"
+
+
 def test_a_second_start_believes_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(saved(DENSE, tmp_path / "model"))
     open_backend(config)

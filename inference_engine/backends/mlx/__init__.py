@@ -1,11 +1,11 @@
 """The MLX backend: a model as a list of operations, run by Apple's MLX, which nothing outside this folder imports."""
 
-import importlib.util
+from inference_engine.config import has_mlx
 
 
 def why_missing() -> str:
     """Why MLX cannot be used, and what to do; "" if it can."""
-    if importlib.util.find_spec("mlx") is None:
+    if not has_mlx():
         return "the package mlx is not installed; install kakeya-runtime[mlx]"
     try:
         import mlx.core  # noqa: F401
