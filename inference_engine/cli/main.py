@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import kakeya
 from inference_engine import __version__
-from inference_engine.cli import audit, chat, demo, doctor, keys, late, models, serve, sessions
+from inference_engine.cli import audit, chat, demo, doctor, journal, keys, late, models, serve, sessions
 from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
 from inference_engine.errors import KakeyaError
 
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"kakeya {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=late.LateParser)
-    for command in (serve, chat, demo, doctor, audit, models, keys, sessions):
+    for command in (serve, chat, demo, doctor, audit, models, keys, sessions, journal):
         command.add_parser(commands)
     late.add_parsers(top, commands)
     return top

@@ -95,14 +95,14 @@ class SQLiteJournal:
         folder: Path,
         durability: Durability,
         *,
-        weights: str,
+        weights: str | None,
         metrics: EngineMetrics,
         keep_seconds: float = 0.0,
         vfs: str | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """weights: digest of the model's; the folder belongs to it. keep_seconds: sessions unused for longer are
-        deleted; 0: none is.
+        """weights: digest of the model's; the folder belongs to it. None: whichever it is, for tools; the folder must
+        have a journal then. keep_seconds: sessions unused for longer are deleted; 0: none is.
 
         Raises ConfigError, before anything is written, for a folder that is another process's, another model's, of a
         newer format, damaged, or not private.
@@ -112,6 +112,8 @@ class SQLiteJournal:
         self._metrics = metrics
         self._keep_seconds = keep_seconds
         self._wall_clock = wall_clock
+        if weights is None and not (folder / FILE).exists():
+            raise ConfigError(f"{folder} has no journal: name the state_dir of a server")
         _check_private(folder)
         self._folder_lock = _take(folder, durability)
         try:
@@ -526,6 +528,41 @@ class SQLiteJournal:
                 entries.append(SessionEntry(_record(body), used_at, length))
         return entries
 
+    def everyone(self) -> list[SessionEntry]:
+        """The sessions of all owners, by their ids. For tools."""
+        self._flush()
+        with self._db_lock:
+            owners = [owner for (owner,) in self._db.execute("select distinct owner from sessions order by owner")]
+        found = [entry for owner in owners for entry in self.page(owner, after="", most=-1)]
+        return sorted(found, key=lambda entry: entry.record.session_id)
+
+    def check(self) -> str:
+        """What is wrong with the database as a whole; "": nothing. Reads all of it."""
+        self._flush()
+        with self._db_lock:
+            found = [str(text) for (text,) in self._db.execute("pragma integrity_check")]
+        return "" if found == ["ok"] else "; ".join(found)
+
+    def back_up(self, folder: Path) -> None:
+        """Write all that is recorded into a new folder, which a server can take for its own. Raises ConfigError."""
+        self._flush()
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror}") from error
+        with self._db_lock:
+            self._db.execute("vacuum into ?", (str(folder / FILE),))
+        (folder / FILE).chmod(0o600)
+
+    def purge(self, session_id: str, owner: str) -> None:
+        """Delete a session, damaged or not."""
+        self._flush()
+        with self._db_lock:
+            found = list(
+                self._db.execute("select session from sessions where id = ? and owner = ?", (session_id, owner))
+            )
+            self._transact([(self._end_session, (number,)) for (number,) in found])
+
     def held_bytes(self, session_id: str | None = None) -> int:
         return 0  # histories are in memory once, with their sessions; what waits to be written is bounded
 
@@ -640,7 +677,7 @@ def _take(folder: Path, durability: Durability) -> _FolderLock:
     return _FolderLock(descriptor, known[1] if len(known) > 1 else "")
 
 
-def _open(path: Path, durability: Durability, weights: str, vfs: str | None, *, was: str) -> apsw.Connection:
+def _open(path: Path, durability: Durability, weights: str | None, vfs: str | None, *, was: str) -> apsw.Connection:
     damage = find_damage(path.with_name(path.name + "-wal"))
     if damage is not None:
         # Without a sync, a loss of power may have left any part of the log.
@@ -663,7 +700,7 @@ def _open(path: Path, durability: Durability, weights: str, vfs: str | None, *, 
     return db
 
 
-def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str) -> None:
+def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str | None) -> None:
     db.set_busy_timeout(0)
     for pragma in ("page_size=4096", "locking_mode=EXCLUSIVE"):
         db.execute(f"pragma {pragma}").fetchall()
@@ -679,7 +716,7 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
             db.execute(f"pragma user_version={FORMAT}")
 
 
-def _refuse_other(db: apsw.Connection, path: Path, weights: str) -> None:
+def _refuse_other(db: apsw.Connection, path: Path, weights: str | None) -> None:
     """Raise ConfigError for a file that is not this server's."""
     if not next(db.execute("select count(*) from sqlite_schema"))[0]:
         return
@@ -692,7 +729,7 @@ def _refuse_other(db: apsw.Connection, path: Path, weights: str) -> None:
             "another state_dir"
         )
     (known,) = next(db.execute("select value from facts where name = 'weights'"))
-    if known != weights:
+    if weights is not None and known != weights:
         raise ConfigError(
             f"{path.parent} keeps sessions of another model, with weights {known[:16]}…, and this one's are "
             f"{weights[:16]}…: each model needs a state_dir of its own"

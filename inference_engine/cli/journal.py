@@ -1,0 +1,101 @@
+"""`kakeya journal`: the sessions in a state folder, while no server uses it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inference_engine.errors import ConfigError, HistoryCorrupt
+
+if TYPE_CHECKING:
+    from inference_engine.session.sqlite_journal import SQLiteJournal
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "journal",
+        help="check, list, back up and purge the sessions in a state folder",
+        description="The sessions that a server keeps in its state_dir. The server must be stopped.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _action(actions, "check", run_check, "read every session, and name those that are damaged")
+    _action(actions, "list", run_list, "show the sessions of all owners, a line each")
+    backup = _action(actions, "backup", run_backup, "copy everything into a new folder, which a server can use")
+    backup.add_argument("to", metavar="FOLDER")
+    purge = _action(actions, "purge", run_purge, "delete sessions, damaged ones too")
+    purge.add_argument("session_ids", nargs="+", metavar="ID")
+
+
+def _action(
+    actions: Subparsers, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.add_argument("state_dir", metavar="STATE_DIR")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """1 if anything is damaged. Raises ConfigError for a folder that cannot be opened."""
+    damaged = 0
+    with _opened(args.state_dir) as journal:
+        entries = journal.everyone()
+        for entry in entries:
+            try:
+                journal.read(entry.record.session_id)
+            except HistoryCorrupt as damage:
+                damaged += 1
+                print(f"{entry.record.session_id}: {damage.message}")
+        problem = journal.check()
+    if problem:
+        print(f"the database: {problem}")
+    print(f"{len(entries)} sessions, {damaged} damaged")
+    return 1 if damaged or problem else 0
+
+
+def run_list(args: argparse.Namespace) -> int:
+    with _opened(args.state_dir) as journal:
+        for entry in journal.everyone():
+            used = datetime.fromtimestamp(entry.used_at, UTC).isoformat(" ", "seconds")
+            record = entry.record
+            owner = f" of {record.owner}" if record.owner else ""
+            label = f" {record.label!r}" if record.label else ""
+            print(f"{record.session_id}{owner}: {entry.history_length} tokens, {record.strategy}, used {used}{label}")
+    return 0
+
+
+def run_backup(args: argparse.Namespace) -> int:
+    with _opened(args.state_dir) as journal:
+        journal.back_up(Path(args.to).expanduser())
+    return 0
+
+
+def run_purge(args: argparse.Namespace) -> int:
+    """Raises ConfigError, and deletes nothing, for an id that is not there."""
+    with _opened(args.state_dir) as journal:
+        owners = {entry.record.session_id: entry.record.owner for entry in journal.everyone()}
+        for session_id in args.session_ids:
+            if session_id not in owners:
+                raise ConfigError(f"{args.state_dir} has no session {session_id}; nothing was deleted")
+        for session_id in args.session_ids:
+            journal.purge(session_id, owners[session_id])
+    return 0
+
+
+@contextmanager
+def _opened(folder: str) -> Iterator[SQLiteJournal]:
+    from inference_engine.metrics import EngineMetrics
+    from inference_engine.session.sqlite_journal import SQLiteJournal
+    from inference_engine.types import Durability
+
+    journal = SQLiteJournal(Path(folder).expanduser(), Durability.POWER, weights=None, metrics=EngineMetrics())
+    try:
+        yield journal
+    finally:
+        journal.stop()

@@ -1,0 +1,72 @@
+"""`kakeya journal` on folders that a server has left."""
+
+from pathlib import Path
+
+import apsw
+import pytest
+
+from inference_engine.cli.main import main
+from inference_engine.session.sqlite_journal import FILE
+from tests.kept import keeping
+
+HISTORY = list(range(40))
+
+
+def sessions_in(folder: Path, *labels: str) -> list[str]:
+    with keeping(folder) as engine:
+        ids = [engine.create_session(label=label, owner="alice").session_id for label in labels]
+        for session_id in ids:
+            engine.append(session_id, HISTORY, owner="alice")
+    return ids
+
+
+def test_sessions_are_listed_checked_and_purged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state"
+    first, second = sessions_in(state, "one", "two")
+    assert main(["journal", "list", str(state)]) == 0
+    listed = capsys.readouterr().out
+    assert f"{first} of alice: 40 tokens, full" in listed
+    assert "'two'" in listed
+    assert main(["journal", "check", str(state)]) == 0
+    assert "2 sessions, 0 damaged" in capsys.readouterr().out
+    assert main(["journal", "purge", str(state), first, "unknown"]) == 1
+    assert main(["journal", "purge", str(state), first]) == 0
+    with keeping(state) as engine:
+        assert [one.session_id for one in engine.list_sessions(owner="alice")] == [second]
+
+
+def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state"
+    damaged, whole = sessions_in(state, "one", "two")
+    db = apsw.Connection(str(state / FILE))
+    for table in ("tail", "tokens"):
+        db.execute(
+            f"update {table} set ids = zeroblob(length(ids)) where session = "
+            "(select session from sessions where id = ?)",
+            (damaged,),
+        )
+    db.close()
+    assert main(["journal", "check", str(state)]) == 1
+    out = capsys.readouterr().out
+    assert f"{damaged}: the session's history on disk is damaged" in out
+    assert whole not in out
+
+
+def test_a_backup_is_a_folder_that_a_server_can_use(tmp_path: Path) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    (session_id,) = sessions_in(state, "one")
+    assert main(["journal", "backup", str(state), str(copy)]) == 0
+    assert main(["journal", "backup", str(state), str(copy)]) == 1  # it is there already
+    with keeping(copy) as engine:
+        engine.recall(session_id, owner="alice")
+        assert engine.read_history(session_id, owner="alice").token_ids.tolist() == HISTORY
+
+
+def test_a_folder_without_a_journal_or_with_a_server_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["journal", "list", str(tmp_path)]) == 1
+    assert "has no journal" in capsys.readouterr().err
+    with keeping(tmp_path / "state"):
+        assert main(["journal", "check", str(tmp_path / "state")]) == 1
+        assert "in use by process" in capsys.readouterr().err
