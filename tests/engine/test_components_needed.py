@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference_engine.errors import InvalidArgument
+from inference_engine.errors import InvalidArgument, ModelMismatch
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
+from tests.kept import keeping
 from tests.tiny import tiny_components, tiny_engine
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16}
@@ -44,3 +46,16 @@ def test_options_of_the_other_scorer_are_refused() -> None:
     for options, refused in (("scorer=components,block=16", "block"), ("scorer=bounds,rank=8", "rank")):
         with pytest.raises(Exception, match=f"{refused} has no meaning with scorer|no meaning with scorer"):
             parse_strategy(f"gather:{options}")
+
+
+def test_a_session_that_chose_by_components_is_not_continued_under_others(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=tiny_engine) as engine:
+        session = engine.create_session(strategy=Gather(**SMALL, scorer="components")).session_id
+        engine.append(session, list(range(40)))
+    others = tiny_components(seed=1)
+    changed = keeping(tmp_path, make=tiny_engine, components=others)
+    with changed as engine, pytest.raises(ModelMismatch, match="the components of keys"):
+        engine.recall(session)
+    with keeping(tmp_path, make=tiny_engine) as engine:
+        engine.recall(session)
+        assert engine.session_info(session).history_length == 40
