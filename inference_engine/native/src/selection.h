@@ -263,6 +263,11 @@ static void score_piece(const Attention& call, const Job& job, int64_t piece, Sc
   for (int64_t tile = first; tile < end; tile++) {
     float* scores = out + (tile - first) * tile_size;
     scorer.score(tile, scores, stride);
+    for (int g = 0; call.softcap != 0 && g < group; g++)
+      for (int64_t i = 0; i < tile_size; i += LANES) {
+        float* lanes = scores + g * stride + i;
+        store(lanes, mul(all(call.softcap), hyperbolic_tangent(divide(load(lanes), all(call.softcap)))));
+      }
     if (tile * tile_size >= job.sink) continue;
     for (int64_t place = 0; place < tile_size; place++)
       if (tile * tile_size + offset_of(index, place) < job.sink)
@@ -273,14 +278,7 @@ static void score_piece(const Attention& call, const Job& job, int64_t piece, Sc
     float* scores = out + g * stride;
     int64_t count = (end - first) * tile_size;
     F tops = all(HIDDEN), total = all(0.0f);
-    for (int64_t i = 0; i < count; i += LANES) {
-      F score = load(scores + i);
-      if (call.softcap != 0) {
-        score = mul(all(call.softcap), hyperbolic_tangent(divide(larger(score, all(-1e30f)), all(call.softcap))));
-        store(scores + i, score);
-      }
-      tops = larger(score, tops);
-    }
+    for (int64_t i = 0; i < count; i += LANES) tops = larger(load(scores + i), tops);
     F top = all(largest(tops));
     for (int64_t i = 0; i < count; i += LANES) {
       F weights = exponential(sub(load(scores + i), top));
