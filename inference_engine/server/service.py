@@ -89,7 +89,9 @@ class RuntimeService:
         token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
         expected = convert.optional(request, "expected_history_length")
         owner = caller()
-        await self._recall(request.session_id)
+        if self._engine.is_elsewhere(request.session_id, owner=owner):
+            # Perhaps it was closed, and its appends are remembered for a while.
+            await self._recall(request.session_id, request.request_id)
 
         def append() -> HistoryLength:
             return self._engine.append_once(

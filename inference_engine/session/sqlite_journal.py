@@ -448,6 +448,13 @@ class SQLiteJournal:
             "session = ?1 and request_id != x'' order by position desc limit 1 offset ?2)",
             (number, MOST_GENERATES - 1),
         )
+        # One that no call can name is needed only to say where the one before it ends.
+        self._db.execute(
+            "delete from generates where session = ?1 and request_id = x'' and coalesce((select before.request_id from "
+            "generates before where before.session = ?1 and before.position < generates.position "
+            "order by before.position desc limit 1), x'') = x''",
+            (number,),
+        )
         self._db.execute(
             "delete from replies where session = ?1 and kind = 'appended' and position < (select position from replies "
             "where session = ?1 and kind = 'appended' order by position desc limit 1 offset ?2)",

@@ -117,6 +117,12 @@ async def test_a_client_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path: Pa
             closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
             assert closed.final_history_length == info.history_length
             assert not (await client.call("ListSessions", pb.ListSessionsRequest())).sessions
+        closed_again = after_a_kill(killed)
+    with keeping(closed_again) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            repeated = pb.AppendTokensRequest(session_id=session_id, token_ids=HISTORY, request_id=request_id)
+            assert (await client.call("AppendTokens", repeated)).replayed
+            assert (await refused(client.append(session_id, [1]))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
 async def test_a_full_disk_pauses_streams_refuses_new_work_and_loses_nothing(tmp_path: Path) -> None:

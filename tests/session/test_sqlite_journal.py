@@ -7,14 +7,16 @@ from contextlib import closing
 from pathlib import Path
 
 import apsw
+import numpy as np
 import pytest
 
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import sqlite_journal
+from inference_engine.session.journal import GenerateRecord
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
-from inference_engine.types import Durability
+from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
@@ -60,6 +62,25 @@ def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path:
     journal.stop()
     assert "session-1" in kept
     assert "session-9" in kept
+
+
+def test_generates_that_no_call_can_name_leave_nothing_behind_but_where_others_end(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+    one = np.ones(1, dtype=np.uint32)
+    named = {5, 6, 30}
+    for position in range(60):
+        request_id = bytes([position]) * 16 if position in named else b""
+        began = GenerateRecord(position, request_id, b"", position)
+        journal.append("session-0", position, one, Mark.GENERATED, began=began)
+    journal.leave("session-0")
+    assert journal._writer.flush(20)
+    journal.stop()
+    journal = open_journal(tmp_path)
+    kept = journal.load("session-0", "alice")
+    journal.stop()
+    assert kept is not None
+    assert [record.position for record in kept.generates] == [5, 6, 7, 30, 31]
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
