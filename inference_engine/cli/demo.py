@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from inference_engine.cli import recall_demo
+from inference_engine.cli import kill_demo, recall_demo
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
@@ -51,7 +51,13 @@ def add_parser(subparsers: Subparsers) -> None:
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="longest answer (default: 48)")
-    parser.add_argument(
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
+        "--kill",
+        action="store_true",
+        help="instead: kill the server in the middle of an answer, start it again, and watch the answer go on",
+    )
+    other.add_argument(
         "--recall", action="store_true", help="instead: state a fact, let it leave the window, ask for it"
     )
     parser.set_defaults(run=run)
@@ -66,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if is_known(model.model):
         fetch(model.model, model.cache_path)
     folder = tokenizer_folder(model.model, model.cache_path)
+    if args.kill:
+        from inference_engine.cli.conversation import load_chat_tokenizer
+
+        kill_demo.run(model, engine, load_chat_tokenizer(folder), max_tokens=args.max_tokens, console=console)
+        return 0
     with ExitStack() as stack:
         with Console(stderr=True).status(f"starting a server with {model.model}"):
             child = stack.enter_context(child_server(model, engine))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from inference_engine.cli.demo import FACT, SCRIPT
+from inference_engine.cli.kill_demo import KILLED_TURN, TOKENS_BEFORE
+from inference_engine.cli.kill_demo import SCRIPT as KILL_SCRIPT
 from inference_engine.cli.main import main
 from tests.processes import kakeya
 
@@ -44,3 +46,24 @@ def test_a_conversation_that_cannot_go_on_fails_the_demo(tiny_folder: Path, caps
     printed = capsys.readouterr()
     assert "would exceed the session's limit of 512" in printed.err
     assert CLOSING.search(printed.out) is None
+
+
+KILLED = r"\[process (\d+) killed by SIGKILL, process (\d+) started\]"
+
+
+@pytest.mark.real_model
+def test_an_answer_goes_on_after_its_server_was_killed() -> None:
+    done = kakeya("demo", "--kill")
+    assert (done.returncode, done.stderr) == (0, "")
+    (killed, started), *others = re.findall(KILLED, done.stdout)
+    assert killed != started and not others
+    assert f"> {KILL_SCRIPT[KILLED_TURN]}" in done.stdout
+    assert "the same tokens as in a session that nothing happened to" in done.stdout
+
+
+def test_an_answer_that_is_over_before_its_server_can_be_killed_fails_the_demo(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--kill", "--model", str(tiny_folder), "--kv-bytes=64MiB")
+    assert main(("demo", *arguments, f"--max-tokens={TOKENS_BEFORE - 1}")) == 1
+    assert "too few to kill a server in it" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tests.tiny_folder import save_tiny_chat_model
 
 Do = Callable[..., Awaitable[Any]]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+TOKENS = 600
 ENDLESS = kakeya.SinkWindow(sink=4, window=32)
 
 
@@ -28,6 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Restarted]:
     with ExitStack() as stack:
         yield Restarted(stack, "--model", folder, "--kv-bytes=64MiB")
+
+
+@pytest.fixture
+def keeper(folder: Path, tmp_path: Path) -> Iterator[Restarted]:
+    """A server that keeps its sessions in a folder."""
+    with ExitStack() as stack:
+        kept = f"--state-dir={tmp_path / 'state'}"
+        yield Restarted(stack, "--model", folder, "--kv-bytes=64MiB", "--mode=fixed-shape", kept)
 
 
 async def test_a_client_waits_for_a_server_that_is_started_again_and_learns_that_its_session_is_gone(
@@ -53,4 +62,52 @@ async def test_a_client_waits_for_a_server_that_is_started_again_and_learns_that
     assert len(stream.token_ids) > 0
     with pytest.raises(kakeya.SessionNotFound):
         await do(session.close)
+    await do(client.close)
+
+
+async def test_a_stream_goes_on_where_a_server_that_keeps_sessions_was_killed_and_so_does_what_follows(
+    keeper: Restarted, flavour: str, do: Do
+) -> None:
+    """Two kills in the middle of one Generate; then calls of this client, and of another that has only the id."""
+
+    async def conversation(between: Callable[[int], Awaitable[None]]) -> list[Any]:
+        said: list[Any] = []
+        session = await do(client.create_session, ENDLESS, label="kept")
+        for turn in range(2):
+            said.append(await do(session.append, PROMPT))
+            stream = session.generate(TOKENS, temperature=1.2, seed=turn, logprobs=True)
+            tokens = stream.details()
+            for _ in range(2):
+                await do(lambda tokens=tokens: next(tokens)) if flavour == "threads" else await anext(tokens)
+                await between(turn)
+            result = await do(stream.result)
+            said.append((result.token_ids, result.logprobs, result.stop_reason, result.history_length, result.seed))
+        found = await do(client.session, session.id)
+        fork = await do(found.fork, label="")
+        said.append((await do(fork.append, PROMPT), found.history_length, (await do(found.info)).label))
+        said.append((await do(fork.generate(5).result)).token_ids)
+        said.append((await do(fork.close), await do(session.close)))
+        return said
+
+    async def kill(turn: int) -> None:
+        if turn == 0:
+            await asyncio.to_thread(keeper.kill)
+            await asyncio.to_thread(keeper.start)
+
+    async def nothing(_: int) -> None:
+        pass
+
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(keeper.target)
+    generate, calls = client._generate, 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return generate(*given)
+
+    client._generate = counted
+    assert await conversation(nothing) == await conversation(kill)
+    # Three without a kill, and three more; each kill met a Generate that was running.
+    assert calls >= 3 + 3 + 2
+    assert (await do(client.server_info)).durability is kakeya.Durability.POWER
     await do(client.close)
