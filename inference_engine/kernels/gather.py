@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.topk import TopK, topk, topk_by_sorting
+from inference_engine.kernels.topk import Largest, TopK, topk, topk_by_sorting
 
 # Queries whose entries are gathered at a time, so temporary memory does not grow with the number of queries.
 QUERIES_AT_ONCE = 16
@@ -101,18 +101,19 @@ def select(
     *,
     capacity: int | None = None,
     searched: bool = True,
+    largest: Largest = topk_by_sorting,
 ) -> SelectedBlocks:
     """The k candidate blocks [T, B] of highest scores [T, Hkv, B]; all of them where there are no more than k.
 
     hint: [T, Hkv, any] or broadcast to it, blocks chosen a step ago, -1 for none. hint and capacity: as in `topk`.
-    searched: False sorts instead, whatever the hint, and finds the same blocks. In plain torch that is faster for
-    so few blocks, and does not wait for a CUDA device; a fast kernel searches.
+    searched: False leaves it to `largest`, whatever the hint, which finds the same blocks. In plain torch sorting is
+    faster for so few blocks, and does not wait for a CUDA device; `largest` of a device is faster still.
     """
     if searched:
         found = topk(scores, k, hint, candidates=candidates[:, None], capacity=capacity)
     else:
         none = torch.zeros(scores.shape[:-1], dtype=torch.int64, device=scores.device)
-        found = TopK(topk_by_sorting(scores, k, candidates=candidates[:, None]), none, none)
+        found = TopK(largest(scores, k, candidates=candidates[:, None]), none, none)
     return SelectedBlocks(found.indices, (found.indices >= 0).sum(-1), found.passes, found.iterations)
 
 

@@ -17,10 +17,17 @@ from inference_engine.kernels.fused import PLAIN as PLAIN_FUSED
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
+from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kernels.trellis import PLAIN, Trellis
 
 # The operation, and the module in `triton/` that has it under the same name.
-_KERNELS = {"attend_ragged": "ragged_attention", "fused": "fused", "noise_of_all": "noise", "trellis": "trellis"}
+_KERNELS = {
+    "attend_ragged": "ragged_attention",
+    "fused": "fused",
+    "largest": "topk",
+    "noise_of_all": "noise",
+    "trellis": "trellis",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +35,14 @@ class DeviceOps:
     """What a device computes with. Without arguments: the references, which run anywhere.
 
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
-    drawn with. trellis: the coder of latents. fused: what a step of few tokens is made of. attends_together: are the
-    queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each session is attended to by
-    itself, which is better where there is no kernel.
+    drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. trellis: the coder of latents.
+    fused: what a step of few tokens is made of. attends_together: are the queries of all sessions of a step attended to
+    in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is no kernel.
     """
 
     attend_ragged: RaggedAttention = attend_ragged
     noise_of_all: NoiseOfAll = noise_of_all
+    largest: Largest = topk_by_sorting
     trellis: Trellis = PLAIN
     fused: Fused = PLAIN_FUSED
     attends_together: bool = False

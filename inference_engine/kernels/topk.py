@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ class TopK:
     indices: Tensor
     passes: Tensor
     iterations: Tensor
+
+
+class Largest(Protocol):
+    """The k largest of each row, as `topk_by_sorting` finds them."""
+
+    def __call__(self, scores: Tensor, k: int, *, candidates: Tensor | None = None) -> Tensor: ...
 
 
 def topk(

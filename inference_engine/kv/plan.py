@@ -81,6 +81,7 @@ class StepPlan:
             attends_together=attends_together,
             most_queries=_MOST_RAGGED_TOKENS,
             numbers=self.numbers,
+            largest=ops.largest,
             on_choice=on_choice,
         )
         for session, span in zip(sessions, self.spans, strict=True):

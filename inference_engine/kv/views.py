@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import attend, attend_causal
 from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
+from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import KVBuffer
@@ -83,7 +84,7 @@ class StepReads:
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
-    on_choice: called with the blocks that generated tokens read, if plain operations choose them.
+    largest: chooses blocks for queries that read by views. on_choice: called with these blocks.
     selects: does a query that reads by numbers choose blocks?
     """
 
@@ -93,6 +94,7 @@ class StepReads:
     attends_together: bool
     most_queries: int
     numbers: StepNumbers
+    largest: Largest = topk_by_sorting
     on_choice: OnChoice | None = None
     selects: bool = False
 

@@ -15,13 +15,18 @@ from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
 from inference_engine.kernels.ragged_attention import (
+    BLOCK,
     FIELDS,
+    KEPT,
+    LOCAL,
     PREFIX_HEAD_SLOTS,
     PREFIX_START,
+    SINK,
     START,
     RaggedAttention,
     attend_ragged,
 )
+from inference_engine.kernels.topk import topk_by_sorting
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
 from inference_engine.kv.numbers import RegionLines, choose_blocks
@@ -167,7 +172,7 @@ def selections(
     torch.manual_seed(seed)
     keys, values = (torch.randn(16_000, dim).to(dtype) for _ in range(2))
     lines, alone, asked, start = [], [], [], 1
-    for block, sink, count in ((4, 4, 3), (8, 5, 2), (4, 0, 0), (4, 0, 1), (8, 12, 100)):
+    for block, sink, count in ((4, 4, 3), (8, 5, 2), (4, 0, 0), (4, 0, 1), (8, 12, 100), (16, 16, 2)):
         selector = BlockSelector(block=block, sink=sink, window=20, count=count)
         layout = Layout.of(LayerRule(selector=selector), geometry(None, kv_heads, query_heads, dim), None, 160)
         for length in (41, 97, 160):
@@ -271,11 +276,13 @@ def device_of_kernels() -> torch.device:
         return torch.device("cuda")
     from triton.runtime import interpreter
 
-    from inference_engine.kernels.triton import ragged_attention
+    from inference_engine.kernels.triton import gather, ragged_attention
 
     interpreter.int = _IntOfArray
     # It takes long for each program: fewer than would fill a GPU.
     ragged_attention._PROGRAMS, ragged_attention._SOME_SPLITS = 32, 2
+    gather._PARTS, gather._NARROW = 8, 16
+    gather._READ = gather._READ._replace(rows=16)
     return torch.device("cpu")
 
 
@@ -317,6 +324,78 @@ def compare_chunks_and_selections() -> None:
             compare_alone(forks, shape, dtype, tolerance, device)
 
 
+def compare_selecting_steps() -> None:
+    """Steps with selected blocks, over memory that begins as rubbish: each query's result, whatever is beside it."""
+    from inference_engine.kernels.triton import gather, ragged_attention
+
+    device = device_of_kernels()
+    setattr(gather, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
+    shape = (4, 2, 24)
+    queries, keys, values, regions, _ = selections(shape, torch.float32)
+    keys[:: len(keys) // 40] = 0.25  # some equal scores
+    queries, keys, values, regions = (part.to(device) for part in (queries, keys, values, regions))
+
+    def attend(some: slice) -> Tensor:
+        kernel = kernel_of()
+        return kernel(queries[some], keys, values, regions[some], kv_heads=shape[1], scaling=0.2, blocks=BLOCKS)
+
+    expected = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=0.2, blocks=BLOCKS)
+    together = attend(slice(None))
+    assert torch.allclose(together, expected, atol=2e-5)
+    for some in (slice(0, 1), slice(7, 8), slice(14, 18)):
+        assert torch.equal(attend(some), together[some]), "a query's bits depend on what is beside it"
+    ragged_attention._FEW_QUERIES = 4  # now these are many
+    assert torch.allclose(attend(slice(0, 12)), expected[:12], atol=2e-5)
+    compare_lists(device)
+
+
+class Poisoned:
+    """torch, whose new memory is full of rubbish."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*arguments: object, **options: object) -> Tensor:
+        made: Tensor = torch.empty(*arguments, **options)  # type: ignore[call-overload]
+        return made.fill_(float("nan") if made.is_floating_point() else 2**30)
+
+
+def compare_lists(device: torch.device) -> None:
+    """The lists of blocks of rows of several lengths, against the definition; NaN and equal scores among them."""
+    from inference_engine.kernels.triton.gather import select_blocks
+
+    lines, expected = [], []
+    scores = torch.randn(9, 2, BLOCKS)
+    scores[2:] = scores[2:].round()
+    scores[4:, 0, 5:9] = torch.tensor([float("nan"), float("-inf"), -0.0, float("inf")])
+    scores[5:, 1] = 0
+    for row, (kept, sink, local) in enumerate(
+        [
+            (3, 4, 160),
+            (3, 0, 64),
+            (0, 4, 160),
+            (40, 4, 160),
+            (7, 4, 160),
+            (1, 0, 160),
+            (5, 4, 44),
+            (9, 160, 40),
+            (39, 0, 160),
+        ]
+    ):
+        line = torch.zeros(FIELDS, dtype=torch.int64)
+        line[[SINK, BLOCK, KEPT, LOCAL]] = torch.tensor([sink, 4, kept, local])
+        lines.append(line)
+        candidates = torch.arange(BLOCKS)
+        candidates = (candidates * 4 >= sink) & (candidates * 4 < local)
+        expected.append(topk_by_sorting(scores[row], kept, candidates=candidates))
+    listed = select_blocks(scores.to(device), torch.stack(lines).to(device)).cpu()
+    for row, blocks in enumerate(expected):
+        for head, own in enumerate(blocks):
+            found = listed[row, head, : int((own >= 0).sum())]
+            assert found.tolist() == own[own >= 0].tolist(), (row, head)
+
+
 def compare_alone(
     build: Build,
     shape: tuple[int, int, int],
@@ -334,6 +413,6 @@ def compare_alone(
     assert worst < tolerance, (build, shape, dtype, worst)
 
 
-@pytest.mark.parametrize("compare", [compare_kernel, compare_chunks_and_selections])
+@pytest.mark.parametrize("compare", [compare_kernel, compare_chunks_and_selections, compare_selecting_steps])
 def test_the_kernel_gives_what_the_reference_gives(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

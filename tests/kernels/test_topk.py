@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inference_engine.kernels.topk import TopK, topk, topk_by_sorting
+from tests.kernels.own_process import run_with_triton
+from tests.kernels.test_ragged_attention import device_of_kernels
 
 INF, NAN = math.inf, math.nan
 
@@ -222,3 +224,30 @@ def test_a_perfect_hint_costs_one_count_and_the_collection() -> None:
 def test_the_search_is_short_even_when_the_hint_is_bad(distribution: str, kind: str) -> None:
     scores = draw(distribution, 20, 3001)
     assert topk(scores, 25, a_hint(kind, scores, 25)).iterations.max() <= 12
+
+
+def compare_kernel() -> None:
+    """What a child process runs: the kernel against the definition, with rows longer than one program holds."""
+    device = device_of_kernels()
+    from inference_engine.kernels.triton import topk as kernel
+
+    counts: tuple[int, ...] = (257, 100_003, 2**20)
+    if device.type != "cuda":  # it takes long for each program
+        kernel._ONE, kernel._CHUNK, kernel._PROGRAMS, kernel._SAMPLE, kernel._LISTED = 64, (16, 64), 4, 128, 64
+        counts = (50, 203)
+    for count in counts:
+        rows = torch.stack([draw(name, 1, count)[0] for name in DISTRIBUTIONS])
+        rows = torch.cat([rows, rows.new_zeros(1, count), rows[:1]])
+        rows[-1, ::7], rows[-1, ::11], rows[-1, ::13] = NAN, INF, -rows.new_tensor(NAN)
+        rows[-2, ::5] = -0.0
+        rows = (rows if device.type == "cuda" else rows[count % 3 :: 3]).to(device)
+        for k in (1, 37, count):
+            assert torch.equal(kernel.largest(rows, k), topk_by_sorting(rows, k)), (count, k)
+        some = torch.rand(len(rows), count, device=device) < 0.3
+        some[1], some[2, 3:] = False, False
+        found = kernel.largest(rows, 29, candidates=some)
+        assert torch.equal(found, topk_by_sorting(rows, 29, candidates=some)), count
+
+
+def test_the_kernel_chooses_as_the_definition() -> None:
+    run_with_triton(compare_kernel)

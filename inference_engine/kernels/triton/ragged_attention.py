@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.triton.gather import attend_selecting
 from inference_engine.kernels.triton.region_blocks import choose_blocks
 
 _PROGRAMS = 256  # enough to fill a GPU; fewer queries are split into more parts
@@ -40,6 +41,10 @@ def attend_ragged(
 ) -> Tensor:
     """See `RaggedAttention`."""
     query_count, query_heads, head_dim = queries.shape
+    if blocks and query_count <= _FEW_QUERIES:
+        return attend_selecting(
+            queries, keys, values, regions, kv_heads=kv_heads, scaling=scaling, softcap=softcap, blocks=blocks
+        )
     group = query_heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_dim))
     is_narrow = width * queries.element_size() <= 256

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inference_engine.kernels.bounds import block_bounds, block_means, bounds_scores, mean_scores
 from inference_engine.kernels.gather import Always, always_read, distant_blocks, gather_attend, select
+from inference_engine.kernels.topk import Largest
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import BlockSelector, LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import KVBuffer
@@ -100,6 +101,7 @@ class BlockIndex(LayoutPart):
             candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
             one_by_one=step.is_fixed_shape,
             dense=dense,
+            largest=step.largest,
             on_choice=step.on_choice,
         )
 
@@ -153,6 +155,7 @@ class GatherView:
     candidates: Tensor  # [G, B]
     one_by_one: bool  # shapes that do not depend on which queries share a step
     dense: View | None  # None: every query is generated
+    largest: Largest
     on_choice: OnChoice | None = None
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
@@ -189,7 +192,7 @@ class GatherView:
             high = self.region.slots(buffer.values, layer, self.summaries_from, blocks)
             scores = bounds_scores(queries, low, high, scoring.scaling)
         candidates = self.candidates[some]
-        chosen = select(scores, candidates, self.selector.count, searched=False).blocks
+        chosen = select(scores, candidates, self.selector.count, searched=False, largest=self.largest).blocks
         if self.on_choice is not None:
             self.on_choice(layer, scores, candidates, chosen)
         return chosen
