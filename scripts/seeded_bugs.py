@@ -172,7 +172,7 @@ BUGS = (
     Bug(
         "the history grows before the journal knows",
         "inference_engine/session/session.py",
-        "        self.history.reserve(len(token_ids))\n        start = len(self.history)\n",
+        "        start = self.history.reserve(len(token_ids))\n",
         "        start = len(self.history)\n        self.history.extend(token_ids, mark)\n",
         ("tests/engine/test_lifecycle.py",),
     ),

@@ -159,11 +159,15 @@ class History:
 
     # -- growing ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, adding: int) -> None:
-        """Allocate, so that `extend` by `adding` tokens allocates nothing. Changes nothing on MemoryError."""
+    def reserve(self, adding: int) -> int:
+        """Allocate, so that `extend` by `adding` tokens allocates nothing; returns the position of the first of them.
+
+        Changes nothing on MemoryError.
+        """
         end = self._length + adding
         while self._capacity < end:
             self._grow(end)
+        return self._length
 
     def extend(self, token_ids: TokenIds, mark: Mark) -> None:
         """Add tokens, all or, if it raises MemoryError, none."""

@@ -112,8 +112,7 @@ class Session:
 
         began: the Generate whose first tokens they are.
         """
-        self.history.reserve(len(token_ids))
-        start = len(self.history)
+        start = self.history.reserve(len(token_ids))
         self.journal.append(self.session_id, start, token_ids, mark, began=began, logprobs=logprobs)
         self.history.extend(token_ids, mark)
 
