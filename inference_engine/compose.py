@@ -107,8 +107,6 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
     """
     latent = find_latent(model)
     components = find_components(model)
-    if components is None:
-        logger.info("gather chooses by bounds of blocks: `kakeya train components` calibrates components of keys")
     forward = open_backend(model, admitted)
     return Parts(
         forward=forward,

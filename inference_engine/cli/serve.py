@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import logging
 import os
 import re
 import signal
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from inference_engine.server.run import ServerHandle
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+logger = logging.getLogger(__name__)
 
 _STANDARD_ERROR = 2  # the descriptor: Python's file object cannot be used in a fault
 _READY = re.compile(r"ready at (\S+): ")
@@ -92,6 +95,8 @@ def _serve_model(
         parts = open_parts(model, admitted)
 
     def ready(handle: ServerHandle) -> None:
+        if parts.components is None:
+            logger.info("gather chooses by bounds of blocks: `kakeya train components` calibrates components of keys")
         print(ready_line(handle, engine), flush=True)
         if args.until_eof:
             threading.Thread(target=stop_at_eof, name="until-eof", daemon=True).start()

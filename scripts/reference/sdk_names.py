@@ -26,9 +26,11 @@ DIFFERENCES = Path(__file__).with_suffix(".toml")
 OPTIONS = {
     "Client": "ClientOptions",
     "Client.create_session": "CreateSessionOptions",
+    "Client.sessions": "SessionsOptions",
     "Session.append": "AppendOptions",
     "Session.fork": "ForkOptions",
     "Session.generate": "GenerateOptions",
+    "Session.history": "HistoryOptions",
     "end_of_turn_ids": "ChatOptions",
     "tokens_for_chat": "ChatOptions",
     "tokens_for_next_turn": "NextTurnOptions",

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from inference_engine.config import child_environment
 from inference_engine.kv.strategies.full import Full
 from kakeya import Client, RetryPolicy
 from tests.load.scripted import solo_of
@@ -34,13 +35,13 @@ class Lives:
             port = free.getsockname()[1]
         self.target = f"127.0.0.1:{port}"
         command = [sys.executable, str(Path(__file__).with_name("serve_lives.py")), str(port), str(folder), durability]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'sdks/python/src'}", "OMP_WAIT_POLICY": "PASSIVE"}
+        path = f"{ROOT}:{ROOT / 'sdks/python/src'}"
         self._process = subprocess.Popen(
             [*command, *(["early"] if is_early else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=child_environment(PYTHONPATH=path, OMP_WAIT_POLICY="PASSIVE"),
             cwd=ROOT,
         )
         self._life = 0

@@ -187,7 +187,7 @@ def layers_kept_full(*layers: int) -> pb.Strategy:
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(block=0))}, "strategy.gather.block"),
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(block=129))}, "strategy.gather.block"),
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(budget=700))}, "strategy.gather.budget"),
-        ({"strategy": pb.Strategy(gather=pb.GatherStrategy(window=2**32 - 1))}, "strategy.gather.budget"),
+        ({"strategy": pb.Strategy(gather=pb.GatherStrategy(window=2**32 - 1))}, "strategy.gather.window"),
         (
             {"strategy": pb.Strategy(gather=pb.GatherStrategy(window=8, sink=0, block=4, budget=64))},
             "strategy.gather.window",

@@ -179,12 +179,20 @@ async def test_a_reused_connection_that_never_finishes_its_next_request_is_close
 
 
 async def test_a_connection_that_waits_for_an_answer_is_not_closed(
-    engine: Engine, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    client: openai.AsyncOpenAI,
+    called: Callable[[Engine, str], asyncio.Event],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.001)
-    answer = await client.chat.completions.create(**{**FOREVER, "max_tokens": 400})
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    with held(engine):
+        is_queued = called(engine, "generate")
+        asked = asyncio.create_task(client.chat.completions.create(**{**FOREVER, "max_tokens": 4}))
+        await is_queued.wait()
+        await asyncio.sleep(2 * connection.HEAD_SECONDS)
+    answer = await asked
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == 400
+    assert answer.usage.completion_tokens == 4
 
 
 NO_PEERS = UnauthenticatedPeers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0)
