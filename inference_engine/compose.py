@@ -366,7 +366,7 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         raise DrafterError("a trained drafter needs the weights of a model; start with --drafter ngram or none")
     is_named = model.drafter in ("auto", "trained")
     if not is_named:
-        network = _in_folder(Path(model.drafter).expanduser(), model, forward, target)
+        network = _in_folder(Path(model.drafter).expanduser(), model, forward)
     elif (folder := _trained_folder(model, target)) is not None:
         network = _load_trained(folder, _digest_of_target(folder), forward)
     elif model.drafter == "auto":
@@ -412,26 +412,18 @@ class _Target:
 
     hidden: int
     layers: int
-    embedding_scale: float
 
 
 def _target_of(forward: Forward) -> _Target | None:
     """None if the model has no weights that a drafter could share."""
     if (program := forward.program) is not None:
-        from kv_cache_proposer.dflash.native import embedding_factor
-
-        steps = program.steps
-        return _Target(hidden=steps.hidden, layers=len(steps.layers), embedding_scale=embedding_factor(steps))
+        return _Target(hidden=program.steps.hidden, layers=len(program.steps.layers))
     if (words := forward.words) is not None:
-        return _Target(hidden=words.hidden, layers=words.layers, embedding_scale=words.scale)
+        return _Target(hidden=words.hidden, layers=words.layers)
     if (model := forward.torch_model) is None:
         return None
-    from kv_cache_proposer.dflash.target import embedding_scale_of
-
     config = model.config.get_text_config()
-    return _Target(
-        hidden=config.hidden_size, layers=config.num_hidden_layers, embedding_scale=embedding_scale_of(model)
-    )
+    return _Target(hidden=config.hidden_size, layers=config.num_hidden_layers)
 
 
 def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Drafter:
@@ -485,13 +477,13 @@ def _trained_folder(model: ModelConfig, target: _Target) -> Path | None:
     return next((folder for folder in folders if stored_target(folder) == digest), None)
 
 
-def _in_folder(folder: Path, model: ModelConfig, forward: Forward, target: _Target) -> DFlashNetwork:
+def _in_folder(folder: Path, model: ModelConfig, forward: Forward) -> DFlashNetwork:
     from kv_cache_proposer.dflash.published import load_published
 
     if _is_trained(folder) or not (folder / "config.json").is_file():
         return _load_trained(folder, weights_digest(check_model(model.model, cache=model.cache_path)), forward)
     device, dtype = forward.device, forward.compute_dtype
-    return load_published(folder, embedding_scale=target.embedding_scale, device=device, dtype=dtype)
+    return load_published(folder, device=device, dtype=dtype)
 
 
 def _digest_of_target(folder: Path) -> str:

@@ -62,14 +62,12 @@ class Result:
 class SharedWords:
     """What a drafter on torch shares with a model that runs elsewhere.
 
-    hidden, layers: sizes of the model. scale: what it multiplies embeddings by. matrices: its embedding and its head,
-    [V, hidden] each, in the dtype of its activations; None for a head that is no matrix alone. They are unpacked at
-    each call if the model has them quantised.
+    hidden, layers: sizes of the model. matrices: its embedding and its head, [V, hidden] each, in the dtype of its
+    activations; None for a head that is no matrix alone. They are unpacked at each call if they are quantised.
     """
 
     hidden: int
     layers: int
-    scale: float
     matrices: Callable[[], tuple[Tensor, Tensor | None]]
 
 

@@ -16,6 +16,9 @@ class DFlashConfig:
     it. mask_token_id: an id of the target's that texts do not contain. context_window: positions before the block that
     it may look at. chain: width of the module that conditions a draft token on the one before it; 0: none, as in
     published drafters.
+
+    windows: of each layer, how many positions a query sees, its own included; 0: all. causal: of each layer, whether a
+    place of the block sees none behind it. Empty: every layer sees the whole context and block.
     """
 
     hidden: int
@@ -32,12 +35,20 @@ class DFlashConfig:
     norm_eps: float = 1e-6
     embedding_scale: float = 1.0
     chain: int = 0
+    windows: tuple[int, ...] = ()
+    causal: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name == "tap_layers":
                 is_right = bool(value) and list(value) == sorted(set(value)) and value[0] >= 0
+            elif spec.name in ("windows", "causal"):
+                # Narrower than a block, a window would hide places of the block from one another.
+                is_right = len(value) in (0, self.layers) and all(
+                    isinstance(one, bool) if spec.name == "causal" else one == 0 or one >= self.block_size
+                    for one in value
+                )
             elif spec.name in ("mask_token_id", "chain"):
                 is_right = isinstance(value, int) and value >= 0
             elif spec.name in ("rope_theta", "norm_eps", "embedding_scale"):
@@ -55,6 +66,14 @@ class DFlashConfig:
             )
 
     @property
+    def reaches(self) -> tuple[tuple[int, bool], ...]:
+        """Of each layer, its window (0: none) and whether it is causal."""
+        none = (0,) * self.layers
+        return tuple(
+            (window, bool(causal)) for window, causal in zip(self.windows or none, self.causal or none, strict=True)
+        )
+
+    @property
     def elements_per_position(self) -> int:
         """Numbers of K, and as many of V, that the drafter keeps of one position."""
         return self.layers * self.kv_heads * self.head_dim
@@ -63,7 +82,8 @@ class DFlashConfig:
     def from_json(content: Any) -> DFlashConfig:
         """Raises DrafterError for what is missing or unknown."""
         try:
-            return DFlashConfig(**{**content, "tap_layers": tuple(content["tap_layers"])})
+            lists = {name: tuple(content.get(name, ())) for name in ("tap_layers", "windows", "causal")}
+            return DFlashConfig(**{**content, **lists})
         except (KeyError, TypeError) as error:
             raise DrafterError(f"not a drafter's configuration: {type(error).__name__}: {error}") from error
 

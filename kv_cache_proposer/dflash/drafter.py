@@ -176,10 +176,10 @@ class DFlashDrafter(BlockDrafter):
         graphs = self._graphs.get(memories[0].pool)
         if graphs is not None and graphs.can_propose(len(memories)):
             return graphs.propose(memories, ids, first, keys, temperatures)
-        context, mask = self._context(memories, first)
+        context, mask, held = self._context(memories, first)
         block = self._words.embed(torch.from_numpy(ids).to(self._device), self.config.embedding_scale)
         positions = torch.from_numpy(first[:, None] + np.arange(self.config.block_size)).to(self._device)
-        states = self._network(block, positions, context, mask)
+        states = self._network(block, positions, context, mask, held)
         draws = None
         if temperatures.any():
             on_device = (torch.from_numpy(part).to(self._device) for part in (keys[:, :longest], temperatures))
@@ -188,11 +188,16 @@ class DFlashDrafter(BlockDrafter):
         draft_tokens: NDArray[np.int64] = chosen.cpu().numpy()
         return draft_tokens
 
-    def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Entries], Tensor]:
-        """Every layer's entries of all sessions, padded to the longest ring buffer in use, and each block's mask."""
+    def _context(
+        self, memories: Sequence[RingMemory], first: NDArray[np.int64]
+    ) -> tuple[list[Entries], Tensor, Tensor]:
+        """Every layer's entries of all sessions, padded to the longest ring buffer in use, each block's mask, and the
+        entries' positions [N, count].
+        """
         config = self.config
         count = max(memory.used for memory in memories)
         visible = np.ones((len(memories), count + config.block_size), dtype=np.bool_)
+        held = np.stack([memory.held[:count] for memory in memories])
         parts: list[tuple[Tensor, Tensor]] = []
         for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
             visible[place, :count] = memory.visible(position, count)
@@ -201,7 +206,7 @@ class DFlashDrafter(BlockDrafter):
             parts.append((_padded(keys, short), _padded(values, short)))
         keys, values = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))  # [layers, N, Hkv, count, D]
         mask = torch.from_numpy(visible).to(self._device)[:, None, None]
-        return list(zip(keys, values, strict=True)), mask
+        return list(zip(keys, values, strict=True)), mask, torch.from_numpy(held).to(self._device)
 
 
 def _noise(wanted: Sequence[Wanted], places: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

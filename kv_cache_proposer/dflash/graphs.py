@@ -1,7 +1,8 @@
 """The drafter's two computations as recorded graphs, one per number of blocks and one per number of tokens.
 
     propose   ids [N, B] | positions [N, B] | where each ring buffer begins
-              | keys of noise [N, B − 1] | temperatures [N] | what each block sees   → draft tokens [N, B − 1]
+              | keys of noise [N, B − 1] | temperatures [N]
+              | what each block sees: of a slot its position + 1, or 0       → draft tokens [N, B − 1]
     observe   positions [R] | buffer vectors to write                    beside them taps [R, taps, hidden]
 
 A draft for a small target is a few dozen launches, which take the host longer than the device, like a decode step
@@ -79,7 +80,7 @@ class DrafterGraphs:
         visible = np.ones((count, window + size), dtype=np.int64)
         starts = np.array([memory.first_vector for memory in memories], dtype=np.int64)
         for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
-            visible[place, :window] = memory.visible(position, window)
+            visible[place, :window] = np.where(memory.visible(position, window), memory.held + 1, 0)
         blocks = BLOCKS[bisect_left(BLOCKS, count)]
         positions = first[:, None] + np.arange(size)
         parts = (ids, positions, starts, keys, temperatures.view(np.int64), visible)
@@ -110,14 +111,15 @@ class DrafterGraphs:
         def compute(numbers: Tensor) -> Tensor:
             ids, positions, starts, keys_of_noise, temperatures, visible = torch.split(numbers, sizes)
             index = starts[:, None] + offsets
-            seen = visible.view(count, 1, 1, -1).bool()
+            seen = visible.view(count, 1, 1, -1) > 0
+            held = visible.view(count, -1)[:, :window] - 1
             # Vectors that were never written may hold NaN, which a mask does not remove.
             unseen = ~seen[..., :window, None]  # [N, 1, 1, window, 1]
             shape = (count, config.layers, config.kv_heads, window, config.head_dim)
             keys, values = (buffer[index].view(shape).masked_fill(unseen, 0) for buffer in self._buffers)
             context = list(zip(keys.unbind(1), values.unbind(1), strict=True))
             block = self._words.embed(ids.view(count, size), config.embedding_scale)
-            states = self._network(block, positions.view(count, size), context, seen)
+            states = self._network(block, positions.view(count, size), context, seen, held)
             draws = Draws(keys_of_noise.view(count, -1), temperatures.view(torch.float64))
             return choose_draft_tokens(self._network, self._words, states[:, 1:], draws)
 

@@ -124,14 +124,16 @@ class RingMemory(DraftMemory):
         first = self.first_vector + config.layers * config.kv_heads * config.context_window
         return first + np.arange(config.kv_heads * config.block_size).reshape(config.kv_heads, config.block_size)
 
-    def sight(self, position: int) -> Sight:
-        """The slots of the last positions before `position` that were observed without a gap, of a window at most."""
+    def sight(self, position: int, since: int = 0) -> Sight:
+        """The slots of the last positions before `position` that were observed without a gap, of a window at most, from
+        position `since` on.
+        """
         window = self._config.context_window
-        first, end = max(self._run[0], position - window, self._run[1] - window), self._run[1]
+        first, end = max(self._run[0], position - window, self._run[1] - window, since), self._run[1]
         if first >= end:
             return Sight(0, 0, 0)
-        since, last = first % window, (end - 1) % window
-        return Sight(0, since, last + 1) if since <= last else Sight(last + 1, since, window)
+        start, last = first % window, (end - 1) % window
+        return Sight(0, start, last + 1) if start <= last else Sight(last + 1, start, window)
 
     def index(self, slots: Positions) -> NDArray[np.int64]:
         """Vectors of the buffer: for each layer and head, those of the slots; flat."""

@@ -5,7 +5,8 @@ are rounded to 8 bits before products with quantised matrices, whatever the targ
 scores of them are the scores.
 
     session's memory   K and V of the ring buffer, then those of the block, where each layer's are written in turn
-    a query's region   the ring buffer as a shared prefix, then the block: every query of a block sees the same
+    a query's region   the ring buffer as a shared prefix, then the block: every query of a block sees the same, except
+                       in layers with a window or a causal mask
 
 Arrays of some size are numpy's: torch would wake threads of its own for them, beside those that have just computed.
 """
@@ -35,7 +36,7 @@ from inference_engine.kernels.ragged_attention import (
     UPTO,
 )
 from inference_engine.kv.context import KVContext
-from inference_engine.models.step_list import EMBEDDING, Embed, Product, StepList
+from inference_engine.models.step_list import Product, StepList
 from inference_engine.native.library import Identity
 from inference_engine.native.library import Step as NativeStep
 from kv_cache_proposer.dflash.choosing import LIKELIEST, Draws, best_alone, best_path
@@ -95,6 +96,9 @@ class NativeDrafter(BlockDrafter):
         chain = chain_list(config, vocabulary=steps.vocabulary, head=head)
         self._chain = program(chain, weights, {}) if config.chain else None
         self._vocabulary = steps.vocabulary
+        self._reaches: dict[tuple[int, bool], list[int]] = {}  # the layers of each
+        for layer, reach in enumerate(config.reaches):
+            self._reaches.setdefault(reach, []).append(layer)
         self._layer_vectors = np.arange(config.layers) * config.kv_heads * config.context_window
 
     @property
@@ -158,12 +162,12 @@ class NativeDrafter(BlockDrafter):
         regions = np.zeros((config.layers, count, size, FIELDS), np.int64)
         writes = np.empty((count, size, config.kv_heads), np.int64)
         for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
-            own, sight = memory.block_vectors(), memory.sight(position)
+            own = memory.block_vectors()
             writes[place] = own.T
             lines = regions[:, place]
             lines[..., START], lines[..., HEAD_SLOTS] = own[0, 0], size
-            lines[..., COUNT], lines[..., UPTO] = sight.end + size, sight.end + size - 1
-            lines[..., SINK], lines[..., FLOOR], lines[..., BASE] = sight.before, sight.since, sight.end
+            for reach, layers in self._reaches.items():
+                self._fill_sight(lines, layers, memory, position, *reach)
             lines[..., PREFIX_START] = (memory.first_vector + self._layer_vectors)[:, None]
             lines[..., PREFIX_HEAD_SLOTS] = config.context_window
         # Every layer writes where the one before it did: nobody reads that any more.
@@ -194,6 +198,20 @@ class NativeDrafter(BlockDrafter):
         )
         return logits, states
 
+    def _fill_sight(
+        self, lines: Numbers, layers: Sequence[int], memory: RingMemory, position: int, window: int, is_causal: bool
+    ) -> None:
+        """What the places of a block that begins at `position` see in some layers. lines: [layers, B, FIELDS]."""
+        size = self.config.block_size
+        for query in range(size) if window or is_causal else (slice(None),):
+            since = position + query - window + 1 if window and isinstance(query, int) else 0
+            last = query if is_causal and isinstance(query, int) else size - 1
+            sight = memory.sight(position, max(0, since))
+            for layer in layers:
+                line = lines[layer, query]
+                line[..., COUNT], line[..., UPTO] = sight.end + size, sight.end + last
+                line[..., SINK], line[..., FLOOR], line[..., BASE] = sight.before, sight.since, sight.end
+
     def _pairs(self, chain: Program, ids: Numbers, states: Floats) -> Floats:
         """Scores [N, G − 1, K, K] of each pair of neighbours. ids: [N, G, K]; states: [N, G, hidden]."""
         # The state of the next place; behind the last one there is none, and what stands there is not used.
@@ -220,11 +238,6 @@ def _head_of(steps: StepList) -> str:
     if head.biases:
         raise NotNative("the target's head has a bias")
     return head.matrices[0]
-
-
-def embedding_factor(steps: StepList) -> float:
-    """What the target multiplies its embeddings by."""
-    return next(one.factor for one in steps.operations if isinstance(one, Embed) and one.matrix == EMBEDDING)
 
 
 def _by_layer(index: Positions, config: DFlashConfig) -> Numbers:

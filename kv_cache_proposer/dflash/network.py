@@ -5,8 +5,9 @@
     [last token, MASK, MASK, …] ── target's embedding ── layers ── norm ── (chain) ── target's head ── the draft tokens
 
 Layers are those of Qwen3 (norm of each query and key head before rotation). Queries come from the block alone; keys and
-values from the context and the block, with no causal mask within the block. A token's entries depend only on its own
-taps, so they are computed once and cached. Parameters are named as in published checkpoints; these have no chain.
+values from the context and the block, with no causal mask within the block, unless the configuration has a window or a
+causal mask for a layer. A token's entries depend only on its own taps, so they are computed once and cached. Parameters
+are named as in published checkpoints; these have no chain.
 Source: DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036.
 """
 
@@ -139,19 +140,42 @@ class DFlashNetwork(nn.Module):
         angles = self.angles(positions)
         return [layer.self_attn.entries(vectors, angles) for layer in self._layers()]
 
-    def forward(self, block: Tensor, positions: Tensor, context: Sequence[Entries], mask: Tensor) -> Tensor:
+    def forward(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        context: Sequence[Entries],
+        mask: Tensor,
+        held: Tensor | None = None,
+    ) -> Tensor:
         """Final hidden states of blocks [N, T, hidden], of embeddings, at `positions` [N, T]; before any chain.
 
-        mask: [N or 1, 1, T or 1, S + T], what may be seen of context and block: bool.
+        mask: [N or 1, 1, T or 1, S + T], what may be seen of context and block: bool. held: [N, S], positions of the
+        context, which layers with a window need.
         """
         angles = self.angles(positions)
         states = block
-        if mask.shape[2] == 1:  # as it is added to scores: what takes a bool makes it so again in every layer
-            mask = torch.zeros(mask.shape, dtype=block.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-        for layer, entries in zip(self._layers(), context, strict=True):
-            states = layer(states, angles, entries, mask)
+        masks = {
+            reach: _additive(self._narrowed(mask, positions, held, *reach), block.dtype)
+            for reach in dict.fromkeys(self.config.reaches)
+        }
+        for layer, entries, reach in zip(self._layers(), context, self.config.reaches, strict=True):
+            states = layer(states, angles, entries, masks[reach])
         out: Tensor = self.norm(states)
         return out
+
+    @staticmethod
+    def _narrowed(mask: Tensor, positions: Tensor, held: Tensor | None, window: int, is_causal: bool) -> Tensor:
+        """What a layer sees of `mask`: with a window, what is fewer positions away; if it is causal, nothing behind."""
+        if not window and not is_causal:
+            return mask
+        if held is None:
+            raise ValueError("layers that see less need the positions of their context")
+        away = positions[:, :, None] - torch.cat([held, positions], dim=1)[:, None]  # [N, T, S + T]
+        seen = away >= 0 if is_causal else torch.ones_like(away, dtype=torch.bool)
+        if window:
+            seen = seen & (away.abs() < window)
+        return mask & seen[:, None]
 
     def angles(self, positions: Tensor) -> Angles:
         """In float64 until the cosine: far positions keep exact distances. In the dtype of what they turn."""
@@ -165,6 +189,13 @@ class DFlashNetwork(nn.Module):
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask for all queries as it is added to scores: what takes a bool makes it so again in every layer."""
+    if mask.shape[2] != 1:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def rotate(states: Tensor, angles: Angles) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +18,12 @@ from tests.tiny import tiny_model
 MASK = 127
 
 
-def tiny_config(**changes: int) -> DFlashConfig:
+def tiny_config(*, windows: tuple[int, ...] = (), causal: tuple[bool, ...] = (), **changes: int) -> DFlashConfig:
     shape = {"layers": 2, "taps": 2, "block_size": 4, "mask_token_id": MASK, "context_window": 24, **changes}
-    return config_for(tiny_model(), **shape)
+    return replace(config_for(tiny_model(), **shape), windows=windows, causal=causal)
 
 
-def tiny_network(*, seed: int = 0, **changes: int) -> DFlashNetwork:
+def tiny_network(*, seed: int = 0, **changes: Any) -> DFlashNetwork:
     return new_network(tiny_config(**changes), seed=seed).eval().requires_grad_(False)
 
 

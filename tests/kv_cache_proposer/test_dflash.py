@@ -168,7 +168,8 @@ def _draft_without(network: DFlashNetwork, ids: Tensor, missing: range) -> list[
     block = torch.full((1, size), network.config.mask_token_id)
     block[0, 0] = ids[-1]
     words = words_of(tiny_model())
-    states = network(words.embed(block, 1.0), torch.arange(last, last + size)[None], entries, mask)
+    held = torch.arange(len(ids))[None]
+    states = network(words.embed(block, 1.0), torch.arange(last, last + size)[None], entries, mask, held)
     draft_tokens: list[int] = words.head(states[:, 1:]).argmax(-1)[0].tolist()
     return draft_tokens
 
@@ -280,6 +281,26 @@ def test_what_is_recorded_computes_what_training_does(network: DFlashNetwork, mo
             drafter.observe([seen(memory, ids, first, min(first + 7, len(ids) - 1), network)])
     together = drafts(drafter, [wanted(memory, ids) for memory, ids in zip(memories, texts, strict=True)])
     assert together == [by_training(network, ids) for ids in texts]
+
+
+@EACH_KIND
+def test_layers_with_a_window_or_a_causal_mask_draft_from_what_they_see(
+    is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the network over the whole text at once; a ring that has gone round and one that has not."""
+    monkeypatch.setattr(graphs, "Recording", Unrecorded)
+    network, place = tiny_network(windows=(7, 0), causal=(True, False)), context()
+    drafter = DFlashDrafter(network, words_of(tiny_model()), records_graphs=is_recorded)
+    drafter.prepare(place)
+    texts = [history(seed, length) for seed, length in enumerate((LENGTH, 9))]
+    asked = []
+    for ids in texts:
+        memory = opened(drafter, place)
+        drafter.observe([seen(memory, ids, 0, len(ids) - 1, network)])
+        asked.append(wanted(memory, ids))
+    expected = [_draft_without(network, ids, range(0)) for ids in texts]
+    assert drafts(drafter, asked) == expected
+    assert expected != [_draft_without(tiny_network(), ids, range(0)) for ids in texts]
 
 
 def test_what_a_recording_reads_outlives_the_computation_it_was_made_from(monkeypatch: pytest.MonkeyPatch) -> None:

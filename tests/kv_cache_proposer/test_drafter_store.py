@@ -176,7 +176,7 @@ def published(tmp_path: Path) -> Path:
 
 
 def test_a_published_drafter_is_loaded_by_its_names(published: Path) -> None:
-    network = load_published(published, embedding_scale=8.0)
+    network = load_published(published)
     expected = replace(
         tiny_network().config,
         tap_layers=(0, 2),
@@ -184,7 +184,7 @@ def test_a_published_drafter_is_loaded_by_its_names(published: Path) -> None:
         mask_token_id=9,
         rope_theta=1_000_000,
         context_window=2048,
-        embedding_scale=8.0,
+        embedding_scale=1.0,
     )
     assert network.config == expected
     for name, tensor in tiny_network().state_dict().items():
@@ -193,7 +193,7 @@ def test_a_published_drafter_is_loaded_by_its_names(published: Path) -> None:
 
 def test_a_published_drafter_may_state_its_own_embedding_scale(published: Path) -> None:
     edit_config(published, input_embedding_scale=2.5)
-    assert load_published(published, embedding_scale=8.0).config.embedding_scale == 2.5
+    assert load_published(published).config.embedding_scale == 2.5
 
 
 PUBLISHED_DAMAGES: list[tuple[Edit, str]] = [
@@ -212,7 +212,7 @@ def test_published_weights_are_taken_whole_or_not_at_all(published: Path, edit: 
     edit(tensors)
     save_file(tensors, path)
     with pytest.raises(DrafterError, match=message):
-        load_published(published, embedding_scale=1.0)
+        load_published(published)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,17 @@ def test_published_weights_are_taken_whole_or_not_at_all(published: Path, edit: 
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"dflash_config": {"mask_token_id": 9}}, "target_layer_ids"),
         ({"block_size": "many"}, "block_size"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention in 1 of 2.*--drafter auto"),
-        ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention in 2 of 2"),
-        ({"layer_types": "sliding_attention"}, "not a list"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "slide from number 1 on"),
-        ({"is_causal": True}, "is_causal is True"),
-        ({"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 9, "is_causal": True}}, "is_causal is True"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention"),
+        ({"layer_types": "sliding_attention"}, "'sliding_attention', not a list of 2"),
+        ({"layer_types": ["full_attention"]}, "not a list of 2"),
+        ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}, "windows .*8, 8"),
+        ({"is_causal": "no"}, "is_causal is 'no'"),
+        ({"architectures": ["DFlash2DraftModel"]}, "architectures is .*DFlash2DraftModel"),
+        ({"dflash_config": {"conv_kernel_size": 4}}, "conv_kernel_size is 4"),
+        ({"dflash_config": {"selector_rank": 64}}, "selector_rank is 64"),
+        ({"dflash_config": {"use_swa": True}}, "use_swa is True"),
+        ({"attention_sink_bias": True}, "attention_sink_bias is True.*--drafter auto"),
+        ({"input_embedding_scale": 0}, "embedding_scale cannot be 0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"output_multiplier": 0.5}, "output_multiplier is 0.5"),
     ],
@@ -239,24 +244,95 @@ def test_a_kind_of_drafter_that_cannot_be_run_is_refused(
 ) -> None:
     edit_config(published, **changes)
     with pytest.raises(DrafterError, match=message):
-        load_published(published, embedding_scale=1.0)
+        load_published(published)
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWED = {"use_sliding_window": True, "sliding_window": 20}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "windows", "causal"),
     [
-        {"layer_types": ["full_attention"] * 2, "sliding_window": 4096, "is_causal": False},
-        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0},
-        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2},
-        {"final_logit_softcapping": None, "output_multiplier": 1.0},
+        ({"layer_types": [FULL] * 2, "sliding_window": 20, "is_causal": False}, (0, 0), (False, False)),
+        ({"use_sliding_window": False, "sliding_window": 20, "max_window_layers": 0}, (0, 0), (False, False)),
+        ({**WINDOWED, "max_window_layers": 2}, (0, 0), (False, False)),
+        ({**WINDOWED, "max_window_layers": 1}, (0, 20), (False, True)),
+        ({**WINDOWED, "layer_types": [SLIDING, FULL]}, (20, 0), (True, False)),
+        ({**WINDOWED, "layer_types": [SLIDING] * 2}, (20, 20), (True, True)),
+        ({**WINDOWED, "layer_types": [SLIDING, FULL], "is_causal": False}, (20, 0), (False, False)),
+        ({**WINDOWED, "layer_types": [SLIDING, FULL], "is_causal": True}, (20, 0), (True, True)),
+        ({"layer_types": [SLIDING, FULL], "sliding_window": 20}, (0, 0), (True, False)),
+        ({"is_causal": True}, (0, 0), (True, True)),
+        ({"final_logit_softcapping": None, "output_multiplier": 1.0, "selector_rank": None}, (0, 0), (False, False)),
     ],
     ids=str,
 )
-def test_a_drafter_that_sees_everything_is_run_whatever_else_its_configuration_says(
-    published: Path, changes: dict[str, Any]
+def test_layers_compute_what_the_published_code_makes_of_the_configuration(
+    published: Path, changes: dict[str, Any], windows: tuple[int, ...], causal: tuple[bool, ...]
 ) -> None:
     edit_config(published, **changes)
-    load_published(published, embedding_scale=1.0)
+    network = load_published(published)
+    taps, block = (torch.randn(1, count, *width) for count, width in ((50, (2, SIZE)), (16, (SIZE,))))
+    context = network.context(taps, torch.arange(50)[None])
+    everything = torch.ones(1, 1, 1, 66, dtype=torch.bool)
+    states = network(block, torch.arange(50, 66)[None], context, everything, torch.arange(50)[None])
+    weights = load_file(published / "model.safetensors")
+    expected = plain_forward({name: one.double() for name, one in weights.items()}, taps, block, windows, causal)
+    torch.testing.assert_close(states.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+SIZE = tiny_network().config.hidden
+
+
+def plain_forward(
+    weights: dict[str, Tensor], taps: Tensor, block: Tensor, windows: tuple[int, ...], causal: tuple[bool, ...]
+) -> Tensor:
+    """What the code published with the drafters computes, in float64, without anything of ours: a sum for each query.
+
+    taps: [1, S, taps, hidden], block: [1, T, hidden] behind them.
+    """
+    config = tiny_network().config
+    heads, kv_heads, width = config.query_heads, config.kv_heads, config.head_dim
+
+    def norm(states: Tensor, name: str) -> Tensor:
+        return states / (states.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def turned(states: Tensor, first: int) -> Tensor:
+        """[S, heads, D], from position `first` on."""
+        rates = 1_000_000 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angles = (torch.arange(first, first + len(states))[:, None] * rates).repeat(1, 2)[:, None]
+        halves = torch.cat([-states[..., width // 2 :], states[..., : width // 2]], dim=-1)
+        return states * angles.cos() + halves * angles.sin()
+
+    before, states = norm(taps[0].double().flatten(1) @ weights["fc.weight"].T, "hidden_norm"), block[0].double()
+    first = len(before)
+    for layer, (window, is_causal) in enumerate(zip(windows, causal, strict=True)):
+        own, inner = f"layers.{layer}", norm(states, f"layers.{layer}.input_layernorm")
+        product = {name: weights[f"{own}.self_attn.{name}_proj.weight"].T for name in "qkvo"}
+        queries = norm((inner @ product["q"]).view(-1, heads, width), f"{own}.self_attn.q_norm")
+        read = torch.cat([before, inner])
+        keys = norm((read @ product["k"]).view(-1, kv_heads, width), f"{own}.self_attn.k_norm")
+        queries, keys = turned(queries, first), turned(keys, 0)
+        values = (read @ product["v"]).view(-1, kv_heads, width)
+        out = torch.zeros_like(queries)
+        for query in range(len(states)):
+            away = [first + query - key for key in range(len(read))]
+            seen = [
+                key
+                for key, distance in enumerate(away)
+                if not (is_causal and distance < 0) and not (window and abs(distance) >= window)
+            ]
+            for head in range(heads):
+                shared = head // (heads // kv_heads)
+                scores = keys[seen, shared] @ queries[query, head] * width**-0.5
+                out[query, head] = scores.softmax(0) @ values[seen, shared]
+        states = states + out.flatten(1) @ product["o"]
+        inner = norm(states, f"{own}.post_attention_layernorm")
+        gate, up, down = (weights[f"{own}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        gates = inner @ gate
+        states = states + (gates * gates.sigmoid() * (inner @ up)) @ down
+    return norm(states, "norm")[None]
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -266,4 +342,4 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def test_a_folder_without_a_configuration_is_no_drafter(tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="no published drafter"):
-        load_published(tmp_path, embedding_scale=1.0)
+        load_published(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -30,7 +31,11 @@ from tests.tiny import PAGES, SMALL, VOCABULARY, tiny_model
 from tests.tiny_native import tiny_native
 
 WINDOW, LENGTH = 24, 61
-NETWORKS = {"plain": tiny_network, "chained": lambda: chained_network(chain=16)}
+NETWORKS: dict[str, Callable[[], DFlashNetwork]] = {
+    "plain": tiny_network,
+    "chained": lambda: chained_network(chain=16),
+    "narrow": lambda: tiny_network(windows=(7, 0), causal=(True, False)),
+}
 each_network = pytest.mark.parametrize("kind", NETWORKS)
 
 

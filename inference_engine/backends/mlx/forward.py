@@ -35,7 +35,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.plan import StepPlan
-from inference_engine.models.step_list import Attend, Embed
+from inference_engine.models.step_list import Attend
 from inference_engine.types import Mode, ModelFacts
 
 
@@ -79,7 +79,6 @@ class MlxForward:
         return SharedWords(
             hidden=steps.hidden,
             layers=len(steps.layers),
-            scale=next(one.factor for one in steps.operations if isinstance(one, Embed)),
             matrices=self._word_matrices,
         )
 
