@@ -24,7 +24,7 @@ _MARKER = "Kqzwxjvbm Vhgtfyprd"  # no template trims, escapes or takes it for ma
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """`fact_at` to `fact_end` are the positions of the fact asked for; the question begins at `tail_at`."""
+    """From `fact_at` to `fact_end` lie the facts that the answer needs; the question begins at `tail_at`."""
 
     token_ids: tuple[int, ...]
     question: Question
@@ -33,7 +33,7 @@ class Prompt:
     tail_at: int
 
     def is_out_of_reach(self, *, sink: int, window: int, segment_tokens: int) -> bool:
-        """Whether no query from the question on may read the fact under sink + window.
+        """Whether no query from the question on may read any of the facts under sink + window.
 
         The question's first token sees the furthest back, from `window` before its segment on. What other entries of
         the window may hold of the fact is what the control is there to show.
@@ -63,11 +63,11 @@ class Prompts:
                 "lengths", f"a prompt of this task needs at least {length - room + _SHORTEST_FILLER} ids, got {length}"
             )
         text = self._texts.filler(kind, room, seed)
-        token_ids, done, fact_at = list(head), 0, 0
-        for number, (fact, cut) in enumerate(zip(facts, self._cuts(text, depths), strict=True)):
+        token_ids, done = list(head), 0
+        places: list[tuple[int, int]] = []
+        for fact, cut in zip(facts, self._cuts(text, depths), strict=True):
             token_ids += text[done:cut]
-            if number == question.asked:
-                fact_at = len(token_ids)
+            places.append((len(token_ids), len(token_ids) + len(fact)))
             token_ids += fact
             done = cut
         token_ids += text[done:]
@@ -77,8 +77,8 @@ class Prompts:
         return Prompt(
             token_ids=tuple(token_ids),
             question=question,
-            fact_at=fact_at,
-            fact_end=fact_at + len(facts[question.asked]),
+            fact_at=places[question.needed[0]][0],
+            fact_end=places[question.needed[-1]][1],
             tail_at=tail_at,
         )
 

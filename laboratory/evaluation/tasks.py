@@ -4,6 +4,12 @@
     multi            the keys of five people; each is asked for      first number = the key of the one asked for
     counterfactual   a fact that the model knows to be otherwise     first words = what the text says
     tool_call        a call with its arguments                       the answer is that call, as JSON
+    values           three keys of one person                        the first three keys = these, in any order
+    variables        a key, and who has the same key as whom         first number = the key that the names lead to
+    aggregation      numbers that are called, some more often        first number = the one called most often
+
+The last three are like tasks of RULER (Hsieh et al., arXiv 2404.06654): `multi` asks for one of several keys, these for
+several values, for a chain of names, and for what only all places together say.
 
 The opening of the answer is given, so that a model is scored for what it finds and not for how it likes to begin, and
 base models can be asked as well. A question is a function of (task, trial, seed) alone.
@@ -22,6 +28,7 @@ from dataclasses import dataclass
 class Grade(enum.Enum):
     EXACT = "exact"
     OTHER_FACT = "another planted fact"
+    PART = "a part of the facts"
     PRIOR = "what is true outside the text"
     VALID_CALL = "a valid call, but another one"
     WRONG = "wrong"
@@ -31,7 +38,8 @@ class Grade(enum.Enum):
 class Question:
     """Sentences to plant in this order, which of them is asked for, and how: `question`, then the answer's `opening`.
 
-    grade: of what the model adds to the opening.
+    grade: of what the model adds to the opening. answer: what would be right after it. also: further facts without
+    which the answer cannot be known.
     """
 
     facts: tuple[str, ...]
@@ -39,6 +47,13 @@ class Question:
     question: str
     opening: str
     grade: Callable[[str], Grade]
+    answer: str
+    also: tuple[int, ...] = ()
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The facts that the answer needs, in their order."""
+        return tuple(sorted({self.asked, *self.also}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +61,8 @@ class Task:
     """make: the question of (trial, seed). facts: how many are planted at once. chance: share that is right by finding
     planted facts without knowing which is asked for.
 
-    Trials that differ only in the fact asked for share their facts and the text around them. questions: how many
-    there are (None: without end); further trials ask the first again, in other text.
+    `asked_together` trials, one after another, differ only in the fact asked for: they share their facts and the text
+    around them. questions: how many there are (None: without end); further trials ask the first again, in other text.
     """
 
     name: str
@@ -55,17 +70,15 @@ class Task:
     answer_tokens: int
     make: Callable[[int, int], Question]
     questions: int | None = None
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.facts if self.facts > 1 else 0.0
+    chance: float = 0.0
+    asked_together: int = 1
 
     def haystack(self, trial: int) -> int:
-        return trial // self.facts
+        return trial // self.asked_together
 
     def depths(self, trial: int, trials: int) -> tuple[float, ...]:
         """Where the facts go, as shares of the filler: over all trials, each sweeps its part of 5 to 95 % evenly."""
-        haystacks = -(-trials // self.facts)
+        haystacks = -(-trials // self.asked_together)
         along = self.haystack(trial) / (haystacks - 1) if haystacks > 1 else 0.5
         return tuple(0.05 + 0.9 * (fact + along) / self.facts for fact in range(self.facts))
 
@@ -89,6 +102,7 @@ def _single(trial: int, seed: int) -> Question:
         question="What is the pass key mentioned in the text above?",
         opening="The pass key is",
         grade=lambda text: Grade.EXACT if first_number(text) == code else Grade.WRONG,
+        answer=f" {code}.",
     )
 
 
@@ -113,6 +127,7 @@ def _multi(trial: int, seed: int) -> Question:
         question=f"What is the pass key of {people[asked]} mentioned in the text above?",
         opening=f"The pass key of {people[asked]} is",
         grade=grade,
+        answer=f" {codes[asked]}.",
     )
 
 
@@ -162,6 +177,7 @@ def _counterfactual(trial: int, seed: int) -> Question:
         question=f"According to the text above, what is {subject}?",
         opening=f"According to the text above, {subject} is",
         grade=grade,
+        answer=f" {planted}.",
     )
 
 
@@ -190,7 +206,83 @@ def _tool_call(trial: int, seed: int) -> Question:
         question=f"What is the tool call that unlocks the {door} door? Answer in JSON.",
         opening=opening,
         grade=grade,
+        answer=json.dumps(call).removeprefix(opening),
     )
+
+
+def _values(trial: int, seed: int) -> Question:
+    rng = random.Random(f"values/{seed}/{trial}")
+    (person,) = rng.sample(_PEOPLE, 1)
+    codes = _codes(rng, _VALUES)
+
+    def grade(text: str) -> Grade:
+        found = set(re.findall(r"[0-9]{5,}", text)[:_VALUES]) & set(codes)
+        return Grade.EXACT if len(found) == _VALUES else Grade.PART if found else Grade.WRONG
+
+    return Question(
+        facts=tuple(f"One of the pass keys of {person} is {code}." for code in codes),
+        asked=0,
+        also=tuple(range(_VALUES)),
+        question=f"What are the {_VALUES} pass keys of {person} mentioned in the text above?",
+        opening=f"The {_VALUES} pass keys of {person} are",
+        grade=grade,
+        answer=f" {codes[0]}, {codes[1]} and {codes[2]}.",
+    )
+
+
+def _variables(trial: int, seed: int) -> Question:
+    """Two chains, each of a key and a name that leads to it; the second name of one of them is asked for."""
+    rng = random.Random(f"variables/{seed}/{trial}")
+    people, codes, chain = rng.sample(_PEOPLE, 4), _codes(rng, 2), rng.randrange(2)
+    asked = people[2 + chain]
+
+    def grade(text: str) -> Grade:
+        found = first_number(text)
+        if found == codes[chain]:
+            return Grade.EXACT
+        return Grade.OTHER_FACT if found in codes else Grade.WRONG
+
+    return Question(
+        facts=(
+            *(f"The pass key of {people[one]} is {codes[one]}." for one in range(2)),
+            *(f"The pass key of {people[2 + one]} is the same as the pass key of {people[one]}." for one in range(2)),
+        ),
+        asked=2 + chain,
+        also=(chain,),
+        question=f"What is the pass key of {asked} mentioned in the text above?",
+        opening=f"The five digits of the pass key of {asked} are",
+        grade=grade,
+        answer=f" {codes[chain]}.",
+    )
+
+
+def _aggregation(trial: int, seed: int) -> Question:
+    rng = random.Random(f"aggregation/{seed}/{trial}")
+    codes = _codes(rng, len(_CALLS))
+    calls = [code for code, times in zip(codes, _CALLS, strict=True) for _ in range(times)]
+    rng.shuffle(calls)
+    often = [place for place, code in enumerate(calls) if code == codes[0]]
+
+    def grade(text: str) -> Grade:
+        found = first_number(text)
+        if found == codes[0]:
+            return Grade.EXACT
+        return Grade.OTHER_FACT if found in codes else Grade.WRONG
+
+    return Question(
+        facts=tuple(f"The number {code} was called." for code in calls),
+        asked=often[0],
+        also=tuple(often[1:]),
+        question="Which number was called most often in the text above?",
+        opening="The number that was called most often is",
+        grade=grade,
+        answer=f" {codes[0]}.",
+    )
+
+
+def _codes(rng: random.Random, count: int) -> list[str]:
+    """All different."""
+    return [str(code) for code in rng.sample(range(10_000, 100_000), count)]
 
 
 def _code(rng: random.Random) -> str:
@@ -198,14 +290,26 @@ def _code(rng: random.Random) -> str:
 
 
 _FACTS_OF_MULTI = 5
+_VALUES = 3
+_CALLS = (4, 1, 1)  # how often each number is called
 TOOL_CALL = "tool_call"
 
 TASKS = {
     task.name: task
     for task in (
         Task(name="single", facts=1, answer_tokens=12, make=_single),
-        Task(name="multi", facts=_FACTS_OF_MULTI, answer_tokens=12, make=_multi),
+        Task(
+            name="multi",
+            facts=_FACTS_OF_MULTI,
+            answer_tokens=12,
+            make=_multi,
+            chance=1 / _FACTS_OF_MULTI,
+            asked_together=_FACTS_OF_MULTI,
+        ),
         Task(name="counterfactual", facts=1, answer_tokens=12, make=_counterfactual, questions=len(PRIORS)),
         Task(name=TOOL_CALL, facts=1, answer_tokens=48, make=_tool_call),
+        Task(name="values", facts=_VALUES, answer_tokens=32, make=_values),
+        Task(name="variables", facts=4, answer_tokens=12, make=_variables, chance=1 / 2),
+        Task(name="aggregation", facts=sum(_CALLS), answer_tokens=12, make=_aggregation, chance=1 / len(_CALLS)),
     )
 }

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import pytest
+
 from laboratory.evaluation.tasks import PRIORS, TASKS, Grade
 
 
 def grade(task: str, answer: str, trial: int = 0) -> Grade:
     return TASKS[task].make(trial, 0).grade(answer)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_answers_rightly_is_exact_and_what_says_nothing_is_not(name: str) -> None:
+    for trial in range(8):
+        question = TASKS[name].make(trial, 1)
+        assert question.grade(question.answer) is Grade.EXACT
+        assert question.grade("") is question.grade(" I do not know.") is Grade.WRONG
+        assert question.asked in question.needed and question.needed[-1] < len(question.facts)
+
+
+def test_several_values_are_right_together_in_any_order_and_partly_right_apart() -> None:
+    question = TASKS["values"].make(0, 0)
+    codes = [fact.split()[-1].rstrip(".") for fact in question.facts]
+    assert question.grade(f":\n1. {codes[2]}\n2. {codes[0]}\n3. {codes[1]}") is Grade.EXACT
+    assert question.grade(f" {codes[1]}, {codes[1]}, {codes[1]}") is question.grade(f" {codes[0]}") is Grade.PART
+    assert question.grade(f" 12, 34567, 45678, 56789, {codes[0]}") is Grade.WRONG
+
+
+def test_a_chain_of_names_leads_to_one_key_and_not_to_the_other() -> None:
+    question = TASKS["variables"].make(0, 0)
+    origin, asked = (question.facts[fact] for fact in question.needed)
+    name = origin.split()[4]
+    assert asked.endswith(f"is the same as the pass key of {name}.") and name not in question.question
+    other = next(fact for fact in question.facts[:2] if fact != origin).split()[-1]
+    assert question.grade(f" {other}") is Grade.OTHER_FACT
+
+
+def test_the_number_called_most_often_is_asked_for() -> None:
+    question = TASKS["aggregation"].make(0, 0)
+    calls = [fact.split()[2] for fact in question.facts]
+    assert question.answer.strip(" .") == max(calls, key=calls.count)
+    assert {calls[fact] for fact in question.needed} == {question.answer.strip(" .")}
+    assert question.grade(f" {min(calls, key=calls.count)}") is Grade.OTHER_FACT
 
 
 def test_a_key_is_right_only_as_the_first_number() -> None:

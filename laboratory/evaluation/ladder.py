@@ -1,0 +1,170 @@
+"""The ladder: what each strategy finds, how far it is from full, what it holds and how fast it is, length by length.
+
+    length   strategy      single  multi  values …   KL   bytes   first token   tokens/s
+     1,400   full
+             sink_window
+     5,600   full …
+
+Recall is `needle`'s, with its control that must miss in every cell; KL is `fidelity`'s; bytes and times are `cost`'s,
+in turns with full. Beyond `--trained` tokens there are bytes and times only: nothing a model says there means anything.
+With random weights, `--trained 0` measures just these.
+
+Baselines from papers are strategies of ours: `sink_window` is StreamingLLM (arXiv 2309.17453), `gather:scorer=bounds`
+chooses by Quest's bounds (2406.10774), `gather:scorer=components` by Loki's principal components (2406.02542).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference_engine.errors import InvalidArgument
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from laboratory.evaluation import cost, fidelity, needle
+from laboratory.evaluation.arguments import require_at_least, strategy_argument
+from laboratory.evaluation.divergence import Scores
+from laboratory.evaluation.haystack import KINDS
+from laboratory.evaluation.models import Target
+from laboratory.evaluation.tasks import TASKS
+
+LENGTHS = (1400, 5600, 21_000, 64_000, 100_000)
+RECALL = ("single", "multi", "values", "variables", "aggregation")
+_TIMED_TEXT = 20_000  # ids
+_QUICK_TRIALS, _QUICK_COUNT, _QUICK_TOKENS = 5, 32, 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strategies", nargs="+", type=strategy_argument, default=[SinkWindow(sink=4, window=256)], metavar="SPEC",
+        help="what to compare with full, such as gather:scorer=bounds (full and the control always run)",
+    )  # fmt: skip
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N", help="ids of a history")
+    parser.add_argument(
+        "--trained", type=int, metavar="N",
+        help="ids up to which recall and KL are measured (default: what the model was trained for)",
+    )  # fmt: skip
+    parser.add_argument("--task", nargs="+", choices=tuple(TASKS), default=list(RECALL), help="what is asked")
+    parser.add_argument("--kind", choices=KINDS, default="prose", help="of text around facts, forced and timed")
+    parser.add_argument("--trials", type=int, default=40, metavar="N", help="of each task and length")
+    parser.add_argument("--count", type=int, default=128, metavar="N", help="ids that are forced for KL, of each text")
+    parser.add_argument("--texts", type=int, default=2, metavar="N", help="that KL is measured on, at every length")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed, after one that is not")
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="that are decoded in a round")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of codes and texts")
+    parser.add_argument(
+        "--control", type=strategy_argument, default=parse_strategy(needle.CONTROL), metavar="SPEC",
+        help=f"a sink_window that must miss what lies outside it (default: {needle.CONTROL})",
+    )  # fmt: skip
+
+
+def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """Measure and return the record's payload.
+
+    Raises EvaluationVoid if a control finds what it cannot see, InvalidArgument or NoCapacity for what cannot run.
+    """
+    require_at_least(arguments, lengths=1, trials=1, count=1, texts=1, rounds=1, tokens=2)
+    if not isinstance(arguments.control, SinkWindow):
+        raise InvalidArgument("control", f"must be a sink_window, got {arguments.control}")
+    quick = arguments.quick
+    trials = min(_QUICK_TRIALS, arguments.trials) if quick else arguments.trials
+    count = min(_QUICK_COUNT, arguments.count) if quick else arguments.count
+    rounds, tokens = (1, min(_QUICK_TOKENS, arguments.tokens)) if quick else (arguments.rounds, arguments.tokens)
+    strategies, kind, seed = arguments.strategies, arguments.kind, arguments.seed
+    trained = target.engine.info().facts.trained_positions if arguments.trained is None else arguments.trained
+    further = max(count, *(TASKS[name].answer_tokens for name in arguments.task))
+    spoken = [length for length in arguments.lengths if length + further <= trained]
+
+    cells: list[needle.Cell] = []
+    scores: dict[fidelity.Cell, list[Scores]] = {}
+    too_long: dict[str, str] = {}
+    if spoken:
+        cells = needle.measure(
+            target,
+            strategies=strategies,
+            control=arguments.control,
+            tasks=[TASKS[name] for name in arguments.task],
+            kinds=[kind],
+            lengths=spoken,
+            trials=trials,
+            seed=seed,
+        )
+        passages, too_long = fidelity.cut_all(
+            target.texts, [kind], spoken, count=count, texts=arguments.texts, seed=seed
+        )
+        scores, refused = fidelity.measure(target.engine, strategies, passages)
+        too_long |= refused
+    # Text is read round and round: beyond what there is of a kind, a time does not depend on the words.
+    text = target.texts.filler(kind, min(max(arguments.lengths), _TIMED_TEXT), seed)
+    runs, left_out = cost.measure(
+        target.engine, strategies, text, lengths=arguments.lengths, rounds=rounds, tokens=tokens
+    )
+    rows = _rows(cells, fidelity.rows(scores), cost.rows(runs), arguments.lengths, trials)
+    recalled = needle.payload(cells, target, control=arguments.control, trials=trials, seed=seed) if cells else None
+    return {
+        "what": "Recall, KL, bytes, first token and decode of each strategy beside full, length by length.",
+        "config": {
+            **target.describe(),
+            "strategies": [str(one) for one in (Full(), *strategies)],
+            "control": str(arguments.control),
+            "lengths": arguments.lengths,
+            "recall and KL up to": trained,
+            "tasks": arguments.task,
+            "kind": kind,
+            "trials": trials,
+            "forced_tokens": count,
+            "texts": arguments.texts,
+            "rounds": rounds,
+            "tokens": tokens,
+            "texts_sha256": target.texts.digest(kind),
+        },
+        "seeds": [seed],
+        "values": {
+            **(recalled["values"] if recalled else {}),
+            **fidelity.values(scores, seed=seed),
+            **cost.values(runs),
+        },
+        "baseline": "full, on the same prompts and passages and in the same rounds",
+        "tables": {
+            "ladder": rows,
+            **({name: recalled["tables"][name] for name in ("base rate", "control")} if recalled else {}),
+            "left out": [{"cell": cell, "reason": reason} for cell, reason in (too_long | left_out).items()],
+        },
+    }
+
+
+def _rows(
+    cells: Sequence[needle.Cell],
+    fidelity_rows: Sequence[Mapping[str, Any]],
+    cost_rows: Sequence[Mapping[str, Any]],
+    lengths: Sequence[int],
+    trials: int,
+) -> list[dict[str, Any]]:
+    """A line for each length and strategy that ran, full first. What was not measured there is None."""
+    kl = {(row["length"], row["strategy"]): row["kl"] for row in fidelity_rows}
+    costs = {(row["length"], row["strategy"]): row for row in cost_rows}
+    found = {(cell.length, name, cell.task): sum(cell.hits(name)) for cell in cells for name in cell.grades}
+    tasks = dict.fromkeys(cell.task for cell in cells)
+    names = dict.fromkeys(name for _, name in (*costs, *kl, *((length, name) for length, name, _ in found)))
+    rows = []
+    for length in lengths:
+        for name in names:
+            one = costs.get((length, name))
+            if one is None and (length, name) not in kl and not any((length, name, task) in found for task in tasks):
+                continue
+            rows.append(
+                {
+                    "length": length,
+                    "strategy": name,
+                    **{task: found.get((length, name, task)) for task in tasks},
+                    **({"trials": trials} if tasks else {}),
+                    "KL": kl.get((length, name)),
+                    "bytes": None if one is None else one["kv_bytes"],
+                    "bytes at most": None if one is None else one["kv_peak_bytes"],
+                    "first token seconds": None if one is None else one["first_token_seconds"],
+                    "tokens/s": None if one is None else 1 / one["token_seconds"],
+                }
+            )
+    return rows
