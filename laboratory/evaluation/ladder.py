@@ -101,7 +101,8 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     runs, left_out = cost.measure(
         target.engine, strategies, text, lengths=arguments.lengths, rounds=rounds, tokens=tokens
     )
-    rows = _rows(cells, fidelity.rows(scores), cost.rows(runs), arguments.lengths, trials)
+    names = dict.fromkeys(map(str, (Full(), *strategies, arguments.control)))
+    rows = _rows(list(names), cells, fidelity.rows(scores), cost.rows(runs), arguments.lengths, trials)
     recalled = needle.payload(cells, target, control=arguments.control, trials=trials, seed=seed) if cells else None
     return {
         "what": "Recall, KL, bytes, first token and decode of each strategy beside full, length by length.",
@@ -136,18 +137,18 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 
 def _rows(
+    names: Sequence[str],
     cells: Sequence[needle.Cell],
     fidelity_rows: Sequence[Mapping[str, Any]],
     cost_rows: Sequence[Mapping[str, Any]],
     lengths: Sequence[int],
     trials: int,
 ) -> list[dict[str, Any]]:
-    """A line for each length and strategy that ran, full first. What was not measured there is None."""
+    """A line for each length and strategy that ran, in the order of `names`. What was not measured there is None."""
     kl = {(row["length"], row["strategy"]): row["kl"] for row in fidelity_rows}
     costs = {(row["length"], row["strategy"]): row for row in cost_rows}
     found = {(cell.length, name, cell.task): sum(cell.hits(name)) for cell in cells for name in cell.grades}
     tasks = dict.fromkeys(cell.task for cell in cells)
-    names = dict.fromkeys(name for _, name in (*costs, *kl, *((length, name) for length, name, _ in found)))
     rows = []
     for length in lengths:
         for name in names:

@@ -4,7 +4,7 @@
     multi            the keys of five people; each is asked for      first number = the key of the one asked for
     counterfactual   a fact that the model knows to be otherwise     first words = what the text says
     tool_call        a call with its arguments                       the answer is that call, as JSON
-    values           three keys of one person                        the first three keys = these, in any order
+    values           two keys of one person                          first two keys = these, in any order
     variables        a key, and who has the same key as whom         first number = the key that the names lead to
     aggregation      numbers that are called, some more often        first number = the one called most often
 
@@ -223,10 +223,10 @@ def _values(trial: int, seed: int) -> Question:
         facts=tuple(f"One of the pass keys of {person} is {code}." for code in codes),
         asked=0,
         also=tuple(range(_VALUES)),
-        question=f"What are the {_VALUES} pass keys of {person} mentioned in the text above?",
-        opening=f"The {_VALUES} pass keys of {person} are",
+        question=f"What are the two pass keys of {person} mentioned in the text above?",
+        opening=f"The two pass keys of {person} are",
         grade=grade,
-        answer=f" {codes[0]}, {codes[1]} and {codes[2]}.",
+        answer=f" {codes[0]} and {codes[1]}.",
     )
 
 
@@ -290,7 +290,7 @@ def _code(rng: random.Random) -> str:
 
 
 _FACTS_OF_MULTI = 5
-_VALUES = 3
+_VALUES = 2
 _CALLS = (4, 1, 1)  # how often each number is called
 TOOL_CALL = "tool_call"
 
@@ -308,7 +308,7 @@ TASKS = {
         ),
         Task(name="counterfactual", facts=1, answer_tokens=12, make=_counterfactual, questions=len(PRIORS)),
         Task(name=TOOL_CALL, facts=1, answer_tokens=48, make=_tool_call),
-        Task(name="values", facts=_VALUES, answer_tokens=32, make=_values),
+        Task(name="values", facts=_VALUES, answer_tokens=24, make=_values),
         Task(name="variables", facts=4, answer_tokens=12, make=_variables, chance=1 / 2),
         Task(name="aggregation", facts=sum(_CALLS), answer_tokens=12, make=_aggregation, chance=1 / len(_CALLS)),
     )
