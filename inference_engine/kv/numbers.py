@@ -88,6 +88,15 @@ class StepNumbers:
         regions[layers, tokens.start * FIELDS : tokens.stop * FIELDS] = lines.reshape(-1)
         self.regions[layers, tokens, START] = starts[:, None]
 
+    def write_one(self, kv_heads: int, places: Indexes, token: int, vectors: Numbers) -> None:
+        """As `write`, for one token. vectors: [places, Hkv], those that its K and V go to."""
+        self.writes[kv_heads][places, token] = vectors
+
+    def attend_one(self, layers: Indexes, token: int, starts: Numbers, line: Numbers) -> None:
+        """As `attend`, for one token. line: [FIELDS]."""
+        self.regions[layers, token] = line
+        self.regions[layers, token, START] = starts
+
     def padded(self, tokens: int, scratch: Scratch) -> StepNumbers:
         """The same numbers with padding tokens added, which read nothing and write to vector 0."""
         if tokens == self.tokens:
@@ -208,6 +217,19 @@ class RegionLines:
             horizons = queries - queries % self._layout.segment - window
             lines[:, FLOOR] = np.maximum(lines[:, FLOOR], horizons)
         return lines
+
+    def of_one(self, query: int, *, count: int) -> Numbers:
+        """[FIELDS]: as `of`, the line of a query that is itself the last position with an entry."""
+        window, native = self._layout.window, self._layout.native_window
+        line: Numbers = self._alike[0].copy()
+        line[COUNT], line[LAST], line[UPTO] = count, query, query
+        floor = 0
+        if native is not None:
+            line[SINK_FLOOR] = floor = max(0, query - native + 1)
+        if window is not None:
+            floor = max(floor, query - query % self._layout.segment - window)
+        line[FLOOR] = floor
+        return line
 
 
 def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queries: Positions) -> None:

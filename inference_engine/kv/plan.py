@@ -140,8 +140,21 @@ class StepPlan:
 
 def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
     """What a session has staged. Its packed tokens begin at index `packed`."""
-    first = session.next_position
-    end = first + session.staged
+    first, count, generated = session.next_position, session.staged, session.staged_generated
+    end = first + count
+    if count == quantum == 1:  # a decode step: numpy takes its time for short arrays
+        positions, own, is_generated = np.array([first]), slice(packed, packed + 1), bool(generated[0])
+        return StagedQueries(
+            positions=positions,
+            staged=positions,
+            packed=own,
+            real=own,
+            first=first,
+            end=end,
+            generated=generated,
+            has_generated=is_generated,
+            has_appended=not is_generated,
+        )
     begin, stop = first - first % quantum, -(-end // quantum) * quantum
     positions = np.arange(begin, stop, dtype=np.int64)
     return StagedQueries(
@@ -151,7 +164,7 @@ def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
         real=slice(packed + first - begin, packed + end - begin),
         first=first,
         end=end,
-        generated=session.staged_generated,
-        has_generated=True in session.staged_generated,
-        has_appended=False in session.staged_generated,
+        generated=generated,
+        has_generated=True in generated,
+        has_appended=False in generated,
     )

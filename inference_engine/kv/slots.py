@@ -29,7 +29,7 @@ class LayerSlots:
     """The regions of a set of layers. `held` says which position each slot holds, -1 for none.
 
     layer_index: the layers' numbers. place_index: their places among the layers with as many KV heads.
-    entry_bytes: bytes of one position in all layers of the set.
+    entry_bytes: bytes of one position in all layers of the set. vectors: [layers, Hkv], where each head's slots begin.
     """
 
     context: KVContext
@@ -46,6 +46,7 @@ class LayerSlots:
     kv_heads: int = field(init=False)
     head_dim: int = field(init=False)
     entry_bytes: int = field(init=False)
+    vectors: NDArray[np.int64] = field(init=False)
     _heads: NDArray[np.int64] = field(init=False)  # where each head's slots begin, from a layer's start
     _even: tuple[tuple[slice, int], ...] = field(init=False)
 
@@ -55,6 +56,7 @@ class LayerSlots:
         self.entry_bytes = vectors * self.head_dim * self.context.geometry.itemsize
         self.lines = RegionLines(self.layout)
         self._heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.region
+        self.vectors = self.starts[:, None] + self._heads
         self.layers = np.array(self.layer_set.layers, dtype=np.int64)
         self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
         self.layer_index = as_slice(self.layers)

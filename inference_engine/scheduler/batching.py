@@ -24,6 +24,8 @@ from inference_engine.scheduler.step_time import StepPace
 Turn = tuple[str, bool]  # an owner, and whether it prefills
 # Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
 _MOST_RAGGED_POSITIONS = 4096
+_GENERATED = np.ones(1, dtype=np.bool_)
+_GENERATED.setflags(write=False)
 _MOST_TURNS = 4096  # beyond these, the owner that was served longest ago counts as never served
 
 
@@ -116,16 +118,23 @@ class Batching:
             and self._drafting.needs_taps(request),
         )
 
-    def unknown(self, request: Request) -> Block:
-        """As `block`, for the token that is being sampled for the request; its id is 0 until it is known."""
-        return Block(
-            kv=request.session.kv,
-            token_ids=np.zeros(1, dtype=np.uint32),
-            generated=np.ones(1, dtype=np.bool_),
-            sampler=request.sampler,
-            needs_logprob=request.params.logprobs,
-            needs_taps=self._drafting is not None and self._drafting.needs_taps(request),
-        )
+    def unknown(self, requests: Sequence[Request]) -> tuple[list[Block], TokenIds]:
+        """As `block`, for the token that is being sampled for each request: their blocks, and the memory of their ids,
+        which are 0 until they are known.
+        """
+        ids = np.zeros(len(requests), dtype=np.uint32)
+        blocks = [
+            Block(
+                kv=request.session.kv,
+                token_ids=ids[index : index + 1],
+                generated=_GENERATED,
+                sampler=request.sampler,
+                needs_logprob=request.params.logprobs,
+                needs_taps=self._drafting is not None and self._drafting.needs_taps(request),
+            )
+            for index, request in enumerate(requests)
+        ]
+        return blocks, ids
 
     def _tokens(self, request: Request, decoders: int) -> int:
         """Tokens that the request would contribute to a step in which `decoders` requests decode."""

@@ -54,12 +54,14 @@ _STUCK_SECONDS = 30.0  # a step that takes longer does not block a shutdown
 class Flight:
     """A step on the device, one token for each of its requests, which the host has not waited for.
 
+    ids: of its tokens, to be filled in; None: they were known when it was launched.
     is_committed: its entries are committed already, and a step behind it was launched or could not be.
     """
 
     batch: Sequence[Request]
     step: InFlight
     began: float
+    ids: TokenIds | None
     is_committed: bool = False
 
 
@@ -356,7 +358,7 @@ class Scheduler:
             self._fail_step(batch, error)
             return
         if isinstance(outcomes, InFlight):
-            self._flight = Flight(batch, outcomes, began)
+            self._flight = Flight(batch, outcomes, began, None)
             return
         seconds, tokens = self._clock() - began, sum([len(block.token_ids) for block in blocks])
         has_waited = self._verifier.waits(blocks)
@@ -459,14 +461,15 @@ class Scheduler:
         batch = flight.batch
         if self._journal is not None and self._journal.is_behind():
             return None
-        if not all(self._goes_on(request) for request in batch):
+        # Room for the token that is being sampled, and for the one behind it.
+        if not all(map(_goes_on, batch)) or not self._store.have_room([request.session for request in batch], 2):
             return None
         if self._drafting is not None and not self._drafting.rests(batch):
             return None
         flight.is_committed = True
         for request in batch:
             request.session.kv.commit(request.session.kv.next_position + 1)
-        blocks = [self._batching.unknown(request) for request in batch]
+        blocks, ids = self._batching.unknown(batch)
         began = self._clock()
         try:
             step = self._verifier.follow(blocks, flight.step)
@@ -474,18 +477,7 @@ class Scheduler:
             # It is not the step that is to be settled now, and will be tried again as others are.
             logger.debug("no step could be launched ahead", exc_info=True)
             return None
-        return None if step is None else Flight(batch, step, began)
-
-    def _goes_on(self, request: Request) -> bool:
-        """Will it decode another token after the one that is being sampled, unless that one ends it?"""
-        session, tokens = request.session, len(request.session.history) + 1
-        if not session.kv.staged or session.is_closed or request.stop is not None:
-            return False
-        if request.generated + 1 >= request.params.max_tokens or not session.kv.covers(tokens):
-            return False
-        with self._store.locked():
-            room = self._store.history_room(session)
-        return room is None or room > 1
+        return None if step is None else Flight(batch, step, began, ids)
 
     def _arrive(self, flight: Flight, following: Flight | None) -> None:
         """Wait for a step and settle it. following: the step behind it, whose tokens are known now."""
@@ -509,9 +501,8 @@ class Scheduler:
             [request for request in batch if request.state is RequestState.RUNNING],
             None if last is None else (last[1], began - last[0]),
         )
-        if following is not None:
-            for block, outcome in zip(following.step.blocks, outcomes, strict=True):
-                block.token_ids[0] = outcome.samples[0].token_id
+        if following is not None and following.ids is not None:
+            following.ids[:] = [outcome.samples[0].token_id for outcome in outcomes]
         blocks = [flight.step.blocks[index] for index in alive]
         self._settle(batch, blocks, [outcomes[index] for index in alive], is_committed=flight.is_committed)
         if following is not None:
@@ -591,6 +582,18 @@ class Scheduler:
             self._running.remove(request)
             self._foresight.ended(request)
             self._ends.ended(self._clock())
+
+
+def _goes_on(request: Request) -> bool:
+    """Will it decode another token after the one that is being sampled, unless that one ends it?"""
+    session, kv = request.session, request.session.kv
+    return bool(
+        kv.staged
+        and not session.is_closed
+        and request.stop is None
+        and request.generated + 1 < request.params.max_tokens
+        and kv.covers(len(session.history) + 1)
+    )
 
 
 def _by_owner(requests: Iterable[Request]) -> Counter[str]:

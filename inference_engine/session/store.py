@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -284,10 +284,22 @@ class SessionStore:
 
     def history_room(self, session: Session) -> int | None:
         """How many more tokens the history may take; None: any number. Called with the lock held."""
+        if self._limits.history_tokens_per_owner:
+            self._leaves.recount()
+        return self._room(session)
+
+    def have_room(self, sessions: Iterable[Session], tokens: int) -> bool:
+        """May each history take so many more tokens?"""
+        with self._lock:
+            if self._limits.history_tokens_per_owner:
+                self._leaves.recount()
+            rooms = [self._room(session) for session in sessions]
+        return all(room is None or room >= tokens for room in rooms)
+
+    def _room(self, session: Session) -> int | None:
         most, longest = self._limits.history_tokens_per_owner, session.longest
         room = None if longest is None else max(0, longest - len(session.history))
         if most:
-            self._leaves.recount()
             of_owner = max(0, most - session.history.holdings.tokens)
             room = of_owner if room is None else min(room, of_owner)
         return room

@@ -121,29 +121,46 @@ class LayerEntries(LayerSlots, Part):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
-        first, end = int(positions[0]), int(positions[-1]) + 1
-        opened, needed = self.paged_slots(first), self.paged_slots(end)
-        if needed > opened:
-            self.open(opened, needed)
-        if True in (self.held[self.layout.slots(positions)] >= 0):
+        first, count, layout = int(positions[0]), len(positions), self.layout
+        if count > 1 or not (first - layout.base) % self.context.geometry.opening_tokens:
+            opened, needed = self.paged_slots(first), self.paged_slots(first + count)
+            if needed > opened:
+                self.open(opened, needed)
+        if count == 1:
+            is_held = self.held[layout.slot(first)] >= 0
+        else:
+            is_held = True in (self.held[layout.slots(positions)] >= 0)
+        if is_held:
             raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
         for part in self.parts:
             part.prepare(positions, generated)
 
     def stage(self, positions: Positions) -> None:
-        self.held[self.layout.slots(positions)] = positions
+        if len(positions) == 1:
+            self.held[self.layout.slot(int(positions[0]))] = positions[0]
+        else:
+            self.held[self.layout.slots(positions)] = positions
 
     @property
     def fits_numbers(self) -> bool:
         return all(part.fits_numbers for part in self.parts)
 
     def read(self, queries: StagedQueries, step: StepReads) -> None:
-        targets = self.region_offsets(self.layout.slots(queries.staged))
-        step.numbers.write(self.kv_heads, self.place_index, queries.real, self.starts, targets)
+        is_one = len(queries.positions) == 1
+        if is_one:
+            vectors = self.vectors + self.layout.slot(queries.first)
+            step.numbers.write_one(self.kv_heads, self.place_index, queries.real.start, vectors)
+        else:
+            targets = self.region_offsets(self.layout.slots(queries.staged))
+            step.numbers.write(self.kv_heads, self.place_index, queries.real, self.starts, targets)
         if self._has_numbers(queries, step):
             count = self.slot_count(queries.end) + self.layout.base
-            lines = self.lines.of(queries.positions, last=int(queries.positions[-1]), count=count)
-            step.numbers.attend(self.layer_index, queries.real, self.starts, lines)
+            if is_one:
+                line = self.lines.of_one(queries.first, count=count)
+                step.numbers.attend_one(self.layer_index, queries.real.start, self.starts, line)
+            else:
+                lines = self.lines.of(queries.positions, last=int(queries.positions[-1]), count=count)
+                step.numbers.attend(self.layer_index, queries.real, self.starts, lines)
             for part in self.parts:
                 part.amend(queries, step)
             return
