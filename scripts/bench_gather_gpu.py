@@ -112,10 +112,11 @@ class Stages:
 
     def __init__(self, case: Case, keys: Tensor, values: Tensor) -> None:
         self.case, self.buffers = case, (keys, values)
+        self.out = torch.full_like(case.queries, float("nan"))
         self.scores = self.score(0)
         self.listed = self.select(0)
 
-    def score(self, copy: int) -> Tensor:
+    def score(self, copy: int) -> gather.Scores:
         case = self.case
         return gather.score_blocks(
             case.queries, *self.buffers, case.regions[copy], scaling=SCALING, kv_heads=KV_HEADS, blocks=MOST_BLOCKS
@@ -124,9 +125,9 @@ class Stages:
     def select(self, copy: int) -> Tensor:
         return gather.select_blocks(self.scores, self.case.regions[copy])
 
-    def read(self, copy: int) -> Tensor:
+    def read(self, copy: int) -> None:
         case = self.case
-        return gather.attend_listed(case.queries, *self.buffers, case.regions[copy], self.listed, scaling=SCALING)
+        gather.attend_listed(case.queries, *self.buffers, case.regions[copy], self.listed, self.out, scaling=SCALING)
 
     def whole(self, copy: int) -> Tensor:
         case = self.case
@@ -148,7 +149,7 @@ def checked(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
         chosen = torch.arange(first, end, device=DEVICE).expand(KV_HEADS, -1)
         if case.kept < end - first:
             low, high = own[:, line[fields.BOUNDS] :][:, first:end], other[:, line[fields.BOUNDS] :][:, first:end]
-            scores = stages.scores[session, :, first:end]
+            scores = stages.scores.values[session, :, first:end]
             expected = bounds_scores(query, low, high, SCALING)[0]
             worst_score = max(worst_score, float((scores - expected).abs().max() / expected.abs().max()))
             chosen = first + topk_by_sorting(scores, case.kept)
@@ -213,13 +214,16 @@ def swept(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
         with patch.object(gather, "_SCORING_PROGRAMS", programs):
             found[f"score, {programs} programs"] = microseconds(Stages(case, keys, values).score, case.copies)
     for rows, warps, stages, parts in (
-        *((32, 2, 1, 128), (32, 4, 1, 128), (64, 4, 1, 64), (64, 4, 1, 128), (64, 8, 1, 64)),
-        *((64, 4, 2, 32), (128, 8, 1, 64), (128, 4, 1, 64)),
+        *((32, 2, 1, 160), (32, 4, 1, 160), (64, 4, 1, 80), (64, 4, 1, 128), (64, 8, 1, 80)),
+        *((64, 4, 1, 40), (64, 4, 2, 40), (128, 8, 1, 40), (128, 4, 1, 40)),
     ):
         tile = gather.Tile(rows, 2**15, warps, stages)
         with patch.object(gather, "_READ", tile), patch.object(gather, "_PARTS", parts):
             read = Stages(case, keys, values).read
             found[f"read {rows} rows {warps} warps {stages} stages {parts} parts"] = microseconds(read, case.copies)
+    for columns in (32, 128):
+        with patch.object(gather, "_MERGED", columns):
+            found[f"read, {columns} columns merged"] = microseconds(Stages(case, keys, values).read, case.copies)
     for warps in (4, 8, 16):
         with patch.object(gather, "_SELECT_WARPS", warps):
             found[f"select {warps} warps"] = microseconds(Stages(case, keys, values).select, case.copies)
@@ -239,20 +243,22 @@ def read_all(
     regions = regions.to(DEVICE)
     queries = torch.randn(sessions, query_heads, head_dim, device=DEVICE).to(DTYPE)
     listed = torch.zeros(sessions, kv_heads, 1, dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(queries, float("nan"))
     scaling = head_dim**-0.5
 
     def run_operation(copy: int) -> Tensor:
         return attend_ragged(queries, keys, values, regions[copy], kv_heads=kv_heads, scaling=scaling)
 
-    def run_listed(copy: int) -> Tensor:
-        return gather.attend_listed(queries, keys, values, regions[copy], listed, scaling=scaling)
+    def run_listed(copy: int) -> None:
+        gather.attend_listed(queries, keys, values, regions[copy], listed, out, scaling=scaling)
 
+    run_listed(0)
     own = queries.view(sessions, kv_heads, -1, head_dim)
     shape = (sessions, kv_heads, length, head_dim)
     expected = torch.nn.functional.scaled_dot_product_attention(
         own, keys[: sessions * kv_heads * length].view(shape), values[: sessions * kv_heads * length].view(shape)
-    ).view_as(queries)
-    for found in (run_listed(0), run_operation(0)):
+    ).view_as(out)
+    for found in (out, run_operation(0)):
         assert float((found - expected).abs().max() / expected.abs().max()) < 1e-2
     if not HAS_GPU:
         return {}

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from inference_engine.kernels.topk import Largest, TopK, topk, topk_by_sorting
 
+MOST_BLOCKS = 2**14  # that an operation over regions selects from: as many as a program of a GPU holds
 # Queries whose entries are gathered at a time, so temporary memory does not grow with the number of queries.
 QUERIES_AT_ONCE = 16
 

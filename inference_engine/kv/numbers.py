@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
+from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kernels.ragged_attention import (
     BASE,
     BLOCK,
@@ -42,7 +43,6 @@ from inference_engine.kv.memory.pool import KVBuffer, Pool
 from inference_engine.kv.memory.scratch import Scratch
 
 Numbers = NDArray[np.int64]
-_MOST_BLOCKS = 4096
 Array = TypeVar("Array", Numbers, Tensor)
 Indexes = slice | Numbers
 
@@ -263,7 +263,7 @@ def most_blocks(geometry: Geometry) -> int:
 
     It does not depend on the sessions of a step, so a recorded step fits all of them.
     """
-    return min(_MOST_BLOCKS, -(-geometry.trained_positions // geometry.page_tokens))
+    return min(MOST_BLOCKS, -(-geometry.trained_positions // geometry.page_tokens))
 
 
 def places_of(geometry: Geometry) -> Numbers:

@@ -281,7 +281,7 @@ def device_of_kernels() -> torch.device:
     interpreter.int = _IntOfArray
     # It takes long for each program: fewer than would fill a GPU.
     ragged_attention._PROGRAMS, ragged_attention._SOME_SPLITS = 32, 2
-    gather._PARTS, gather._NARROW = 8, 16
+    gather._PARTS, gather._PARTS_OF_MANY, gather._NARROW, gather._FEW = 6, 2, 16, 4
     gather._READ = gather._READ._replace(rows=16)
     return torch.device("cpu")
 
@@ -363,10 +363,11 @@ class Poisoned:
 
 def compare_lists(device: torch.device) -> None:
     """The lists of blocks of rows of several lengths, against the definition; NaN and equal scores among them."""
-    from inference_engine.kernels.triton.gather import select_blocks
+    from inference_engine.kernels.triton.gather import Scores, select_blocks
 
-    lines, expected = [], []
+    lines, expected, tile = [], [], 4
     scores = torch.randn(9, 2, BLOCKS)
+    best = torch.full((9, 2, -(-BLOCKS // tile)), float("nan"))
     scores[2:] = scores[2:].round()
     scores[4:, 0, 5:9] = torch.tensor([float("nan"), float("-inf"), -0.0, float("inf")])
     scores[5:, 1] = 0
@@ -388,8 +389,11 @@ def compare_lists(device: torch.device) -> None:
         lines.append(line)
         candidates = torch.arange(BLOCKS)
         candidates = (candidates * 4 >= sink) & (candidates * 4 < local)
+        if candidates.any():
+            own = torch.split(scores[row, :, candidates], tile, dim=1)
+            best[row, :, : len(own)] = torch.stack([part.amax(1) for part in own], dim=1)
         expected.append(topk_by_sorting(scores[row], kept, candidates=candidates))
-    listed = select_blocks(scores.to(device), torch.stack(lines).to(device)).cpu()
+    listed = select_blocks(Scores(scores.to(device), best.to(device)), torch.stack(lines).to(device)).cpu()
     for row, blocks in enumerate(expected):
         for head, own in enumerate(blocks):
             found = listed[row, head, : int((own >= 0).sum())]

@@ -24,14 +24,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.chained import chained
-from inference_engine.kernels.triton.topk import in_order, lowest_of, places_of
+from inference_engine.kernels.triton.topk import in_order, lowest_of, of_order, places_of
 
-_PARTS = 128  # of one query and KV head
-_SCORING_PROGRAMS = 1024
+_PARTS = 80  # of one query and KV head
+_PARTS_OF_MANY = 8  # where queries beside them make up a chunk of some prefill
+_SCORING_PROGRAMS = 512
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
-MOST_BLOCKS = 2**14  # that a selection holds in registers
 _NARROW = 1024  # blocks that a selection takes fewer registers for
 
 
@@ -47,9 +48,24 @@ class Tile(NamedTuple):
         return max(_LEAST, min(self.rows, self.most_bytes // (width * itemsize)))
 
 
-_SCORE = Tile(64, 2**14, 4, 3)
+class Scores(NamedTuple):
+    """values [N, Hkv, blocks], by block. best [N, Hkv, tiles]: the best of each tile of blocks, of which the first
+    begins with the first candidate. Both float32, and undefined where there is no candidate."""
+
+    values: Tensor
+    best: Tensor
+
+    @property
+    def tile(self) -> int:
+        """Blocks of a tile; a power of two."""
+        return int(triton.next_power_of_2(triton.cdiv(self.values.shape[2], self.best.shape[2])))
+
+
+_SCORE = Tile(64, 2**14, 4, 1)
 _SELECT_WARPS = 8
-_READ = Tile(64, 2**14, 4, 2)
+_FEW = 32  # blocks that are selected of many by their tiles
+_MERGED = 64  # channels that a program merges
+_READ = Tile(64, 2**14, 4, 1)
 
 
 def attend_selecting(
@@ -57,35 +73,44 @@ def attend_selecting(
     keys: Tensor,
     values: Tensor,
     regions: Tensor,
+    out: Tensor,
     *,
     kv_heads: int,
     scaling: float,
     softcap: float | None = None,
     blocks: int,
-) -> Tensor:
-    """See `RaggedAttention`; blocks > 0, and few queries."""
-    queries, regions = queries.contiguous(), regions.contiguous()
+    serves_all: bool = True,
+) -> None:
+    """See `RaggedAttention`; blocks > 0, queries and regions contiguous.
+
+    serves_all: fill `out` for queries that read all they see, too. Otherwise theirs stays, and there may be many.
+    """
     scores = score_blocks(queries, keys, values, regions, scaling=scaling, kv_heads=kv_heads, blocks=blocks)
     listed = select_blocks(scores, regions)
-    return attend_listed(queries, keys, values, regions, listed, scaling=scaling, softcap=softcap)
+    attend_listed(queries, keys, values, regions, listed, out, scaling=scaling, softcap=softcap, serves_all=serves_all)
 
 
 def score_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, regions: Tensor, *, scaling: float, kv_heads: int, blocks: int
-) -> Tensor:
-    """The bounds of `kernels/bounds.py`, [N, Hkv, blocks] float32, of each query's candidates. Others are undefined."""
+) -> Scores:
+    """The bounds of `kernels/bounds.py` for each query's candidates."""
     query_count, query_heads, head_dim = queries.shape
     assert blocks <= MOST_BLOCKS, blocks
     group, width = query_heads // kv_heads, _width(head_dim)
-    scores = torch.empty((query_count, kv_heads, blocks), dtype=torch.float32, device=queries.device)
     tile = _SCORE.rows_of(width, keys.element_size())
-    programs = max(1, min(triton.cdiv(blocks, tile), _SCORING_PROGRAMS // (query_count * kv_heads)))
+    tiles = triton.cdiv(blocks, tile)
+    made = Scores(
+        torch.empty((query_count, kv_heads, blocks), dtype=torch.float32, device=queries.device),
+        torch.empty((query_count, kv_heads, tiles), dtype=torch.float32, device=queries.device),
+    )
+    programs = max(1, min(tiles, _SCORING_PROGRAMS // (query_count * kv_heads)))
     _score_blocks[(programs, kv_heads, query_count)](
         queries,
         keys,
         values,
         regions,
-        scores,
+        made.values,
+        made.best,
         scaling,
         FIELDS=FIELDS,
         BLOCKS=blocks,
@@ -98,26 +123,29 @@ def score_blocks(
         num_stages=_SCORE.stages,
         **chained(queries.device),
     )
-    return scores
+    return made
 
 
-def select_blocks(scores: Tensor, regions: Tensor) -> Tensor:
+def select_blocks(scores: Scores, regions: Tensor) -> Tensor:
     """The blocks that each query reads, ascending, [N, Hkv, blocks] int32; undefined behind the last of them.
 
     Those of the highest scores, NaN above all, of equal ones the first: as `kernels/gather.py` selects.
     """
-    query_count, kv_heads, blocks = scores.shape
-    listed = torch.empty((query_count, kv_heads, blocks), dtype=torch.int32, device=scores.device)
+    query_count, kv_heads, blocks = scores.values.shape
+    listed = torch.empty((query_count, kv_heads, blocks), dtype=torch.int32, device=regions.device)
     _select_blocks[(kv_heads, query_count)](
-        scores,
+        *scores,
         listed,
         regions,
         FIELDS=FIELDS,
         BLOCKS=blocks,
+        TILE=scores.tile,
+        TILES=triton.next_power_of_2(scores.best.shape[2]),
+        FEW=_FEW,
         NARROW=min(_NARROW, triton.next_power_of_2(blocks)),
         WIDE=triton.next_power_of_2(blocks),
         num_warps=_SELECT_WARPS,
-        **chained(scores.device),
+        **chained(regions.device),
     )
     return listed
 
@@ -128,10 +156,12 @@ def attend_listed(
     values: Tensor,
     regions: Tensor,
     listed: Tensor,
+    out: Tensor,
     *,
     scaling: float,
     softcap: float | None = None,
-) -> Tensor:
+    serves_all: bool = True,
+) -> None:
     """Attention of each query to its sink, its listed blocks, and what is local; of others, to all that they see.
 
     listed: [N, Hkv, any] int32, as many valid ones as the line keeps, or as there are candidates if these are fewer.
@@ -139,11 +169,11 @@ def attend_listed(
     query_count, query_heads, head_dim = queries.shape
     kv_heads = listed.shape[1]
     group, width = query_heads // kv_heads, _width(head_dim)
-    out = torch.empty_like(queries)
-    parts = torch.empty((query_count, query_heads, _PARTS, head_dim), dtype=torch.float32, device=queries.device)
-    sums = torch.empty((query_count, query_heads, _PARTS), dtype=torch.float32, device=queries.device)
+    part_count = _PARTS if serves_all else _PARTS_OF_MANY
+    parts = torch.empty((query_count, query_heads, part_count, head_dim), dtype=torch.float32, device=queries.device)
+    sums = torch.empty((query_count, query_heads, part_count), dtype=torch.float32, device=queries.device)
     tile = _READ.rows_of(width, keys.element_size())
-    _attend_part[(_PARTS, kv_heads, query_count)](
+    _attend_part[(part_count, kv_heads, query_count)](
         queries,
         keys,
         values,
@@ -155,7 +185,8 @@ def attend_listed(
         0.0 if softcap is None else softcap,
         FIELDS=FIELDS,
         BLOCKS=listed.shape[2],
-        PARTS=_PARTS,
+        PARTS=part_count,
+        SERVES_ALL=serves_all,
         GROUP=group,
         D=head_dim,
         HAS_CAP=softcap is not None,
@@ -166,20 +197,21 @@ def attend_listed(
         num_stages=_READ.stages,
         **chained(queries.device),
     )
-    _merge_parts[(triton.cdiv(head_dim, 64), query_heads, query_count)](
+    _merge_parts[(triton.cdiv(head_dim, _MERGED), query_heads, query_count)](
         parts,
         sums,
         out,
         regions,
         FIELDS=FIELDS,
-        PARTS=_PARTS,
+        PARTS=part_count,
+        SERVES_ALL=serves_all,
         D=head_dim,
-        BLOCK_D=64,
+        BLOCK_P=triton.next_power_of_2(part_count),
+        BLOCK_D=_MERGED,
         BLOCK_S=tile,
         num_warps=4,
         **chained(queries.device),
     )
-    return out
 
 
 def _width(head_dim: int) -> int:
@@ -199,7 +231,7 @@ def _candidates(p_line):
 
 
 @triton.jit
-def _reads(p_line):
+def _reads(p_line, SERVES_ALL: tl.constexpr):
     """How a line's reads are counted through: those of the sink, then of listed blocks, and all. See the module."""
     size, first, end = _candidates(p_line)
     count = tl.load(p_line + 2)
@@ -207,7 +239,7 @@ def _reads(p_line):
     block = tl.load(p_line + 9)
     local = tl.load(p_line + 11)
     seen = tl.minimum(count, tl.load(p_line + 6) + 1)
-    before = tl.where(block > 0, tl.minimum(tl.minimum(sink, local), seen), count).to(tl.int32)
+    before = tl.where(block > 0, tl.minimum(tl.minimum(sink, local), seen), count if SERVES_ALL else 0).to(tl.int32)
     listed = tl.minimum(tl.load(p_line + 10).to(tl.int32), end - first) * size
     behind = tl.where(block > 0, tl.maximum(seen - local, 0), 0).to(tl.int32)
     return before, before + listed, before + listed + behind
@@ -220,6 +252,7 @@ def _score_blocks(
     p_values,
     p_regions,
     p_scores,
+    p_best,
     scaling,
     FIELDS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -260,33 +293,40 @@ def _score_blocks(
         b_scores = tl.dot(b_up, tl.trans(b_high), input_precision="ieee")
         b_scores = tl.dot(b_down, tl.trans(b_low), b_scores, input_precision="ieee")
         b_best = tl.max(tl.where(m_g[:, None], b_scores, float("-inf")), axis=0) * scaling
-        # The largest of some numbers is not NaN if one of them is; their sum is.
-        b_sum = tl.sum(tl.where(m_g[:, None], b_scores, 0.0), axis=0)
-        b_best = tl.where(b_sum != b_sum, b_sum, b_best)  # noqa: PLR0124
+        # The largest of some numbers is a number even if one of them is NaN.
+        is_nan = tl.max((b_scores != b_scores).to(tl.int32), axis=0)  # noqa: PLR0124
+        b_best = tl.where(is_nan == 1, float("nan"), b_best)
         tl.store(p_scores + (query * heads + head) * BLOCKS + o_b, b_best, mask=m_b)
+        best = of_order(tl.max(tl.where(m_b, in_order(b_best), -2147483648), axis=0))
+        tl.store(p_best + (query * heads + head) * tl.cdiv(BLOCKS, BLOCK_B) + (b - first) // BLOCK_B, best)
 
 
 @triton.jit
 def _select_blocks(
     p_scores,
+    p_best,
     p_listed,
     p_regions,
     FIELDS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    FEW: tl.constexpr,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     head = tl.program_id(0)
     query = tl.program_id(1).to(tl.int64)
     p_line = p_regions + query * FIELDS
     _, first, end = _candidates(p_line)
     kept = tl.load(p_line + 10).to(tl.int32)
-    o_row = (query * tl.num_programs(0) + head) * BLOCKS
+    row = query * tl.num_programs(0) + head
+    o_row = row * BLOCKS
     count = end - first
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     if kept >= count:
         for b in range(0, count, NARROW):
             o_b = b + tl.arange(0, NARROW)
@@ -294,6 +334,9 @@ def _select_blocks(
     elif kept > 0:
         if count <= NARROW:
             _select_of(p_scores + o_row + first, p_listed + o_row, first, count, kept, NARROW)
+        elif kept <= FEW:
+            p_best += row * tl.cdiv(BLOCKS, TILE)
+            _select_of_tiles(p_scores + o_row + first, p_best, p_listed + o_row, first, count, kept, TILE, TILES, FEW)
         else:
             _select_of(p_scores + o_row + first, p_listed + o_row, first, count, kept, WIDE)
 
@@ -307,17 +350,70 @@ def _select_of(p_scores, p_listed, first, count, kept, WIDTH: tl.constexpr):
     b_order = tl.where(m_b, in_order(tl.load(p_scores + o_b, mask=m_b, other=0.0)), -2147483648)
     # At least `kept` scores reach the one that is so high among the largest of each group.
     b_best = tl.max(tl.reshape(b_order, (GROUPS, WIDTH // GROUPS)), axis=1)
-    o_g = tl.arange(0, GROUPS)
-    is_before = (b_best[None, :] > b_best[:, None]) | (
-        (b_best[None, :] == b_best[:, None]) & (o_g[None, :] < o_g[:, None])
-    )
-    b_rank = tl.sum(is_before.to(tl.int32), axis=1)
+    b_rank = _ranks(b_best, GROUPS)
     low = tl.max(tl.where(b_rank == kept - 1, b_best, -2139095041), axis=0)  # what no score is below: minus infinity
+    _list_of(b_order, o_b, p_listed, first, kept, low, tl.max(b_best, axis=0) + 1)
+
+
+@triton.jit
+def _select_of_tiles(
+    p_scores, p_best, p_listed, first, count, kept, TILE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr
+):
+    """As `_select_of`, for at most FEW: they are in the FEW tiles whose best are highest, of equal ones the first.
+
+    Each of these holds a score that is at least as high, and before it, as any score of the other tiles.
+    """
+    o_t = tl.arange(0, TILES)
+    m_t = o_t * TILE < count
+    b_best = tl.where(m_t, in_order(tl.load(p_best + o_t, mask=m_t, other=0.0)), -2147483648)
+    b_rank = _ranks(b_best, TILES)
+    low = tl.max(tl.where(b_rank == kept - 1, b_best, -2139095041), axis=0)
+    b_taken = (m_t & (b_rank < FEW)).to(tl.int32)
+    b_place = tl.cumsum(b_taken, axis=0) - b_taken
+    o_few = tl.arange(0, FEW)
+    m_place = (b_place[None, :] == o_few[:, None]) & (b_taken[None, :] == 1)
+    b_tile = tl.sum(tl.where(m_place, o_t[None, :], 0), axis=1)
+    o_b = tl.reshape(b_tile[:, None] * TILE + tl.arange(0, TILE)[None, :], (FEW * TILE,))
+    m_b = (tl.arange(0, FEW * TILE) < tl.sum(b_taken, axis=0) * TILE) & (o_b < count)
+    b_order = tl.where(m_b, in_order(tl.load(p_scores + o_b, mask=m_b, other=0.0)), -2147483648)
+    _list_of(b_order, o_b, p_listed, first, kept, low, tl.max(b_best, axis=0) + 1)
+
+
+@triton.jit
+def _ranks(b_order, COUNT: tl.constexpr):
+    """How many numbers are before each: larger ones, and of equal ones the earlier."""
+    o_i = tl.arange(0, COUNT)
+    is_equal = b_order[None, :] == b_order[:, None]
+    is_before = (b_order[None, :] > b_order[:, None]) | (is_equal & (o_i[None, :] < o_i[:, None]))
+    return tl.sum(is_before.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _list_of(b_order, o_b, p_listed, first, kept, low, high):
+    """List the `kept` largest numbers by their blocks; low: at most the lowest of them, high: above all."""
     reached = tl.sum((b_order >= low).to(tl.int32), axis=0)
-    low, _ = lowest_of(b_order, kept, low, tl.max(b_best, axis=0) + 1, reached, tl.full((), 0, tl.int32))
+    low, _ = lowest_of(b_order, kept, low, high, reached, tl.full((), 0, tl.int32))
     room = kept - tl.sum((b_order > low).to(tl.int32), axis=0)
     o_place, m_chosen = places_of(b_order, low, room)
     tl.store(p_listed + o_place, first + o_b, mask=m_chosen)
+
+
+@triton.jit
+def _with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP: tl.constexpr):
+    """Attention so far, to which a tile is added: its keys and values [slots, D], and which of them are seen."""
+    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+    if HAS_CAP:
+        b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
+        b_tanh = (1.0 - b_power) / (1.0 + b_power)
+        b_scores = softcap * tl.where(b_scores < 0, -b_tanh, b_tanh)
+    b_scores = tl.where(m_s[None, :], b_scores, float("-inf"))
+    b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
+    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_weights = tl.exp(b_scores - b_safe[:, None])
+    b_keep = tl.exp(b_top - b_safe)
+    b_sum = b_sum * b_keep + tl.sum(b_weights, axis=1)
+    b_out = b_out * b_keep[:, None] + tl.dot(b_weights.to(b_v.dtype), b_v, input_precision="ieee")
+    return b_new, b_sum, b_out
 
 
 @triton.jit
@@ -334,6 +430,7 @@ def _attend_part(
     FIELDS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
+    SERVES_ALL: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -359,8 +456,9 @@ def _attend_part(
     local = tl.load(p_line + 11).to(tl.int32)
     prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
     begin = tl.load(p_line + 15)
+    block = tl.load(p_line + 9)
     size, _, _ = _candidates(p_line)
-    to_listed, to_local, end = _reads(p_line)
+    to_listed, to_local, end = _reads(p_line, SERVES_ALL)
 
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
@@ -375,39 +473,52 @@ def _attend_part(
     step = tl.maximum(ring, 1)
     own_floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
     p_list = p_listed + (query * heads + head) * BLOCKS
+    # Where a tile is a run of slots that are their positions, one number says where it is: that is most of the time.
+    is_whole = (block == 0) | ((size % BLOCK_S == 0) & (to_listed % BLOCK_S == 0))
+    is_plain = (ring == 0) & (begin == 0) & (sink_floor == floor)
+    o_i = tl.arange(0, BLOCK_S)
+    o_tile = o_i[:, None] * D + o_d[None, :]
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    for r in range(part * BLOCK_S, end, PARTS * BLOCK_S):
-        o_r = r + tl.arange(0, BLOCK_S)
-        m_listed = (o_r >= to_listed) & (o_r < to_local)
-        o_in = o_r - to_listed
-        b_block = tl.load(p_list + o_in // size, mask=m_listed, other=0)
-        o_s = tl.where(o_r < to_listed, o_r, tl.where(m_listed, b_block * size + o_in % size, o_r - to_local + local))
-        in_sink = o_s < sink
-        # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
-        position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
-        m_s = (o_r < end) & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
-        # A block that the sink or the window cuts is listed for the rest of it.
-        m_s = m_s & ~(m_listed & (in_sink | (o_s >= local)))
-        o_slot = o_s.to(tl.int64)
-        o_kv = (tl.where(o_slot < begin, prefix, own) + o_slot)[:, None] * D + o_d[None, :]
-        m_kv = m_s[:, None] & m_d[None, :]
-        b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
-        b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-        if HAS_CAP:
-            b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
-            b_tanh = (1.0 - b_power) / (1.0 + b_power)
-            b_scores = softcap * tl.where(b_scores < 0, -b_tanh, b_tanh)
-        b_scores = tl.where(m_s[None, :], b_scores, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_weights = tl.exp(b_scores - b_safe[:, None])
-        b_keep = tl.exp(b_top - b_safe)
-        b_sum = b_sum * b_keep + tl.sum(b_weights, axis=1)
-        b_out = b_out * b_keep[:, None] + tl.dot(b_weights.to(b_v.dtype), b_v, input_precision="ieee")
-        b_top = b_new
+    if is_whole & is_plain:
+        for r in range(part * BLOCK_S, end, PARTS * BLOCK_S):
+            first = r
+            floor_here = own_floor
+            until = tl.minimum(end, upto + 1)
+            if (r >= to_listed) & (r < to_local):
+                first = tl.load(p_list + (r - to_listed) // size) * size + (r - to_listed) % size
+                # A block that the sink or the window cuts is listed for the rest of it.
+                floor_here = tl.maximum(own_floor, sink)
+                until = local
+            elif r >= to_local:
+                first = r - to_local + local
+                until = upto + 1
+            m_s = (o_i >= floor_here - first) & (o_i < tl.minimum(until - first, end - r))
+            o_first = (own + first) * D
+            m_kv = m_s[:, None] & m_d[None, :]
+            b_k = tl.load(p_keys + o_first + o_tile, mask=m_kv, other=0.0)
+            b_v = tl.load(p_values + o_first + o_tile, mask=m_kv, other=0.0)
+            b_top, b_sum, b_out = _with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
+    else:
+        for r in range(part * BLOCK_S, end, PARTS * BLOCK_S):
+            o_r = r + o_i
+            m_listed = (o_r >= to_listed) & (o_r < to_local)
+            o_in = o_r - to_listed
+            b_block = tl.load(p_list + o_in // size, mask=m_listed, other=0)
+            o_behind = tl.where(m_listed, b_block * size + o_in % size, o_r - to_local + local)
+            o_s = tl.where(o_r < to_listed, o_r, o_behind)
+            in_sink = o_s < sink
+            # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
+            position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
+            m_s = (o_r < end) & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
+            m_s = m_s & ~(m_listed & (in_sink | (o_s >= local)))
+            o_slot = o_s.to(tl.int64)
+            o_kv = (tl.where(o_slot < begin, prefix, own) + o_slot)[:, None] * D + o_d[None, :]
+            m_kv = m_s[:, None] & m_d[None, :]
+            b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
+            b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
+            b_top, b_sum, b_out = _with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
 
     if part * BLOCK_S < end:
         b_some = tl.where(b_sum > 0, b_sum, 1.0)
@@ -426,7 +537,9 @@ def _merge_parts(
     p_regions,
     FIELDS: tl.constexpr,
     PARTS: tl.constexpr,
+    SERVES_ALL: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -434,11 +547,13 @@ def _merge_parts(
     query = tl.program_id(2).to(tl.int64)
     o_head = query * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + query * FIELDS
-    _, _, end = _reads(p_line)
-    o_p = tl.arange(0, PARTS)
+    _, _, end = _reads(p_line, SERVES_ALL)
+    o_p = tl.arange(0, BLOCK_P)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_p = o_p * BLOCK_S < end
+    m_p = (o_p < PARTS) & (o_p * BLOCK_S < end)
     m_d = o_d < D
+    if not SERVES_ALL:
+        m_d = m_d & (tl.load(p_line + 9) > 0)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.gather import attend_selecting
-from inference_engine.kernels.triton.region_blocks import choose_blocks
 
 _PROGRAMS = 256  # enough to fill a GPU; fewer queries are split into more parts
 _MOST_SPLITS = 32
@@ -40,11 +39,41 @@ def attend_ragged(
     blocks: int = 0,
 ) -> Tensor:
     """See `RaggedAttention`."""
-    query_count, query_heads, head_dim = queries.shape
-    if blocks and query_count <= _FEW_QUERIES:
-        return attend_selecting(
-            queries, keys, values, regions, kv_heads=kv_heads, scaling=scaling, softcap=softcap, blocks=blocks
+    queries, regions = queries.contiguous(), regions.contiguous()
+    query_count = len(queries)
+    out = torch.empty_like(queries)
+    is_few = query_count <= _FEW_QUERIES
+    if not (blocks and is_few):
+        _attend_all(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
+    if blocks:
+        attend_selecting(
+            queries,
+            keys,
+            values,
+            regions,
+            out,
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            blocks=blocks,
+            serves_all=is_few,
         )
+    return out
+
+
+def _attend_all(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    regions: Tensor,
+    out: Tensor,
+    *,
+    kv_heads: int,
+    scaling: float,
+    softcap: float | None,
+) -> None:
+    """For queries that read all that they see; others get zeros."""
+    query_count, query_heads, head_dim = queries.shape
     group = query_heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_dim))
     is_narrow = width * queries.element_size() <= 256
@@ -55,14 +84,9 @@ def attend_ragged(
         splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (query_count * kv_heads))))
     else:  # one of two numbers: each is a kernel that has to be compiled
         splits = _SOME_SPLITS if tiles * kv_heads < _PROGRAMS // 2 else 1
-    queries, regions = queries.contiguous(), regions.contiguous()
     parts = torch.empty((query_count, query_heads, splits, head_dim), dtype=torch.float32, device=queries.device)
     sums = torch.empty((query_count, query_heads, splits), dtype=torch.float32, device=queries.device)
-    out = torch.empty_like(queries)
     block_g = max(_LEAST, triton.next_power_of_2(group))
-    chosen = sums  # unused if no query selects blocks
-    if blocks:
-        chosen = choose_blocks(queries, keys, values, regions, scaling, kv_heads, blocks, block_g, width)
     tensors = (queries, keys, values, regions, parts, sums)
     numbers = (scaling, 0.0 if softcap is None else softcap)
     constants = {
@@ -75,14 +99,13 @@ def attend_ragged(
         "BLOCK_D": width,
     }
     _attend_part[(query_count, kv_heads, splits)](
-        *tensors, chosen, *numbers, BLOCKS=blocks, BLOCK_G=block_g, BLOCK_S=64 if is_narrow else 32, **constants
+        *tensors, *numbers, BLOCK_G=block_g, BLOCK_S=64 if is_narrow else 32, **constants
     )
     if tile > 1:
         _attend_tile_part[(tiles, kv_heads, splits)](
             *tensors, query_count, *numbers, BLOCK_Q=block_q, BLOCK_S=block_q, **constants
         )
     _merge_parts[(query_count * query_heads,)](parts, sums, out, SPLITS=splits, D=head_dim, BLOCK_D=width)
-    return out
 
 
 @triton.jit
@@ -93,7 +116,6 @@ def _attend_part(
     p_regions,
     p_parts,
     p_sums,
-    p_chosen,
     scaling,
     softcap,
     FIELDS: tl.constexpr,
@@ -102,7 +124,6 @@ def _attend_part(
     TILE: tl.constexpr,
     D: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -122,9 +143,10 @@ def _attend_part(
     floor = tl.load(p_line + 7)
     sink_floor = tl.load(p_line + 8)
     block = tl.load(p_line + 9)
-    local = tl.load(p_line + 11)
     prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
     begin = tl.load(p_line + 15)
+
+    count = tl.where(block == 0, count, 0)
 
     o_g = tl.arange(0, BLOCK_G)
     m_g = o_g < GROUP
@@ -161,15 +183,9 @@ def _attend_part(
         # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
         position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
         m_seen = m_s & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
-        m_read = m_s
-        if BLOCKS > 0:
-            o_chosen = (query * heads + head) * BLOCKS + o_s // tl.maximum(block, 1)
-            m_distant = m_seen & (block > 0) & (o_s >= sink) & (o_s < local)
-            m_seen = m_seen & (tl.load(p_chosen + o_chosen, mask=m_distant, other=1) != 0)
-            m_read = m_seen
         o_entry = tl.where(o_s < begin, prefix, own) + o_s
         o_kv = o_entry[:, None] * D + o_d[None, :]
-        m_kv = m_read[:, None] & m_d[None, :]
+        m_kv = m_s[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
         if HAS_CAP:

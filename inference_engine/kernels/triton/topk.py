@@ -80,12 +80,24 @@ def largest(scores: Tensor, k: int, *, candidates: Tensor | None = None) -> Tens
     return indices.view(*scores.shape[:-1], kept)
 
 
+_NOTHING: tl.constexpr = tl.constexpr(-2147483648)  # in the order of scores: no candidate
+_LOWEST: tl.constexpr = tl.constexpr(-2147483647)
+_BEHIND: tl.constexpr = tl.constexpr(0x7F800002)  # above NaN
+
+
 @triton.jit
 def in_order(b_scores):
     """Whole numbers in the order of float32 scores: 0 and -0 are one score, NaN is above infinity."""
     b_bits = b_scores.to(tl.int32, bitcast=True)
-    b_order = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
-    return tl.where(b_scores == 0, 0, tl.where(b_scores != b_scores, 0x7F800001, b_order))  # noqa: PLR0124
+    b_size = b_bits & 0x7FFFFFFF
+    b_order = tl.where(b_bits < 0, -b_size, b_bits)  # -0 becomes 0
+    return tl.where(b_size > 0x7F800000, 0x7F800001, b_order)
+
+
+@triton.jit
+def of_order(b_order):
+    """The scores that `in_order` gives these numbers for."""
+    return tl.where(b_order < 0, -b_order | -2147483648, b_order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -94,9 +106,9 @@ def between(low, high, reached, above, kept, turn):
 
     low < high - 1: what `reached` and `above` scores reach, as `in_order` has them.
     """
-    value_low = tl.where(low < 0, low ^ 0x7FFFFFFF, low).to(tl.float32, bitcast=True)
     last = high - 1
-    value_last = tl.where(last < 0, last ^ 0x7FFFFFFF, last).to(tl.float32, bitcast=True)
+    value_low = of_order(low)
+    value_last = of_order(last)
     share = (reached - kept).to(tl.float32) / (reached - above).to(tl.float32)
     value = value_low + (value_last - value_low) * share
     on_line = tl.minimum(tl.maximum(in_order(value), low + 1), last)
@@ -122,6 +134,9 @@ def lowest_of(b_order, kept, low, high, reached, above):
         high = tl.where(is_enough, high, middle)
         above = tl.where(is_enough, above, number)
         turn += 1
+        if turn % 4 == 0:  # equal numbers must not hold it up
+            low = tl.min(tl.where(b_order >= low, b_order, 2147483647), axis=0)
+            high = tl.max(tl.where(b_order < high, b_order, -2147483648), axis=0) + 1
     return low, reached
 
 
@@ -145,7 +160,7 @@ def _loaded(p_row, p_mask, o_row, o_s, m_s, HAS_MASK: tl.constexpr):
     b_order = in_order(tl.load(p_row + o_row + o_s, mask=m_s, other=0.0))
     if HAS_MASK:
         m_s = m_s & (tl.load(p_mask + o_row + o_s, mask=m_s, other=0) != 0)
-    return tl.where(m_s, b_order, -2147483648)
+    return tl.where(m_s, b_order, _NOTHING)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -165,7 +180,7 @@ def _choose_in_one(
     row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, WIDTH)
     b_order = _loaded(p_rows, p_mask, row * count, o_s, o_s < count, HAS_MASK)
-    m_there = b_order != -2147483648
+    m_there = b_order != _NOTHING
     there = tl.sum(m_there.to(tl.int32), axis=0)
     kept = tl.minimum(k, there)
     low = tl.min(tl.where(m_there, b_order, 2147483647), axis=0)
@@ -205,21 +220,19 @@ def _count(
     o_i = tl.arange(0, SAMPLE)
     b_sample = _loaded(p_rows, p_mask, o_row, o_i // 32 * (count // (SAMPLE // 32)) + o_i % 32, o_i >= 0, HAS_MASK)
     # Two searches at once, for about `most` and about `least` of the sample.
-    lowest = tl.full((), -2147483647, tl.int32)
-    low = lowest
-    low_end = tl.full((), 2139095042, tl.int32)  # above NaN
-    high = lowest
-    high_end = low_end
-    low_reached = tl.full((), SAMPLE, tl.int32)
+    low = tl.min(tl.where(b_sample == _NOTHING, 2147483646, b_sample), axis=0)
+    low_end = tl.maximum(tl.max(b_sample, axis=0), low) + 1
+    low_reached = tl.sum((b_sample != _NOTHING).to(tl.int32), axis=0)
     low_above = tl.full((), 0, tl.int32)
+    high = low
+    high_end = low_end
     high_reached = low_reached
     high_above = low_above
+    is_many = low_reached > most
     turn = 0
+    is_open = is_many
     # `low` is reached by `most` or more, `high_end` by `least` or fewer.
-    while (
-        (low_reached > most + most // 4) & (low + 1 < low_end)
-        | (high_above < least - least // 4) & (high + 1 < high_end)
-    ) & (turn < 48):
+    while is_open & (turn < 48):
         low_at = tl.maximum(low_end, low + 2)
         low_middle = between(low, low_at, low_reached, tl.minimum(low_above, low_reached - 1), most, turn)
         high_at = tl.maximum(high_end, high + 2)
@@ -238,10 +251,18 @@ def _count(
         high_reached = tl.where(is_high, high_number, high_reached)
         high_end = tl.where(is_high, high_end, tl.minimum(high_end, high_middle))
         high_above = tl.where(is_high, high_above, high_number)
+        is_low_open = (low_reached > most + most // 4) & (low + 1 < low_end)
+        is_open = is_low_open | ((high_above < least - least // 4) & (high + 1 < high_end))
         turn += 1
+        if turn % 4 == 0:  # equal scores must not hold it up
+            low = tl.min(tl.where(b_sample >= low, b_sample, 2147483646), axis=0)
+            low_end = tl.max(tl.where(b_sample < low_end, b_sample, _LOWEST), axis=0) + 1
+            high = tl.min(tl.where(b_sample >= high, b_sample, 2147483646), axis=0)
+            high_end = tl.max(tl.where(b_sample < high_end, b_sample, _LOWEST), axis=0) + 1
     high_end = tl.maximum(high_end, low + 1)
+    low = tl.where(is_many, low, _LOWEST)
     p_own = p_counts + (row * tl.num_programs(0) + chunk) * 4
-    tl.store(p_own, tl.sum((b_order != -2147483648).to(tl.int32), axis=0))
+    tl.store(p_own, tl.sum((b_order != _NOTHING).to(tl.int32), axis=0))
     tl.store(p_own + 1, tl.sum((b_order >= low).to(tl.int32), axis=0))
     tl.store(p_own + 2, tl.sum((b_order >= high_end).to(tl.int32), axis=0))
     if chunk == 0:
@@ -268,8 +289,8 @@ def _enclosed(p_counts, p_guesses, row, chunk, chunks, k, CHUNKS: tl.constexpr):
     is_below = tl.sum(b_low, axis=0) < kept  # the lower guess is too high
     b_from = tl.where(is_above, b_high, tl.where(is_below, b_there, b_low))
     b_upto = tl.where(is_above, 0, tl.where(is_below, b_low, b_high))
-    first = tl.where(is_above, high, tl.where(is_below, -2147483647, low))
-    end = tl.where(is_above, 2139095042, tl.where(is_below, low, high))
+    first = tl.where(is_above, high, tl.where(is_below, _LOWEST, low))
+    end = tl.where(is_above, _BEHIND, tl.where(is_below, low, high))
     m_before = o_c < chunk
     reached = tl.sum(b_upto, axis=0)
     reached_before = tl.sum(tl.where(m_before, b_upto, 0), axis=0)
@@ -336,9 +357,13 @@ def _emit(
     equal_before = tl.full((), 0, tl.int32)
     above_all = tl.full((), 0, tl.int32)
     p_list += row * count
-    if enclosed <= LISTED:
+    if low + 1 == high:  # they are all equal
+        equal_before = enclosed_before
+    elif enclosed <= LISTED:
         o_l = tl.arange(0, LISTED)
-        b_listed = tl.load(p_list + o_l, mask=o_l < enclosed, other=-2147483648)
+        b_listed = tl.load(p_list + o_l, mask=o_l < enclosed, other=_NOTHING)
+        low = tl.min(tl.where(b_listed == _NOTHING, 2147483647, b_listed), axis=0)
+        high = tl.max(b_listed, axis=0) + 1
         low, _ = lowest_of(b_listed, wanted, low, high, enclosed, tl.full((), 0, tl.int32))
         m_before = o_l < enclosed_before
         above_all = tl.sum((b_listed > low).to(tl.int32), axis=0)
@@ -351,19 +376,24 @@ def _emit(
         while (number > wanted) & (low + 1 < high):
             middle = between(low, high, number, above, wanted, turn)
             found = tl.full((), 0, tl.int32)
+            next_above = high - 1
+            next_below = low
             for o in range(0, enclosed, LISTED):
                 o_l = o + tl.arange(0, LISTED)
-                b_listed = tl.load(p_list + o_l, mask=o_l < enclosed, other=-2147483648)
-                found += tl.sum((b_listed >= middle).to(tl.int32), axis=0)
+                b_listed = tl.load(p_list + o_l, mask=o_l < enclosed, other=_NOTHING)
+                m_reached = b_listed >= middle
+                found += tl.sum(m_reached.to(tl.int32), axis=0)
+                next_above = tl.minimum(next_above, tl.min(tl.where(m_reached, b_listed, 2147483647), axis=0))
+                next_below = tl.maximum(next_below, tl.max(tl.where(m_reached, _NOTHING, b_listed), axis=0))
             is_enough = found >= wanted
-            low = tl.where(is_enough, middle, low)
+            low = tl.where(is_enough, next_above, low)
             number = tl.where(is_enough, found, number)
-            high = tl.where(is_enough, high, middle)
+            high = tl.where(is_enough, high, next_below + 1)
             above = tl.where(is_enough, above, found)
             turn += 1
         for o in range(0, enclosed, LISTED):
             o_l = o + tl.arange(0, LISTED)
-            b_listed = tl.load(p_list + o_l, mask=o_l < enclosed, other=-2147483648)
+            b_listed = tl.load(p_list + o_l, mask=o_l < enclosed, other=_NOTHING)
             m_before = o_l < enclosed_before
             above_all += tl.sum((b_listed > low).to(tl.int32), axis=0)
             above_before += tl.sum(((b_listed > low) & m_before).to(tl.int32), axis=0)
@@ -372,7 +402,7 @@ def _emit(
     taken = tl.minimum(equal_before, room)
     o_place, m_chosen = places_of(b_order, low, room - taken)
     o_place += before + above_before + taken
-    tl.store(p_indices + row * k + o_place, o_s.to(tl.int64), mask=m_chosen & (b_order != -2147483648))
+    tl.store(p_indices + row * k + o_place, o_s.to(tl.int64), mask=m_chosen & (b_order != _NOTHING))
     if chunk == 0:
         for o in range(kept, k, CHUNK):
             o_k = o + tl.arange(0, CHUNK)
