@@ -28,7 +28,7 @@ from laboratory.evaluation.arguments import require_at_least, strategy_argument
 from laboratory.evaluation.divergence import Scores
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
-from laboratory.evaluation.tasks import TASKS
+from laboratory.evaluation.tasks import TASKS, Grade
 
 LENGTHS = (1400, 5600, 21_000, 64_000, 100_000)
 RECALL = ("single", "multi", "values", "variables", "aggregation")
@@ -148,7 +148,14 @@ def _rows(
     kl = {(row["length"], row["strategy"]): row["kl"] for row in fidelity_rows}
     costs = {(row["length"], row["strategy"]): row for row in cost_rows}
     found = {(cell.length, name, cell.task): sum(cell.hits(name)) for cell in cells for name in cell.grades}
-    tasks = dict.fromkeys(cell.task for cell in cells)
+    parts = {
+        (cell.length, name, f"{cell.task}, in part"): sum(grade is Grade.PART for grade in grades)
+        for cell in cells
+        for name, grades in cell.grades.items()
+        if any(Grade.PART in others for others in cell.grades.values())
+    }
+    found |= parts
+    tasks = dict.fromkeys((*(cell.task for cell in cells), *(task for _, _, task in parts)))
     rows = []
     for length in lengths:
         for name in names:

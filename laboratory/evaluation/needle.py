@@ -54,9 +54,8 @@ class Cell:
         return [grade is Grade.EXACT for grade in self.grades[strategy]]
 
     def control_hits(self, control: str) -> int:
-        """Facts that the control found though it cannot see them: 0, or the run is void."""
-        hits = self.hits(control)
-        return sum(hits[trial] for trial in self.eligible)
+        """Trials of which the control found a fact though it can see none: 0, or the run is void."""
+        return sum(self.grades[control][trial] in (Grade.EXACT, Grade.PART) for trial in self.eligible)
 
     def __str__(self) -> str:
         return f"{self.task}, {self.kind} at {self.length}"
