@@ -216,7 +216,7 @@ class ListedStep:
             if (tuple(matrix.shape), *options) in seen:
                 continue
             seen.add((tuple(matrix.shape), *options))
-            for count in (1, 2, MOST_TOKENS):
+            for count in (1, 2, 17, MOST_TOKENS):
                 difference = self._difference(operation, matrix, count)
                 if not difference <= max(_MOST_ROUNDINGS * torch.finfo(matrix.dtype).eps, 1e-5):
                     raise NoStepListError(

@@ -128,7 +128,7 @@ def try_listed(
     twin.seam.model.to(device)
     facts = replace(twin.forward.facts, device=str(device))
     twin.forward = TorchForward(twin.seam, facts, device, ops=ops, listed=ListedStep(twin.seam, ops.fused))
-    difference = max(twin.difference_of_chunks(tokens=1, is_alone=True), twin.difference_of_chunks(tokens=8))
+    difference = max(twin.difference_of_chunks(tokens=1, is_alone=True), twin.difference_of_chunks())
     if not difference <= TOLERANCE:
         raise NoStepListError(
             f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_TOKENS = 16  # of a product: of more, matrix libraries are as fast
+MOST_TOKENS = 64  # of a product: of more, matrix libraries are as fast
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

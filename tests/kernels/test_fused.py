@@ -13,7 +13,7 @@ from inference_engine.kernels.fused import PLAIN, Fused, RowNorm
 from tests.kernels.own_process import run_with_triton
 
 # Tokens, inputs, outputs: none, one or all of them a multiple of a tile.
-SHAPES = ((1, 64, 32), (1, 200, 37), (1, 4100, 6), (5, 200, 37), (16, 1030, 6))
+SHAPES = ((1, 64, 32), (1, 200, 37), (1, 4100, 6), (5, 200, 37), (16, 1030, 6), (33, 200, 37))
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,7 +80,8 @@ def compare_products() -> None:
             for case in cases if dtype is torch.float32 else cases[1:3]:
                 found = case.run(kernels, states.to(device))
                 assert is_close(found, case.run(PLAIN, states)), (count, inputs, outputs, dtype, case.activation)
-                if count > 2:
+                # numpy, which multiplies for the interpreter, has other orders for more columns
+                if count > 2 and (count <= 16 or device.type == "cuda"):
                     pair = case.run(kernels, states[1:3].to(device), slice(1, 3))
                     assert torch.equal(pair, found[1:3]), "tokens beside a token change it"
             found = kernels.norm(states.to(device), moved(from_one, device), residual=states.to(device))

@@ -2,9 +2,10 @@
 
 A step of one token reads every matrix once and multiplies each number once, so a program sums a few rows of the matrix
 on plain units, with enough reads under way to fill the memory's bandwidth; the norm costs nothing beside them. Of more
-tokens the products are left to tensor cores, whose tiles have room for 16 tokens; they get normed states.
+tokens the products are left to tensor cores, whose tiles have room for 16, 32 or 64; they get normed
+states.
 
-A token's sums are added in an order that follows from the shape of the matrix, and for 2 to 16 tokens it is the same.
+A token's sums are added in an order that follows from the shape of the matrix, and for 2 to 64 tokens it is the same.
 Sums are float32; float32 inputs are multiplied as float32, not in TF32.
 """
 
@@ -69,14 +70,16 @@ def product(
             num_warps=tile.warps,
         )
     else:
-        tile = tile_of_some(states.element_size(), 1 if activation is None else 2, _shared_bytes(states.device))
+        columns = max(16, triton.next_power_of_2(count))
+        matrices = 1 if activation is None else 2
+        tile = tile_of_some(states.element_size(), columns, matrices, _shared_bytes(states.device))
         _product_of_some[(triton.cdiv(outputs, tile.rows),)](
             *tensors,
             outputs,
             count,
             **constants,
             IS_EVEN=inputs % tile.width == 0 and outputs % tile.rows == 0,
-            TOKENS=MOST_TOKENS,
+            TOKENS=columns,
             ROWS=tile.rows,
             WIDTH=tile.width,
             num_warps=tile.warps,
@@ -107,21 +110,22 @@ def tile_of_one(outputs: int, inputs: int) -> Tile:
     return Tile(2, 512, 2) if outputs < 4096 else Tile(8, 512, 4)
 
 
-def tile_of_some(itemsize: int, matrices: int, shared_bytes: int) -> Tile:
-    """For steps of 2 to MOST_TOKENS tokens: of those tried the best for every matrix of Qwen2.5-7B on an H200.
+def tile_of_some(itemsize: int, tokens: int, matrices: int, shared_bytes: int) -> Tile:
+    """For steps of several tokens: best of those tried with each matrix of Qwen2.5-7B on an H200, 16 and 64 tokens.
 
-    matrices: of which a program reads a tile at once. shared_bytes: what a program may have.
+    tokens: for which a tile has room. matrices: of which a program reads a tile at once. shared_bytes: what a program
+    may have.
     """
     tile = Tile(64, 128, 4, 5) if itemsize == 2 else Tile(16, 64, 4, 4)
-    while tile.stages > 1 and _shared(tile, itemsize, matrices) > shared_bytes:
+    while tile.stages > 1 and _shared(tile, itemsize, tokens, matrices) > shared_bytes:
         tile = tile._replace(stages=tile.stages - 1)
-    while tile.rows > 16 and _shared(tile, itemsize, matrices) > shared_bytes:
+    while tile.rows > 16 and _shared(tile, itemsize, tokens, matrices) > shared_bytes:
         tile = tile._replace(rows=tile.rows // 2)
     return tile
 
 
-def _shared(tile: Tile, itemsize: int, matrices: int) -> int:
-    return (matrices * tile.rows + MOST_TOKENS) * tile.width * itemsize * tile.stages
+def _shared(tile: Tile, itemsize: int, tokens: int, matrices: int) -> int:
+    return (matrices * tile.rows + tokens) * tile.width * itemsize * tile.stages
 
 
 @cache
