@@ -100,6 +100,11 @@ class Parts:
             raise
 
 
+# The method's name for the same three: a target that verifies, a restorer of its evicted entries, and a drafter of
+# blocks (a diffusion language model, or another).
+DLMRestoredVerifier = Parts
+
+
 def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
     """Everything that `model` asks for. Raises ModelError or BackendError; the cheapest check comes first.
 

@@ -230,6 +230,9 @@ class ServerConfig:
     """Where the server listens, its access control and its limits."""
 
     bind: str = "127.0.0.1:50051"
+    # What is made before the server is ready, if the cache lacks it: "auto", what the default strategy needs, for small
+    # models; "all", the latent and the components of keys; "never", nothing. See `cli/first_use.py`
+    calibrate: str = "auto"
     metrics_bind: str = ""  # "": no metrics port
     trace_endpoint: str = ""  # OTLP collector over gRPC, such as http://127.0.0.1:4317; "": no traces
     log_format: str = "text"  # or "json", an object a line
@@ -285,6 +288,8 @@ class ServerConfig:
             busy_wait_seconds=_LONGEST_SECONDS,
             drain_seconds=_LONGEST_SECONDS,
         )
+        if self.calibrate not in ("auto", "all", "never"):
+            raise ConfigError(f"calibrate must be auto, all or never, got {self.calibrate!r}")
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from inference_engine.cli import kill_demo, recall_demo
+from inference_engine.cli import first_use, kill_demo, recall_demo
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
         kill_demo.run(model, engine, load_chat_tokenizer(folder), max_tokens=args.max_tokens, console=console)
         return 0
+    if args.recall and model.latent == "auto" and first_use.is_small(model):
+        first_use.run(model, ["latent"])
     with ExitStack() as stack:
         with Console(stderr=True).status(f"starting a server with {model.model}"):
             child = stack.enter_context(child_server(model, engine))

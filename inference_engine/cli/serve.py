@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine import logs
+from inference_engine.cli import first_use
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
@@ -93,6 +94,7 @@ def _serve_model(
         admitted = admit(model)
         chat = load_chat_text(tokenizer_folder(model.model, model.cache_path)) if server.http_bind else None
         parts = open_parts(model, admitted)
+    parts = first_use.with_calibrations(parts, model, engine_config, server.calibrate)
 
     def ready(handle: ServerHandle) -> None:
         if parts.components is None:

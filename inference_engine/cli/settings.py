@@ -114,6 +114,10 @@ HELP = {
     "stall_seconds": ("S", "the engine counts as stalled if a step takes longer"),
     "session_evictable_seconds": ("S", "a session idle for longer may be evicted for a new one of its owner"),
     "bind": ("HOST:PORT", "where to listen; port 0: any free one; beyond loopback, API keys and TLS are required"),
+    "calibrate": (
+        "WHEN",
+        "first calibrate what the cache lacks: auto, what --strategy needs, if the model is small; all; never",
+    ),
     "metrics_bind": ("HOST:PORT", "where to serve Prometheus metrics and the dashboard; empty: nowhere"),
     "trace_endpoint": ("URL", "an OTLP collector for traces, such as http://127.0.0.1:4317; empty: none"),
     "log_format": ("KIND", "text, or json: one object per line"),

@@ -3,6 +3,7 @@ conversations.
 
 kakeya train latent                          for the default model, into the cache, where `kakeya serve` finds it
 kakeya train latent --text notes/*.md        with text like that of the sessions to come
+kakeya train latent --quick                  as servers do at first use (`inference_engine/cli/first_use.py`)
 
 Components of keys, by which `gather` chooses: `train_components.py` beside this file. Drafters: `train_corpus.py` and
 `train_drafter.py`.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +26,7 @@ from inference_engine.cli.settings import add_config_file, add_settings, setting
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
 from laboratory.commands import train_components, train_corpus, train_drafter
-from laboratory.training.calibration_text import gather
+from laboratory.training.calibration_text import conversations_in, gather, gather_plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +38,10 @@ _SEQUENCE = 1024
 _SENSITIVITY_TOKENS, _SINK, _WINDOW = 512, 4, 64
 _BATCH_SEQUENCES = 4
 _HELD_OUT_SEQUENCES = 8  # that refinement looks at, again and again
+_TOKENS, _SENSITIVITY_SEQUENCES, _GROUP_LAYERS = 75_000, 16, 15
+# Of `--quick`: under 90 s for SmolLM2-135M on two cores.
+_QUICK_TOKENS, _QUICK_SENSITIVITY_SEQUENCES, _QUICK_GROUP_LAYERS = 16_384, 8, 10
+_DIVERGENCE_SEQUENCES = 4  # of _SENSITIVITY_TOKENS: what is lost is printed as KL, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,20 +54,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Runs the model over text, measures where errors are felt, and works out a code for its K and V.",
     )
     add_config_file(latent)
-    latent.add_argument("--tokens", type=int, default=75_000, metavar="N", help="of calibration text (default: 75000)")
+    latent.add_argument(
+        "--quick",
+        action="store_true",
+        help="what a server does at first use: text that is installed, no conversations; the other options' defaults "
+        f"are {_QUICK_TOKENS} tokens, {_QUICK_SENSITIVITY_SEQUENCES} sequences, {_QUICK_GROUP_LAYERS} layers",
+    )
+    latent.add_argument("--tokens", type=int, metavar="N", help=f"of calibration text (default: {_TOKENS})")
     latent.add_argument(
         "--bytes-per-token",
         type=int,
         metavar="N",
         help="the most that sessions can ask for; they may ask for less (default: a tenth of the entries in bfloat16)",
     )
-    latent.add_argument("--group-layers", type=int, default=15, metavar="N", help="layers that share a basis")
+    latent.add_argument(
+        "--group-layers", type=int, metavar="N", help=f"layers that share a basis (default: {_GROUP_LAYERS})"
+    )
     latent.add_argument(
         "--sensitivity-sequences",
         type=int,
-        default=16,
         metavar="N",
-        help=f"of {_SENSITIVITY_TOKENS} tokens, to measure by gradient where errors are felt (default: 16)",
+        help=f"of {_SENSITIVITY_TOKENS} tokens, to measure by gradient where errors are felt "
+        f"(default: {_SENSITIVITY_SEQUENCES})",
     )
     latent.add_argument(
         "--importance",
@@ -105,7 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate, measure on other text, save. Raises KakeyaError; nothing is written then."""
+    """Say what it costs, calibrate, measure on other text, save. Raises KakeyaError; nothing is written then."""
+    _fill_defaults(args)
     if args.tokens < _SEQUENCE:
         raise ConfigError(f"--tokens must be at least {_SEQUENCE}, got {args.tokens}")
     for name, floor in (("sensitivity_sequences", 1), ("bytes_per_token", 1), ("group_layers", 1), ("refine_steps", 0)):
@@ -123,30 +138,50 @@ def run(args: argparse.Namespace) -> int:
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
     from laboratory.evaluation.models import open_target
     from laboratory.evaluation.record import running_commit
+    from laboratory.training.calibration_cost import CalibrationCost
     from laboratory.training.capture import require_stored_keys
+    from laboratory.training.divergence import measure_divergence, nothing, through
     from laboratory.training.latent import calibrate, measure
     from laboratory.training.refine import refine
     from laboratory.training.sensitivity import measure_sensitivity
 
     commit = running_commit(args.commit)
+    checked = check_model(model.model, cache=model.cache_path)
+    loaded = load_model(
+        model.model, cache=model.cache_path, device=model.torch_device, dtype=model.dtype, attention="sdpa"
+    )
     with open_target(model, EngineConfig()) as target:
         geometry = target.forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
         layers = latent_layers(geometry)
+        require_stored_keys(loaded.model, layers=layers)
         sequence = min(_SEQUENCE, geometry.trained_positions)
         bytes_per_token = args.bytes_per_token or 2 * default_bytes_per_token(geometry)
-        with console.status("letting the model talk with itself"):
-            text = gather(target, tokens=args.tokens, length=sequence, files=args.text, seed=args.seed)
+        cost = CalibrationCost.measured(
+            loaded.model,
+            geometry,
+            layers=layers,
+            tokens=args.tokens,
+            sensitivity_tokens=args.sensitivity_sequences * _SENSITIVITY_TOKENS,
+            conversations=0 if args.quick or not target.can_chat else conversations_in(args.tokens, sequence),
+            conversation_tokens=sequence,
+            group_layers=args.group_layers,
+        )
+        console.print(f"a latent for {checked.model_id}: {cost}", highlight=False)
+        began = time.monotonic()
+        if args.quick:
+            text = gather_plain(target.tokenizer, tokens=args.tokens, files=args.text, seed=args.seed)
+        else:
+            with console.status("letting the model talk with itself"):
+                text = gather(target, tokens=args.tokens, length=sequence, files=args.text, seed=args.seed)
     sequences = text.sequences(args.tokens, sequence)
     held_out = max(1, len(sequences) // 20)
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(args.seed))
     test, calibration = sequences[order[:held_out]], sequences[order[held_out:]]
-    checked = check_model(model.model, cache=model.cache_path)
-    loaded = load_model(model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa")
-    require_stored_keys(loaded.model, layers=layers)
+    length = min(_SENSITIVITY_TOKENS, sequence)
     with Progress(console=console) as progress:
         importances = args.importance
         if args.importance == "sensitivity":
-            some = calibration[: args.sensitivity_sequences, :_SENSITIVITY_TOKENS]
+            some = calibration[: args.sensitivity_sequences, :length]
             task = progress.add_task("measuring where errors are felt", total=some.numel())
             importances = measure_sensitivity(
                 loaded.model,
@@ -186,6 +221,19 @@ def run(args: argparse.Namespace) -> int:
                 seed=args.seed,
                 advance=partial(progress.advance, task),
             )
+        far = [ids for ids in test.unfold(1, length, length).flatten(0, 1) if len(ids) > _SINK + _WINDOW]
+        far = far[:_DIVERGENCE_SEQUENCES]
+        rates = {rate: through(codec.at(rate)) for rate in _rates(codec)[:2]}
+        task = progress.add_task("measuring on text held out", total=sum(map(len, far)))
+        kl = measure_divergence(
+            loaded.model,
+            far,
+            {**{f"{rate} bytes a token": restore for rate, restore in rates.items()}, "nothing of it": nothing},
+            layers=layers,
+            sink=_SINK,
+            window=_WINDOW,
+            advance=partial(progress.advance, task),
+        )
     loss = measure(loaded.model, torch.split(test, _BATCH_SEQUENCES), codec)
     folder = args.out or latent_folder(checked.model_id, model.cache_path)
     manifest = LatentManifest(
@@ -195,6 +243,7 @@ def run(args: argparse.Namespace) -> int:
             "group_layers": args.group_layers,
             "tokens": text.tokens(),
             "own_text": bool(args.text),
+            "quick": args.quick,
             "importance": args.importance,
             "sensitivity_sequences": args.sensitivity_sequences if args.importance == "sensitivity" else 0,
             "basis": args.basis,
@@ -211,10 +260,21 @@ def run(args: argparse.Namespace) -> int:
         f"{folder}: {codec.bytes_per_token} bytes a token for {len(layers)} layers, weighted error {loss.overall:.4f} "
         f"on {test.numel()} tokens held out; {decimal(codec.shared_bytes)} shared by all sessions"
     )
+    kept = ", ".join(f"{one.mean:.2g} with {name}" for name, one in kl.items())
+    print(f"KL to the model's own predictions beyond a window of {_WINDOW}, on text held out: {kept}")
+    print(f"calibrated in {time.monotonic() - began:.0f} s")
     if refinement:
         for rate, before in refinement.start.items():
             print(f"refined: KL {before:.4g} → {refinement.best[rate]:.4g} at {rate} bytes, on text held out")
     return 0
+
+
+def _fill_defaults(args: argparse.Namespace) -> None:
+    quick = (_QUICK_TOKENS, _QUICK_SENSITIVITY_SEQUENCES, _QUICK_GROUP_LAYERS)
+    defaults = quick if args.quick else (_TOKENS, _SENSITIVITY_SEQUENCES, _GROUP_LAYERS)
+    for name, default in zip(("tokens", "sensitivity_sequences", "group_layers"), defaults, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
 
 
 def _halves(sequences: Tensor) -> Tensor:

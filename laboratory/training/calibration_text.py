@@ -44,6 +44,11 @@ class CalibrationText:
         return torch.tensor(ids[: count * length]).view(count, length)
 
 
+def conversations_in(tokens: int, length: int) -> int:
+    """How many conversations of `length` tokens are in `tokens` of text."""
+    return max(1, int(tokens * _CONVERSATION) // length)
+
+
 def gather(target: Target, *, tokens: int, length: int, files: Sequence[Path], seed: int) -> CalibrationText:
     """About `tokens` of it; conversations of `length` each. Raises ConfigError for files that cannot be read."""
     from laboratory.training.openings import converse
@@ -55,7 +60,7 @@ def gather(target: Target, *, tokens: int, length: int, files: Sequence[Path], s
             target.engine,
             tokenizer,
             stop_ids=target.stop_ids,
-            count=max(1, int(tokens * _CONVERSATION) // length),
+            count=conversations_in(tokens, length),
             turns=_TURNS,
             tokens=length,
             seed=seed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ class Latent(Restorer):
     is_streamed: entries are decoded in attention, chunk by chunk.
     """
 
+    is_calibrated: ClassVar[bool] = True
+
     bytes_per_token: int | None = None
     resident_bytes: int | None = None
     is_streamed: bool = False
@@ -75,7 +78,8 @@ class Latent(Restorer):
         if context.latent is None:
             raise InvalidArgument(
                 "source",
-                "no latent codec is loaded; calibrate one with `kakeya train latent` and start with --latent FILE",
+                "no latent codec is loaded; start the server with --calibrate all, or calibrate one with "
+                "`kakeya train latent` and start it again",
             )
         expected = latent_layers(geometry)
         if context.latent.layers != expected:

@@ -162,6 +162,8 @@ class Restorer(ABC):
 
     # True: nothing is archived; entries are recomputed from the token ids.
     replays: ClassVar[bool] = False
+    # Does it need a codec that was calibrated for the model?
+    is_calibrated: ClassVar[bool] = False
 
     @property
     def streams(self) -> bool:

@@ -1,0 +1,114 @@
+"""Calibrates what a server's strategy needs of its model, where the cache has none: once for each model's weights.
+
+    restored:source=latent     a latent codec           kakeya train latent --quick
+    gather                     components of keys       kakeya train components
+
+It runs in a process of its own, before the server is ready and with its progress on standard error: the laboratory
+calibrates, and serving imports nothing of it. What is made lies in the cache, where every later start finds it. If the
+server is killed meanwhile, that process ends by itself.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from inference_engine.cli.late import LABORATORY
+from inference_engine.cli.settings import as_flags
+from inference_engine.config import EngineConfig, ModelConfig, child_environment
+from inference_engine.errors import BackendError
+
+if TYPE_CHECKING:
+    from inference_engine.compose import Parts
+
+# Of weights, in files. Up to it first use takes one to three minutes on two cores; longer waits are asked for.
+SMALL_BYTES = 640 * 2**20
+_STAGES = ("latent", "components")
+_COMMANDS = {"latent": ("latent", "--quick"), "components": ("components",)}
+_STANDARD_ERROR = 2
+
+
+def with_calibrations(parts: Parts, model: ModelConfig, engine: EngineConfig, calibrate: str) -> Parts:
+    """`parts` with what the setting `calibrate` makes the server have. Raises BackendError if it cannot be made."""
+    from inference_engine.compose import find_components, find_latent
+
+    if not (stages := _missing(parts, model, engine, calibrate)):
+        return parts
+    run(model, stages)
+    return replace(parts, latent=find_latent(model), components=find_components(model))
+
+
+def run(model: ModelConfig, stages: Sequence[str]) -> None:
+    """Make what the cache lacks of `stages`, one after another. Raises BackendError with the way out."""
+    if find_spec(LABORATORY) is None:
+        raise BackendError("the laboratory, which calibrates, is not installed; start with --calibrate never")
+    model.cache_path.mkdir(parents=True, exist_ok=True)
+    for stage in stages:
+        # A second server that starts meanwhile waits, and finds what the first one made.
+        with FileLock(model.cache_path / f"calibrating-{stage}.lock"):
+            if not _is_cached(model, stage):
+                _calibrate(model, stage)
+
+
+def is_small(model: ModelConfig) -> bool:
+    """Is calibrating for this model quick enough to be done without being asked?"""
+    from inference_engine.models import find_model
+
+    weights = find_model(model.model, cache=model.cache_path).weights
+    return sum(path.stat().st_size for path in weights) <= SMALL_BYTES
+
+
+def _missing(parts: Parts, model: ModelConfig, engine: EngineConfig, calibrate: str) -> tuple[str, ...]:
+    if calibrate == "never":
+        return ()
+    needed = set(_STAGES)
+    if calibrate == "auto":
+        needed = {_needed(parts, engine)} - {""}
+        if not needed or not is_small(model):
+            return ()
+    has = {"latent": parts.latent is not None or model.latent != "auto", "components": bool(parts.components)}
+    return tuple(stage for stage in _STAGES if stage in needed and not has[stage])
+
+
+def _needed(parts: Parts, engine: EngineConfig) -> str:
+    """What the default strategy decides by, were it there: one of _STAGES, or nothing."""
+    from inference_engine.kv.strategies import parse_strategy
+    from inference_engine.kv.strategy import COMPONENTS
+
+    geometry = parts.forward.geometry(
+        mode=engine.mode, page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens
+    )
+    strategy = parse_strategy(engine.strategy).resolved(geometry, has_components=True)
+    if strategy.calibrated == COMPONENTS:
+        return "components"
+    return "latent" if (restorer := strategy.restorer()) is not None and restorer.is_calibrated else ""
+
+
+def _is_cached(model: ModelConfig, stage: str) -> bool:
+    from inference_engine.compose import components_folder, latent_folder
+    from inference_engine.models import check_model
+
+    folder = {"latent": latent_folder, "components": components_folder}[stage]
+    return folder(check_model(model.model, cache=model.cache_path).model_id, model.cache_path).is_dir()
+
+
+def _calibrate(model: ModelConfig, stage: str) -> None:
+    command = ("-P", "-m", "inference_engine.cli.main", "train", *_COMMANDS[stage], *as_flags(model))
+    done = subprocess.run(
+        [sys.executable, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=_STANDARD_ERROR,  # a server's own output is one line
+        env={name: value for name, value in child_environment().items() if not name.startswith("KAKEYA_")},
+        check=False,
+    )
+    if done.returncode != 0:
+        raise BackendError(
+            f"`kakeya train {' '.join(_COMMANDS[stage])}`, which calibrates for {model.model} at first use, ended with "
+            f"status {done.returncode}; its reason is above. Start with --calibrate never, or with another strategy"
+        )

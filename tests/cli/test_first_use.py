@@ -1,0 +1,96 @@
+"""A server makes what its strategy needs calibrated, once, and a server that needs nothing makes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference_engine.cli import first_use
+from inference_engine.compose import DLMRestoredVerifier, open_parts
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.errors import BackendError
+
+LATENT, GATHER = "restored:source=latent", "gather:scorer=components"
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, DLMRestoredVerifier]:
+    model = ModelConfig(model=str(tiny_folder), cache_dir=str(tmp_path_factory.mktemp("cache")))
+    return model, open_parts(model)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of the laboratory; nothing is made."""
+    found: list[str] = []
+    monkeypatch.setattr(first_use, "_calibrate", lambda _model, stage: found.append(stage))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calibrate", "expected"),
+    [
+        ("full", "auto", []),
+        ("sink_window", "auto", []),
+        ("restored", "auto", []),
+        ("full:codec=lloyd4", "auto", []),
+        (LATENT, "auto", ["latent"]),
+        ("gather", "auto", ["components"]),
+        (GATHER, "auto", ["components"]),
+        ("gather:scorer=bounds", "auto", []),
+        (LATENT, "never", []),
+        ("full", "all", ["latent", "components"]),
+    ],
+)
+def test_what_is_made_is_what_the_strategy_decides_by(
+    strategy: str, calibrate: str, expected: list[str], parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str]
+) -> None:
+    model, composed = parts
+    after = first_use.with_calibrations(composed, model, EngineConfig(strategy=strategy), calibrate)
+    assert made == expected
+    assert (after is composed) == (not expected)
+
+
+def test_what_is_large_is_made_only_when_it_is_asked_for(
+    parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, composed = parts
+    monkeypatch.setattr(first_use, "SMALL_BYTES", 1)
+    first_use.with_calibrations(composed, model, EngineConfig(strategy=LATENT), "auto")
+    assert made == []
+    first_use.with_calibrations(composed, model, EngineConfig(strategy=LATENT), "all")
+    assert made == ["latent", "components"]
+
+
+def test_a_codec_that_was_chosen_is_not_replaced(
+    parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str]
+) -> None:
+    model, composed = parts
+    first_use.with_calibrations(composed, replace(model, latent="none"), EngineConfig(strategy=LATENT), "auto")
+    assert made == []
+
+
+def test_a_calibration_that_fails_says_what_else_to_do(tiny_folder: Path, tmp_path: Path) -> None:
+    model = ModelConfig(model=str(tiny_folder / "nowhere"), cache_dir=str(tmp_path))
+    with pytest.raises(BackendError, match="--calibrate never"):
+        first_use._calibrate(model, "components")
+
+
+def test_components_are_made_once_and_the_next_start_finds_them(
+    parts: tuple[ModelConfig, DLMRestoredVerifier], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, composed = parts
+    engine = EngineConfig(
+        strategy="gather:sink=4,window=16,budget=180", kv_bytes=2**24, segment_tokens=16, page_tokens=4
+    )
+    assert composed.components is None
+    after = first_use.with_calibrations(composed, model, engine, "auto")
+    assert after.components is not None and after.latent is None
+    assert capfd.readouterr().out == "", "a server's own output is one line"
+    with after.engine(engine) as running:
+        assert running.info().default_strategy.options()["scorer"] == "components"
+    monkeypatch.setattr(first_use, "_calibrate", lambda *_: pytest.fail("made a second time"))
+    found = open_parts(model)
+    assert first_use.with_calibrations(found, model, engine, "auto") is found
