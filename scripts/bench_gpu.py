@@ -193,7 +193,7 @@ def measure(
             for name in turned(names, number):
                 if name in watched:
                     watched[name].steps.clear()
-                watches = start(engines[name], sessions[name], tokens=arguments.tokens)
+                watches = start(engines[name], sessions[name], tokens=arguments.tokens, reads_bytes=False)
                 for watch in watches:
                     watch.wait()
                 if number:

@@ -94,11 +94,11 @@ def _run(engine: Engine, sessions: Sequence[str], prompts: Sequence[Sequence[int
     )
 
 
-def start(engine: Engine, sessions: Sequence[str], *, tokens: int) -> list[Watch]:
-    """Start a Generate on each session."""
+def start(engine: Engine, sessions: Sequence[str], *, tokens: int, reads_bytes: bool = True) -> list[Watch]:
+    """Start a Generate on each session. reads_bytes: at every event, which costs the engine's thread a little."""
     all_asked = threading.Event()
     try:
-        watches = [Watch(engine, session, all_asked) for session in sessions]
+        watches = [Watch(engine, session, all_asked, reads_bytes=reads_bytes) for session in sessions]
         for session, watch in zip(sessions, watches, strict=True):
             engine.generate(session, GenerateParams(max_tokens=tokens), listener=watch)
     finally:
@@ -138,8 +138,11 @@ class Watch:
     At its first token it holds the engine up until `all_asked` is set: a batch decodes together from the beginning.
     """
 
-    def __init__(self, engine: Engine, session_id: str, all_asked: threading.Event) -> None:
+    def __init__(
+        self, engine: Engine, session_id: str, all_asked: threading.Event, *, reads_bytes: bool = True
+    ) -> None:
         self._engine = engine
+        self._reads_bytes = reads_bytes
         self._session_id = session_id
         self._all_asked = all_asked
         self._ended = threading.Event()
@@ -156,7 +159,7 @@ class Watch:
         if isinstance(event, Finished | Failed):
             self.ending = event
             self._ended.set()
-        else:
+        elif self._reads_bytes:
             live = self._engine.session_info(self._session_id).kv_live_bytes
             self.kv_peak_bytes = max(self.kv_peak_bytes, live)
 
