@@ -57,7 +57,9 @@ def test_controls_and_refinement_are_options(
     assert main([*words, *options, "--out", str(plain)]) == 0
     recipe = json.loads((plain / "latent.json").read_text(encoding="utf-8"))["recipe"]
     assert (recipe["importance"], recipe["bits"], recipe["basis"]) == ("none", "uniform", "random")
-    capsys.readouterr()
+    printed = capsys.readouterr()
+    assert "a latent for" in printed.err and "of memory meanwhile" in printed.err, "what it costs comes first"
+    assert "on text held out" in printed.out
     assert main([*words, "--refine-steps", "1", "--out", str(refined)]) == 0
     assert "refined: KL" in capsys.readouterr().out
     assert find_latent(ModelConfig(model=str(tiny_folder), latent=str(refined))) is not None
