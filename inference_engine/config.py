@@ -94,6 +94,12 @@ class EngineConfig:
     # power with a state_dir, else none
     durability: str = "auto"
     session_keep_seconds: float = 2_592_000.0  # sessions unused for longer are deleted from the folder; 0: none is
+    # Copies of idle sessions' K/V in the state_dir: "always", "never", or "auto": where reading one is faster than a
+    # prefill
+    hibernate: str = "auto"
+    hibernate_after_seconds: float = 15.0  # a session idle for longer is copied
+    state_bytes: int = 0  # of copies; 0: half of the space that is free when the engine starts
+    state_bytes_per_owner: int = 0  # of one owner's sessions; 0: only state_bytes applies
     stall_seconds: float = 60.0  # the engine counts as stalled if a step takes longer
 
     def __post_init__(self) -> None:
@@ -122,6 +128,9 @@ class EngineConfig:
             session_idle_ttl_seconds=0.001,
             session_evictable_seconds=0,
             session_keep_seconds=0,
+            hibernate_after_seconds=0,
+            state_bytes=0,
+            state_bytes_per_owner=0,
             stall_seconds=2,  # an idle loop iterates every second
         )
         _at_most(
@@ -132,6 +141,7 @@ class EngineConfig:
             segment_tokens=_WIRE_LARGEST,
             session_idle_ttl_seconds=_LONGEST_SECONDS,
             session_keep_seconds=_LONGEST_SECONDS,
+            hibernate_after_seconds=_LONGEST_SECONDS,
         )
         if self.overlap not in ("auto", "on", "off"):
             raise ConfigError(f"overlap must be auto, on or off, got {self.overlap!r}")
@@ -143,6 +153,8 @@ class EngineConfig:
             raise ConfigError(f"durability={self.durability} needs a state_dir to keep sessions in")
         if self.durability == "none" and self.state_dir:
             raise ConfigError("durability=none keeps no sessions: leave state_dir empty, or choose process or power")
+        if self.hibernate not in ("auto", "always", "never"):
+            raise ConfigError(f"hibernate must be auto, always or never, got {self.hibernate!r}")
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
             raise ConfigError(
                 f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"

@@ -35,6 +35,10 @@ GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", 
 REFUSALS = ("first_token", "queue", "owner_queue", "draining")
 # `refused`: there was no place for one more session; `corrupt`: its records are damaged; `mismatch`: other settings.
 RESTORES = ("restored", "refused", "corrupt", "mismatch")
+# `given_up`: the session was used meanwhile; `slower`: prefilling is faster; `no_room`: for so many bytes.
+COPY_SAVES = ("saved", "given_up", "slower", "no_room", "failed")
+# `foreign`: of other tokens, or made under other settings. Where one is not used, its session's history is prefilled.
+COPY_READS = ("used", "missing", "damaged", "foreign", "slower", "failed")
 INVARIANTS = ("INV1", "INV2", "INV3")
 # `dropped`: idle, and no more than its token ids.
 PORTS = ("grpc", "http", "metrics")
@@ -123,6 +127,24 @@ class EngineMetrics:
         )
         self.restore_seconds = self._histogram(
             "journal_restore_seconds", "Seconds to read a session from the journal.", _WAIT_SECONDS
+        )
+        self.copies = self._gauge("kv_copies", "Files with copies of sessions' K/V in the state folder.")
+        self.copies_bytes = self._gauge("kv_copies_bytes", "Bytes of these files.")
+        self.copies_saved = self._counter(
+            "kv_copy_save_total", "Copies of idle sessions' K/V begun, by what came of them.", outcome=COPY_SAVES
+        )
+        self.copies_read = self._counter(
+            "kv_copy_read_total",
+            "Copies of K/V found for a session whose K/V was not in memory, by what came of them.",
+            outcome=COPY_READS,
+        )
+        self.copy_save_seconds = self._histogram(
+            "kv_copy_save_seconds", "Seconds from the first piece of a copy until it is safe.", _WAIT_SECONDS
+        )
+        self.copy_read_seconds = self._histogram(
+            "kv_copy_read_seconds",
+            "Seconds that a Generate waited for a copy to be read and put in place.",
+            _WAIT_SECONDS,
         )
         self.histories_behind = self._counter(
             "session_history_behind_client_total",

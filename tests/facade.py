@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -22,6 +23,7 @@ from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.scheduler.transcript import Transcript
 from inference_engine.session.session import Session
+from inference_engine.session.sqlite_journal import COPIES
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Mode, ModelFacts
 
@@ -108,6 +110,29 @@ def before_each_generate(engine: Engine, task: Callable[[], object]) -> Iterator
     """Done meanwhile, when a Generate has found its session and before it is looked whether it may begin."""
     with patch.object(engine._arguments, "check_params", lambda _: task()):
         yield
+
+
+def save_copies(engine: Engine, folder: Path) -> list[Path]:
+    """As if every session had been idle for long: copies of their K/V are in files and recorded. Returns the files."""
+    hibernation = engine._scheduler.hibernation
+    assert hibernation is not None, "the engine keeps no copies"
+    on_the_engines_thread(engine, lambda: hibernation.save_all(LIMIT_SECONDS))
+    is_recorded = threading.Event()
+    engine.when_saved(is_recorded.set)
+    assert is_recorded.wait(LIMIT_SECONDS)
+    return sorted((folder / COPIES).glob("*.kv"))
+
+
+def save_some_pieces(engine: Engine, session_id: str) -> None:
+    """Begin a copy of an idle session's K/V, and leave it unfinished."""
+    hibernation = engine._scheduler.hibernation
+    assert hibernation is not None, "the engine keeps no copies"
+
+    def begin() -> None:
+        hibernation._saving = hibernation._begin(session_of(engine, session_id))
+        hibernation.work()
+
+    on_the_engines_thread(engine, begin)
 
 
 def remembered_appends(engine: Engine) -> int:

@@ -47,7 +47,5 @@ def after_a_kill(folder: Path) -> Path:
     found = folder.with_name(f"{folder.name}-killed")
     shutil.rmtree(found, ignore_errors=True)
     found.mkdir(mode=0o700)
-    for file in folder.iterdir():
-        if file.name != LOCK:
-            shutil.copy(file, found / file.name)
+    shutil.copytree(folder, found, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK))
     return found

@@ -76,6 +76,13 @@ HELP = {
         "what a history survives: none, process (a kill), power (a loss of power), auto: power with a state_dir",
     ),
     "session_keep_seconds": ("SECONDS", "kept sessions unused for longer are deleted; 0: none is"),
+    "hibernate": (
+        "WHEN",
+        "copy K/V of idle sessions into the state_dir: always, never, auto: where reading is faster than a prefill",
+    ),
+    "hibernate_after_seconds": ("S", "a session idle for longer is copied into the state_dir"),
+    "state_bytes": ("SIZE", "for copies of K/V in the state_dir; 0: half of the free space there"),
+    "state_bytes_per_owner": ("SIZE", "for copies of one owner's sessions; 0: only state_bytes applies"),
     "tier_dir": ("FOLDER", "for K/V that leaves a CPU's memory; empty: the system's folder for temporary files"),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_running": ("N", "Generates at the same time; others wait, but one of each owner begins at once"),

@@ -5,6 +5,8 @@ Thread-safe. Everything but iterating a Generation returns in microseconds and n
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -64,8 +66,16 @@ from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.capacity import SessionLimits
+from inference_engine.session.hibernation import Hibernation, HibernationLimits
 from inference_engine.session.history import TokenIds
-from inference_engine.session.journal import Journal, MemoryJournal, ReplyRecord, SessionRecord, TokensRecord
+from inference_engine.session.journal import (
+    CopyBook,
+    Journal,
+    MemoryJournal,
+    ReplyRecord,
+    SessionRecord,
+    TokensRecord,
+)
 from inference_engine.session.replies import Call, Replies, identify
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore, holding
@@ -173,6 +183,7 @@ class Engine:
             vocab_size=forward.facts.vocab_size,
             timer=timer,
             drafter=drafter,
+            hibernation=None if self.config.hibernate == "never" else self._hibernation_in(self._journal.book),
         )
         self.metrics.watch(
             lambda: collect_statistics(self._store, self._scheduler, self._context, self._clock()), strategy_names()
@@ -195,6 +206,37 @@ class Engine:
         )
         self._is_draining = False
         self._scheduler.start()
+
+    def _hibernation_in(self, book: CopyBook | None) -> Callable[[Callable[[], None]], Hibernation] | None:
+        """What makes the Hibernation of this engine; None if its journal keeps no copies of K/V."""
+        if book is None:
+            return None
+        config, facts, geometry = self.config, self._forward.facts, self._geometry
+        dtypes = sorted({str(buffer.keys.dtype) for buffer in self._context.pool.buffers.values()})
+        made_by = {
+            "weights": book.weights,
+            "model": [facts.dtype, facts.backend, facts.numerics, self._forward.device.type],
+            "kv": dtypes,
+            "layers": hashlib.sha256(repr(geometry.layers).encode()).hexdigest(),
+            "mode": config.mode.value,
+            "page_tokens": geometry.page_tokens,
+            "segment_tokens": geometry.segment_tokens,
+        }
+
+        def fingerprint(session: Session) -> str:
+            strategy = session.kv.strategy
+            of_session = {"strategy": str(strategy), "codec": self._store.codec_of(strategy)}
+            return json.dumps({**made_by, **of_session}, sort_keys=True)
+
+        limits = HibernationLimits(
+            after_seconds=config.hibernate_after_seconds,
+            is_measured=config.hibernate == "auto",
+            state_bytes=config.state_bytes,
+            state_bytes_per_owner=config.state_bytes_per_owner,
+        )
+        return lambda nudge: Hibernation(
+            self._store, book, self.metrics, self._clock, limits=limits, fingerprint=fingerprint, nudge=nudge
+        )
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -685,6 +727,8 @@ class Engine:
         self._is_draining = True
         if self._scheduler.is_alive:
             self._scheduler.stop()
+        if (hibernation := self._scheduler.hibernation) is not None and not self._scheduler.is_alive:
+            hibernation.close()
         self._store.close_all()
         self._journal.stop()
 

@@ -13,13 +13,14 @@ it. An active session is a session like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kernels.mac import MatchTotals
@@ -27,7 +28,7 @@ from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.transfers import TransferTotals
-from inference_engine.kv.part import Held, Part
+from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.restored import RestoredEntries
@@ -379,6 +380,30 @@ class SessionKV:
         for part, theirs in zip(self.parts, other.parts, strict=True):
             part.copy_from(theirs, length)
         self.length, self.evicted = length, other.evicted
+
+    # -- copies in files --------------------------------------------------------------------------------------------
+
+    def save(self) -> Saved:
+        """The committed entries of this idle session, for `load`: enough to continue bit for bit.
+
+        Tensors are made while they are read; some are views. Entries of a shared prefix are among them.
+        """
+        assert not self.staged and not (self.takes_room and self._is_active)
+        saved: dict[str, Iterable[tuple[Tensor, ...]]] = {}
+        for index, part in enumerate(self.parts):
+            saved |= under(index, part.save(self.length))
+        return saved
+
+    def load(self, length: int, saved: Saved) -> None:
+        """Take what a session of the same strategy saved after a history of `length`, into this empty and idle one.
+
+        Raises OSError if the second tier cannot store its part; after an error, only `forget` can be called.
+        """
+        assert self.length == self.base < length and not self.staged and not (self.takes_room and self._is_active)
+        self.length = length  # so that `forget` wipes what an error leaves
+        for index, part in enumerate(self.parts):
+            part.load(length, saved_under(index, saved))
+        self.evicted = self.strategy.evicted(self.context.geometry, length)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting
 from inference_engine.scheduler.wakeups import Wakeups
+from inference_engine.session.hibernation import Hibernation
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Event, Failed, Finished, StopReason
@@ -51,8 +52,10 @@ class Endings:
         metrics: EngineMetrics,
         drafting: Drafting | None,
         leave: Callable[[Request], None],
+        hibernation: Hibernation | None = None,
     ) -> None:
         self._store = store
+        self._hibernation = hibernation
         self._metrics = metrics
         self._drafting = drafting
         self._leave = leave
@@ -70,7 +73,7 @@ class Endings:
             if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.discard_staged()  # of a step that was launched ahead
                 request.session.kv.check()
-                _make_idle(request.session)
+                self._make_idle(request.session)
         except InvariantViolated as violation:
             event = Failed(self._mark_failed(request.session, violation))
         finally:
@@ -130,19 +133,25 @@ class Endings:
         logger.error("invariant violated: %s", violation.message, extra=about_session(session.session_id))
         session.violations.count(violation.kind)
         self._metrics.invariant_violations.labels(kind=violation.kind).inc()
+        self._distrust(session)
         self._store.fail(session, violation.kind)
         return violation.kept() if session.journal.keeps else violation
 
+    def _make_idle(self, session: Session) -> None:
+        try:
+            session.kv.idle()
+        except Exception:
+            # The history is complete; the next Generate computes its entries again.
+            logger.exception("a session could not become idle", extra=about_session(session.session_id))
+            self._distrust(session)
+            session.forget_entries()
+        else:
+            session.refresh_facts()
 
-def _make_idle(session: Session) -> None:
-    try:
-        session.kv.idle()
-    except Exception:
-        # The history is complete; the next Generate computes its entries again.
-        logger.exception("a session could not become idle", extra=about_session(session.session_id))
-        session.forget_entries()
-    else:
-        session.refresh_facts()
+    def _distrust(self, session: Session) -> None:
+        """Its entries may have been wrong for longer: no copy of them is used."""
+        if self._hibernation is not None:
+            self._hibernation.distrust(session)
 
 
 def _notify_observers(request: Request, event: Finished | Failed) -> None:
@@ -186,7 +195,9 @@ class Beginnings:
         enter: Callable[[Request], None],
         *,
         vocab_size: int,
+        hibernation: Hibernation | None = None,
     ) -> None:
+        self._hibernation = hibernation
         self._metrics = metrics
         self._clock = clock
         self._endings = endings
@@ -195,9 +206,11 @@ class Beginnings:
         self._vocab_size = vocab_size
 
     def begin(self, request: Request, running: Iterable[Request]) -> None:
-        """Let it run, or end it. It keeps waiting if there is no memory to wake its session now, but some of `running`
-        will give memory back."""
-        session = request.session
+        """Let it run, or end it. It keeps waiting while a copy of its session's K/V is read, and if there is no memory
+        to wake its session now, but some of `running` will give memory back."""
+        session, running = request.session, list(running)
+        if self._hibernation is not None and not self._hibernation.restore(session, is_alone=not running):
+            return
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()
         if session.kv.takes_room:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -83,6 +84,18 @@ class ReplyRecord:
     body: str
 
 
+@dataclass(frozen=True, slots=True)
+class CopyRecord:
+    """A file with a copy of a session's K/V after `length` tokens. header_crc: checksum of the file's header."""
+
+    session_id: str
+    owner: str
+    file: str
+    length: int
+    nbytes: int
+    header_crc: int
+
+
 @dataclass(slots=True)
 class Saved:
     """Tokens of a session that are safe, and may be told. The journal changes it; any thread may read it."""
@@ -111,10 +124,37 @@ class SessionEntry:
     history_length: int
 
 
+class CopyBook(Protocol):
+    """Where a journal that keeps sessions records the files with copies of their K/V. From any thread."""
+
+    copies_folder: Path
+    weights: str | None  # digest of those of the model
+
+    def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
+        """The copies that are recorded, of the session used longest ago first. Waits for the disk.
+
+        on_gone: called with the name of a file that was removed, whoever asked for it, from any thread.
+        """
+
+    def put_copy(self, record: CopyRecord) -> None:
+        """Record a file that is whole and safe. The one that the session had before is removed."""
+
+    def drop_copy(self, file: str) -> None:
+        """Remove a file, and forget it."""
+
+    @property
+    def is_full(self) -> bool:
+        """Is the disk full?"""
+
+
 class Journal(Protocol):
     """A per-session, ordered log. Changes are recorded under the store's lock, from any thread."""
 
     durability: Durability
+
+    @property
+    def book(self) -> CopyBook | None:
+        """None: sessions end with the process, and so does their K/V."""
 
     # -- changes ----------------------------------------------------------------------------------------------------
 
@@ -207,6 +247,7 @@ class MemoryJournal:
     """Records in memory, gone with the process. Tokens of one mark that follow each other are read as one record."""
 
     durability = Durability.NONE
+    book = None
     keeps = False
     is_saved = True
     failure = ""

@@ -73,6 +73,7 @@ class Session:
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
     readers: set[Unread] = field(default_factory=set)  # of tokens of its Generates
+    uses: int = 0  # how often an operation held it, or its K/V was dropped
     pins: int = 0  # while positive, the entries stay in place, even if the session is closed meanwhile
     is_closed: bool = False
     failure_reason: str = ""
@@ -148,6 +149,7 @@ class Session:
     def drop_entries(self) -> None:
         """Give back the memory of K/V, of a session that nothing holds. The history stays."""
         self.kv.drop()
+        self.uses += 1
         self.live_bytes = self.tier_live_bytes = self.evicted_tokens = 0
         self.live_kinds = {}
         self.cached_tokens = self.kv.length  # the shared prefix, which other sessions hold

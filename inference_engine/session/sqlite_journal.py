@@ -3,6 +3,7 @@
     tail        one row for each step of a session, in the order in which they came; a step adds rows at its end only
     tokens      the same, folded when a Generate ends: at most FOLD_TOKENS ids of one mark a row, by position
     sessions    how each began, and how many of its tokens are folded; also generates, replies
+    copies      the files with copies of sessions' K/V, which are in a folder of their own (`hibernation.py`)
 
 One connection, which a lock shares: the writer's thread commits, others read what is not in memory. Every row of a
 history carries a checksum, and a history must be without a hole: a damaged session is refused, and others are not
@@ -38,6 +39,8 @@ from inference_engine.errors import ConfigError, EngineStalled, HistoryCorrupt, 
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import (
+    CopyBook,
+    CopyRecord,
     GenerateRecord,
     Logprobs,
     ReplyRecord,
@@ -54,8 +57,8 @@ from inference_engine.types import Durability, Mark
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-FILE, LOCK = "journal.db", "lock"
+FORMAT = 2
+FILE, LOCK, COPIES = "journal.db", "lock", "copies"
 FOLD_TOKENS = 1000
 MOST_GENERATES = 8  # of a session, that a client may continue
 
@@ -82,6 +85,12 @@ create table replies (
 create index replies_by_session on replies (session, kind, position);
 create index replies_ended on replies (ended_at) where ended_at is not null;
 create table facts (name text primary key, value text) without rowid;
+"""
+# What format 1 did not have.
+_COPIES_SCHEMA = """
+create table copies (
+    session integer primary key, file text unique not null, length integer not null, bytes integer not null,
+    header_crc integer not null, crc integer not null);
 """
 
 
@@ -115,6 +124,8 @@ class SQLiteJournal:
         if weights is None and not (folder / FILE).exists():
             raise ConfigError(f"{folder} has no journal: name the state_dir of a server")
         _check_private(folder)
+        self.copies_folder = folder / COPIES
+        self.weights = weights
         self._folder_lock = _take(folder, durability)
         try:
             self._db = _open(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
@@ -134,6 +145,8 @@ class SQLiteJournal:
         # Of the commit that is being made: rows of the tail, as session and entry.
         self._appended: list[tuple[int, int]] = []
         self._deleted: set[tuple[int, int]] = set()
+        self._gone: list[str] = []  # files of copies that have no row any more
+        self._on_copy_gone: Callable[[str], object] = lambda _: None
         self._unit: list[Change] | None = None
         self._unit_told: list[tuple[Saved, int]] = []
         self._to_fold: deque[int] = deque(self._tails)
@@ -218,6 +231,62 @@ class SQLiteJournal:
             del self._saved[number], self._lengths[number]
             self._record((self._end_session, (number,)))
 
+    # -- copies of K/V ----------------------------------------------------------------------------------------------
+
+    def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
+        """The copies that are recorded, of the session used longest ago first. Waits for the disk.
+
+        on_gone: called with the name of a file that was removed, whoever asked for it, from any thread.
+        """
+        self._flush()
+        self._on_copy_gone = on_gone
+        with self._db_lock:
+            rows = list(
+                self._db.execute(
+                    "select session, id, owner, file, copies.length, bytes, header_crc, copies.crc from copies "
+                    "join sessions using (session) order by used_at"
+                )
+            )
+        records = [(number, CopyRecord(*fields), crc) for number, *fields, crc in rows]
+        return [record for number, record, crc in records if crc == _copy_crc(number, record)]
+
+    def put_copy(self, record: CopyRecord) -> None:
+        """Record a file that is whole and safe. The one that the session had before is removed."""
+        self._record((self._put_copy, (record,)))
+
+    def drop_copy(self, file: str) -> None:
+        """Remove a file."""
+        self._record((self._drop_copy, (file,)))
+
+    def _put_copy(self, record: CopyRecord) -> None:
+        found = list(self._db.execute("select session from sessions where id = ?", (record.session_id,)))
+        if not found:  # closed meanwhile
+            self._gone.append(record.file)
+            return
+        (number,) = found[0]
+        self._forget_copy(number)
+        self._db.execute(
+            "insert into copies values (?, ?, ?, ?, ?, ?)",
+            (number, record.file, record.length, record.nbytes, record.header_crc, _copy_crc(number, record)),
+        )
+
+    def _forget_copy(self, number: int) -> None:
+        self._gone += [file for (file,) in self._db.execute("select file from copies where session = ?", (number,))]
+        self._db.execute("delete from copies where session = ?", (number,))
+
+    def _drop_copy(self, file: str) -> None:
+        self._gone.append(file)
+        self._db.execute("delete from copies where file = ?", (file,))
+
+    def _remove_gone(self) -> None:
+        gone, self._gone = self._gone, []
+        for file in gone:
+            try:
+                (self.copies_folder / file).unlink(missing_ok=True)
+            except OSError as error:  # the next start removes it
+                logger.warning("%s could not be removed: %s", self.copies_folder / file, error)
+            self._on_copy_gone(file)
+
     def _note(self, number: int, saved: Saved, length: int) -> None:
         self._saved[number], self._lengths[number] = saved, length
 
@@ -248,8 +317,16 @@ class SQLiteJournal:
             raise JournalFull
 
     @property
+    def is_full(self) -> bool:
+        return self._writer.is_full
+
+    @property
     def failure(self) -> str:
         return self._writer.failure
+
+    @property
+    def book(self) -> CopyBook:
+        return self
 
     def stop(self) -> None:
         if self._is_stopped:
@@ -282,7 +359,7 @@ class SQLiteJournal:
 
     def _transact(self, changes: Sequence[Change]) -> None:
         """Apply changes, all or none."""
-        self._appended, self._deleted = [], set()
+        self._appended, self._deleted, self._gone = [], set(), []
         try:
             self._db.execute("begin immediate")
             for apply, arguments in changes:
@@ -301,6 +378,7 @@ class SQLiteJournal:
             if not self._tails[number]:
                 del self._tails[number]
         self._appended, self._deleted = [], set()
+        self._remove_gone()
 
     def _tidy(self) -> bool:
         if self._to_fold:
@@ -406,6 +484,7 @@ class SQLiteJournal:
             self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the three above
         for entry in self._tail_of(number):
             self._delete_tail(number, entry)
+        self._forget_copy(number)
         self._db.execute("update replies set ended_at = ? where session = ?", (self._wall_clock(), number))
 
     def _tail_of(self, number: int) -> list[int]:
@@ -558,7 +637,7 @@ class SQLiteJournal:
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}") from error
         with self._db_lock:
-            self._db.execute("vacuum into ?", (str(folder / FILE),))
+            self._db.execute("vacuum into ?", (str(folder / FILE),))  # without copies of K/V, which the start notices
         (folder / FILE).chmod(0o600)
 
     def purge(self, session_id: str, owner: str) -> None:
@@ -720,6 +799,9 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
             db.execute(_SCHEMA)
             db.execute("insert into facts values ('weights', ?)", (weights,))
             db.execute(f"pragma application_id={_APPLICATION}")
+    if next(db.execute("pragma user_version"))[0] < FORMAT:
+        with db:
+            db.execute(_COPIES_SCHEMA)
             db.execute(f"pragma user_version={FORMAT}")
 
 
@@ -761,6 +843,10 @@ def _session_crc(number: int, owner: str, body: str, length: int) -> int:
 
 def _reply_crc(record: ReplyRecord) -> int:
     return _crc(repr(record).encode())
+
+
+def _copy_crc(number: int, record: CopyRecord) -> int:
+    return _crc(f"{number} {record.file} {record.length} {record.nbytes} {record.header_crc}".encode())
 
 
 def _record(body: str) -> SessionRecord:

@@ -233,7 +233,7 @@ class SessionStore:
             for what, recorded, running in (
                 ("segment_tokens", record.segment_tokens, self._context.geometry.segment_tokens),
                 ("mode", record.mode, self._mode.value),
-                (strategy.calibrated or "the latent codec", record.codec, self._codec_of(strategy)),
+                (strategy.calibrated or "the latent codec", record.codec, self.codec_of(strategy)),
             ):
                 if recorded != running:
                     raise ModelMismatch(what, recorded, running)
@@ -316,6 +316,22 @@ class SessionStore:
                 session.pins -= 1
                 self._release_if_over(session)
 
+    @contextmanager
+    def undisturbed(self, session: Session, uses: int) -> Iterator[bool]:
+        """Within, the K/V of an idle session stays where it is, unless it was used since `session.uses` was `uses`.
+
+        Engine's thread. Gives whether it stays.
+        """
+        with self._lock:
+            is_idle = session.uses == uses and session.operation is None
+            is_idle &= not (session.is_closed or session.failure_reason or session.kv.is_dropped)
+            session.pins += is_idle
+        try:
+            yield is_idle
+        finally:
+            if is_idle:
+                self.unpin(session)
+
     # -- one operation at a time ------------------------------------------------------------------------------------
 
     def locked(self) -> AbstractContextManager[object]:
@@ -330,6 +346,7 @@ class SessionStore:
             if session.operation is not None:
                 raise SessionBusy(0.0)
             session.operation = operation
+            session.uses += 1
             self._touch(session)
 
     def free(self, session: Session) -> None:
@@ -452,7 +469,7 @@ class SessionStore:
             is_growing=kv.grows,
             segment_tokens=self._context.geometry.segment_tokens,
             mode=self._mode.value,
-            codec=self._codec_of(kv.strategy),
+            codec=self.codec_of(kv.strategy),
             label=label,
             created_at=self._wall_clock(),
         )
@@ -491,7 +508,7 @@ class SessionStore:
             holdings = self._holdings[owner] = Holdings()
         return holdings
 
-    def _codec_of(self, strategy: KVStrategy) -> str:
+    def codec_of(self, strategy: KVStrategy) -> str:
         """The digest of what was calibrated, if the strategy depends on it."""
         return {LATENT: self._codec, COMPONENTS: self._components, "": ""}[strategy.calibrated]
 

@@ -128,9 +128,11 @@ class LatentCodes:
 
     def save(self) -> Iterator[tuple[Tensor]]:
         """All stored latents, [n, width], a segment at a time."""
-        for first in range(0, self._end, self._places.segment):
-            yield (self.get(first, min(first + self._places.segment, self._end)),)
-        self._transfers.settle()  # its transfers belong to no step
+        try:
+            for first in range(0, self._end, self._places.segment):
+                yield (self.get(first, min(first + self._places.segment, self._end)),)
+        finally:
+            self._transfers.settle()  # its transfers belong to no step
 
     def load(self, saved: Iterable[tuple[Tensor, ...]]) -> None:
         """Store all saved latents."""

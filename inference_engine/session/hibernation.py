@@ -1,0 +1,500 @@
+"""Copies of idle sessions' K/V in files, from which it comes back after it was dropped, or after a restart.
+
+    idle        saved, a piece between two steps; given up if the session is used meanwhile
+    used        if its K/V is gone: read from the file, checked, and put in place; then only the rest is prefilled
+
+Correctness never depends on a file: where anything of one does not agree, the K/V is computed from the history, which
+the journal has. Files are removed in the order in which their sessions were used when they pass a budget.
+
+The engine's thread reads and writes K/V. Two threads of this module read and write files, one at a time each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from inference_engine.errors import ConfigError
+from inference_engine.kv.part import Saved
+from inference_engine.logs import about_session
+from inference_engine.metrics import EngineMetrics
+from inference_engine.session.copy_file import TENSOR_BYTES, CopyFacts, CopyUnusable, CopyWriter, read_copy
+from inference_engine.session.journal import CopyBook, CopyRecord
+from inference_engine.session.session import Session
+from inference_engine.session.store import SessionStore
+
+logger = logging.getLogger(__name__)
+
+_MOST_READ = 2  # copies in host memory at the same time
+_WAIT_SECONDS = 0.05  # for a file, while no session runs
+_STOP_SECONDS = 10.0  # for sessions that are saved when the engine stops
+_SHARE = 2  # without a setting, one part in this many of the free space may be used
+_PROBE_BYTES = 16 * 2**20
+_LEAST_PREFILL_TOKENS = 32  # of a prefill whose time says how fast the model is
+_MEMORY = 0.8  # weight of what was measured before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HibernationLimits:
+    """Settings, named like them. is_measured: save only where reading a file is faster than computing its entries."""
+
+    after_seconds: float
+    is_measured: bool
+    state_bytes: int = 0
+    state_bytes_per_owner: int = 0
+
+
+class CopyIndex:
+    """The files in the folder, the one of the session used longest ago first. Any thread."""
+
+    def __init__(self, book: CopyBook, limits: HibernationLimits, metrics: EngineMetrics) -> None:
+        """Removes files that no record names, and records without a file. Raises ConfigError."""
+        self.folder = book.copies_folder
+        self._book = book
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._records: OrderedDict[str, CopyRecord] = OrderedDict()  # by what their files' names begin with
+        self._held: Counter[str | None] = Counter()  # bytes by owner, and of all under None
+        self._most: dict[str | None, int] = {None: limits.state_bytes}
+        self._most_of_owner = limits.state_bytes_per_owner
+        records = book.copies(self._gone)
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self.folder.chmod(0o700)
+            files = {entry.name: entry.stat().st_size for entry in os.scandir(self.folder)}
+            if not limits.state_bytes:
+                self._most[None] = (shutil.disk_usage(self.folder).free + sum(files.values())) // _SHARE
+            for file in files.keys() - {record.file for record in records}:
+                (self.folder / file).unlink()
+        except OSError as error:
+            raise ConfigError(f"copies of K/V cannot be kept in {self.folder}: {error.strerror}") from error
+        for record in records:
+            if files.get(record.file) == record.nbytes:
+                self._add(record)
+            else:
+                book.drop_copy(record.file)
+        for owner in {record.owner for record in records}:
+            self.make_room(owner, 0)
+        self._report()
+
+    def find(self, session_id: str) -> CopyRecord | None:
+        with self._lock:
+            return self._records.get(_stem(session_id))
+
+    def put(self, record: CopyRecord) -> None:
+        """A file that is whole and safe, in place of the one that its session had."""
+        with self._lock:
+            self._remove(_stem(record.session_id))
+            self._add(record)
+        self._book.put_copy(record)
+        self.make_room(record.owner, 0)
+        self._report()
+
+    def used(self, session_id: str) -> None:
+        with self._lock:
+            if (stem := _stem(session_id)) in self._records:
+                self._records.move_to_end(stem)
+
+    def drop(self, session_id: str) -> None:
+        """Remove the session's file, if it has one."""
+        with self._lock:
+            record = self._remove(_stem(session_id))
+        if record is not None:
+            self._book.drop_copy(record.file)
+            self._report()
+
+    def make_room(self, owner: str, nbytes: int, *, kept: Collection[str] = ()) -> bool:
+        """Remove files until `nbytes` more of `owner` are within the budgets. False, and none removed, if they never
+        are. kept: sessions whose files stay."""
+        stems = {_stem(session_id) for session_id in kept}
+        most = dict(self._most)
+        if self._most_of_owner:
+            most[owner] = self._most_of_owner
+        with self._lock:
+            staying = [self._records[stem] for stem in stems if stem in self._records]
+            for whose, limit in most.items():
+                if nbytes + sum(one.nbytes for one in staying if whose in (None, one.owner)) > limit:
+                    return False
+            going = [record for whose in reversed(most) for record in self._take(whose, most[whose] - nbytes, stems)]
+        for record in going:
+            self._book.drop_copy(record.file)
+        return True
+
+    def _take(self, owner: str | None, most: int, kept: Collection[str]) -> Iterator[CopyRecord]:
+        """Take out files of `owner` (None: of all) until at most `most` bytes are left. Lock held."""
+        for stem, record in list(self._records.items()):
+            if self._held[owner] <= most:
+                return
+            if stem not in kept and owner in (None, record.owner):
+                self._remove(stem)
+                yield record
+
+    def _add(self, record: CopyRecord) -> None:
+        self._records[_stem(record.session_id)] = record
+        for whose in (None, record.owner):
+            self._held[whose] += record.nbytes
+
+    def _remove(self, stem: str) -> CopyRecord | None:
+        record = self._records.pop(stem, None)
+        if record is not None:
+            for whose in (None, record.owner):
+                self._held[whose] -= record.nbytes
+            if not self._held[record.owner]:
+                del self._held[record.owner]
+        return record
+
+    def _gone(self, file: str) -> None:
+        """A file was removed: its session was closed or deleted, or it was asked for here."""
+        stem = file.partition("-")[0]
+        with self._lock:
+            if stem in self._records and self._records[stem].file == file:
+                self._remove(stem)
+        self._report()
+
+    def _report(self) -> None:
+        self._metrics.copies.set(len(self._records))
+        self._metrics.copies_bytes.set(self._held[None])
+
+
+def _stem(session_id: str) -> str:
+    """What the names of a session's files begin with."""
+    return hashlib.sha256(session_id.encode()).hexdigest()[:32]
+
+
+@dataclass(slots=True, eq=False)
+class _Saving:
+    """A session whose K/V is being saved."""
+
+    session: Session
+    uses: int
+    file: str
+    facts: CopyFacts
+    pieces: Iterator[tuple[str, int, tuple[Tensor, ...]]]
+    writer: CopyWriter
+    began: float
+    written: Future[None] | None = None  # the piece before
+    finished: Future[int] | None = None  # the whole file
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A copy that is being read for a session whose Generate waits for it."""
+
+    record: CopyRecord
+    copy: Future[Saved]
+    began: float = field(default_factory=time.perf_counter)
+
+
+class Hibernation:
+    """Engine's thread only, but for `nudge`, which is called by others, and `close`, after it has ended."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        book: CopyBook,
+        metrics: EngineMetrics,
+        clock: Callable[[], float],
+        *,
+        limits: HibernationLimits,
+        fingerprint: Callable[[Session], str],
+        nudge: Callable[[], None],
+    ) -> None:
+        """fingerprint: what decides the bits of a session's K/V. nudge: wakes the engine's thread.
+
+        Raises ConfigError.
+        """
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._limits = limits
+        self._fingerprint = fingerprint
+        self._nudge = nudge
+        self._book = book
+        self._index = CopyIndex(book, limits, metrics)
+        self._resting: OrderedDict[Session, float] = OrderedDict()  # since when
+        self._saving: _Saving | None = None
+        self._readings: dict[Session, _Reading] = {}
+        self._prefill_seconds = 0.0  # a token; 0: not known yet
+        self._read_seconds = 0.0  # a byte
+        self._writer = ThreadPoolExecutor(1, "kakeya-copy-writer")
+        self._reader = ThreadPoolExecutor(1, "kakeya-copy-reader")
+        if limits.is_measured:
+            self._reader.submit(self._measure)
+
+    # -- what is measured -------------------------------------------------------------------------------------------
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """A prefill of so many tokens took so long, other sessions' steps between included."""
+        if tokens >= _LEAST_PREFILL_TOKENS:
+            each = seconds / tokens
+            before = self._prefill_seconds or each
+            self._prefill_seconds = _MEMORY * before + (1 - _MEMORY) * each
+
+    def _has_read(self, nbytes: int, seconds: float) -> None:
+        before = self._read_seconds or seconds / nbytes
+        self._read_seconds = _MEMORY * before + (1 - _MEMORY) * seconds / nbytes
+
+    def _pays(self, nbytes: int, tokens: int) -> bool:
+        """Is reading so many bytes faster than computing K/V of so many tokens? Yes while one is not known."""
+        if not self._limits.is_measured or not self._prefill_seconds or not self._read_seconds:
+            return True
+        return nbytes * self._read_seconds < tokens * self._prefill_seconds
+
+    def _measure(self) -> None:
+        """How long the disk takes for a byte that is not in memory."""
+        path = self._index.folder / f"probe-{secrets.token_hex(4)}"
+        try:
+            with path.open("w+b", buffering=0) as file:
+                file.write(os.urandom(_PROBE_BYTES))
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                began = time.perf_counter()
+                file.seek(0)
+                file.readall()
+                self._has_read(_PROBE_BYTES, time.perf_counter() - began)
+        except OSError as error:
+            logger.warning("the speed of the disk could not be measured in %s: %s", self._index.folder, error)
+        finally:
+            path.unlink(missing_ok=True)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def rest(self, session: Session) -> None:
+        """A Generate of the session has ended."""
+        if reading := self._readings.pop(session, None):
+            reading.copy.cancel()
+        if not session.is_transient:
+            self._resting[session] = self._clock()
+            self._resting.move_to_end(session)
+
+    def work(self) -> bool:
+        """Save a piece of a session. Is there more to do at once? When a piece was written, `nudge` is called."""
+        saving = self._saving
+        if saving is None:
+            saving = self._saving = self._next()
+            return saving is not None
+        pending = saving.finished or saving.written
+        if pending is not None and not pending.done():
+            return False
+        try:
+            if saving.finished is not None:
+                self._has_saved(saving, saving.finished.result())
+                self._saving = None
+                return True
+            if saving.written is not None:
+                saving.written.result()
+            self._save_piece(saving)
+        except Exception as error:  # noqa: BLE001 - logged, and the history has all
+            _log_failure(saving.session, error)
+            self._give_up(saving, "failed")
+        return False
+
+    def _next(self) -> _Saving | None:
+        while self._resting:
+            session, since = next(iter(self._resting.items()))
+            if self._clock() - since < self._limits.after_seconds:
+                return None
+            del self._resting[session]
+            try:
+                if (saving := self._begin(session)) is not None:
+                    return saving
+            except Exception as error:  # noqa: BLE001 - logged, and the history has all
+                _log_failure(session, error)
+                self._metrics.copies_saved.labels("failed").inc()
+        return None
+
+    def _begin(self, session: Session, *, kept: Collection[str] = ()) -> _Saving | None:
+        """kept: sessions whose files are not removed to make room."""
+        uses, kv = session.uses, session.kv
+        with self._store.undisturbed(session, uses) as is_idle:
+            if not is_idle or kv.length <= kv.base:
+                return None
+            known = self._index.find(session.session_id)
+            if known is not None and known.length == kv.length:
+                return None
+            saved, geometry = kv.save(), kv.context.geometry
+            # A part saves by segments or by layers, a few tensors at a time.
+            tensors = 4 * len(saved) * (len(geometry.layers) + kv.length // geometry.segment_tokens + 2)
+            nbytes = session.live_bytes + session.tier_live_bytes + kv.shared_bytes + tensors * TENSOR_BYTES
+            if not self._pays(nbytes, kv.length):
+                self._metrics.copies_saved.labels("slower").inc()
+                return None
+            if self._book.is_full or not self._index.make_room(session.owner, nbytes, kept=kept):
+                self._metrics.copies_saved.labels("no_room").inc()
+                return None
+            facts = CopyFacts.of(self._fingerprint(session), session.history, kv.length)
+            file = f"{_stem(session.session_id)}-{kv.length}-{secrets.token_hex(4)}.kv"
+            writer = CopyWriter(self._index.folder / file, facts, list(saved), most_tensors=tensors)
+            return _Saving(session, uses, file, facts, _pieces(saved), writer, time.perf_counter())
+
+    def _save_piece(self, saving: _Saving) -> None:
+        with self._store.undisturbed(saving.session, saving.uses) as is_idle:
+            piece = next(saving.pieces, None) if is_idle else None
+        if not is_idle:
+            self._give_up(saving, "given_up")
+        elif piece is None:
+            saving.finished = self._writer.submit(saving.writer.finish)
+            saving.finished.add_done_callback(lambda _: self._nudge())
+        else:
+            saving.written = self._writer.submit(saving.writer.add, *piece)
+            saving.written.add_done_callback(lambda _: self._nudge())
+
+    def _has_saved(self, saving: _Saving, header_crc: int) -> None:
+        session, nbytes = saving.session, saving.writer.nbytes
+        self._index.put(
+            CopyRecord(session.session_id, session.owner, saving.file, saving.facts.length, nbytes, header_crc)
+        )
+        self._metrics.copies_saved.labels("saved").inc()
+        self._metrics.copy_save_seconds.observe(time.perf_counter() - saving.began)
+
+    def _give_up(self, saving: _Saving, outcome: str) -> None:
+        self._saving = None
+        saving.pieces = iter(())
+        self._metrics.copies_saved.labels(outcome).inc()
+        # After what the writer does now.
+        self._writer.submit(saving.writer.give_up)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def restore(self, session: Session, *, is_alone: bool) -> bool:
+        """Give an empty session, which its Generate holds, the K/V of its copy. False: it is being read; ask again.
+
+        Afterwards the session has the copy's K/V, or none, and goes on with what it has. is_alone: no session runs, so
+        that the call may wait a moment.
+        """
+        reading = self._readings.get(session)
+        if reading is None:
+            record = self._wanted(session)
+            if record is None:
+                return True
+            if len(self._readings) < _MOST_READ:
+                reading = self._begin_reading(session, record)
+        if is_alone:
+            wait([one.copy for one in self._readings.values()], _WAIT_SECONDS, return_when="FIRST_COMPLETED")
+        if reading is None or not reading.copy.done():
+            return False
+        del self._readings[session]
+        self._put_in_place(session, reading)
+        return True
+
+    def _begin_reading(self, session: Session, record: CopyRecord) -> _Reading | None:
+        with self._store.locked():
+            if session.is_closed:  # its history is gone; the Generate ends in the next round
+                return None
+            facts = CopyFacts.of(self._fingerprint(session), session.history, record.length)
+        copy = self._reader.submit(read_copy, self._index.folder / record.file, facts, record.header_crc)
+        copy.add_done_callback(lambda _: self._nudge())
+        reading = self._readings[session] = _Reading(record, copy)
+        return reading
+
+    def _wanted(self, session: Session) -> CopyRecord | None:
+        kv = session.kv
+        if kv.length > kv.base or session.is_transient:
+            return None
+        record = self._index.find(session.session_id)
+        if record is None or not kv.base < record.length <= len(session.history):
+            return None
+        if not self._pays(record.nbytes, record.length):
+            self._metrics.copies_read.labels("slower").inc()
+            return None
+        return record
+
+    def _put_in_place(self, session: Session, reading: _Reading) -> None:
+        record = reading.record
+        try:
+            saved = reading.copy.result()
+            session.kv.load(record.length, saved)
+            session.refresh_facts()
+        except CopyUnusable as unusable:
+            self._not_used(session, unusable.outcome, unusable)
+        except Exception as error:  # noqa: BLE001 - logged, and the history has all
+            session.forget_entries()
+            self._not_used(session, "failed", error)
+        else:
+            seconds = time.perf_counter() - reading.began
+            self._has_read(record.nbytes, seconds)
+            self._index.used(session.session_id)
+            self._metrics.copies_read.labels("used").inc()
+            self._metrics.copy_read_seconds.observe(seconds)
+
+    def _not_used(self, session: Session, outcome: str, error: Exception) -> None:
+        logger.warning(
+            "a copy of a session's K/V is not used (%s), and its history is prefilled: %s",
+            outcome,
+            error,
+            exc_info=None if isinstance(error, CopyUnusable) else error,
+            extra=_about(session),
+        )
+        self._metrics.copies_read.labels(outcome).inc()
+        self._index.drop(session.session_id)
+
+    def distrust(self, session: Session) -> None:
+        """Entries of the session cannot be trusted, and a copy may have them: remove it."""
+        if self._saving is not None and self._saving.session is session:
+            self._give_up(self._saving, "given_up")
+        self._index.drop(session.session_id)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The engine's thread has ended: save what is not saved, for some seconds."""
+        self._readings.clear()
+        self._reader.shutdown(cancel_futures=True)
+        self.save_all(_STOP_SECONDS)
+        if self._saving is not None:
+            self._give_up(self._saving, "given_up")
+        self._writer.shutdown()
+
+    def save_all(self, seconds: float) -> None:
+        """Save the idle sessions that are not saved, those used last first, until so much time has passed."""
+        until = time.monotonic() + seconds
+        self._finish(until)
+        sessions, kept = self._store.sessions(), set[str]()
+        for session in reversed(sessions):
+            if time.monotonic() > until:
+                break
+            self._resting.pop(session, None)
+            kept.add(session.session_id)
+            if not session.is_transient:
+                try:
+                    self._saving = self._begin(session, kept=kept)
+                except Exception as error:  # noqa: BLE001 - logged, and the history has all
+                    _log_failure(session, error)
+                self._finish(until)
+        for session in sessions:
+            self._index.used(session.session_id)
+
+    def _finish(self, until: float) -> None:
+        while (saving := self._saving) is not None and (left := until - time.monotonic()) > 0:
+            pending: Future[Any] | None = saving.finished or saving.written
+            if pending is not None:
+                wait([pending], left)
+            self.work()
+
+
+def _pieces(saved: Saved) -> Iterator[tuple[str, int, tuple[Tensor, ...]]]:
+    """All that is saved, in host memory of its own: what is saved may be views."""
+    for name, pieces in saved.items():
+        for index, tensors in enumerate(pieces):
+            yield name, index, tuple([tensor.to("cpu", copy=True) for tensor in tensors])
+
+
+def _log_failure(session: Session, error: Exception) -> None:
+    logger.warning("a copy of a session's K/V could not be saved", exc_info=error, extra=_about(session))
+
+
+def _about(session: Session) -> dict[str, str]:
+    return about_session(session.session_id)

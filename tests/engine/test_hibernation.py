@@ -1,0 +1,113 @@
+"""Copies of idle sessions' K/V in files: more sessions than memory, budgets, and what takes a file away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError
+from inference_engine.types import Finished, GenerateParams
+from tests.facade import drop_entries, on_the_engines_thread, save_copies, save_some_pieces
+from tests.kept import keeping, saved
+from tests.laws.variants import drain, generate, text
+from tests.tiny import tiny_engine
+
+FEW, MANY = 3, 12
+LENGTH = 90
+
+
+def made(**settings: object) -> Callable[..., Engine]:
+    return lambda **more: tiny_engine(**{"hibernate": "always", "hibernate_after_seconds": 3600.0, **settings, **more})
+
+
+def talked(engine: Engine, seed: int, **settings: object) -> str:
+    session = engine.create_session(**settings).session_id  # type: ignore[arg-type]
+    engine.append(session, text(LENGTH, seed=seed), owner=str(settings.get("owner", "")))
+    drain(engine.generate(session, GenerateParams(max_tokens=4), owner=str(settings.get("owner", ""))))
+    return session
+
+
+def cached(engine: Engine, session: str, owner: str = "") -> int:
+    """How many tokens of its history had K/V when its next Generate began."""
+    last = drain(engine.generate(session, GenerateParams(max_tokens=1), owner=owner))[-1]
+    assert isinstance(last, Finished)
+    return last.cached_tokens
+
+
+def test_more_sessions_than_fit_take_turns_and_only_what_came_since_is_prefilled(tmp_path: Path) -> None:
+    with tiny_engine() as engine:
+        one = engine.session_info(talked(engine, 0)).reserved_bytes
+    room = {"kv_bytes": int((FEW + 1.9) * one), "session_evictable_seconds": 0.0}
+    with keeping(tmp_path, make=made(hibernate_after_seconds=0.001, **room)) as engine:
+        sessions = []
+        for seed in range(MANY):
+            sessions.append(talked(engine, seed))
+            save_copies(engine, tmp_path)
+        assert sum(engine.session_info(one).kv_live_bytes > 0 for one in sessions) <= FEW + 1
+        for session in sessions:
+            engine.recall(session)
+            engine.append(session, text(9, seed=77))
+            assert cached(engine, session) == LENGTH + 3
+            save_copies(engine, tmp_path)
+
+
+def test_beyond_a_budget_the_file_of_the_session_used_longest_ago_goes(tmp_path: Path) -> None:
+    with keeping(tmp_path / "a", make=made()) as engine:
+        talked(engine, 0)
+        (file,) = save_copies(engine, tmp_path / "a")
+        each = file.stat().st_size
+    limits = {"state_bytes": int(3.5 * each), "state_bytes_per_owner": int(2.5 * each)}
+    with keeping(tmp_path / "b", make=made(**limits)) as engine:
+        sessions: list[tuple[str, str]] = []
+        for owner in ("ann", "ann", "ben", "ann", "ben"):
+            sessions.append((talked(engine, len(sessions), owner=owner), owner))
+            save_copies(engine, tmp_path / "b")
+        assert len(save_copies(engine, tmp_path / "b")) == 3
+        for session, owner in sessions:
+            drop_entries(engine, session, owner)
+        # The first was one too many of ann's, the second of all.
+        assert [cached(engine, *one) for one in sessions] == [0, 0, LENGTH + 3, LENGTH + 3, LENGTH + 3]
+
+
+def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is_closed_neither(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=made()) as engine:
+        session = talked(engine, 0)
+        save_some_pieces(engine, session)
+        assert list((tmp_path / "copies").iterdir())
+        generate(engine, session, 2)
+        on_the_engines_thread(engine)
+        files = save_copies(engine, tmp_path)
+        assert len(files) == 1
+        assert list((tmp_path / "copies").iterdir()) == files, "what was begun is removed"
+        assert engine.metrics.copies_saved.labels("given_up")._value.get() == 1
+        assert files[0].stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "copies").stat().st_mode & 0o777 == 0o700
+        engine.close_session(session)
+        saved(engine)
+        assert not list((tmp_path / "copies").iterdir())
+
+
+def test_a_restarted_engine_knows_its_files_and_removes_those_of_nobody(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=made()) as engine:
+        session = talked(engine, 0)
+    (file,) = (tmp_path / "copies").iterdir()  # a stop in order saves
+    stray = file.with_name("stray.kv")
+    stray.write_bytes(b"left by a kill")
+    with keeping(tmp_path, make=made()) as engine:
+        assert not stray.exists()
+        engine.recall(session)
+        assert cached(engine, session) == LENGTH + 3
+
+
+def test_never_means_no_files(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=made(hibernate="never")) as engine:
+        talked(engine, 0)
+    assert not (tmp_path / "copies").exists()
+
+
+def test_a_setting_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hibernate must be auto, always or never, got 'sometimes'"):
+        tiny_engine(hibernate="sometimes")

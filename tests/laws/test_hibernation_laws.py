@@ -1,0 +1,113 @@
+"""Saved to a file and read from it = never saved, over every registered strategy; a file that disagrees is not used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Finished, GenerateParams, Mode
+from tests.facade import drop_entries, save_copies
+from tests.kept import after_a_kill, keeping, saved
+from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
+
+PARAMS = GenerateParams(max_tokens=12, logprobs=True)
+
+
+def with_turns(engine: Engine, strategy: KVStrategy, *, seed: int = 0) -> str:
+    session = engine.create_session(strategy=strategy).session_id
+    for turn in range(3):
+        engine.append(session, text(30 + turn, seed=seed + turn))
+        generate(engine, session, 11)
+    return session
+
+
+def made_in(mode: Mode) -> Callable[..., Engine]:
+    return lambda **settings: engine_for(mode, hibernate="always", **settings)
+
+
+def go_on(engine: Engine, session: str) -> tuple[list[tuple[int, float | None]], int]:
+    """Its tokens with log-probabilities, and how many tokens of the history had K/V when it began."""
+    events = drain(engine.generate(session, PARAMS))
+    assert isinstance(events[-1], Finished)
+    return tokens(events), events[-1].cached_tokens
+
+
+def reads(engine: Engine, outcome: str) -> int:
+    return int(engine.metrics.copies_read.labels(outcome)._value.get())
+
+
+@each_strategy_with(mode=MODES)
+def test_a_session_read_from_a_file_goes_on_to_the_bit_as_one_that_never_was_in_one(
+    tmp_path: Path, strategy: KVStrategy, mode: Mode
+) -> None:
+    with keeping(tmp_path / "state", make=made_in(mode)) as engine:
+        session = with_turns(engine, strategy)
+        cached = engine.session_info(session).cached_tokens
+        assert len(save_copies(engine, tmp_path / "state")) == 1
+        engine.append(session, text(25, seed=8))
+        saved(engine)
+        killed = after_a_kill(tmp_path / "state")
+        never_saved = [go_on(engine, session), go_on(engine, session)]
+        facts = engine.session_info(session)
+    with keeping(killed, make=made_in(mode)) as engine:
+        engine.recall(session)
+        first = go_on(engine, session)
+        assert first == never_saved[0]
+        assert first[1] == cached, "only what came after the copy is prefilled"
+        save_copies(engine, killed)
+        drop_entries(engine, session)  # within one process, too
+        assert go_on(engine, session) == never_saved[1]
+        assert reads(engine, "used") == 2
+        again = engine.session_info(session)
+        assert (again.evicted_tokens, again.kv_live_bytes) == (facts.evicted_tokens, facts.kv_live_bytes)
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 4
+    file.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
+    "missing": ("missing", lambda file, _: file.unlink()),
+    "short": ("damaged", lambda file, _: shorten(file)),
+    "empty": ("damaged", lambda file, _: file.write_bytes(b"")),
+    "flipped": ("damaged", lambda file, _: flip(file, -1)),
+    "flipped length": ("damaged", lambda file, _: flip(file, 5)),
+    "flipped header": ("damaged", lambda file, _: flip(file, 60)),
+    "of another session": ("damaged", lambda file, other: shutil.copy(other, file)),
+}
+
+
+@each_strategy_with(damage=list(DAMAGES))
+def test_a_file_that_does_not_agree_is_not_used_and_nothing_changes_but_the_time(
+    tmp_path: Path, strategy: KVStrategy, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome, spoil = DAMAGES[damage]
+    with keeping(tmp_path / "state", make=made_in(Mode.BATCHED)) as engine:
+        with_turns(engine, strategy, seed=50)
+        (stranger,) = save_copies(engine, tmp_path / "state")
+        other = with_turns(engine, strategy)
+        before = save_copies(engine, tmp_path / "state")
+        session = with_turns(engine, strategy)
+        (file,) = {*save_copies(engine, tmp_path / "state")} - {*before}
+        expected = go_on(engine, other)
+        drop_entries(engine, session)
+        spoil(file, stranger)
+        found = go_on(engine, session)
+        assert same(expected[0], found[0], Mode.BATCHED)
+        assert found[1] == 0
+        assert reads(engine, outcome) == 1
+        assert "is not used" in caplog.text
+        assert save_copies(engine, tmp_path / "state")  # and another one is made
+        drop_entries(engine, session)
+        assert go_on(engine, session)[1] > 0
