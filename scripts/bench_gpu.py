@@ -1,12 +1,13 @@
 """Decode steps with the list of operations against steps by torch's modules, on a GPU: one model, three engines.
 
-    python scripts/bench_gpu.py                       writes results/listed_cuda_bfloat16/<date>-<machine>/
+    python scripts/bench_gpu.py                       writes results/listed_cuda_bfloat16/<date>-<machine>/, and with
+                                                     --strategies results/listed_strategies_cuda_bfloat16/
 
 The models have shapes of real ones and random weights, made in memory: nothing is downloaded. The engines read the same
 weights, attend with the same kernel and record their steps, so that the list is all that differs between the first two;
 the third launches its steps ahead (`overlap`). They take turns in every round, and ratios are taken within a round. The
 record is written anew after every cell: a run that is cut off keeps what it has. Cells that do not fit into memory or
-time are named in it. Of more than 16 sessions, all engines' steps are those of torch's modules.
+time are named in it. Of more than 64 sessions, all engines' steps are those of torch's modules.
 
 With `--device cpu --dtype float32 --shapes tiny` everything runs by the references, without kernels: a trial of this
 script, no measurement of anything.
@@ -239,8 +240,9 @@ def tables_of(cells: dict[str, Cell]) -> dict[str, list[dict[str, Any]]]:
 
 def write(cells: dict[str, Cell], left_out: dict[str, str], arguments: argparse.Namespace) -> Path:
     on_gpu = arguments.device != "cpu"
+    what = "listed" if arguments.strategies == ["full"] else "listed_strategies"
     return record.write_record(
-        f"listed_{arguments.device.partition(':')[0]}_{arguments.dtype}",
+        f"{what}_{arguments.device.partition(':')[0]}_{arguments.dtype}",
         {
             "command": record.command_line(without=("--results", "--commit")),
             "commit": arguments.commit,
