@@ -13,7 +13,17 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode
 from tests.facade import drop_entries, save_copies
 from tests.kept import after_a_kill, keeping, saved
-from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
+from tests.laws.variants import (
+    MODES,
+    drain,
+    each_strategy,
+    each_strategy_with,
+    engine_for,
+    generate,
+    same,
+    text,
+    tokens,
+)
 
 PARAMS = GenerateParams(max_tokens=12, logprobs=True)
 
@@ -111,3 +121,19 @@ def test_a_file_that_does_not_agree_is_not_used_and_nothing_changes_but_the_time
         assert save_copies(engine, tmp_path / "state")  # and another one is made
         drop_entries(engine, session)
         assert go_on(engine, session)[1] > 0
+
+
+@each_strategy
+def test_a_fork_read_from_a_file_goes_on_as_one_that_stayed_in_memory(tmp_path: Path, strategy: KVStrategy) -> None:
+    with keeping(tmp_path / "state", make=made_in(Mode.BATCHED)) as engine:
+        parent = with_turns(engine, strategy)
+        forks = [engine.fork_session(parent).session_id for _ in range(2)]
+        for fork in forks:
+            engine.append(fork, text(21, seed=9))
+            generate(engine, fork, 5)
+        save_copies(engine, tmp_path / "state")
+        drop_entries(engine, forks[1])
+        stayed, came_back = (go_on(engine, fork) for fork in forks)
+        assert came_back == stayed
+        assert reads(engine, "used") == 1
+        assert go_on(engine, parent)[1] > 0, "what the forks share is as it was"
