@@ -127,6 +127,10 @@ bench-cpu: native ## decode, append and prefill beside llama.cpp, which is compi
 bench-gpu: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
+bench-hibernation: native ## a session's first token after a restart, from a file and by a prefill; record in results/
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python scripts/bench_hibernation.py $(ARGS)
+
 bench-load: native ## many streams at once, and up to ten times too much load; record and plots in results/
 	@$(BIN)/python scripts/bench_load.py $(ARGS)
 

@@ -1,0 +1,113 @@
+"""First token after a restart: K/V read from a file against K/V computed from the history.
+
+    make bench-hibernation             writes results/hibernation_<model>/<date>-<machine>/
+
+A session talks and the engine stops in order, which copies its K/V into a file. Two engines in turn then open the same
+folder, one that reads files and one that does not; each appends some ids and generates one token. What the system keeps
+of the file in memory is given up first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from inference_engine.compose import Parts, open_parts
+from inference_engine.config import EngineConfig, ModelConfig, resolve
+from inference_engine.session.sqlite_journal import COPIES
+from inference_engine.types import Finished, GenerateParams, TokenCommitted
+from laboratory.evaluation import record
+
+APPENDED = 16
+STRATEGIES = ("full", "full:codec=lloyd4")
+
+
+def first_token(parts: Parts, settings: dict[str, Any], session: str) -> tuple[float, int]:
+    """Seconds from the call to the first token, in an engine that just started, and how many tokens had K/V then."""
+    with parts.engine(EngineConfig(**settings)) as engine:
+        engine.recall(session)
+        engine.append(session, ids(APPENDED, seed=1))
+        began, seconds, cached = time.perf_counter(), 0.0, 0
+        for event in engine.generate(session, GenerateParams(max_tokens=1)):
+            if isinstance(event, TokenCommitted):
+                seconds = time.perf_counter() - began
+            if isinstance(event, Finished):
+                cached = event.cached_tokens
+        return seconds, cached
+
+
+def ids(count: int, *, seed: int) -> list[int]:
+    return [int(one) for one in np.random.default_rng(seed).integers(20, 120, count)]
+
+
+def forget_files(folder: Path) -> int:
+    """Bytes of the files in `folder`, which the next reader has to read from the disk."""
+    total = 0
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            total += os.fstat(file.fileno()).st_size
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="First token from a file against a prefill.")
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 7900])
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    arguments = parser.parse_args()
+    config = resolve(ModelConfig, {"model": arguments.model})
+    parts = open_parts(config)
+    values: dict[str, dict[str, Any]] = {}
+    for strategy in arguments.strategies:
+        for length in arguments.lengths:
+            times: dict[str, list[float]] = {"file": [], "prefill": []}
+            nbytes = 0
+            for number in range(arguments.rounds):
+                with TemporaryDirectory() as folder:
+                    settings: dict[str, Any] = {"state_dir": folder, "strategy": strategy, "hibernate": "always"}
+                    settings |= {"kv_bytes": 2**30, "durability": "process"}
+                    with parts.engine(EngineConfig(**settings)) as engine:
+                        session = engine.create_session().session_id
+                        engine.append(session, ids(length, seed=2 + number))
+                        list(engine.generate(session, GenerateParams(max_tokens=1)))
+                    nbytes = forget_files(Path(folder) / COPIES)
+                    seconds, cached = first_token(parts, settings, session)
+                    assert cached >= length - 1, f"{cached} of {length} tokens came from the file"
+                    times["file"].append(seconds)
+                    seconds, cached = first_token(parts, {**settings, "hibernate": "never"}, session)
+                    assert not cached, f"{cached} tokens were not prefilled"
+                    times["prefill"].append(seconds)
+            where = f"{strategy} at {length:,}"
+            ratios = [one / other for one, other in zip(times["file"], times["prefill"], strict=True)]
+            values[f"first token, file ÷ prefill, {where}"] = record.summarize(ratios, "ratio")
+            for name, seconds_of in times.items():
+                values[f"first token, {name}, {where}"] = record.summarize(seconds_of, "seconds")
+            values[f"bytes of the file ÷ tokens, {where}"] = record.exact(nbytes / length, "bytes")
+            ratio = values[f"first token, file ÷ prefill, {where}"]
+            print(f"{where}: {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})", flush=True)
+    path = record.write_record(
+        f"hibernation_{Path(config.model).name}",
+        {
+            "command": record.command_line(without=("--results",)),
+            "config": {"model": Path(config.model).name, "rounds": arguments.rounds, "appended_tokens": APPENDED},
+            "seeds": [1, 2],
+            "values": values,
+            "baseline": "the same session in the same folder, by an engine that reads no files (hibernate=never)",
+        },
+        results_dir=arguments.results,
+    )
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
