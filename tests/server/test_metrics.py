@@ -41,7 +41,8 @@ from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability, GenerateParams, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
-from tests.facade import session_of, store_of
+from tests.facade import drop_entries, save_copies, session_of, store_of
+from tests.kept import keeping
 from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
 from tests.server.http_client import asking, http_client, serving_http, tiny_chat
@@ -291,6 +292,22 @@ async def a_folder_of_sessions(seen: Seen) -> None:
                 await append
 
 
+async def a_session_read_from_a_file(seen: Seen) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        keeping(Path(folder) / "state", make=tiny_engine, hibernate="always") as engine,
+    ):
+        seen.begin(engine)
+        async with serving(engine) as handle, connected(handle) as client:
+            session_id = await client.open()
+            await client.generate(session_id)
+            save_copies(engine, Path(folder) / "state")
+            seen.look(engine)
+            drop_entries(engine, session_id)
+            await client.generate(session_id)
+            seen.look(engine)
+
+
 async def test_every_instrument_is_moved_by_something_that_happens() -> None:
     """Every instrument is set."""
     seen = Seen()
@@ -308,6 +325,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         a_log_on_a_full_disk,
         unauthenticated,
         a_folder_of_sessions,
+        a_session_read_from_a_file,
     )
     for scenario in scenarios:
         await scenario(seen)
