@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,5 +47,13 @@ def after_a_kill(folder: Path) -> Path:
     found = folder.with_name(f"{folder.name}-killed")
     shutil.rmtree(found, ignore_errors=True)
     found.mkdir(mode=0o700)
-    shutil.copytree(folder, found, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK))
+    shutil.copytree(
+        folder, found, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK), copy_function=_copy_if_there
+    )
     return found
+
+
+def _copy_if_there(file: str, to: str) -> None:
+    """The process goes on meanwhile: a file that it removes before it is copied was gone when it was killed."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(file, to)
