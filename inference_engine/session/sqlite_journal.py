@@ -34,6 +34,7 @@ from typing import Any
 
 import apsw
 import numpy as np
+import psutil
 
 from inference_engine.errors import ConfigError, EngineStalled, HistoryCorrupt, JournalFull
 from inference_engine.metrics import EngineMetrics
@@ -62,6 +63,7 @@ FILE, LOCK, COPIES = "journal.db", "lock", "copies"
 FOLD_TOKENS = 1000
 MOST_GENERATES = 8  # of a session, that a client may continue
 
+_LOCK_BYTES = 32
 _APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _WAL_PAGES = 1000  # before a checkpoint
 _FLUSH_SECONDS = 30.0
@@ -126,9 +128,10 @@ class SQLiteJournal:
         _check_private(folder)
         self.copies_folder = folder / COPIES
         self.weights = weights
-        self._folder_lock = _take(folder, durability)
+        self._folder_lock = _take(folder)
         try:
             self._db = _open(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
+            self._folder_lock.note(durability)
             self._db_lock = threading.Lock()
             self._numbers: dict[str, int] = {}  # of sessions in memory
             self._saved: dict[int, Saved] = {}
@@ -712,11 +715,31 @@ class SQLiteJournal:
 
 
 class _FolderLock:
-    """A folder that this process alone uses. was: the durability of the server that had it before; "": none had."""
+    """A folder that this process alone uses: the folder itself is locked, so that nothing is written into it for that.
 
-    def __init__(self, descriptor: int, was: str) -> None:
+    The file LOCK has the process id and the durability of the server that used it last. was: that durability; "": no
+    server used it.
+    """
+
+    def __init__(self, folder: Path, descriptor: int, was: str) -> None:
+        self._folder = folder
         self._descriptor = descriptor
         self.was = was
+
+    def note(self, durability: Durability) -> None:
+        """Record who uses the folder. Only once it was found right: what may be wrong with the log depends on `was`."""
+        # In place and of one length, which a full disk has room for.
+        text = f"{os.getpid()} {durability.value}".ljust(_LOCK_BYTES - 1) + "\n"
+        try:
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(descriptor, text.encode(), 0)
+                os.ftruncate(descriptor, _LOCK_BYTES)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(f"state_dir {self._folder}: {LOCK} cannot be written: {error.strerror}") from error
 
     def release(self) -> None:
         os.close(self._descriptor)
@@ -743,31 +766,37 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _take(folder: Path, durability: Durability) -> _FolderLock:
-    """Raises ConfigError, naming the process, if another one uses the folder."""
+def _take(folder: Path) -> _FolderLock:
+    """Raises ConfigError, naming the process, if another one uses the folder. Writes nothing."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
-    known = os.pread(descriptor, 256, 0).decode(errors="replace").split()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = True
     except OSError:
         os.close(descriptor)
-        process = known[0] if known else "unknown"
-        raise ConfigError(
-            f"state_dir {folder} is in use by process {process}: stop that server, or name another folder"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()} {durability.value}\n".encode(), 0)
-    return _FolderLock(descriptor, known[1] if len(known) > 1 else "")
+        is_ours = False
+    try:
+        known = (folder / LOCK).read_text(errors="replace").split()
+    except OSError:  # no server used it yet
+        known = []
+    if not is_ours:
+        # Until a server has looked through the folder, the file names the one before it.
+        is_named = bool(known) and known[0].isdigit() and psutil.pid_exists(int(known[0]))
+        process = f"process {known[0]}" if is_named else "another process"
+        raise ConfigError(f"state_dir {folder} is in use by {process}: stop that server, or name another folder")
+    return _FolderLock(folder, descriptor, known[1] if len(known) > 1 else "")
 
 
 def _open(path: Path, durability: Durability, weights: str | None, vfs: str | None, *, was: str) -> apsw.Connection:
-    damage = find_damage(path.with_name(path.name + "-wal"))
+    """Raises ConfigError for a file that is not this server's or is damaged, which is left as it is."""
+    log = path.with_name(path.name + "-wal")
+    has_log, damage = log.exists(), find_damage(log)
     if damage is not None:
         # Without a sync, a loss of power may have left any part of the log.
-        text = f"the log {path}-wal is damaged at byte {damage}, and what follows would be lost"
+        text = f"the log {log} is damaged at byte {damage}, and what follows would be lost"
         if was != Durability.PROCESS.value:
             raise ConfigError(f"{text}; restore {path.parent} from a backup, or remove the log to go on without that")
         logger.error("%s: histories end earlier than clients may know", text)
@@ -776,8 +805,17 @@ def _open(path: Path, durability: Durability, weights: str | None, vfs: str | No
     except apsw.Error as error:
         raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
     try:
-        path.chmod(0o600)
+        # Closing a refused one must not write its log into its database, nor leave a log that was not there.
+        db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, has_log)
         _prepare(db, path, durability, weights)
+        # What the server before did not sync is safe from here on, and what a crash left behind the log's end is gone.
+        try:
+            if db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE) != (0, 0):
+                raise apsw.IOError("a checkpoint did not write all of the log")
+        except apsw.FullError:  # nothing is lost, it stays in the log
+            if damage is not None or was != durability.value:
+                raise
+        db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
     except BaseException as error:
         db.close()
         if isinstance(error, apsw.Error):
@@ -791,6 +829,7 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
     for pragma in ("page_size=4096", "locking_mode=EXCLUSIVE"):
         db.execute(f"pragma {pragma}").fetchall()
     _refuse_other(db, path, weights)
+    path.chmod(0o600)
     level = "FULL" if durability is Durability.POWER else "NORMAL"
     for pragma in ("journal_mode=WAL", f"synchronous={level}", "wal_autocheckpoint=0", "cache_size=-8192"):
         db.execute(f"pragma {pragma}").fetchall()

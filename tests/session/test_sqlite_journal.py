@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -86,8 +89,28 @@ def test_generates_that_no_call_can_name_leave_nothing_behind_but_where_others_e
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != sqlite_journal.LOCK}
+def content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {file.name: (file.stat().st_mode, file.read_bytes()) for file in folder.iterdir()}
+
+
+def killed_after(folder: Path, durability: Durability, steps: int = 20) -> tuple[Talk, Path]:
+    """What a talk was sent, and a folder that its server leaves when it is killed: the log is not empty."""
+    journal = open_journal(folder, durability)
+    talk = Talk(journal)
+    for _ in range(steps):
+        talk.step()
+        talk.wait()
+    killed = after_a_kill(folder)
+    shutil.copy(folder / sqlite_journal.LOCK, killed)
+    journal.stop()
+    return talk, killed
+
+
+def damage_log(folder: Path) -> None:
+    log = folder / f"{FILE}-wal"
+    flipped = bytearray(log.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    log.write_bytes(flipped)
 
 
 def test_a_second_server_is_refused_with_the_process_of_the_first(tmp_path: Path) -> None:
@@ -100,23 +123,53 @@ def test_a_second_server_is_refused_with_the_process_of_the_first(tmp_path: Path
     open_journal(tmp_path).stop()
 
 
-def test_a_folder_of_another_model_or_of_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_server_that_is_refused_while_another_one_starts_names_no_process_that_is_gone(tmp_path: Path) -> None:
     open_journal(tmp_path).stop()
-    before = content(tmp_path)
-    with pytest.raises(ConfigError, match="another model"):
-        open_journal(tmp_path, weights="b" * 64)
-    assert content(tmp_path) == before
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute(f"pragma user_version = {sqlite_journal.FORMAT + 1}")
-    before = content(tmp_path)
-    with pytest.raises(ConfigError, match="newer one"):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (tmp_path / sqlite_journal.LOCK).write_bytes(ended.stdout.strip() + b" power\n")
+    lock = sqlite_journal._take(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another process"):
         open_journal(tmp_path)
-    assert content(tmp_path) == before
-    (tmp_path / FILE).write_bytes(b"")
+    lock.release()
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_a_folder_of_another_model_or_of_a_newer_format_is_refused_and_left_as_it_is(
+    tmp_path: Path, *, is_killed: bool
+) -> None:
+    _, killed = killed_after(tmp_path / "state", Durability.POWER)
+    folder = killed if is_killed else tmp_path / "state"
+    before = content(folder)
+    assert bool(before.get(f"{FILE}-wal")) == is_killed
+    with pytest.raises(ConfigError, match="another model"):
+        open_journal(folder, weights="b" * 64)
+    assert content(folder) == before
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, is_killed)
+        db.execute("pragma locking_mode = exclusive").fetchall()
+        db.execute(f"pragma user_version = {sqlite_journal.FORMAT + 1}")
+    before = content(folder)
+    with pytest.raises(ConfigError, match="newer one"):
+        open_journal(folder)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("has_lock", [False, True])
+def test_a_database_of_another_program_is_refused_and_left_as_it_is(tmp_path: Path, *, has_lock: bool) -> None:
     with closing(apsw.Connection(str(tmp_path / FILE))) as db:
         db.execute("create table t (x)")
+    if has_lock:
+        (tmp_path / sqlite_journal.LOCK).write_text("someone else's")
+    tmp_path.chmod(0o700)
+    before = content(tmp_path)
     with pytest.raises(ConfigError, match="not a journal"):
         open_journal(tmp_path)
+    assert content(tmp_path) == before
+    (tmp_path / FILE).write_bytes(b"no database at all" * 1000)
+    before = content(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        open_journal(tmp_path)
+    assert content(tmp_path) == before
 
 
 def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -141,6 +194,43 @@ def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_wo
     outcomes = flip_bits(tmp_path, seed=seed, count=40)
     assert outcomes["whole"] < 40, "no flip did anything"
     assert outcomes["shorter"] <= 2, outcomes
+
+
+def test_a_damaged_log_is_refused_as_often_as_a_server_starts_with_whatever_durability(tmp_path: Path) -> None:
+    _, folder = killed_after(tmp_path / "state", Durability.POWER)
+    damage_log(folder)
+    before = content(folder)
+    for durability in (Durability.PROCESS, Durability.PROCESS, Durability.POWER, Durability.PROCESS):
+        with pytest.raises(ConfigError, match="damaged at byte"):
+            open_journal(folder, durability)
+        assert content(folder) == before
+
+
+def test_damage_that_process_allows_is_gone_from_the_log_before_the_durability_is_recorded(tmp_path: Path) -> None:
+    """Commits behind the damage would else be taken for damage when the next server is killed."""
+    talk, folder = killed_after(tmp_path / "state", Durability.PROCESS)
+    damage_log(folder)
+    journal = open_journal(folder, Durability.POWER)
+    assert not (folder / f"{FILE}-wal").stat().st_size
+    assert (folder / sqlite_journal.LOCK).read_text().split() == [str(os.getpid()), "power"]
+    journal.open(record_of(9))
+    assert journal._writer.flush(20)
+    killed = after_a_kill(folder)
+    journal.stop()
+    assert talk.check(killed, may_refuse=True) == "shorter"
+
+
+def test_what_a_server_did_not_sync_is_safe_before_one_that_does_is_ready(tmp_path: Path) -> None:
+    talk, folder = killed_after(tmp_path / "state", Durability.PROCESS)
+    with FaultyDisk("syncs") as disk:
+        disk.record(folder)
+        journal = open_journal(folder, Durability.POWER, vfs=disk.name)
+        kinds = [event[:2] for event in disk.events]
+        last_write = max(at for at, event in enumerate(kinds) if event == ("write", FILE))
+        assert kinds.index(("sync", f"{FILE}-wal")) < kinds.index(("write", FILE))
+        assert ("sync", FILE) in kinds[last_write:]
+        journal.stop()
+    assert talk.check(folder) == "whole"
 
 
 def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) -> None:
