@@ -31,7 +31,7 @@ CANCELS = "tests/load/test_cancels.py::test_cancels_at_random_instants_stop_with
 SEQUENCES = "tests/load/test_call_sequences.py"
 FUZZ = "tests/load/test_fuzz.py::test_whatever_bytes_come_are_answered_or_refused_with_a_typed_error[0]"
 CLOSED_FORM = "tests/laboratory/test_scripted.py::test_the_engine_gives_the_tokens_of_the_closed_form"
-LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_nobody"
+LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_no_session"
 
 
 @dataclass(frozen=True, slots=True)
