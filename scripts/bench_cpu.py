@@ -124,7 +124,7 @@ class Process:
     """A contender that runs."""
 
     def __init__(self, contender: Contender, threads: int, *, spins: bool = False) -> None:
-        """spins: OpenMP's threads wait for each other as they do by default: awake for a moment, then asleep."""
+        """spins: OpenMP's threads wait for each other as they do by default: they spin for a moment, then block."""
         arguments = {**contender.arguments, "threads": threads}
         self._name = contender.name
         environment = child_environment(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
@@ -211,7 +211,7 @@ def measure(processes: Mapping[str, Process], work: Mapping[str, Sequence[Work]]
 
 
 def is_faster_spinning(contender: Contender, threads: int) -> bool:
-    """Is llama.cpp faster here if its threads stay awake for a moment while they wait for each other?"""
+    """Is llama.cpp faster here if its threads spin for a moment while they wait for each other?"""
     with ExitStack() as stack:
         tried = {spins: stack.enter_context(running(contender, threads, spins=spins)) for spins in (False, True)}
         found: dict[bool, list[float]] = {spins: [] for spins in tried}

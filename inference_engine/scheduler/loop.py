@@ -337,7 +337,7 @@ class Scheduler:
             self._go_on(self._flight)
             return
         if self._journal is not None and self._journal.is_behind():
-            time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be told
+            time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be sent
             self._last_step = None
             return
         requests = [request for request in list(self._running) if self._is_secured(request)]
@@ -525,7 +525,7 @@ class Scheduler:
                 self._flight = following
 
     def _fail_flight(self, flight: Flight, error: Exception) -> None:
-        """It may have left entries that nobody can trust."""
+        """It may have left entries that cannot be trusted."""
         discard(flight.step.blocks)
         if flight.is_committed:
             for request in flight.batch:

@@ -258,7 +258,7 @@ class Reader:
         with transcript._lock:
             end, ending = transcript.end_position, transcript._ending
             saved = transcript.session.saved.tokens
-            if saved < end:  # the others are not to be told yet
+            if saved < end:  # the others are not to be sent yet
                 end, ending = max(saved, self.position), None
             # A fast path: other events come once, tokens thousands of times.
             events = [] if self._is_under_way else self._preamble(end, ending)

@@ -21,7 +21,7 @@ class Wakeups:
     """`wake` from any thread; `hold` and `release` on the engine's."""
 
     def __init__(self, after: Callable[[Wake], None] | None = None) -> None:
-        """after: makes a wake-up once all that was recorded until now may be told; None: it may be told at once."""
+        """after: makes a wake-up once all that was recorded until now may be sent; None: it may be sent at once."""
         self._after = after
         self._holder: int | None = None  # the thread whose wake-ups are held back
         self._kept: dict[Wake, None] = {}

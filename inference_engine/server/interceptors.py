@@ -57,7 +57,7 @@ def route_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 async def all_saved(engine: Engine) -> None:
-    """Wait until everything is safe that the engine has done until now: what is told from here on stays true."""
+    """Wait until everything is safe that the engine has done until now: what is answered from here on stays true."""
     if engine.is_saved():
         return
     loop = asyncio.get_running_loop()

@@ -1,10 +1,10 @@
-"""The journal: every change of a session is recorded here before a client is told of it (write-ahead).
+"""The journal: every change of a session is recorded here before a client hears of it (write-ahead).
 
     engine, under the store's lock      record, record, …        in memory only, never waits
     the journal's own thread            commit of all of them    while the device is at the next step
-    whoever tells                       say(words)               called once all that was recorded until then is safe
+    what answers clients                say(words)               called once all that was recorded until then is safe
 
-`Journal` is the interface of any log. `MemoryJournal` keeps the records of open sessions in memory, and tells at once:
+`Journal` is the interface of any log. `MemoryJournal` keeps the records of open sessions in memory, and calls at once:
 its sessions end with the process. `SQLiteJournal` (sqlite_journal.py) keeps them in a folder, and sessions outlive the
 process, being put out of memory, and an invariant that broke. A fork is one record, however long its history.
 
@@ -98,7 +98,7 @@ class CopyRecord:
 
 @dataclass(slots=True)
 class Saved:
-    """Tokens of a session that are safe, and may be told. The journal changes it; any thread may read it."""
+    """Tokens of a session that are safe, and may be sent. The journal changes it; any thread may read it."""
 
     tokens: int = sys.maxsize
 

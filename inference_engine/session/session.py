@@ -68,7 +68,7 @@ class Session:
     created_at: float = 0.0  # seconds since 1970
     is_transient: bool = False  # it belongs to one call, and is not listed
     journal: Journal
-    saved: Saved  # how much of the history may be told
+    saved: Saved  # how much of the history may be sent
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)

@@ -300,12 +300,12 @@ def _time_table(found: Mapping[int, Seconds]) -> list[dict[str, Any]]:
 def _byte_values(held: Mapping[Cell, Idle]) -> dict[str, dict[str, Any]]:
     reported = {}
     for cell, one in held.items():
-        reported[f"K/V told, idle, {cell}"] = record.exact(one.reported_bytes, "bytes")
+        reported[f"K/V reported, idle, {cell}"] = record.exact(one.reported_bytes, "bytes")
         if one.tier_bytes:
             reported[f"K/V off the device, idle, {cell}"] = record.exact(one.tier_bytes, "bytes")
         reported[f"K/V reserved, idle, {cell}"] = record.exact(one.reserved_bytes, "bytes")
         reported[f"allocated, idle, {cell}"] = record.exact(one.allocated_bytes, "bytes")
-        reported[f"K/V told, at most in a Generate, {cell}"] = record.exact(one.peak_bytes, "bytes")
+        reported[f"K/V reported, at most in a Generate, {cell}"] = record.exact(one.peak_bytes, "bytes")
         if one.transient_bytes is not None:
             reported[f"allocated in a Generate beyond the buffers, {cell}"] = record.exact(one.transient_bytes, "bytes")
         if full := held.get(Cell(KEPT, cell.length)):

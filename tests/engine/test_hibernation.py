@@ -90,7 +90,7 @@ def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is
         assert not list((tmp_path / "copies").iterdir())
 
 
-def test_a_restarted_engine_knows_its_files_and_removes_those_of_nobody(tmp_path: Path) -> None:
+def test_a_restarted_engine_knows_its_files_and_removes_those_of_no_session(tmp_path: Path) -> None:
     with keeping(tmp_path, make=made()) as engine:
         session = talked(engine, 0)
     (file,) = (tmp_path / "copies").iterdir()  # a stop in order saves

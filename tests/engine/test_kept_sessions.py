@@ -1,4 +1,4 @@
-"""Sessions that outlive the engine: all that was told is there again, once, and goes on as if nothing had been."""
+"""Sessions that outlive the engine: all that was sent is there again, once, and goes on as if nothing had been."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,13 +82,13 @@ def test_a_generate_that_was_cut_goes_on_from_the_first_token_that_the_client_la
     given = len(tokens_of(first))
     with keeping(killed) as engine:
         engine.recall(session)
-        # The last token that was told may have been lost on the way to the client.
+        # The last token that was sent may have been lost on the way to the client.
         again = list(engine.generate(session, params, request_id=ONE, resume_from=len(PROMPT) + given - 1))
         assert tokens_of(again) == (tokens_of(first) + tokens_of(rest))[given - 1 :]
         if logprobs:
-            told = [event.logprob for event in first if isinstance(event, TokenCommitted)]
+            sent = [event.logprob for event in first if isinstance(event, TokenCommitted)]
             found = [event.logprob for event in again if isinstance(event, TokenCommitted)]
-            assert found[0] == told[-1]
+            assert found[0] == sent[-1]
         was, done = rest[-1], again[-1]
         assert isinstance(was, Finished)
         assert isinstance(done, Finished)

@@ -59,7 +59,7 @@ class Tally:
 
 
 def _watched(part: Callable[[int, int], Tally]) -> Callable[[int, int], Tally]:
-    """Nobody waits for a sign of life after the end: the process may go on with something else."""
+    """No sign of life is expected after the end: the process may go on with something else."""
 
     @wraps(part)
     def share(amount: int, seed: int) -> Tally:

@@ -91,7 +91,7 @@ def test_a_long_session_keeps_its_memory(
 def test_speed_beside_mlx_lm_and_llama_cpp(
     forward: Forward, texts: Sequence[list[int]], tmp_path: Path, record_property: Noted
 ) -> None:
-    """A record, no law: how fast a Mac is nobody can assert."""
+    """A record, no law: a test cannot assert how fast a Mac is."""
     checked = check_model(CONFIG.model, cache=CONFIG.cache_path)
     prompt = max(texts, key=len)
     for dtype in ("float32", "bfloat16"):

@@ -1,4 +1,4 @@
-"""Sessions over the wire that outlive the server: nothing is told before it is safe, and all that was told is there."""
+"""Sessions over the wire that outlive the server: nothing is sent before it is safe, and all that was sent is there."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ def ids_of(frames: Sequence[Any]) -> list[int]:
     return [frame.token_id for frame in frames if frame.HasField("token_id")]
 
 
-async def test_nothing_is_told_before_it_is_safe_not_even_in_an_error(tmp_path: Path) -> None:
+async def test_nothing_is_sent_before_it_is_safe_not_even_in_an_error(tmp_path: Path) -> None:
     with gated(tmp_path) as (engine, journal):
         async with serving(engine) as server, connected(server) as client:
             session_id = await client.open()
@@ -63,7 +63,7 @@ async def test_nothing_is_told_before_it_is_safe_not_even_in_an_error(tmp_path: 
             first = await stream.read()
             journal.gate.clear()
             append = asyncio.ensure_future(client.append(session_id, [5, 6]))
-            # The engine goes on: it does not wait for the disk. What it did is told by nobody.
+            # The engine goes on: it does not wait for the disk. No answer reports what it did.
             await until(lambda: engine.session_info(session_id).history_length == len(HISTORY) + 5)
             others: list[Any] = [
                 client.length(session_id),
@@ -142,7 +142,7 @@ async def test_a_full_disk_pauses_streams_refuses_new_work_and_loses_nothing(tmp
             assert await client.length(session_id) == len(HISTORY) + 300
 
 
-async def test_a_disk_that_fails_ends_the_process_and_nothing_more_is_told(tmp_path: Path) -> None:
+async def test_a_disk_that_fails_ends_the_process_and_nothing_more_is_sent(tmp_path: Path) -> None:
     with gated(tmp_path) as (engine, journal):
         async with serving(engine) as server, connected(server) as client:
             session_id = await client.open()

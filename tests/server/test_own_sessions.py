@@ -1,4 +1,4 @@
-"""ListSessions, ReadHistory and the route of an id: what an owner may know of his own sessions, and nobody else."""
+"""ListSessions, ReadHistory and the route of an id: what an owner may know of his own sessions, and no other owner."""
 
 import itertools
 from pathlib import Path

@@ -3,12 +3,12 @@
 A row of up to 8,192 scores is held in the registers of one program, which searches the lowest score to be chosen.
 A longer one is cut into chunks, a program each, in three launches:
 
-    count     two guesses from a sample of the row enclose that score; each chunk counts what reaches them
+    count     two estimates from a sample of the row enclose that score; each chunk counts what reaches them
     collect   what lies between them is copied to a short list, in the order of the row
     emit      each program searches the short list, and writes the indices that its chunk has
 
-What is sampled changes how long the list is, never what is chosen: where the guesses are wrong, what is above or below
-them is collected instead. A list too long for registers is read again in each round of the search.
+What is sampled changes how long the list is, never what is chosen: where the estimates are wrong, what is above or
+below them is collected instead. A list too long for registers is read again in each round of the search.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK = (1024, 8192)  # of a longer row, at least and at most
 _PROGRAMS = 128  # for a row, up to the largest chunks
 _SAMPLE = 4096
 _LISTED = 8192  # of the short list, held in registers
-_STATE = 4  # numbers that are kept for a row between launches: the two guesses, and what was found of them
+_STATE = 4  # numbers that are kept for a row between launches: the two estimates, and what was found of them
 
 
 def largest(scores: Tensor, k: int, *, candidates: Tensor | None = None) -> Tensor:
@@ -56,18 +56,18 @@ def largest(scores: Tensor, k: int, *, candidates: Tensor | None = None) -> Tens
     most = min(_SAMPLE, math.ceil(expected + 4 * math.sqrt(expected) + 4))
     least = max(0, math.floor(expected - 4 * math.sqrt(expected) - 1))
     counts = torch.empty((len(rows), chunks, _STATE), dtype=torch.int32, device=scores.device)
-    guesses = torch.empty((len(rows), _STATE), dtype=torch.int32, device=scores.device)
+    estimates = torch.empty((len(rows), _STATE), dtype=torch.int32, device=scores.device)
     short_list = torch.empty((len(rows), count), dtype=torch.int32, device=scores.device)
     grid, warps = (chunks, len(rows)), 4 if chunk <= 2048 else 8 if chunk <= 4096 else 16
     constants["CHUNK"] = chunk
     spans = {"CHUNKS": triton.next_power_of_2(chunks)}
-    _count[grid](rows, mask, counts, guesses, count, most, least, SAMPLE=_SAMPLE, num_warps=warps, **constants)
-    _collect[grid](rows, mask, counts, guesses, short_list, count, kept, num_warps=warps, **spans, **constants)
+    _count[grid](rows, mask, counts, estimates, count, most, least, SAMPLE=_SAMPLE, num_warps=warps, **constants)
+    _collect[grid](rows, mask, counts, estimates, short_list, count, kept, num_warps=warps, **spans, **constants)
     _emit[grid](
         rows,
         mask,
         counts,
-        guesses,
+        estimates,
         short_list,
         indices,
         count,
@@ -197,7 +197,7 @@ def _count(
     p_rows,
     p_mask,
     p_counts,
-    p_guesses,
+    p_estimates,
     count,
     most,
     least,
@@ -206,7 +206,7 @@ def _count(
     SAMPLE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """For each chunk, how many candidates there are, reach the lower guess, and the higher one."""
+    """For each chunk, how many candidates there are, reach the lower estimate, and the higher one."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -266,12 +266,12 @@ def _count(
     tl.store(p_own + 1, tl.sum((b_order >= low).to(tl.int32), axis=0))
     tl.store(p_own + 2, tl.sum((b_order >= high_end).to(tl.int32), axis=0))
     if chunk == 0:
-        tl.store(p_guesses + row * 4, low)
-        tl.store(p_guesses + row * 4 + 1, high_end)
+        tl.store(p_estimates + row * 4, low)
+        tl.store(p_estimates + row * 4 + 1, high_end)
 
 
 @triton.jit
-def _enclosed(p_counts, p_guesses, row, chunk, chunks, k, CHUNKS: tl.constexpr):
+def _enclosed(p_counts, p_estimates, row, chunk, chunks, k, CHUNKS: tl.constexpr):
     """Of a row: what encloses the lowest score to be chosen, how many to choose, and how many reach the upper end.
 
     Then of the chunks before this one: how many reach the upper end, and how many are enclosed; and of all, enclosed.
@@ -282,11 +282,11 @@ def _enclosed(p_counts, p_guesses, row, chunk, chunks, k, CHUNKS: tl.constexpr):
     b_there = tl.load(p_c, mask=m_c, other=0)
     b_low = tl.load(p_c + 1, mask=m_c, other=0)
     b_high = tl.load(p_c + 2, mask=m_c, other=0)
-    low = tl.load(p_guesses + row * 4)
-    high = tl.load(p_guesses + row * 4 + 1)
+    low = tl.load(p_estimates + row * 4)
+    high = tl.load(p_estimates + row * 4 + 1)
     kept = tl.minimum(k, tl.sum(b_there, axis=0))
-    is_above = tl.sum(b_high, axis=0) >= kept  # the upper guess is too low
-    is_below = tl.sum(b_low, axis=0) < kept  # the lower guess is too high
+    is_above = tl.sum(b_high, axis=0) >= kept  # the upper estimate is too low
+    is_below = tl.sum(b_low, axis=0) < kept  # the lower estimate is too high
     b_from = tl.where(is_above, b_high, tl.where(is_below, b_there, b_low))
     b_upto = tl.where(is_above, 0, tl.where(is_below, b_low, b_high))
     first = tl.where(is_above, high, tl.where(is_below, _LOWEST, low))
@@ -304,7 +304,7 @@ def _collect(
     p_rows,
     p_mask,
     p_counts,
-    p_guesses,
+    p_estimates,
     p_list,
     count,
     k,
@@ -320,7 +320,9 @@ def _collect(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    first, end, _, _, _, enclosed_before, _ = _enclosed(p_counts, p_guesses, row, chunk, tl.num_programs(0), k, CHUNKS)
+    first, end, _, _, _, enclosed_before, _ = _enclosed(
+        p_counts, p_estimates, row, chunk, tl.num_programs(0), k, CHUNKS
+    )
     b_in = ((b_order >= first) & (b_order < end)).to(tl.int32)
     o_place = enclosed_before + tl.cumsum(b_in, axis=0) - b_in
     tl.store(p_list + row * count + o_place, b_order, mask=b_in == 1)
@@ -331,7 +333,7 @@ def _emit(
     p_rows,
     p_mask,
     p_counts,
-    p_guesses,
+    p_estimates,
     p_list,
     p_indices,
     count,
@@ -347,7 +349,7 @@ def _emit(
     o_s = chunk * CHUNK + tl.arange(0, CHUNK)
     b_order = _loaded(p_rows, p_mask, row * count, o_s, o_s < count, HAS_MASK)
     low, high, kept, reached, before, enclosed_before, enclosed = _enclosed(
-        p_counts, p_guesses, row, chunk, tl.num_programs(0), k, CHUNKS
+        p_counts, p_estimates, row, chunk, tl.num_programs(0), k, CHUNKS
     )
     if CHAINED:
         gdc_wait()
