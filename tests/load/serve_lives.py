@@ -3,7 +3,7 @@
 usage: serve_lives.py <port> <state folder> <power|process> [early]
 
 A line on standard input begins a life, whose process id and readiness are lines on standard output; an empty line, or
-the input's end, ends all. `early` is the control: it tells before anything is recorded.
+the input's end, ends all. `early` is the control: it answers before anything is recorded.
 """
 
 import os
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 
 class Early(SQLiteJournal):
-    """Tells at once, and records a little later."""
+    """Answers at once, and records a little later."""
 
     is_saved = True
 
@@ -37,12 +37,12 @@ class Early(SQLiteJournal):
         words()
 
     def open(self, record: Any) -> Any:
-        return self._told(super().open(record))
+        return self._all_sent(super().open(record))
 
     def load(self, session_id: str, owner: str) -> Any:
         kept = super().load(session_id, owner)
         if kept is not None:
-            self._told(kept.saved)
+            self._all_sent(kept.saved)
         return kept
 
     def _commit(self, changes: Any) -> None:
@@ -50,7 +50,7 @@ class Early(SQLiteJournal):
         super()._commit(changes)
 
     @staticmethod
-    def _told(saved: Any) -> Any:
+    def _all_sent(saved: Any) -> Any:
         saved.tokens = sys.maxsize
         return saved
 
