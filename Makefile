@@ -32,7 +32,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-hibernation bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -131,6 +131,9 @@ bench-hibernation: native ## a session's first token after a restart, from a fil
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python scripts/bench_hibernation.py $(ARGS)
 
+bench-journal: native ## what it costs that sessions outlive the process, with each durability; record in results/
+	@$(BIN)/python scripts/bench_journal.py $(ARGS)
+
 bench-load: native ## many streams at once, and up to ten times too much load; record and plots in results/
 	@$(BIN)/python scripts/bench_load.py $(ARGS)
 
@@ -149,7 +152,7 @@ soak: native ## hours of turns, interleavings, cancels and random bytes (SOAK=â€
 	@$(BIN)/python scripts/soak.py $(SOAK)
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
 
-soak-kill soak-power soak-faults: $(INSTALLED) ## kills of a server, losses of power, failing disks: COUNT=200 of them
+soak-kill soak-power soak-faults: $(INSTALLED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
 	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)
 
 seeded-bugs: native ## put faults into a copy of the code one by one; does the suite see each? record in results/

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -20,11 +21,14 @@ from inference_engine.cli.serve import ready_line, stop_at_eof
 from inference_engine.cli.settings import add_config_file, add_settings, as_flags, settings
 from inference_engine.config import EngineConfig, ServerConfig, configure_threads_environment
 from inference_engine.engine import Engine
+from inference_engine.metrics import EngineMetrics
 from inference_engine.server.run import ServerHandle, serve
+from inference_engine.types import Durability
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 
 # Small, and on one core: what stands in for a device shall leave the processor to what is measured.
 VOCABULARY = 256
+WEIGHTS = "scripted"  # whose state folder it is
 MODULE = "laboratory.commands.scripted_server"
 
 
@@ -41,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     script = Script(step_seconds=args.step_seconds, token_seconds=args.token_seconds)
     forward = ScriptedForward(ScriptedModel(vocab_size=VOCABULARY), script)
-    with Engine(forward, settings(args, EngineConfig)) as engine:
+    config, metrics = settings(args, EngineConfig), EngineMetrics()
+    journal = None
+    if config.kept is not Durability.NONE:
+        from inference_engine.session.sqlite_journal import SQLiteJournal
+
+        journal = SQLiteJournal(Path(config.state_dir), config.kept, weights=WEIGHTS, metrics=metrics)
+    with Engine(forward, config, journal=journal, metrics=metrics) as engine:
 
         def ready(handle: ServerHandle) -> None:
             print(ready_line(handle, engine), flush=True)

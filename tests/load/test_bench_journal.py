@@ -1,0 +1,40 @@
+"""What the bench of the journal counts without servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference_engine.session.journal import SessionRecord
+from laboratory.evaluation.record import exact
+from scripts import bench_journal
+from scripts.bench_journal import fill, journal_of, sizes, verdicts
+
+
+def test_a_database_is_larger_than_its_ids_and_more_so_for_short_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_journal, "TURNS", ((500, 50), (5, 5)))
+    monkeypatch.setattr(bench_journal, "IDS", 1000)
+    values = sizes(tmp_path)
+    long, short = (value["median"] for value in values.values())
+    assert 1.0 < long < short
+
+
+def test_sessions_that_are_added_to_a_folder_are_like_the_one_that_is_there(tmp_path: Path) -> None:
+    with journal_of(tmp_path / "state") as journal:
+        journal.open(SessionRecord("session-" + "0" * 16, "alice", "full", None, (1,), label="a label"))
+        journal.leave("session-" + "0" * 16)
+    ids = fill(tmp_path / "state", 3)
+    with journal_of(tmp_path / "state") as journal:
+        kept = journal.load(ids[0], "alice")
+        assert kept is not None
+        assert kept.record.label == "a label"
+        assert sum(len(row.token_ids) for row in kept.tokens) == bench_journal.IDS
+        assert len(journal.everyone()) == 4
+
+
+def test_a_goal_that_is_missed_is_said() -> None:
+    values = {"database ÷ ids, a": exact(1.05, "ratio"), "database ÷ ids, b": exact(1.2, "ratio")}
+    assert [row["met"] for row in verdicts(values)] == [True, False]
