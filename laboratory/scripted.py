@@ -161,6 +161,10 @@ class ScriptedForward:
         return free_host_bytes()
 
     @property
+    def indexes_keys(self) -> bool:
+        return False
+
+    @property
     def has_address_space(self) -> bool:
         return True
 

@@ -180,6 +180,10 @@ class WatchedForward:
         return self._forward.free_bytes()
 
     @property
+    def indexes_keys(self) -> bool:
+        return self._forward.indexes_keys
+
+    @property
     def has_address_space(self) -> bool:
         return self._forward.has_address_space
 

@@ -126,6 +126,10 @@ class Forward(Protocol):
         """Memory of the device that K/V could use now."""
 
     @property
+    def indexes_keys(self) -> bool:
+        """Has the device an operation that chooses tokens by an index of keys? Otherwise plain operations choose."""
+
+    @property
     def has_address_space(self) -> bool:
         """Can buffers reserve more address space than the memory they use?"""
 

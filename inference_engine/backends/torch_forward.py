@@ -118,6 +118,10 @@ class TorchForward:
         return free_host_bytes()
 
     @property
+    def indexes_keys(self) -> bool:
+        return False
+
+    @property
     def has_address_space(self) -> bool:
         return self._device.type == "cpu"
 

@@ -394,6 +394,9 @@ class _ExactTokens:
         wanted = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [entries[place] for place in wanted], [entries[len(self.layers) + place] for place in wanted]
 
+    def decoder(self, layer: int) -> None:
+        return None
+
 
 # -- plain attention under a rule --------------------------------------------------------------------------------------
 

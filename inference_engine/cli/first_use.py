@@ -2,6 +2,7 @@
 
     restored:source=latent     a latent codec           kakeya train latent --quick
     gather                     components of keys       kakeya train components
+    restored:mode=select       both
 
 It runs in a process of its own, before the server is ready and with its progress on standard error: the laboratory
 calibrates, and serving imports nothing of it. What is made lies in the cache, where every later start finds it. If the
@@ -69,25 +70,26 @@ def _missing(parts: Parts, model: ModelConfig, engine: EngineConfig, calibrate: 
         return ()
     needed = set(_STAGES)
     if calibrate == "auto":
-        needed = {_needed(parts, engine)} - {""}
+        needed = _needed(parts, engine)
         if not needed or not is_small(model):
             return ()
     has = {"latent": parts.latent is not None or model.latent != "auto", "components": bool(parts.components)}
     return tuple(stage for stage in _STAGES if stage in needed and not has[stage])
 
 
-def _needed(parts: Parts, engine: EngineConfig) -> str:
-    """What the default strategy decides by, were it there: one of _STAGES, or nothing."""
+def _needed(parts: Parts, engine: EngineConfig) -> set[str]:
+    """What the default strategy decides by, were it there: some of _STAGES."""
     from inference_engine.kv.strategies import parse_strategy
-    from inference_engine.kv.strategy import COMPONENTS
+    from inference_engine.kv.strategy import COMPONENTS, LATENT_AND_COMPONENTS
 
     geometry = parts.forward.geometry(
         mode=engine.mode, page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens
     )
-    strategy = parse_strategy(engine.strategy).resolved(geometry, has_components=True)
-    if strategy.calibrated == COMPONENTS:
-        return "components"
-    return "latent" if (restorer := strategy.restorer()) is not None and restorer.is_calibrated else ""
+    strategy = parse_strategy(engine.strategy).resolved(geometry, has_components=parts.forward.indexes_keys)
+    needed = {"components"} if strategy.calibrated in (COMPONENTS, LATENT_AND_COMPONENTS) else set()
+    if (restorer := strategy.restorer()) is not None and restorer.is_calibrated:
+        needed.add("latent")
+    return needed
 
 
 def _is_cached(model: ModelConfig, stage: str) -> bool:

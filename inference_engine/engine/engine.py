@@ -747,7 +747,8 @@ class Engine:
         check_strategy(strategy, self._geometry)
 
     def _resolved(self, strategy: KVStrategy, components: ModelComponents | None) -> KVStrategy:
-        return strategy.resolved(self._geometry, has_components=bool(components))
+        # Without an operation for it, choosing by components is far slower than by blocks: then it has to be asked for.
+        return strategy.resolved(self._geometry, has_components=bool(components) and self._forward.indexes_keys)
 
     def _check_ready(self, strategy: KVStrategy) -> None:
         strategy.ready(self._context)

@@ -38,7 +38,7 @@ def compute_plainly(_name: Hashable, function: BatchFunction, tensors: Sequence[
 
 class Coder(Protocol):
     """Entries in regions become codes, and these become entries, in one operation: to the bit as a `KVCompressor` and
-    `Rotate` have them.
+    `Rotate` have them; and codes of archived tokens become entries, as their `LayerDecoder` has them, up to rounding.
 
     By layer: `codes` [capacity, Hkv, bytes] in `code_slots` [n], entries in `slots` [n] of `regions` [Hkv, slots, D].
     Coded is an entry that is rotated by `shifts`, minus `means` [Hkv, D]; decoded is a code, plus `means`, that is then
@@ -52,6 +52,14 @@ class Coder(Protocol):
 
     def compress(self, compressor: KVCompressor, places: CodedPlaces) -> bool:
         """False if an entry is not finite: then the codes mean nothing."""
+
+    def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
+        """Is there an operation that restores entries of such codes?"""
+
+    def restore(self, codes: ArchivedCodes, rotary: str, first: int, keys: Tensor, values: Tensor) -> bool:
+        """Entries of consecutive positions, from `first` on, into keys, rotated, and values [Hkv, n, D] of the buffer's
+        dtype. False if one is not finite.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +86,37 @@ class NoCoder:
 
     def compress(self, *_: object) -> bool:
         raise AssertionError("it has no operation")
+
+    def restores(self, *_: object) -> bool:
+        return False
+
+    def restore(self, *_: object) -> bool:
+        raise AssertionError("it has no operation")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
+class LayerDecoder:
+    """How the code of a token becomes the entries of one layer, as plain numbers:
+
+        entries = means + matrix · (scale · level of each code)          K, unrotated, then V
+
+    The bytes from `first_byte` on belong to the layer's group: a scale, then codes of `widths` bits, the most
+    significant bit first. The level of code c is `levels[tables[c] + 4 · (c // 2) + subset]`, where the subset follows
+    from the lowest bits of this code and of those `chains`, 2 · `chains` and 3 · `chains` before
+    (`kernels/trellis.py`).
+
+    scales [256] float32, by the first byte. widths, tables [C] int32; levels float32. means [Hkv, 2 · D] float32.
+    make_matrix: makes the matrix, [Hkv, 2 · D, C] float32.
+    """
+
+    first_byte: int
+    chains: int
+    scales: Tensor
+    widths: Tensor
+    tables: Tensor
+    levels: Tensor
+    means: Tensor
+    make_matrix: Callable[[], Tensor]
 
 
 class TokenCodec(Protocol):
@@ -107,6 +146,30 @@ class TokenCodec(Protocol):
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """K and V, float32 [n, Hkv, D], of each layer asked for (None: all), in that order."""
 
+    def decoder(self, layer: int) -> LayerDecoder | None:
+        """What `decode` does for one layer, as numbers; the same object for the same layer. None if it is no such
+        function."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ArchivedCodes:
+    """Codes of one session's archived tokens, and how they become entries of one layer.
+
+    halves: [places, half of the bytes] uint8 each; place i is that of position `first` + i.
+    """
+
+    halves: tuple[Tensor, Tensor]
+    first: int
+    decoder: LayerDecoder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slab:
+    """Room for restored entries of a layer: `slots` for each KV head, from buffer vector `start` on."""
+
+    start: int
+    slots: int
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerIndex:
@@ -130,6 +193,16 @@ class OpenIndex(Protocol):
     @property
     def number(self) -> int:
         """The `chooser` of plan lines (`kernels/ragged_attention.py`); never 0."""
+
+    def restore_from(self, codes: ArchivedCodes | None, slab: Slab) -> bool:
+        """From now on restore chosen tokens that have left the regions, into the slab. False if the device cannot."""
+
+    def restore_no_more(self) -> None:
+        """The slab is about to be given back."""
+
+    @property
+    def restored_all_finite(self) -> bool:
+        """Have all entries been finite that it restored into this slab?"""
 
 
 OpenLayerIndex = Callable[[LayerIndex], OpenIndex | None]

@@ -88,10 +88,11 @@ class BlockSelector:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSelector:
-    """What a generated token reads in a layer that keeps every entry: sink, window, and the tokens of largest weight.
+    """What a generated token reads in a layer: sink, window, and the tokens of largest weight between them.
 
     shape: of the index by which weights are estimated (`kernels/components.py`). The start of the window is rounded to
-    whole tiles of it. count: distant tokens per KV head.
+    whole tiles of it. count: distant tokens per KV head. They lie in the layer's regions, or in an archive, if entries
+    leave the regions (`kv/parts/selected.py`).
     """
 
     shape: IndexShape
@@ -130,7 +131,7 @@ class LayerRule:
     exact: how many of the last entries stay as they are; readable entries before them are archived, and read as the
     session's restorer gives them back. None: every readable entry stays as it is.
     selector, chooser: which blocks, or which tokens, of the readable entries a generated token reads; appended tokens
-    read all. None: all.
+    read all. None: all. With `exact`, tokens are chosen from the archived entries, too.
     matcher: which earlier tokens' attention a generated token may reuse; appended tokens reuse none. None: none.
     resident: with a selector, how many of the last entries stay on the device. Older ones, except the selector's sink,
     go to the second tier and are fetched to be read. None: every readable entry stays on the device.
@@ -182,6 +183,7 @@ class Layout:
     matcher: QueryMatcher | None = None
     tier: TierLayout | None = None
     base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
+    indexed: int = 0  # with a chooser: positions that its index has room for
 
     @staticmethod
     def of(
@@ -196,10 +198,10 @@ class Layout:
 
         moves_sink: False for entries that are only stored, which need no second copy of the sink's keys.
         """
-        sink, window = rule.sink, rule.window
+        sink, window, chooser = rule.sink, rule.window, rule.chooser
         if native_window is not None and (window is None or window >= native_window):
             # The model itself never looks further back than its native window, sinks included.
-            sink, window = 0, native_window
+            sink, window, chooser = 0, native_window, None
         segment = geometry.segment_tokens
         if window is None and rule.resident is not None:
             assert rule.selector is not None and limit_tokens is not None
@@ -218,8 +220,9 @@ class Layout:
             capacity=geometry.round_up(entries),
             spare=0 if window is None or not moves_sink else sink,
             selector=rule.selector if window is None else None,
-            chooser=rule.chooser if window is None else None,
+            chooser=chooser,
             matcher=rule.matcher if window is None else None,
+            indexed=0 if chooser is None or limit_tokens is None else geometry.round_up(limit_tokens),
         )
 
     @property

@@ -32,6 +32,7 @@ from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.restored import RestoredEntries
+from inference_engine.kv.parts.selected import SelectedEntries
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
 from inference_engine.kv.parts.streamed import StreamedEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
@@ -257,7 +258,9 @@ class SessionKV:
             self.parts += (entries,)
             self._resident += (entries,)
         if plan.restorer is not None:
-            kind = StreamedEntries if plan.restorer.streams else RestoredEntries
+            kind: type[ArchivedEntries] = RestoredEntries
+            if plan.restorer.streams:
+                kind = SelectedEntries if plan.restorer.selects else StreamedEntries
             archived = kind.reserve(context, self.strategy, plan, sustained=sustained)
             if archived is None:
                 return False

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from inference_engine.kv.context import KVContext
 
 LATENT, COMPONENTS = "the latent codec", "the components of keys"
+LATENT_AND_COMPONENTS = f"{LATENT} and {COMPONENTS}"
 
 Option = int | float | str | tuple[int, ...] | None
 
@@ -84,7 +85,7 @@ class Placement:
         if self.restorer is not None:
             sustained += self.restorer.need(geometry, self.kept)
             if self.restorer.streams:
-                active = Need(demands=(chunk_demand(geometry, self.kept),))
+                active = Need(demands=(chunk_demand(geometry, self.kept), *self.restorer.slabs(geometry, self.kept)))
             else:
                 active = _needed(geometry, [(layers, pair.active) for layers, pair in self.archived])
         return Bound(
@@ -114,7 +115,8 @@ class KVStrategy(ABC):
 
     @property
     def calibrated(self) -> str:
-        """What was calibrated for the model and decides what a session's tokens are: LATENT, COMPONENTS, or nothing."""
+        """What was calibrated for the model and decides what a session's tokens are: LATENT, COMPONENTS, both, or
+        nothing."""
         return "" if self.restorer() is None else LATENT
 
     def check(self, geometry: Geometry) -> None:
@@ -166,7 +168,13 @@ class KVStrategy(ABC):
         keys = {index: (rule, geometry.layers[index].native_window) for index, rule in rules.items()}
         archived_sets = alike(geometry, {index: keys[index] for index in archived})
         exact = [
-            Layout.of(LayerRule(sink=rule.sink, window=rule.exact), geometry, native, limit_tokens, moves_sink=False)
+            Layout.of(
+                LayerRule(sink=rule.sink, window=rule.exact, chooser=rule.chooser),
+                geometry,
+                native,
+                limit_tokens,
+                moves_sink=False,
+            )
             for _, (rule, native) in archived_sets
         ]
         return Placement(
@@ -221,7 +229,8 @@ class KVStrategy(ABC):
                 continue
             start = query - query % geometry.segment_tokens
             first = rule.sink if rule.window is None else max(rule.sink, start - rule.window)
-            most = max(most, start - rule.exact - first)
+            restored = start - rule.exact - first
+            most = max(most, restored if rule.chooser is None else min(restored, rule.chooser.count))
         return most
 
     def __str__(self) -> str:

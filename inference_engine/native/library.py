@@ -172,10 +172,60 @@ class KeyIndex(ctypes.Structure):
     """The index of one layer's keys. Whoever fills this in keeps its arrays alive."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("even", "odd", "rows", "middles", "tables", "frequencies")),
+        *((name, ctypes.c_void_p) for name in ("even", "odd", "rows", "middles", "tables", "frequencies", "archive")),
         *((name, ctypes.c_int32) for name in ("rank", "bits", "run", "words", "turned", "fast", "crawling")),
         ("reserved", ctypes.c_int32),
     )
+    archive: int | None
+
+
+class LayerDecoder(ctypes.Structure):
+    """How codes become the entries of one layer. Whoever fills this in keeps its arrays alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("begins", "widths", "tables", "levels", "scales", "means", "matrices")),
+        *((name, ctypes.c_int32) for name in ("count", "chains", "first_byte", "bytes")),
+    )
+
+
+class Codes(ctypes.Structure):
+    """Codes of archived tokens."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "high")),
+        *((name, ctypes.c_int64) for name in ("half", "first")),
+    )
+
+
+class Turning(ctypes.Structure):
+    """A rotation."""
+
+    _fields_ = (("frequencies", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("turned", "trained")))
+
+
+class RestoredRun(ctypes.Structure):
+    """Entries of consecutive tokens. Whoever fills this in keeps its arrays alive."""
+
+    _fields_ = (
+        ("codes", Codes),
+        ("turning", Turning),
+        *((name, ctypes.c_void_p) for name in ("decoder", "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("first", "count")),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "kv_type", "reserved")),
+    )
+    count: int
+
+
+class Archive(ctypes.Structure):
+    """Archived tokens, and where those that were chosen are restored. Whoever fills this in keeps its arrays alive."""
+
+    _fields_ = (
+        ("codes", Codes),
+        *((name, ctypes.c_void_p) for name in ("decoder", "held", "used", "clocks")),
+        *((name, ctypes.c_int64) for name in ("start", "slots", "trained")),
+        *((name, ctypes.c_int32) for name in ("is_broken", "reserved")),
+    )
+    is_broken: int
 
 
 class Operation(ctypes.Structure):
@@ -337,6 +387,14 @@ class Kernels:
             raise MemoryError(f"no memory is left to compress {entries.count} entries")
         return not fails
 
+    def restore(self, threads: Threads, run: RestoredRun) -> bool:
+        """Codes become entries of consecutive tokens. False if one is not finite. Raises MemoryError."""
+        with threads.lock:
+            fails = self._functions.kakeya_restore(self.address, threads.address, ctypes.byref(run))
+        if fails < 0:
+            raise MemoryError(f"no memory is left to restore {run.count} entries")
+        return not fails
+
     def weigh(
         self, threads: Threads, rows: Sequence[Floats], scales: Floats, ids: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -384,7 +442,10 @@ class Library:
                 f"{path} was compiled from other sources than those beside it; "
                 "run `python -m inference_engine.native.build`"
             )
-        structures = (Matrix, Attention, Operation, Layer, Rotary, Step, CodedEntries, KeyIndex)
+        structures = (
+            *(Matrix, Attention, Operation, Layer, Rotary, Step, CodedEntries),
+            *(KeyIndex, LayerDecoder, Archive, RestoredRun),
+        )
         sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
         assert list(sizes) == [ctypes.sizeof(one) for one in structures], "these structures are not types.h's"
@@ -507,6 +568,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "attend": (integer, (pointer, pointer, attention)),
         "decompress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
         "compress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
+        "restore": (integer, (pointer, pointer, ctypes.POINTER(RestoredRun))),
         "weigh": (integer, (pointer, pointer, pointer, pointer, long, long, long, pointer, pointer, pointer)),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),

@@ -32,7 +32,7 @@ from inference_engine.errors import (
 )
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.strategy import COMPONENTS, LATENT, KVStrategy
+from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.capacity import Admission, SessionLimits, orphaned_bytes
 from inference_engine.session.history import History, Holdings, Leaves
@@ -510,7 +510,9 @@ class SessionStore:
 
     def codec_of(self, strategy: KVStrategy) -> str:
         """The digest of what was calibrated, if the strategy depends on it."""
-        return {LATENT: self._codec, COMPONENTS: self._components, "": ""}[strategy.calibrated]
+        both = f"{self._codec} {self._components}"
+        digests = {LATENT: self._codec, COMPONENTS: self._components, LATENT_AND_COMPONENTS: both, "": ""}
+        return digests[strategy.calibrated]
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session

@@ -76,6 +76,20 @@ class Basis:
         vectors = vectors.view(-1, 2, shape.kv_heads, shape.head_dim)
         return vectors[:, 0], vectors[:, 1]
 
+    def means_of(self, index: int) -> Tensor:
+        """[Hkv, 2 · D] of the group's layer number `index`: K and V of each head."""
+        shape, start = self.group.shapes[index], self.group.offsets[index]
+        means = self.mean[start : start + shape.width].view(2, shape.kv_heads, shape.head_dim)
+        return means.transpose(0, 1).reshape(shape.kv_heads, -1)
+
+    def matrix_of(self, index: int) -> Tensor:
+        """[Hkv, 2 · D, C]: `synthesise` as one product a head, of coefficients ÷ deviations, with the means to add."""
+        shape = self.group.shapes[index]
+        first = sum(2 * before.kv_heads for before in self.group.shapes[:index])
+        heads = self.components.heads(first, first + 2 * shape.kv_heads) * self.deviations
+        heads = heads.view(2, shape.kv_heads, shape.head_dim, -1)
+        return (self.inverses[index].mT @ heads).transpose(0, 1).flatten(1, 2).contiguous()
+
     def truncated(self, count: int) -> Basis:
         """The first `count` components."""
         return replace(

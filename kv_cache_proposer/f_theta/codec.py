@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.trellis import Levels, Trellis, make_levels
+from inference_engine.kv.context import LayerDecoder
 from kv_cache_proposer.f_theta import alone, levels
 from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
 from kv_cache_proposer.f_theta.basis import Basis
@@ -74,6 +76,19 @@ class GroupCoder:
         """Coefficients ÷ deviations [n, C] as they come back from their codes."""
         return self._units(*self._coded(units))
 
+    def decoder(self, index: int, first_byte: int) -> LayerDecoder:
+        """Of the group's layer number `index`, whose group begins at `first_byte` of a code."""
+        return LayerDecoder(
+            first_byte=first_byte,
+            chains=self.levels.chains,
+            scales=_scales(torch.arange(256, device=self.basis.mean.device)),
+            widths=torch.tensor(self.packing.widths, dtype=torch.int32),
+            tables=self.levels.first,
+            levels=self.levels.values,
+            means=self.basis.means_of(index),
+            make_matrix=partial(self.basis.matrix_of, index),
+        )
+
     def _coded(self, units: Tensor) -> tuple[Tensor, Tensor]:
         """The code of the scale, uint8 [n, 1], and those of the components, int32 [n, C]."""
         scale_codes = _scale_codes(units)
@@ -100,6 +115,7 @@ class LatentCodec:
     kernels: str = "auto"
     # By bytes per token. Allocating bits takes longer than opening a session.
     _lower: dict[int, LatentCodec] = field(init=False, repr=False, default_factory=dict)
+    _decoders: dict[int, LayerDecoder] = field(init=False, repr=False, default_factory=dict)  # by layer
 
     @property
     def bytes_per_token(self) -> int:
@@ -133,6 +149,19 @@ class LatentCodec:
         place, chosen = torch.device(device), kernels or self.kernels
         trellis = _trellis(self.quantiser, chosen, place)
         return replace(self, coders=tuple(part.to(place, trellis) for part in self.coders), kernels=chosen)
+
+    def decoder(self, layer: int) -> LayerDecoder | None:
+        """As `TokenCodec`. None for codes that are not chosen along a trellis."""
+        if self.quantiser != "trellis":
+            return None
+        if layer not in self._decoders:
+            first_byte = 0
+            for part in self.coders:
+                layers = [shape.layer for shape in part.basis.group.shapes]
+                if layer in layers:
+                    self._decoders[layer] = part.decoder(layers.index(layer), first_byte)
+                first_byte += part.packed_bytes
+        return self._decoders[layer]
 
     def at(self, bytes_per_token: int) -> LatentCodec:
         """The same bases, in the same memory, at fewer bytes: bits allocated again, components without bits removed.

@@ -1,4 +1,5 @@
-"""Without components of the model's keys gather chooses by bounds, and what asks for them is refused by name."""
+"""Without components of the model's keys, or an operation for them, gather chooses by bounds; what asks for components
+that are not there is refused by name."""
 
 from __future__ import annotations
 
@@ -7,23 +8,71 @@ from typing import Any
 
 import pytest
 
+from inference_engine.backends.base import Forward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelMismatch
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
+from inference_engine.kv.strategies.restored import Restored
+from inference_engine.kv.strategy import KVStrategy
 from tests.kept import keeping
-from tests.tiny import tiny_components, tiny_engine
+from tests.tiny import LATENT_BYTES, tiny_components, tiny_engine, tiny_latent
+from tests.tiny import SMALL as SETTINGS
+from tests.tiny_native import tiny_native
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16}
 
 
-def test_gather_chooses_by_components_where_the_models_are_calibrated_else_by_bounds() -> None:
-    with tiny_engine() as engine, tiny_engine(components=None) as without:
-        calibrated, plain = (each.create_session(strategy=Gather(**SMALL)).strategy for each in (engine, without))
-        blocks = engine.create_session(strategy=Gather(**SMALL, block=8)).strategy
+def resolved(strategy: KVStrategy, *, forward: Forward | None = None, **settings: Any) -> str:
+    """What a session of that strategy has, on TinyModel or another."""
+    if forward is None:
+        with tiny_engine(**settings) as engine:
+            return str(engine.create_session(strategy=strategy).strategy)
+    extras = {"latent": tiny_latent(), "components": tiny_components(), **settings}
+    with Engine(forward, EngineConfig(**SETTINGS), **extras) as engine:
+        return str(engine.create_session(strategy=strategy).strategy)
 
-    assert str(calibrated) == "gather:budget=1280,sink=4,window=16,scorer=components,rank=16,bits=3,run=4"
-    assert str(plain) == "gather:budget=4864,block=128,sink=4,window=16,scorer=bounds"
-    assert str(blocks) == "gather:budget=4864,block=8,sink=4,window=16,scorer=bounds"
+
+def test_gather_chooses_by_components_where_they_are_calibrated_and_fast_else_by_bounds() -> None:
+    """torch has no operation for an index of keys: there it has to be asked for."""
+    components = "gather:budget=1280,sink=4,window=16,scorer=components,rank=16,bits=3,run=4"
+    bounds = "gather:budget=4864,block=128,sink=4,window=16,scorer=bounds"
+
+    assert resolved(Gather(**SMALL), forward=tiny_native()) == components
+    assert resolved(Gather(**SMALL), forward=tiny_native(), components=None) == bounds
+    assert resolved(Gather(**SMALL)) == bounds
+    assert resolved(Gather(**SMALL, scorer="components")) == components
+    assert resolved(Gather(**SMALL, block=8), forward=tiny_native()) == bounds.replace("128", "8")
+
+
+def test_select_says_every_number_in_force() -> None:
+    chosen = Restored(sink=4, window=128, source="latent", mode="select", bytes_per_token=LATENT_BYTES)
+
+    # 512 tokens of choice, room for two choices; 512 bytes a position in two layers of float32.
+    assert resolved(chosen) == (
+        f"restored:sink=4,window=128,source=latent,bytes_per_token={LATENT_BYTES},mode=select,"
+        "budget=772,rank=16,bits=3,run=4,awake_bytes=524288"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"components": None}, {}, "no components of this model's keys are calibrated.*mode hold or stream"),
+        ({"latent": None}, {}, "no latent codec is loaded"),
+        ({}, {"rank": 17}, "must be at most 16, the head size, got 17"),
+        ({}, {"window": 15}, "must hold a segment of 16 tokens, got 15"),
+        ({}, {"budget": 158, "awake_bytes": 5119}, "must hold the 10 tokens that one step chooses, 5120 bytes"),
+    ],
+)
+def test_what_select_cannot_have_is_refused_at_creation(
+    settings: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    given: dict[str, Any] = {**SMALL, "bytes_per_token": LATENT_BYTES, **options}
+    strategy = Restored(source="latent", mode="select", **given)
+    with tiny_engine(**settings) as engine, pytest.raises(InvalidArgument, match=message):
+        engine.create_session(strategy=strategy)
 
 
 @pytest.mark.parametrize(
@@ -42,19 +91,32 @@ def test_what_cannot_be_had_of_components_is_refused_at_creation(
         engine.create_session(strategy=Gather(**SMALL, scorer="components", **options))
 
 
+def test_a_budget_without_a_token_of_choice_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="a token of choice, 149 entries; got 148"):
+        Restored(**SMALL, source="latent", mode="select", budget=148)
+
+
 def test_options_of_the_other_scorer_are_refused() -> None:
     for options, refused in (("scorer=components,block=16", "block"), ("scorer=bounds,rank=8", "rank")):
         with pytest.raises(Exception, match=f"{refused} has no meaning with scorer|no meaning with scorer"):
             parse_strategy(f"gather:{options}")
 
 
-def test_a_session_that_chose_by_components_is_not_continued_under_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Gather(**SMALL, scorer="components"),
+        Restored(**SMALL, source="latent", mode="select", bytes_per_token=LATENT_BYTES),
+    ],
+    ids=str,
+)
+def test_a_session_that_chose_by_components_is_not_continued_under_others(tmp_path: Path, strategy: KVStrategy) -> None:
     with keeping(tmp_path, make=tiny_engine) as engine:
-        session = engine.create_session(strategy=Gather(**SMALL, scorer="components")).session_id
+        session = engine.create_session(strategy=strategy).session_id
         engine.append(session, list(range(40)))
     others = tiny_components(seed=1)
     changed = keeping(tmp_path, make=tiny_engine, components=others)
-    with changed as engine, pytest.raises(ModelMismatch, match="the components of keys"):
+    with changed as engine, pytest.raises(ModelMismatch, match="components of keys"):
         engine.recall(session)
     with keeping(tmp_path, make=tiny_engine) as engine:
         engine.recall(session)

@@ -42,6 +42,9 @@ class Failing:
 
     least_bytes_per_token = 1
 
+    def decoder(self, layer: int) -> None:
+        return None
+
     def at(self, bytes_per_token: int) -> Failing:
         return self
 

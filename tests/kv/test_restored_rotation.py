@@ -42,6 +42,9 @@ class Lossless:
     def __init__(self) -> None:
         self.keys: list[Tensor] = []  # [layers, n, Hkv, D]
 
+    def decoder(self, layer: int) -> None:
+        return None
+
     def at(self, bytes_per_token: int) -> Lossless:
         return self
 

@@ -41,6 +41,9 @@ class WatchedTokens(HalfTokens):
     def __init__(self) -> None:
         self.decoded: list[tuple[int, tuple[int, ...]]] = []
 
+    def decoder(self, layer: int) -> None:
+        return None
+
     def at(self, bytes_per_token: int) -> WatchedTokens:
         return self
 
@@ -129,6 +132,9 @@ def test_holding_all_entries_and_streaming_them_give_the_same() -> None:
 def test_a_chunk_that_cannot_be_allocated_names_the_session_and_leaves_it_as_it_was() -> None:
     class Breaking(HalfTokens):
         is_broken = False
+
+        def decoder(self, layer: int) -> None:
+            return None
 
         def at(self, bytes_per_token: int) -> Breaking:
             return self

@@ -16,6 +16,7 @@ from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenC
 from tests.tiny import LATENT_BYTES, VOCABULARY, tiny_engine
 
 LATENT: dict[str, Option] = {"sink": 2, "source": "latent", "bytes_per_token": LATENT_BYTES}
+_SELECT: dict[str, Option] = {**LATENT, "mode": "select", "run": 1}
 
 _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
     "full": [{}, {"codec": "identity", "exact_window": 8, "exact_layers": (0,)}, {"codec": "int8", "exact_window": 16}],
@@ -64,6 +65,9 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         # Few latents on the device: a segment pushes out all of them, and some of its own.
         {**LATENT, "window": 16, "resident_latent_bytes": 1800},
         {**LATENT, "sink": 0, "window": 9, "resident_latent_bytes": 7000, "mode": "stream"},
+        # Few tokens of choice, of which a few more are held; and all of them.
+        {**_SELECT, "sink": 3, "window": 16, "budget": 63, "rank": 5, "bits": 3, "awake_bytes": 15 * 768},
+        {**_SELECT, "sink": 0, "window": 20, "budget": 400, "rank": 8, "bits": 4, "awake_bytes": 348 * 768},
     ],
 }
 

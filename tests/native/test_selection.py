@@ -89,7 +89,7 @@ class Session:
             halves=(stored[0::2].contiguous(), stored[1::2].contiguous()),
             capacity=length,
         )
-        index = NativeIndexes({"default": Table(FREQUENCIES)}).open(layer)
+        index = NativeIndexes({"default": Table(FREQUENCIES)}, 10_000).open(layer)
         assert index is not None
         self.index: NativeIndex = index
 

@@ -76,11 +76,7 @@ class MlxForward:
     @property
     def words(self) -> SharedWords:
         steps = self._program.steps
-        return SharedWords(
-            hidden=steps.hidden,
-            layers=len(steps.layers),
-            matrices=self._word_matrices,
-        )
+        return SharedWords(hidden=steps.hidden, layers=len(steps.layers), matrices=self._word_matrices)
 
     def _word_matrices(self) -> tuple[Tensor, Tensor | None]:
         embedding, head = self._program.embedding(), self._program.head()
@@ -93,6 +89,10 @@ class MlxForward:
 
     @property
     def records_graphs(self) -> bool:
+        return False
+
+    @property
+    def indexes_keys(self) -> bool:
         return False
 
     @property

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inference_engine.backends.native.decoders import native_codes, native_decoder
 from inference_engine.kernels.components import LANES, RUNS_OF_TILE
-from inference_engine.kv.context import LayerIndex
-from inference_engine.native.library import KeyIndex
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab
+from inference_engine.native.library import Archive, KeyIndex
 
 Floats = NDArray[np.float32]
 # Radians from a tile's middle to its end up to which a frequency is taken as slow, and as very slow.
@@ -45,7 +46,8 @@ class RunTables:
 class NativeIndexes:
     """What `KVContext.open_index` needs of a native model."""
 
-    def __init__(self, rotaries: Mapping[str, Rotation]) -> None:
+    def __init__(self, rotaries: Mapping[str, Rotation], trained_positions: int) -> None:
+        self._trained = trained_positions
         self._frequencies = {name: np.asarray(table.frequencies, np.float64) for name, table in rotaries.items()}
 
     def open(self, index: LayerIndex) -> NativeIndex | None:
@@ -55,17 +57,21 @@ class NativeIndexes:
             return None
         tiles = index.capacity // index.shape.tile
         tables = run_tables(tuple(found.tolist()), index.shape.run, tiles, slow=_SLOW, crawling=_CRAWLING)
-        return NativeIndex(index, tables)
+        return NativeIndex(index, tables, self._trained)
 
 
 class NativeIndex:
     """Implements OpenIndex. Its number is the address of the library's structure."""
 
-    def __init__(self, index: LayerIndex, tables: RunTables) -> None:
+    def __init__(self, index: LayerIndex, tables: RunTables, trained_positions: int) -> None:
+        self._trained = trained_positions
+        self._heads = len(index.components.mean)
         by_channel = index.components.rows(index.shape).mT
         rows = torch.nn.functional.pad(by_channel, (0, -by_channel.shape[-1] % LANES)).contiguous()
         even, odd = index.halves
         self._alive = (rows, tables, index.halves)
+        self._archive: Archive | None = None
+        self._read: tuple[object, ...] | None = None  # what the archive points to
         self._structure = KeyIndex(
             even=even.data_ptr(),
             odd=odd.data_ptr(),
@@ -85,6 +91,34 @@ class NativeIndex:
     @property
     def number(self) -> int:
         return ctypes.addressof(self._structure)
+
+    def restore_from(self, codes: ArchivedCodes | None, slab: Slab) -> bool:
+        if codes is None:
+            return False
+        decoder = native_decoder(codes.decoder)
+        held = np.full((self._heads, slab.slots), -1, np.int32)
+        used, clocks = np.zeros((self._heads, slab.slots), np.uint32), np.zeros(self._heads, np.uint32)
+        self._archive = Archive(
+            codes=native_codes(codes),
+            decoder=ctypes.addressof(decoder.structure),
+            held=held.ctypes.data,
+            used=used.ctypes.data,
+            clocks=clocks.ctypes.data,
+            start=slab.start,
+            slots=slab.slots,
+            trained=self._trained,
+        )
+        self._read = (codes, decoder, held, used, clocks)
+        self._structure.archive = ctypes.addressof(self._archive)
+        return True
+
+    def restore_no_more(self) -> None:
+        self._structure.archive = None
+        self._archive = self._read = None
+
+    @property
+    def restored_all_finite(self) -> bool:
+        return self._archive is None or not self._archive.is_broken
 
 
 @lru_cache(maxsize=16)

@@ -65,9 +65,10 @@ class NativeForward:
             threads=program.threads,
             kv_type=program.kv_type,
             rotate=self._rotate,
-            turned={name: 2 * len(table.frequencies) for name, table in described.rotary_tables().items()},
+            frequencies={name: table.frequencies for name, table in described.rotary_tables().items()},
+            trained_positions=described.trained_positions,
         )
-        self._indexes = NativeIndexes(described.rotary_tables())
+        self._indexes = NativeIndexes(described.rotary_tables(), described.trained_positions)
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
 
     @property
@@ -101,6 +102,10 @@ class NativeForward:
     @property
     def records_graphs(self) -> bool:
         return False
+
+    @property
+    def indexes_keys(self) -> bool:
+        return True
 
     @property
     def has_address_space(self) -> bool:

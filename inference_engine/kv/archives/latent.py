@@ -21,7 +21,7 @@ from inference_engine.errors import InvalidArgument
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.latent_codes import LatentCodes, LatentPlaces
 from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Restorer
-from inference_engine.kv.context import BatchFunction, KVContext, TokenCodec
+from inference_engine.kv.context import ArchivedCodes, BatchFunction, KVContext, TokenCodec
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
@@ -29,6 +29,7 @@ from inference_engine.kv.memory.transfers import TransferTotals
 
 # By default, a latent is smaller than the entries in bfloat16 by this factor.
 DEFAULT_COMPRESSION = 20
+_HELD_CHOICES = 2  # by default, decoded entries of so many choices are held
 _BFLOAT16_BYTES = 2
 _FLOAT32_BYTES = 4
 
@@ -43,6 +44,11 @@ def exact_bytes_per_token(geometry: Geometry) -> int:
     return sum(geometry.layers[index].entry_bytes(_FLOAT32_BYTES) for index in latent_layers(geometry))
 
 
+def bytes_of_position(geometry: Geometry) -> int:
+    """Bytes of the entries that a latent stands for."""
+    return max(1, exact_bytes_per_token(geometry) // _FLOAT32_BYTES * geometry.itemsize)
+
+
 def default_bytes_per_token(geometry: Geometry) -> int:
     nbytes = sum(geometry.layers[index].entry_bytes(_BFLOAT16_BYTES) for index in latent_layers(geometry))
     return max(1, nbytes // DEFAULT_COMPRESSION)
@@ -53,7 +59,9 @@ class Latent(Restorer):
     """Keeps `bytes_per_token` bytes of each archived position (None: a twentieth of its entries in bfloat16).
 
     resident_bytes: the most bytes of a session's latents on the device; older ones go to the second tier.
-    is_streamed: entries are decoded in attention, chunk by chunk.
+    is_streamed: entries are decoded in attention, chunk by chunk. chosen: with it, a generated token has so many of
+    each KV head decoded, those of its choice. awake_bytes: of decoded ones that stay so between steps; None: of twice
+    `chosen`.
     """
 
     is_calibrated: ClassVar[bool] = True
@@ -61,10 +69,21 @@ class Latent(Restorer):
     bytes_per_token: int | None = None
     resident_bytes: int | None = None
     is_streamed: bool = False
+    chosen: int = 0
+    awake_bytes: int | None = None
 
     @property
     def streams(self) -> bool:
         return self.is_streamed
+
+    @property
+    def selects(self) -> bool:
+        return self.chosen > 0
+
+    def held(self, geometry: Geometry) -> int:
+        if self.awake_bytes is None:
+            return _HELD_CHOICES * self.chosen
+        return self.awake_bytes // bytes_of_position(geometry)
 
     def bytes_in(self, geometry: Geometry) -> int:
         return default_bytes_per_token(geometry) if self.bytes_per_token is None else self.bytes_per_token
@@ -165,6 +184,19 @@ class _LatentArchive(Archive):
         keys, values = self._compute(layer, partial(_decode_layer, self._codec, layer), [codes])
         self._finite.ask([layer], keys[None], values[None], come_back=True)
         return keys, values
+
+    def restore_some(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
+        places = torch.from_numpy(positions - self._kept[0].sink).to(self._context.device)
+        function = partial(_decode_layer, self._codec, layer)
+        keys, values = self._compute(layer, function, [self._codes.pick(places)])
+        self._finite.ask([layer], keys[None], values[None], come_back=True)
+        return keys, values
+
+    def decoded_by(self, layer: int) -> ArchivedCodes | None:
+        decoder, halves = self._codec.decoder(layer), self._codes.halves
+        if decoder is None or halves is None:
+            return None
+        return ArchivedCodes(halves=halves, first=self._kept[0].sink, decoder=decoder)
 
     def _compute(self, what: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """what: names the function, together with the codec and the sets of layers."""

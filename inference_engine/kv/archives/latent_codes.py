@@ -126,6 +126,17 @@ class LatentCodes:
         parts = [part.to(self._context.device) for part in self._in_tier(first, begin)]
         return torch.cat([*parts, self._in_pool(begin, last)]) if parts else self._in_pool(begin, last)
 
+    def pick(self, places: Tensor) -> Tensor:
+        """The codes of any places, uint8 [n, width]; all of them lie in the pool."""
+        assert self._end <= self._resident, "some lie in the second tier"
+        rest = self._places.width - self._places.half
+        return torch.cat([self._halves[0][places], self._halves[1][places, :rest]], dim=1)
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor] | None:
+        """[places, half of the bytes] each; None if some places are not in the pool."""
+        return None if self._resident < self._places.count else (self._halves[0], self._halves[1])
+
     def save(self) -> Iterator[tuple[Tensor]]:
         """All stored latents, [n, width], a segment at a time."""
         try:

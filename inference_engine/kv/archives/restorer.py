@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import ArchivedCodes, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand
@@ -79,6 +79,22 @@ def chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
     return Demand(head_dim=widest.layers.head_dim, elements=-(-elements // unit) * unit)
 
 
+def slab_slots(group: KeptLayers, held: int) -> int:
+    """How many restored entries of each KV head a slab has room for: `held`, or all that can be archived."""
+    return min(held, group.capacity)
+
+
+def slab_demands(geometry: Geometry, kept: Sequence[KeptLayers], held: int) -> tuple[Demand, ...]:
+    """Room for `held` restored entries of each KV head, layer by layer."""
+    unit = geometry.alignment
+    demands: list[Demand] = []
+    for group in kept:
+        layers = group.layers
+        elements = -(-layers.kv_heads * slab_slots(group, held) * layers.head_dim // unit) * unit
+        demands += [Demand(head_dim=layers.head_dim, elements=elements)] * len(layers.layers)
+    return tuple(demands)
+
+
 class Archive(ABC):
     """The archived entries of one session. Engine's thread only, except `release`."""
 
@@ -109,6 +125,14 @@ class Archive(ABC):
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         """Entries of one layer, if the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""
         raise AssertionError("this restorer does not stream")
+
+    def restore_some(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
+        """As `restore_layer`, of any positions, if the restorer holds some."""
+        raise AssertionError("this restorer holds no entries of choice")
+
+    def decoded_by(self, layer: int) -> ArchivedCodes | None:
+        """What a device's own operation needs to decode entries of one layer; None if it cannot."""
+        return None
 
     def ask_finite(self) -> None:
         """Start a check on the device that entries archived or restored so far are finite. Nothing waits for it."""
@@ -169,6 +193,19 @@ class Restorer(ABC):
     def streams(self) -> bool:
         """Are entries restored in attention, chunk by chunk, instead of into regions when the session wakes?"""
         return False
+
+    @property
+    def selects(self) -> bool:
+        """With `streams`: does a generated token have only tokens of its choice restored?"""
+        return False
+
+    def held(self, geometry: Geometry) -> int:
+        """How many of those, of each KV head, stay restored between steps."""
+        return 0
+
+    def slabs(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
+        """The memory of those, layer by layer."""
+        return slab_demands(geometry, kept, self.held(geometry)) if self.selects else ()
 
     @abstractmethod
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:

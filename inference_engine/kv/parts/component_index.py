@@ -6,7 +6,8 @@
 It lies in the session's allocation, half of it in K's buffer and half in V's, and grows with the history. A tile is
 written when its last token is committed, from the entries as they lie in the regions, each tile by itself: its bits do
 not depend on how the tokens came. Generated tokens read the sink, the window and the chosen tokens
-(`kernels/components.py`); appended tokens read everything.
+(`kernels/components.py`); appended tokens read everything. Chosen tokens that have left the regions are read from
+where they went (`FarEntries`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from inference_engine.kernels.components import (
     unpack,
 )
 from inference_engine.kernels.gather import Always, always_read, attend_entries, gather_attend, gather_vectors, select
-from inference_engine.kv.context import LayerIndex, OpenIndex
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, Slab
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
 from inference_engine.kv.memory.pool import Demand, KVBuffer
@@ -44,12 +45,23 @@ from inference_engine.kv.views import OnChoice, Region, Scoring, StagedQueries, 
 
 def _half_bytes(layers: LayerSet, layout: Layout, shape: IndexShape) -> int:
     """Bytes of one layer's index in each of the two buffers."""
-    tiles = layout.capacity // shape.tile
+    tiles = layout.indexed // shape.tile
     return -(-tiles // 2) * layers.kv_heads * shape.tile_bytes
 
 
+class FarEntries(Protocol):
+    """Gives the entries of chosen tokens that have left the regions."""
+
+    def some(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Keys, rotated at their own positions, and values of any such positions: [Hkv, n, D] each, as regions would
+        hold them. Raises RestorationFailed if they cannot be restored.
+        """
+
+
 class ComponentIndex(LayoutPart):
-    """The index of a set of layers."""
+    """The index of a set of layers. far: where tokens are that have left the regions; set once, by their owner."""
+
+    far: FarEntries | None = None
 
     def __init__(self, slots: LayerSlots, selector: TokenSelector, starts: Sequence[int]) -> None:
         self._slots = slots
@@ -58,7 +70,7 @@ class ComponentIndex(LayoutPart):
         context, layers = slots.context, slots.layer_set.layers
         self._components = [context.components[layer] for layer in layers]
         elements = _half_bytes(slots.layer_set, slots.layout, self._shape) // context.geometry.itemsize
-        stored = (-(-(slots.layout.capacity // self._shape.tile) // 2), slots.kv_heads, self._shape.tile_bytes)
+        stored = (-(-(slots.layout.indexed // self._shape.tile) // 2), slots.kv_heads, self._shape.tile_bytes)
         buffer = slots.buffer
         # By layer, the bytes in K and in V: [pairs of tiles, Hkv, tile_bytes].
         self._halves = [
@@ -77,12 +89,13 @@ class ComponentIndex(LayoutPart):
                     shape=self._shape,
                     components=components,
                     halves=halves,
-                    capacity=slots.layout.capacity,
+                    capacity=slots.layout.indexed,
                 )
             )
             for layer, components, halves in zip(layers, self._components, self._halves, strict=True)
         ]
         self._numbers = [0 if opened is None else opened.number for opened in self._opened]
+        self._restores = False
 
     @staticmethod
     def is_in(layout: Layout) -> bool:
@@ -100,10 +113,34 @@ class ComponentIndex(LayoutPart):
         assert slots.layout.chooser is not None
         return cls(slots, slots.layout.chooser, starts)
 
+    # -- tokens that have left the regions --------------------------------------------------------------------------
+
+    def restore_from(self, codes: Sequence[ArchivedCodes | None], slabs: Sequence[Slab]) -> None:
+        """From now on the device's operation restores them by itself, by layer, if it can. Otherwise `far` does."""
+        done = [
+            opened is not None and opened.restore_from(own, slab)
+            for opened, own, slab in zip(self._opened, codes, slabs, strict=True)
+        ]
+        self._restores = all(done)
+
+    def restore_no_more(self) -> None:
+        """The slabs are about to be given back."""
+        self._restores = False
+        for opened in self._opened:
+            if opened is not None:
+                opened.restore_no_more()
+
+    def not_finite(self) -> int | None:
+        """A layer for which the device's operation restored an entry that is not finite, if there is one."""
+        layers = zip(self._slots.layer_set.layers, self._opened, strict=True)
+        return next((layer for layer, opened in layers if opened is not None and not opened.restored_all_finite), None)
+
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        return not queries.has_generated or all(self._numbers)
+        if not queries.has_generated:
+            return True
+        return all(self._numbers) and (self.far is None or self._restores)
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         if not queries.has_generated:
@@ -121,13 +158,19 @@ class ComponentIndex(LayoutPart):
         positions = queries.positions[generated]
         local_starts = selector.local_starts(positions)
         width = selector.sink + selector.window + selector.shape.tile if step.is_fixed_shape else None
+        always = always_read(positions, local_starts, sink=selector.sink, device=step.device, width=width)
+        layout = self._slots.layout
+        near = layout.slots(always.positions.clamp(min=0).cpu().numpy())
         return ComponentView(
             region=self._slots.region,
             selector=selector,
-            capacity=self._slots.layout.capacity,
+            layout=layout,
             generated=torch.from_numpy(generated).to(step.device),
+            positions=positions,
             local_starts=local_starts,
-            always=always_read(positions, local_starts, sink=selector.sink, device=step.device, width=width),
+            always=always,
+            near=torch.from_numpy(near).to(step.device),
+            far=self.far,
             one_by_one=step.is_fixed_shape,
             dense=inner() if queries.has_appended else None,
             codes=self._codes,
@@ -197,10 +240,13 @@ class ComponentView:
 
     region: Region
     selector: TokenSelector
-    capacity: int
+    layout: Layout
     generated: Tensor  # indexes of queries [G]
-    local_starts: Positions  # of these queries
+    positions: Positions  # of these queries
+    local_starts: Positions
     always: Always
+    near: Tensor  # slots of `always.positions`, 0 for none
+    far: FarEntries | None
     one_by_one: bool  # shapes that do not depend on which queries share a step
     dense: View | None  # None: every query is generated
     codes: Callable[[int, int], Tensor]
@@ -218,11 +264,52 @@ class ComponentView:
         return out
 
     def _gather(self, layer: int, queries: Tensor, some: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
-        keys, values = (self.region.slots(states, layer, 0, self.capacity) for states in (buffer.keys, buffer.values))
+        count = self.layout.capacity
+        keys, values = (self.region.slots(states, layer, 0, count) for states in (buffer.keys, buffer.values))
         always = self.always.of(some)
-        attend = partial(gather_attend, queries, keys, values, scaling=scoring.scaling, softcap=scoring.softcap)
         chosen = self._choose(layer, queries, some, always, keys, values, scoring)
-        out, _ = attend(chosen, always, block=1, head_sinks=scoring.head_sinks)
+        if self.far is None:
+            attend = partial(gather_attend, queries, keys, values, scaling=scoring.scaling, softcap=scoring.softcap)
+            return attend(chosen, always, block=1, head_sinks=scoring.head_sinks)[0]
+        outs = [
+            self._read_far(layer, queries[place, None], index, chosen[place], keys, values, scoring)
+            for place, index in enumerate(range(len(self.generated))[some])
+        ]
+        return torch.cat(outs)
+
+    def _read_far(
+        self, layer: int, query: Tensor, index: int, chosen: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """One query over what it reads anyway and `chosen` [Hkv, K], some of which may have left the regions."""
+        assert self.far is not None
+        heads, positions = self.region.heads, chosen.cpu().numpy()
+        seen = positions >= 0
+        gone = seen & (positions < self.layout.horizon(int(self.positions[index])))
+        slots = torch.from_numpy(self.layout.slots(np.where(seen & ~gone, positions, 0))).to(chosen.device)
+        entries = [gather_vectors(states, slots[None]) for states in (keys, values)]
+        if gone.any():
+            # Entries are restored in batches of the same size where shapes decide bits.
+            wanted = np.where(gone, positions, positions[gone].min()).reshape(-1)
+            found, places = (
+                (wanted, np.arange(wanted.size)) if self.one_by_one else np.unique(wanted, return_inverse=True)
+            )
+            at = torch.from_numpy(places.reshape(positions.shape)).to(chosen.device)
+            head = torch.arange(heads, device=chosen.device)[:, None]
+            is_gone = torch.from_numpy(gone).to(chosen.device)[None, ..., None]
+            restored = self.far.some(layer, found)
+            entries = [
+                states[head, at][None].where(is_gone, own) for states, own in zip(restored, entries, strict=True)
+            ]
+        near = self.near[index].expand(1, heads, -1)
+        is_near = (self.always.positions[index] >= 0).expand(1, heads, -1)
+        all_keys, all_values = (
+            torch.cat([gather_vectors(states, near), own], dim=2)
+            for states, own in zip((keys, values), entries, strict=True)
+        )
+        is_read = torch.cat([is_near, torch.from_numpy(seen).to(chosen.device)[None]], dim=2)
+        out, _ = attend_entries(
+            query, all_keys, all_values, is_read, scoring.scaling, scoring.softcap, scoring.head_sinks
+        )
         return out
 
     def _choose(
@@ -235,8 +322,8 @@ class ComponentView:
         scores = component_scores(queries, codes, self.rows[layer], shape, self.rotate, scoring.scaling)
         places = torch.arange(codes.shape[1], device=queries.device)
         candidates = (places >= always.sink) & (places < always.local_starts[:, None])
-        near = always.positions[:, None].expand(-1, heads, -1)
-        seen, near = near >= 0, near.clamp(min=0)
+        seen = (always.positions >= 0)[:, None].expand(-1, heads, -1)
+        near = self.near[some][:, None].expand(-1, heads, -1)
         _, lse = attend_entries(
             queries, gather_vectors(keys, near), gather_vectors(values, near), seen, scoring.scaling, scoring.softcap
         )

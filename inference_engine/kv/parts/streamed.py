@@ -10,11 +10,12 @@ Attention reads the exact entries in their regions, which are always resident, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from inference_engine.errors import RestorationFailed
+from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.restorer import Archive, chunk_demand
 from inference_engine.kv.context import KVContext
@@ -26,70 +27,6 @@ from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.kv.views import EntrySource, StagedQueries, StepReads, View, chunks_between
-
-
-class StreamedEntries(ArchivedEntries):
-    """The layers of one session whose old entries stay in the archive: an `EntrySource` for their regions."""
-
-    def __init__(
-        self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
-    ) -> None:
-        super().__init__(context, strategy, sets, archive)
-        assert not self._replays, "entries that are computed again are not local in position"
-        self._set_of = {layer: exact for exact in sets for layer in exact.layers.layers}
-        self._room: _ChunkRoom | None = None
-        for exact in sets:
-            exact.regions.parts.append(StreamedReads(exact.regions, self))
-
-    @property
-    def regions(self) -> tuple[LayerEntries, ...]:
-        return tuple(exact.regions for exact in self._sets)
-
-    def wake(self, tokens: int, length: int) -> bool:
-        placement = self._strategy.placement(self._context.geometry, tokens)
-        self._room = _ChunkRoom.reserve(self._context, placement)
-        return self._room is not None
-
-    def idle(self, length: int | None) -> None:
-        self._drop_room()
-
-    def forget(self, floor: int, length: int) -> None:
-        self._drop_room()
-        super().forget(floor, length)
-
-    def release(self) -> None:
-        try:
-            self._drop_room()
-        finally:
-            super().release()
-
-    def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The entries of [first, last) in `layer`, as regions would hold them: [Hkv, n, D], in the buffer's dtype."""
-        assert self._room is not None, "the session is idle"
-        positions = np.arange(first, last, dtype=np.int64)
-        try:
-            keys, values = self._archive.restore_layer(layer, positions)
-            turned = self._set_of[layer].regions.moved(keys[None], positions)[0]
-            return self._room.hold(turned, values)
-        except Exception as error:
-            raise RestorationFailed(error) from error
-
-    def _replace(self, leaving: Sequence[Positions]) -> None:
-        """Nothing to do: entries that leave the regions are read from the archive."""
-
-    def _drop_room(self) -> None:
-        room, self._room = self._room, None
-        if room is not None:
-            room.release()
-
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
-        archived = self._counts(length)
-        held.add(
-            rows=sum(exact.regions.paged_slots(end) * exact.regions.entry_bytes for exact in self._sets),
-            archive=self._archive.held_bytes(archived),
-            restored=self._room.nbytes if self._room is not None and any(archived) else 0,
-        )
-        held.tier_bytes += self._archive.tier_bytes(archived)
 
 
 class StreamedReads(LayerPart):
@@ -120,6 +57,78 @@ class StreamedReads(LayerPart):
         """Nothing to do: the archive forgets."""
 
 
+class StreamedEntries(ArchivedEntries):
+    """The layers of one session whose old entries stay in the archive: an `EntrySource` for their regions."""
+
+    READS: ClassVar[type[StreamedReads]] = StreamedReads
+
+    def __init__(
+        self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
+    ) -> None:
+        super().__init__(context, strategy, sets, archive)
+        assert not self._replays, "entries that are computed again are not local in position"
+        self._set_of = {layer: exact for exact in sets for layer in exact.layers.layers}
+        self._room: _ChunkRoom | None = None
+        for exact in sets:
+            exact.regions.parts.insert(0, self.READS(exact.regions, self))  # before what chooses among the entries
+
+    @property
+    def regions(self) -> tuple[LayerEntries, ...]:
+        return tuple(exact.regions for exact in self._sets)
+
+    def wake(self, tokens: int, length: int) -> bool:
+        placement = self._strategy.placement(self._context.geometry, tokens)
+        self._room = _ChunkRoom.reserve(self._context, placement)
+        return self._room is not None
+
+    def idle(self, length: int | None) -> None:
+        self._drop_room()
+
+    def forget(self, floor: int, length: int) -> None:
+        self._drop_room()
+        super().forget(floor, length)
+
+    def release(self) -> None:
+        try:
+            self._drop_room()
+        finally:
+            super().release()
+
+    def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """The entries of [first, last) in `layer`, as regions would hold them: [Hkv, n, D], in the buffer's dtype."""
+        assert self._room is not None, "the session is idle"
+        regions, coder = self._set_of[layer].regions, self._context.coder
+        codes, rotary = self._archive.decoded_by(layer), regions.layer_set.rotary
+        try:
+            if codes is not None and coder.restores(codes, rotary):
+                keys, values = self._room.of(regions.kv_heads, last - first, regions.head_dim)
+                if not coder.restore(codes, rotary, first, keys, values):
+                    raise NonFiniteEntries(layer, "entries", come_back=True)
+                return keys, values
+            positions = np.arange(first, last, dtype=np.int64)
+            keys, values = self._archive.restore_layer(layer, positions)
+            return self._room.hold(regions.moved(keys[None], positions)[0], values)
+        except Exception as error:
+            raise RestorationFailed(error) from error
+
+    def _replace(self, leaving: Sequence[Positions]) -> None:
+        """Nothing to do: entries that leave the regions are read from the archive."""
+
+    def _drop_room(self) -> None:
+        room, self._room = self._room, None
+        if room is not None:
+            room.release()
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        archived = self._counts(length)
+        held.add(
+            rows=sum(exact.regions.paged_slots(end) * exact.regions.entry_bytes for exact in self._sets),
+            archive=self._archive.held_bytes(archived),
+            restored=self._room.nbytes if self._room is not None and any(archived) else 0,
+        )
+        held.tier_bytes += self._archive.tier_bytes(archived)
+
+
 class _ChunkRoom:
     """Room in the pool for one decoded chunk, shared by sets of layers of any shape."""
 
@@ -142,13 +151,18 @@ class _ChunkRoom:
     def nbytes(self) -> int:
         return sum(half.nbytes for half in self._halves)
 
+    def of(self, heads: int, count: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Room for keys and values, [heads, count, head_dim] each."""
+        keys, values = (half[: heads * count * head_dim].view(heads, count, head_dim) for half in self._halves)
+        return keys, values
+
     def hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Copy keys and values [n, Hkv, D] here as [Hkv, n, D]. The next call overwrites them."""
-        held = []
-        for half, fresh in zip(self._halves, (keys, values), strict=True):
-            place = half[: fresh.numel()].view(fresh.shape[1], fresh.shape[0], fresh.shape[2])
-            held.append(place.copy_(as_kept(fresh.transpose(0, 1), place.dtype)))
-        return held[0], held[1]
+        count, heads, head_dim = keys.shape
+        own = self.of(heads, count, head_dim)
+        for place, fresh in zip(own, (keys, values), strict=True):
+            place.copy_(as_kept(fresh.transpose(0, 1), place.dtype))
+        return own
 
     def release(self) -> None:
         self._context.pool.release([self._demand], [self._start])

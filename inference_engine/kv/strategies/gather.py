@@ -23,10 +23,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from inference_engine.errors import InvalidArgument
-from inference_engine.kernels.components import MOST_BITS, RUNS, IndexShape
+from inference_engine.kernels.components import IndexShape
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import BlockSelector, LayerRule, TokenSelector
+from inference_engine.kv.strategies.choosing import (
+    BITS,
+    LEAST_RANK,
+    RUN,
+    default_rank,
+    require_components,
+    require_index,
+    require_rank,
+    require_window,
+)
 from inference_engine.kv.strategy import COMPONENTS, KVStrategy, require
 
 if TYPE_CHECKING:
@@ -36,7 +45,6 @@ _SCORERS = ("components", "bounds", "mean")
 _BLOCK = 128
 _BUDGET = 4864  # one block of sink, 640 local entries, 32 distant blocks
 _TOKENS_BUDGET = 1280  # the sink, 512 to 544 local entries, some 600 distant tokens
-_CHANNELS_OF_RANK, _LEAST_RANK = 8, 16  # components by default: one in 8 channels, at least 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +80,7 @@ class Gather(KVStrategy):
             for option in foreign:
                 require(getattr(self, option) is None, option, f"has no meaning with scorer {self.scorer}")
         require(self.rank is None or self.rank >= 1, "rank", f"must be ≥ 1, got {self.rank}")
-        require(
-            self.bits is None or 1 <= self.bits <= MOST_BITS, "bits", f"must be from 1 to {MOST_BITS}, got {self.bits}"
-        )
-        require(self.run is None or self.run in RUNS, "run", f"must be one of {RUNS}, got {self.run}")
+        require_index(self.bits, self.run)
         # Without a scorer and a block it is not known yet which the model has: `resolved` checks again.
         is_open = self.scorer is None and self.block is None
         if self.budget is not None and not (is_open and self.budget >= self._tokens(0).most_entries):
@@ -112,7 +117,7 @@ class Gather(KVStrategy):
         )
 
     def _tokens(self, count: int) -> TokenSelector:
-        shape = IndexShape(rank=self.rank or _LEAST_RANK, bits=self.bits or 3, run=self.run or 4)
+        shape = IndexShape(rank=self.rank or LEAST_RANK, bits=self.bits or BITS, run=self.run or RUN)
         return TokenSelector(shape=shape, sink=self.sink, window=self.window, count=count)
 
     @property
@@ -120,7 +125,7 @@ class Gather(KVStrategy):
         return (self._most - self._least) // (self.block or _BLOCK)
 
     def check(self, geometry: Geometry) -> None:
-        page, segment, room = geometry.page_tokens, geometry.segment_tokens, geometry.trained_positions
+        page, room = geometry.page_tokens, geometry.trained_positions
         for name, value in (("block", self.block or 0), ("sink", self.sink), ("window", self.window)):
             require(value <= room, name, f"must be at most {room}, the model's positions, got {value}", limit=room)
         block = self.block or _BLOCK
@@ -130,16 +135,9 @@ class Gather(KVStrategy):
             f"must be a multiple of the page size {page}, got {block}",
             page_tokens=page,
         )
-        # Tokens staged together lie within a segment; with a shorter window, one of them could be distant to another.
-        require(
-            self.window >= segment,
-            "window",
-            f"must hold a segment of {segment} tokens, got {self.window}",
-            segment_tokens=segment,
-        )
-        if self.by_tokens and self.rank is not None:
-            least = min((layer.head_dim for layer in geometry.layers), default=self.rank)
-            require(self.rank <= least, "rank", f"must be at most {least}, the head size, got {self.rank}", limit=least)
+        require_window(self.window, geometry)
+        if self.by_tokens:
+            require_rank(self.rank, geometry)
 
     def resolved(self, geometry: Geometry, *, has_components: bool = False) -> Gather:
         scorer = self.scorer
@@ -149,28 +147,14 @@ class Gather(KVStrategy):
         found = replace(self, scorer=scorer)
         if not found.by_tokens:
             return replace(found, budget=found._most, block=found.block or _BLOCK)
-        largest = max((layer.head_dim for layer in geometry.layers), default=0)
-        rank = self.rank or min(largest, max(_LEAST_RANK, largest // _CHANNELS_OF_RANK))
-        found = replace(found, rank=rank, bits=self.bits or 3, run=self.run or 4)
+        rank = self.rank or default_rank(geometry)
+        found = replace(found, rank=rank, bits=self.bits or BITS, run=self.run or RUN)
         return replace(found, budget=found._most)
 
     def ready(self, context: KVContext) -> None:
         if not self.by_tokens:
             return
-        layers = [index for index, layer in enumerate(context.geometry.layers) if layer.native_window is None]
-        if not context.components:
-            raise InvalidArgument(
-                "scorer",
-                "no components of this model's keys are calibrated; make them with `kakeya train components`, or ask "
-                "for scorer bounds",
-            )
-        if missing := [layer for layer in layers if layer not in context.components]:
-            raise InvalidArgument(
-                "scorer", f"the components cover layers {tuple(context.components)}, this model needs {missing[0]}"
-            )
-        most = min((context.components[layer].rank for layer in layers), default=0)
-        rank = self._tokens(0).shape.rank
-        require(not layers or rank <= most, "rank", f"the components are {most} a key, got {rank}", limit=most)
+        require_components(context, self._tokens(0).shape.rank, "scorer", "scorer bounds")
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[Gather, ...]:

@@ -3,6 +3,7 @@
     idle     ■ ■ ■ ■ |               | ■ ■ ■ ■ ■      sink and window, and the archive of the rest
     hold     ■ ■ ■ ■ | □ □ □ □ □ □ □ | ■ ■ ■ ■ ■      the rest restored, during a Generate
     stream   ■ ■ ■ ■ |     | □ □ |   | ■ ■ ■ ■ ■      a chunk of the rest at a time, in every layer of every step
+    select   ■ ■ ■ ■ |   □ |   | □ □ | ■ ■ ■ ■ ■      tokens of choice, most of them still there from the step before
 
 Source `latent` keeps one code of `bytes_per_token` bytes per archived position, across all layers, and restores entries
 approximately. Source `recompute` keeps nothing: old entries are recomputed from the token ids. It is exact, equal to
@@ -13,22 +14,49 @@ Mode `hold` restores once and holds all entries while it generates. `stream` hol
 decodes every archived position again in each step. It needs a source that is local in position, as `latent` is.
 `resident_latent_bytes` limits the latents on the device: older ones lie in the second tier, and are read from there
 when they are restored.
+
+Mode `select` restores only what a generated token reads: besides sink and window the tokens of largest weight, which
+each KV head of each layer chooses for itself by an index of leading components of keys (`kernels/components.py`), as
+`gather` does. `budget` counts the entries that it reads. `awake_bytes` of restored entries are held while the session
+is active; those that were not chosen for longest make room. Appended tokens read everything, as in `stream`. It needs
+components of the model's keys beside the latent codec. ShadowKV (Sun et al., arXiv 2410.21465) rebuilds chosen keys
+from a low rank and fetches values; here K and V come from one latent of all layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from inference_engine.kv.archives.latent import Latent, default_bytes_per_token, exact_bytes_per_token
+from inference_engine.kernels.components import IndexShape
+from inference_engine.kv.archives.latent import (
+    Latent,
+    bytes_of_position,
+    default_bytes_per_token,
+    exact_bytes_per_token,
+)
 from inference_engine.kv.archives.restorer import Recompute, Restorer
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.layout import LayerRule, TokenSelector
+from inference_engine.kv.strategies.choosing import (
+    BITS,
+    LEAST_RANK,
+    RUN,
+    default_rank,
+    require_components,
+    require_index,
+    require_rank,
+    require_window,
+)
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.kv.strategy import KVStrategy, require
+from inference_engine.kv.strategy import LATENT, LATENT_AND_COMPONENTS, KVStrategy, require
+
+if TYPE_CHECKING:
+    from inference_engine.kv.context import KVContext
 
 _SOURCES = ("latent", "recompute")
-_MODES = ("hold", "stream")
+_MODES = ("hold", "stream", "select")
+_CHOSEN = 512  # tokens of choice that a generated token reads by default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +71,13 @@ class Restored(KVStrategy):
     bytes_per_token: int | None = None  # of the latent; None: a twentieth of the entries in bfloat16
     mode: str = "hold"
     resident_latent_bytes: int | None = None  # on the device; older ones go to the second tier. None: no limit
+    # Of mode `select`. Entries that a generated token may read; components, bits of each, positions that share a
+    # rotation; bytes of restored entries that an active session holds. None: as the model needs.
+    budget: int | None = None
+    rank: int | None = None
+    bits: int | None = None
+    run: int | None = None
+    awake_bytes: int | None = None
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "sink", f"must be ≥ 0, got {self.sink}")
@@ -63,18 +98,84 @@ class Restored(KVStrategy):
             limit = self.resident_latent_bytes
             require(self.source == "latent", "resident_latent_bytes", f"has no meaning with source {self.source}")
             require(limit >= 0, "resident_latent_bytes", f"must be ≥ 0, got {limit}")
+            require(
+                not self.selects,
+                "resident_latent_bytes",
+                "has no meaning with mode select, which reads latents of choice",
+            )
+        for option in ("budget", "rank", "bits", "run", "awake_bytes"):
+            asked = getattr(self, option)
+            require(asked is None or self.selects, option, f"has no meaning with mode {self.mode}")
+            require(asked is None or asked >= 1, option, f"must be ≥ 1, got {asked}")
+        require_index(self.bits, self.run)
+        if self.budget is not None:
+            least = self._chooser(0).most_entries
+            require(
+                self.budget > least,
+                "budget",
+                f"must hold the sink, the window, a tile of the index and a token of choice, {least + 1} entries; got "
+                f"{self.budget}",
+                least=least + 1,
+            )
+
+    @property
+    def selects(self) -> bool:
+        """Are tokens of choice restored, while they are read?"""
+        return self.mode == "select"
+
+    @property
+    def calibrated(self) -> str:
+        if self.selects:
+            return LATENT_AND_COMPONENTS
+        return LATENT
+
+    @property
+    def _chosen(self) -> int:
+        """Tokens of choice that a generated token reads."""
+        return _CHOSEN if self.budget is None else self.budget - self._chooser(0).most_entries
+
+    def _chooser(self, count: int) -> TokenSelector:
+        shape = IndexShape(rank=self.rank or LEAST_RANK, bits=self.bits or BITS, run=self.run or RUN)
+        return TokenSelector(shape=shape, sink=self.sink, window=self.window, count=count)
 
     def check(self, geometry: Geometry) -> None:
         SinkWindow(sink=self.sink, window=self.window).check(geometry)
         self.restorer().check(geometry, range(len(geometry.layers)))
+        if not self.selects:
+            return
+        require_window(self.window, geometry)
+        require_rank(self.rank, geometry)
+        least = self._chosen * bytes_of_position(geometry)
+        require(
+            self.restorer().held(geometry) >= self._chosen,
+            "awake_bytes",
+            f"must hold the {self._chosen} tokens that one step chooses, {least} bytes; got {self.awake_bytes}",
+            least=least,
+        )
 
     def resolved(self, geometry: Geometry, *, has_components: bool = False) -> Restored:
-        if self.source != "latent" or self.bytes_per_token is not None:
+        if self.source != "latent":
             return self
-        return replace(self, bytes_per_token=default_bytes_per_token(geometry))
+        found = replace(self, bytes_per_token=self.bytes_per_token or default_bytes_per_token(geometry))
+        if not self.selects:
+            return found
+        rank = self.rank or default_rank(geometry)
+        found = replace(found, rank=rank, bits=self.bits or BITS, run=self.run or RUN)
+        found = replace(found, budget=self._chooser(self._chosen).most_entries)
+        held = found.restorer().held(geometry)
+        return replace(found, awake_bytes=self.awake_bytes or held * bytes_of_position(geometry))
+
+    def ready(self, context: KVContext) -> None:
+        self.restorer().ready(context)
+        if self.selects:
+            require_components(context, self._chooser(0).shape.rank, "mode", "mode hold or stream")
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        return LayerRule(sink=self.sink, exact=self.window)
+        if not self.selects:
+            return LayerRule(sink=self.sink, exact=self.window)
+        # A tile of the index is chosen from or read as a whole, and the window begins at one.
+        chooser = self._chooser(self._chosen)
+        return LayerRule(sink=self.sink, exact=self.window + chooser.shape.tile, chooser=chooser)
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[Restored, ...]:
@@ -90,4 +191,10 @@ class Restored(KVStrategy):
     def restorer(self) -> Restorer:
         if self.source == "recompute":
             return Recompute()
-        return Latent(self.bytes_per_token, self.resident_latent_bytes, is_streamed=self.mode == "stream")
+        return Latent(
+            self.bytes_per_token,
+            self.resident_latent_bytes,
+            is_streamed=self.mode != "hold",
+            chosen=self._chosen if self.selects else 0,
+            awake_bytes=self.awake_bytes,
+        )

@@ -81,7 +81,7 @@ const char* kakeya_sources() { return FINGERPRINT; }
 void kakeya_sizes(int64_t* sizes) {
   const int64_t found[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation),
                            sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(CodedEntries),
-                           sizeof(KeyIndex)};
+                           sizeof(KeyIndex), sizeof(LayerDecoder), sizeof(Archive), sizeof(RestoredRun)};
   memcpy(sizes, found, sizeof found);
 }
 
@@ -130,6 +130,12 @@ int32_t kakeya_weigh(const Kernels* kernels, void* threads, const float* const* 
 int32_t kakeya_compress(const Kernels* kernels, void* threads, const CodedEntries* entries) {
   bool is_finite = true;
   int32_t fails = guarded([&] { is_finite = kernels->compress(*(Threads*)threads, *entries); });
+  return fails ? fails : !is_finite;
+}
+
+int32_t kakeya_restore(const Kernels* kernels, void* threads, const RestoredRun* run) {
+  bool is_finite = true;
+  int32_t fails = guarded([&] { is_finite = kernels->restore(*(Threads*)threads, *run); });
   return fails ? fails : !is_finite;
 }
 

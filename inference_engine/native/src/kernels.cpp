@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "coded.h"
 #include "matrix.h"
+#include "restoring.h"
 #include "selection.h"
 #include "step.h"
 #include "weigh.h"
@@ -21,6 +22,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::attend_each,
       KERNELS::decompress,
       KERNELS::compress,
+      KERNELS::restore_run,
       KERNELS::weigh,
       KERNELS::run,
   };

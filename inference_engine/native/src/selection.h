@@ -3,6 +3,7 @@
 //
 //   score    of every token that may be chosen, from the codes of its key, tile by tile
 //   weigh    a group's softmax over these and what is read anyway; the tokens of largest weight
+//   restore  those that have left the regions and that the session does not hold restored (restoring.h)
 //   read     the sink, the window and those tokens, listed
 //
 // A tile is 32 runs of tokens. The query, rotated back and projected, is wanted at every run: with m the tile's middle
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "restoring.h"
 #include "simd.h"
 #include "threads.h"
 #include "types.h"
@@ -50,6 +52,7 @@ struct Job {
   int head;
   const KeyIndex* index;
   int64_t sink, local, upto, kept;
+  int64_t ring, gone;                // entries behind the sink lie `ring` apart (0: all are there); those before `gone` are not
   int64_t first_tile, end_tile;      // that are scored
   int64_t pieces, near_chunks, chosen_chunks;
   int64_t weights, parts, near, chosen, far;  // where its part of each buffer begins
@@ -64,6 +67,8 @@ struct Scratch {
   std::vector<float> near, far; // states of chunks, by job
   std::vector<int32_t> chosen;
   std::vector<int32_t> counts;  // chosen tokens of each job
+  std::vector<int64_t> places;  // as `chosen`, where these entries lie, from the region's first vector on
+  std::vector<std::vector<restoring::Missing>> missing;  // by job
 };
 
 INLINE const KeyIndex* index_of(const int64_t* line) { return (const KeyIndex*)(uintptr_t)line[CHOOSER]; }
@@ -354,7 +359,15 @@ template <class T>
 static void read_near(const Attention& call, const Job& job, int64_t chunk, Scratch& scratch) {
   int64_t first = chunk * CHUNK, sink = near_sink(job), local = std::max(job.local, job.sink) - sink;
   int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
-  auto slot = [&](int i) { return first + i < sink ? first + i : local + first + i; };
+  // The window is no longer than the ring buffer, so that it wraps around once at most.
+  int64_t begin = job.ring ? (local + sink - job.sink) % job.ring : 0;
+  auto slot = [&](int i) {
+    int64_t place = first + i;
+    if (place < sink) return place;
+    if (!job.ring) return local + place;
+    int64_t in_ring = begin + place - sink;
+    return job.sink + (in_ring < job.ring ? in_ring : in_ring - job.ring);
+  };
   int count = (int)std::min<int64_t>(CHUNK, near_count(job) - first);
   read_slots<T>(call, job, count, slot, scratch.near.data() + job.near + chunk * size);
 }
@@ -364,7 +377,10 @@ static void read_chosen(const Attention& call, const Job& job, int64_t chunk, in
   int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
   const int32_t* chosen = scratch.chosen.data() + job.chosen + chunk * CHUNK;
   int count = (int)std::min<int64_t>(CHUNK, found - chunk * CHUNK);
-  read_slots<T>(call, job, count, [&](int i) { return (int64_t)chosen[i]; }, scratch.far.data() + job.far + chunk * size);
+  float* states = scratch.far.data() + job.far + chunk * size;
+  if (!job.ring) return read_slots<T>(call, job, count, [&](int i) { return (int64_t)chosen[i]; }, states);
+  const int64_t* places = scratch.places.data() + job.chosen + chunk * CHUNK;
+  read_slots<T>(call, job, count, [&](int i) { return places[i]; }, states);
 }
 
 // -- choice -----------------------------------------------------------------------------------------------------------
@@ -469,6 +485,25 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
   return chosen;
 }
 
+// Where the chosen tokens lie, if entries leave the regions: in the slab, in which some have to be restored first, or
+// still in the ring buffer.
+static void find_places(const Attention& call, int64_t j, int64_t found, Scratch& scratch) {
+  const Job& job = scratch.jobs[(size_t)j];
+  Archive* archive = job.index->archive;
+  const int64_t* line = line_of(call, job.query);
+  const int32_t* chosen = scratch.chosen.data() + job.chosen;
+  int64_t* places = scratch.places.data() + job.chosen;
+  int64_t gone = std::lower_bound(chosen, chosen + found, (int32_t)job.gone) - chosen;
+  auto& missing = scratch.missing[(size_t)j];
+  if (gone && !restoring::match(*archive, job.head, chosen, gone, places, missing)) {
+    std::fill(places, places + gone, 0);  // never read: whoever asks finds the archive broken
+    __atomic_store_n(&archive->is_broken, 1, __ATOMIC_RELAXED);
+  }
+  int64_t slab = archive->start + job.head * archive->slots - (line[START] + job.head * line[HEAD_SLOTS]);
+  for (int64_t i = 0; i < gone; i++) places[i] += slab;
+  for (int64_t i = gone; i < found; i++) places[i] = job.sink + (chosen[i] - job.sink) % job.ring;
+}
+
 // Joins the states of a query and KV head, those that are read anyway first.
 static void finish_job(const Attention& call, const Job& job, int64_t found, Scratch& scratch) {
   int group = call.query_heads / call.kv_heads, dim = call.head_dim;
@@ -496,6 +531,7 @@ static void make_jobs(const Attention& call, const int64_t* queries, int64_t cou
       Job job = {};
       job.query = queries[i], job.head = head, job.index = index_of(line);
       job.sink = line[SINK], job.local = line[LOCAL], job.upto = line[UPTO], job.kept = line[KEPT];
+      if (job.index->archive) job.ring = line[RING], job.gone = line[FLOOR];
       int64_t tile = tile_tokens(*job.index);
       job.end_tile = job.local / tile, job.first_tile = std::min(job.sink / tile, job.end_tile);
       int64_t tokens = tokens_of(job);
@@ -515,6 +551,9 @@ static void make_jobs(const Attention& call, const int64_t* queries, int64_t cou
   grow(scratch.weights, weights + LANES), grow(scratch.parts, parts), grow(scratch.near, near);
   grow(scratch.far, far), grow(scratch.chosen, chosen);
   scratch.counts.assign(scratch.jobs.size(), 0);
+  if ((int64_t)scratch.places.size() < chosen) scratch.places.resize((size_t)chosen);
+  if (scratch.missing.size() < scratch.jobs.size()) scratch.missing.resize(scratch.jobs.size());
+  for (auto& missing : scratch.missing) missing.clear();
 }
 
 template <class T>
@@ -538,8 +577,24 @@ static void attend_some(Threads& threads, const Attention& call, const int64_t* 
     else read_near<T>(call, job, part - job.pieces, scratch);
   });
   each_part([](const Job&) { return 1; }, [&](int64_t j, const Job& job, int64_t) {
-    scratch.counts[(size_t)j] = (int32_t)choose(call, job, scratch);
+    int64_t found = choose(call, job, scratch);
+    scratch.counts[(size_t)j] = (int32_t)found;
+    if (job.ring) find_places(call, j, found, scratch);
   });
+  constexpr int64_t AT_ONCE = restoring::AT_ONCE;
+  scratch.items.clear();
+  for (int64_t j = 0; j < jobs; j++)
+    for (int64_t first = 0; first < (int64_t)scratch.missing[(size_t)j].size(); first += AT_ONCE)
+      scratch.items.emplace_back((int32_t)j, (int32_t)first);
+  if (!scratch.items.empty())
+    take_turns(threads, (int64_t)scratch.items.size(), false, [&](int64_t item) {
+      auto [j, first] = scratch.items[(size_t)item];
+      const Job& job = scratch.jobs[(size_t)j];
+      const auto& missing = scratch.missing[(size_t)j];
+      int64_t count = std::min<int64_t>(AT_ONCE, (int64_t)missing.size() - first);
+      restoring::restore_missing(*job.index, job.head, call.head_dim, call.kv_type, (void*)call.keys,
+                                 (void*)call.values, missing.data() + first, count);
+    });
   std::vector<std::atomic<int64_t>> left((size_t)jobs);
   for (int64_t j = 0; j < jobs; j++) left[(size_t)j] = std::max<int64_t>(1, scratch.jobs[(size_t)j].chosen_chunks);
   each_part([](const Job& job) { return std::max<int64_t>(1, job.chosen_chunks); },
@@ -557,8 +612,17 @@ static void attend_all(Threads& threads, const Attention& call) {
   for (int64_t query = 0; query < call.count; query++)
     if (chooses_tokens(line_of(call, query))) queries.push_back(query);
   auto count = (int64_t)queries.size();
-  for (int64_t first = 0; first < count; first += QUERIES_AT_ONCE)
-    attend_some<T>(threads, call, queries.data() + first, std::min(QUERIES_AT_ONCE, count - first));
+  for (int64_t first = 0, end; first < count; first = end) {
+    // Queries of one session share a slab: they restore into it one after another.
+    auto is_new = [&](int64_t i) {
+      const KeyIndex* index = index_of(line_of(call, queries[(size_t)i]));
+      for (int64_t other = first; index->archive && other < i; other++)
+        if (index_of(line_of(call, queries[(size_t)other])) == index) return false;
+      return true;
+    };
+    for (end = first + 1; end < count && end - first < QUERIES_AT_ONCE && is_new(end);) end++;
+    attend_some<T>(threads, call, queries.data() + first, end - first);
+  }
 }
 
 }  // namespace selection

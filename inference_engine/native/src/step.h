@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "entries.h"
 #include "matrix.h"
 #include "selection.h"
 #include "simd.h"
@@ -14,23 +15,6 @@
 #include "types.h"
 
 namespace KERNELS {
-
-// Up to 16 numbers from p; the lanes behind them are 0.
-INLINE F load_some(const float* p, int64_t count) {
-  if (count >= LANES) return load(p);
-  float lanes[LANES] = {};
-  memcpy(lanes, p, (size_t)count * sizeof(float));
-  return load(lanes);
-}
-INLINE void store_some(float* p, F x, int64_t count) {
-  if (count >= LANES) {
-    store(p, x);
-    return;
-  }
-  float lanes[LANES];
-  store(lanes, x);
-  memcpy(p, lanes, (size_t)count * sizeof(float));
-}
 
 // Root mean square norm (Zhang and Sennrich, arXiv 1910.07467).
 static void norm(const float* x, const float* weights, float epsilon, int64_t width, float* out) {
@@ -44,42 +28,11 @@ static void norm(const float* x, const float* weights, float epsilon, int64_t wi
     store_some(out + i, mul(mul(load_some(x + i, width - i), scale), load_some(weights + i, width - i)), width - i);
 }
 
-// Rotary position embedding by halves: the pairs are (i, i + turned / 2) of the first `turned` numbers of a head.
-static void rotate(float* head, const float* cosines, const float* sines, int64_t turned) {
-  int64_t half = turned / 2;
-  for (int64_t i = 0; i < half; i += LANES) {
-    F first = load_some(head + i, half - i), second = load_some(head + half + i, half - i);
-    F c = load_some(cosines + i, half - i), s = load_some(sines + i, half - i);
-    store_some(head + i, sub(mul(first, c), mul(second, s)), half - i);
-    store_some(head + half + i, add(mul(second, c), mul(first, s)), half - i);
-  }
-}
-
 INLINE F activated(F x, int32_t activation) {
   if (activation == SILU) return divide(x, add(all(1.0f), exponential(sub(all(0.0f), x))));
   // GELU by tanh (Hendrycks and Gimpel, arXiv 1606.08415)
   F inner = mul(all(0.7978845608028654f), fma(mul(mul(x, x), x), all(0.044715f), x));
   return mul(mul(all(0.5f), x), add(all(1.0f), hyperbolic_tangent(inner)));
-}
-
-// Writes numbers of K or V. What is too large for 16 bits becomes NaN, not infinite: an infinite key may just have no
-// weight, unnoticed, and NaN reaches the logits.
-INLINE void put_lanes(int32_t type, void* buffer, int64_t at, F v) {
-  if (type == KV_FLOAT32) store((float*)buffer + at, v);
-  else if (type == KV_FLOAT16) {
-    uint16_t* out = (uint16_t*)buffer + at;
-    store_f16(out, v);
-    store_f16(out, fma(load_f16(out), all(0.0f), v));
-  } else store_bf16((uint16_t*)buffer + at, v);
-}
-
-INLINE F get(int32_t type, const void* buffer, int64_t at) {
-  if (type == KV_FLOAT32) return load((const float*)buffer + at);
-  return type == KV_FLOAT16 ? load_f16((const uint16_t*)buffer + at) : load_bf16((const uint16_t*)buffer + at);
-}
-
-static void put(int32_t type, void* buffer, int64_t place, const float* x, int64_t width) {
-  for (int64_t i = 0; i < width; i += LANES) put_lanes(type, buffer, place * width + i, load(x + i));
 }
 
 class Run {

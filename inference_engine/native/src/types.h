@@ -49,6 +49,49 @@ struct Attention {
   float scaling, softcap;  // softcap 0: none
 };
 
+// How the code of a token becomes the entries of one layer: `LayerDecoder` of `inference_engine/kv/context.py` has the
+// contract, restoring.h the kernel.
+struct LayerDecoder {
+  const int32_t *begins, *widths, *tables;  // [count]: first bit behind the scale, bits, where the levels begin
+  const float *levels, *scales;             // scales: [256], by the group's first byte
+  const float* means;                       // [kv_heads][2 · head_dim]
+  const Matrix* matrices;                   // [kv_heads], 2 · head_dim outputs and `count` inputs
+  int32_t count, chains, first_byte, bytes; // bytes: of the group's codes, its scale among them
+};
+
+// Codes of archived tokens: low, high [places][half], the bytes of a code in two halves. first: the position of place 0.
+struct Codes {
+  const uint8_t *low, *high;
+  int64_t half, first;
+};
+
+// A rotation: frequencies [turned / 2] of the first `turned` numbers. Angles past `trained` positions are exact.
+struct Turning {
+  const float* frequencies;
+  int64_t turned, trained;
+};
+
+// Entries of consecutive tokens, from position `first` on, that are restored into keys and values [kv_heads][count].
+struct RestoredRun {
+  Codes codes;
+  Turning turning;
+  const LayerDecoder* decoder;
+  void *keys, *values;
+  int64_t first, count;
+  int32_t kv_heads, head_dim, kv_type, reserved;
+};
+
+// Archived tokens of one session and layer, and the slab in which those that were chosen stay restored. `held`: which
+// position each slot holds, -1 for none; `used`: when it was chosen last, by the clock of its head.
+struct Archive {
+  Codes codes;
+  const LayerDecoder* decoder;
+  int32_t* held;               // [kv_heads][slots]
+  uint32_t *used, *clocks;     // [kv_heads][slots], [kv_heads]
+  int64_t start, slots, trained;  // start: buffer vector of slot 0
+  int32_t is_broken, reserved; // has an entry that was restored not been finite?
+};
+
 // The index of one layer's keys by their leading components: `inference_engine/kernels/components.py` has the contract,
 // selection.h the kernel. Plan lines name it by its address.
 struct KeyIndex {
@@ -57,6 +100,7 @@ struct KeyIndex {
   const float* middles;       // [tiles][2][turned / 2]: cosines and sines of each tile's middle
   const float* tables;        // [2][fast + 2][16]: even and odd functions of the distance from the middle
   const float* frequencies;   // [turned / 2], falling
+  Archive* archive;           // of tokens that have left the regions; null: none do
   // run: tokens that share a rotation. words: of a tile's lane. turned: numbers of a head that are rotated. Frequencies
   // before `fast` have a row of the tables each, those before `crawling` four terms of their series, the others two.
   int32_t rank, bits, run, words, turned, fast, crawling, reserved;
@@ -156,6 +200,7 @@ struct Kernels {
   void (*attend)(Threads&, const Attention&);
   void (*decompress)(Threads&, const CodedEntries&);
   bool (*compress)(Threads&, const CodedEntries&);
+  bool (*restore)(Threads&, const RestoredRun&);
   // Of each row of logits [width]: its heavy ids, ascending, at most `room` [count][room]; how many there are [count]; and
   // what the others weigh together [count]. scales: [count], 1 / temperature.
   void (*weigh)(Threads&, const float* const* rows, const float* scales, int64_t count, int64_t width, int64_t room,

@@ -56,10 +56,23 @@ export interface Restored {
   /** Source of restored entries: "recompute" from the token ids, "latent" from `bytesPerToken` stored for each. */
   readonly source?: string | undefined;
   readonly bytesPerToken?: number | undefined;
-  /** "hold" restores once and holds all of them while it generates, "stream" a chunk at a time, for each token again. */
+  /**
+   * "hold" restores once and holds all of them while it generates, "stream" a chunk at a time, for each token again,
+   * "select" only those that a generated token chooses, as `Gather` does.
+   */
   readonly mode?: string | undefined;
   /** How much of what is kept stays on the device. */
   readonly residentLatentBytes?: number | undefined;
+  /** Of "select": entries that a generated token may read. */
+  readonly budget?: number | undefined;
+  /** Of "select", as for `Gather`. */
+  readonly rank?: number | undefined;
+  /** Of "select", as for `Gather`. */
+  readonly bits?: number | undefined;
+  /** Of "select", as for `Gather`. */
+  readonly run?: number | undefined;
+  /** Of "select": bytes of restored entries that are held while it generates. */
+  readonly awakeBytes?: number | undefined;
 }
 
 /**

@@ -105,8 +105,10 @@ class Restored(Strategy):
 
     source: "recompute" computes them again from the token ids, "latent" decodes `bytes_per_token` stored for each, if
     the server supports it. mode: "hold" restores once and holds all of them during the Generate, "stream" decodes a
-    chunk at a time, for each token again. resident_latent_bytes: how much of the stored codes stays on the device. None
-    leaves an option to the server. The session ends at the model's trained positions.
+    chunk at a time, for each token again, "select" only those that a generated token chooses, as `Gather` does. budget,
+    rank, bits, run: of "select", as for `Gather`; awake_bytes: decoded entries that it holds during the Generate.
+    resident_latent_bytes: how much of the stored codes stays on the device. None leaves an option to the server. The
+    session ends at the model's trained positions.
     """
 
     _arm: ClassVar[str] = "restored"
@@ -117,14 +119,21 @@ class Restored(Strategy):
     bytes_per_token: int | None = None
     mode: str | None = None
     resident_latent_bytes: int | None = None
+    budget: int | None = None
+    rank: int | None = None
+    bits: int | None = None
+    run: int | None = None
+    awake_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_window(self.sink, self.window)
         _check_name(self.source, "source")
-        _check_number(self.bytes_per_token, "bytes_per_token", at_least=1)
+        for name in ("bytes_per_token", "budget", "rank", "bits", "run"):
+            _check_number(getattr(self, name), name, at_least=1)
         _check_name(self.mode, "mode")
-        if self.resident_latent_bytes is not None:
-            whole_number(self.resident_latent_bytes, "resident_latent_bytes", at_least=0, below=2**63)
+        for name, least in (("resident_latent_bytes", 0), ("awake_bytes", 1)):
+            if (asked := getattr(self, name)) is not None:
+                whole_number(asked, name, at_least=least, below=2**63)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -1515,6 +1515,11 @@ class RestoredStrategy(_message.Message):
     BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     RESIDENT_LATENT_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    AWAKE_BYTES_FIELD_NUMBER: _builtins.int
     sink: _builtins.int
     window: _builtins.int
     """At least 1."""
@@ -1530,11 +1535,24 @@ class RestoredStrategy(_message.Message):
     mode: _builtins.str
     """Absent or "hold": evicted entries are restored once for a Generate and held until it ends. "stream": they are
     decoded again for each token, a chunk of one layer at a time, so that the session never holds more than that; only
-    with the source "latent".
+    with the source "latent". "select": as "stream" for appended tokens; a generated token chooses what it reads of them,
+    and what it chooses is decoded and held for the next ones; needs components calibrated for the model, too.
     """
     resident_latent_bytes: _builtins.int
     """Bytes of those latents that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
     Only with the source "latent"; absent: all stay, 0: none.
+    """
+    budget: _builtins.int
+    """With the mode "select": entries that a generated token may read, more than the sink, the window and a tile of the
+    index hold. Absent: 512 more.
+    """
+    rank: _builtins.int
+    """With the mode "select", as in GatherStrategy."""
+    bits: _builtins.int
+    run: _builtins.int
+    awake_bytes: _builtins.int
+    """With the mode "select": bytes of decoded entries that the session holds while it generates, at least those of one
+    token's choice. Absent: those of two.
     """
     def __init__(
         self,
@@ -1545,17 +1563,32 @@ class RestoredStrategy(_message.Message):
         bytes_per_token: _builtins.int | None = ...,
         mode: _builtins.str | None = ...,
         resident_latent_bytes: _builtins.int | None = ...,
+        budget: _builtins.int | None = ...,
+        rank: _builtins.int | None = ...,
+        bits: _builtins.int | None = ...,
+        run: _builtins.int | None = ...,
+        awake_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_resident_latent_bytes", b"_resident_latent_bytes", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "resident_latent_bytes", b"resident_latent_bytes", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_awake_bytes", b"_awake_bytes", "_bits", b"_bits", "_budget", b"_budget", "_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_rank", b"_rank", "_resident_latent_bytes", b"_resident_latent_bytes", "_run", b"_run", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "awake_bytes", b"awake_bytes", "bits", b"bits", "budget", b"budget", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "rank", b"rank", "resident_latent_bytes", b"resident_latent_bytes", "run", b"run", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_resident_latent_bytes", b"_resident_latent_bytes", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "resident_latent_bytes", b"resident_latent_bytes", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_awake_bytes", b"_awake_bytes", "_bits", b"_bits", "_budget", b"_budget", "_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_rank", b"_rank", "_resident_latent_bytes", b"_resident_latent_bytes", "_run", b"_run", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "awake_bytes", b"awake_bytes", "bits", b"bits", "budget", b"budget", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "rank", b"rank", "resident_latent_bytes", b"resident_latent_bytes", "run", b"run", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__awake_bytes: _TypeAlias = _typing.Literal["awake_bytes"]  # noqa: Y015
+    _WhichOneofArgType__awake_bytes: _TypeAlias = _typing.Literal["_awake_bytes", b"_awake_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__bits: _TypeAlias = _typing.Literal["bits"]  # noqa: Y015
+    _WhichOneofArgType__bits: _TypeAlias = _typing.Literal["_bits", b"_bits"]  # noqa: Y015
+    _WhichOneofReturnType__budget: _TypeAlias = _typing.Literal["budget"]  # noqa: Y015
+    _WhichOneofArgType__budget: _TypeAlias = _typing.Literal["_budget", b"_budget"]  # noqa: Y015
     _WhichOneofReturnType__bytes_per_token: _TypeAlias = _typing.Literal["bytes_per_token"]  # noqa: Y015
     _WhichOneofArgType__bytes_per_token: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token"]  # noqa: Y015
     _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
     _WhichOneofArgType__mode: _TypeAlias = _typing.Literal["_mode", b"_mode"]  # noqa: Y015
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
     _WhichOneofReturnType__resident_latent_bytes: _TypeAlias = _typing.Literal["resident_latent_bytes"]  # noqa: Y015
     _WhichOneofArgType__resident_latent_bytes: _TypeAlias = _typing.Literal["_resident_latent_bytes", b"_resident_latent_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__run: _TypeAlias = _typing.Literal["run"]  # noqa: Y015
+    _WhichOneofArgType__run: _TypeAlias = _typing.Literal["_run", b"_run"]  # noqa: Y015
     _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
     _WhichOneofArgType__sink: _TypeAlias = _typing.Literal["_sink", b"_sink"]  # noqa: Y015
     _WhichOneofReturnType__source: _TypeAlias = _typing.Literal["source"]  # noqa: Y015
@@ -1563,11 +1596,21 @@ class RestoredStrategy(_message.Message):
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__awake_bytes) -> _WhichOneofReturnType__awake_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bits) -> _WhichOneofReturnType__bits | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget) -> _WhichOneofReturnType__budget | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bytes_per_token) -> _WhichOneofReturnType__bytes_per_token | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resident_latent_bytes) -> _WhichOneofReturnType__resident_latent_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run) -> _WhichOneofReturnType__run | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sink) -> _WhichOneofReturnType__sink | None: ...
     @_typing.overload

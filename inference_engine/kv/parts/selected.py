@@ -1,0 +1,110 @@
+"""Old entries of which a generated token chooses some, and has these restored one by one.
+
+    idle     exact entries (sink, window) · latents and the index of keys of the entries before      sustained
+    active   the same, and slabs of restored entries; room for a chunk of one layer                  until it is idle
+
+A generated token scores the index, restores the chosen entries that the slab does not hold, and attends over sink,
+window and choice. Most of what a token chooses was chosen by the one before. An entry is restored to the same bits
+whenever it is, so what a slab holds changes no result. The index is made of exact keys, before they leave.
+
+Appended tokens read every entry, chunk by chunk (`streamed.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from inference_engine.errors import NonFiniteEntries, RestorationFailed
+from inference_engine.kernels.kept import as_kept
+from inference_engine.kv.archives.restorer import Archive, slab_slots
+from inference_engine.kv.context import KVContext, Slab
+from inference_engine.kv.layout import Positions
+from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.part import Held
+from inference_engine.kv.parts.archived import ExactEntries
+from inference_engine.kv.parts.component_index import ComponentIndex
+from inference_engine.kv.parts.streamed import StreamedEntries, StreamedReads
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.views import StagedQueries, StepReads
+
+
+class SelectedReads(StreamedReads):
+    """The reads of appended tokens. Those of generated tokens are the index's."""
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        return not queries.has_appended or super().has_numbers(queries, step)
+
+
+class SelectedEntries(StreamedEntries):
+    """The layers of one session whose generated tokens choose old entries: `FarEntries` for their index."""
+
+    READS: ClassVar[type[StreamedReads]] = SelectedReads
+
+    def __init__(
+        self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
+    ) -> None:
+        super().__init__(context, strategy, sets, archive)
+        self._slabs: tuple[Demand, ...] = ()
+        self._starts: list[int] = []
+        self._indexes = [part for exact in sets for part in exact.regions.parts if isinstance(part, ComponentIndex)]
+        for index in self._indexes:
+            index.far = self
+
+    def wake(self, tokens: int, length: int) -> bool:
+        if not super().wake(tokens, length):
+            return False
+        geometry = self._context.geometry
+        placement = self._strategy.placement(geometry, tokens)
+        assert placement.restorer is not None
+        slabs = placement.restorer.slabs(geometry, placement.kept)
+        starts = self._context.pool.reserve(list(slabs))
+        if starts is None:
+            self._drop_room()
+            return False
+        self._slabs, self._starts = slabs, list(starts)
+        remaining = iter(self._starts)
+        for index, group in zip(self._indexes, placement.kept, strict=True):
+            layers, slots = group.layers.layers, slab_slots(group, placement.restorer.held(geometry))
+            index.restore_from(
+                [self._archive.decoded_by(layer) for layer in layers],
+                [Slab(start=next(remaining), slots=slots) for _ in layers],
+            )
+        return True
+
+    def some(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
+        regions = self._set_of[layer].regions
+        try:
+            keys, values = self._archive.restore_some(layer, positions)
+            turned = regions.moved(keys[None], positions)[0]
+            dtype = regions.buffer.keys.dtype
+            turned, values = (as_kept(states.transpose(0, 1), dtype).to(dtype) for states in (turned, values))
+            return turned, values
+        except Exception as error:
+            raise RestorationFailed(error) from error
+
+    def require_finite(self) -> None:
+        super().require_finite()
+        for index in self._indexes:
+            if (layer := index.not_finite()) is not None:
+                error = NonFiniteEntries(layer, "entries", come_back=True)
+                raise RestorationFailed(error) from error
+
+    def _drop_room(self) -> None:
+        super()._drop_room()
+        slabs, starts, self._slabs, self._starts = self._slabs, self._starts, (), []
+        if starts:
+            for index in self._indexes:
+                index.restore_no_more()
+            self._context.pool.release(list(slabs), starts)
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        super().add_footprint(held, length, end)
+        if self._slabs and any(self._counts(length)):
+            elements = sum(demand.elements for demand in self._slabs)
+            held.add(restored=2 * elements * self._context.geometry.itemsize)
+        for exact in self._sets:
+            for part in exact.regions.parts:
+                part.add_footprint(held, length, end)

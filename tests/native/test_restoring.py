@@ -1,0 +1,203 @@
+"""Chosen tokens that have left the regions: restored to what the decoder says, once, and to the same bits each time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.backends.native import choosing
+from inference_engine.backends.native.coding import NativeCoder
+from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
+from inference_engine.kernels.components import IndexShape
+from inference_engine.kernels.ragged_attention import COUNT, FLOOR, HEAD_SLOTS, RING
+from inference_engine.kv.context import ArchivedCodes, LayerDecoder, Slab
+from inference_engine.native.library import KVType
+from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
+from tests.tiny_native import library
+
+LENGTH, GONE, RING_SLOTS, KEPT = 700, 448, 300, 60
+POSITIONS = np.arange(650, 700)
+
+
+def make_decoder(count: int = 37, chains: int = 2) -> LayerDecoder:
+    generator = torch.Generator().manual_seed(count)
+    widths = torch.randint(1, 6, (count,), generator=generator, dtype=torch.int32)
+    sizes = 2 ** (widths + 1)
+    matrix = (torch.randn(HKV, 2 * D, count, generator=generator) / 6).half().float()  # as the library keeps it
+    return LayerDecoder(
+        first_byte=5,
+        chains=chains,
+        scales=torch.rand(256, generator=generator) + 0.5,
+        widths=widths,
+        tables=(sizes.cumsum(0) - sizes).int(),
+        levels=torch.randn(int(sizes.sum()), generator=generator),
+        means=torch.randn(HKV, 2 * D, generator=generator),
+        make_matrix=lambda: matrix,
+    )
+
+
+def no_rotation(keys: Tensor, shifts: Tensor, rotary: str) -> Tensor:
+    raise AssertionError("restoring rotates by itself")
+
+
+def decode(decoder: LayerDecoder, code: list[int]) -> Tensor:
+    """One token, [Hkv, 2 · D], number by number, as `LayerDecoder` describes it."""
+    own = code[decoder.first_byte :]
+    bits = "".join(f"{byte:08b}" for byte in own[1:])
+    codes, first = [], 0
+    for width in decoder.widths.tolist():
+        codes.append(int(bits[first : first + width], 2))
+        first += width
+
+    def earlier(place: int, steps: int) -> int:
+        place -= steps * decoder.chains
+        return codes[place] & 1 if place >= 0 else 0
+
+    units = []
+    for place, number in enumerate(codes):
+        subset = ((number & 1) ^ earlier(place, 1) ^ earlier(place, 3)) << 1 | earlier(place, 2)
+        units.append(decoder.levels[int(decoder.tables[place]) + ((number >> 1) << 2) + subset])
+    return decoder.make_matrix() @ (torch.stack(units) * decoder.scales[own[0]]) + decoder.means
+
+
+class Archived(Session):
+    """A session whose entries between the sink and GONE are codes, and whose others lie in a ring buffer."""
+
+    def __init__(self, decoder: LayerDecoder, *, slots: int = KEPT, kept: int = KEPT) -> None:
+        self.sink = 3
+        super().__init__(IndexShape(rank=9, bits=3, run=1), self.sink, 2, length=LENGTH, kept=kept)
+        width = decoder.first_byte + 1 + -(-int(decoder.widths.sum()) // 8)
+        half = -(-width // 2)
+        codes = torch.randint(0, 256, (GONE - self.sink, 2 * half), generator=torch.Generator().manual_seed(1))
+        self.halves = (codes[:, :half].to(torch.uint8).contiguous(), codes[:, half:].to(torch.uint8).contiguous())
+        # What the reference reads: the archived entries as they come back.
+        restored = torch.stack([decode(decoder, code) for code in codes.tolist()], dim=1)  # [Hkv, n, 2 · D]
+        self.keys[:, self.sink : GONE] = rotate(restored[..., :D], torch.arange(self.sink, GONE))
+        self.values[:, self.sink : GONE] = restored[..., D:]
+        held = torch.cat([torch.arange(self.sink), torch.arange(GONE, LENGTH)])
+        places = torch.where(held < self.sink, held, self.sink + (held - self.sink) % RING_SLOTS)
+        region = self.sink + RING_SLOTS
+        self.buffers = []
+        for states in (self.keys, self.values):
+            regions = torch.full((HKV, region, D), torch.nan)
+            regions[:, places] = states[:, held]
+            self.buffers.append(torch.cat([regions.view(-1, D), torch.full((HKV * slots, D), torch.nan)]))
+        self.archived = ArchivedCodes(halves=self.halves, first=self.sink, decoder=decoder)
+        self.slab = Slab(start=HKV * region, slots=slots)
+        self.open_slab()
+
+    def open_slab(self) -> None:
+        """A slab that holds nothing."""
+        assert self.index.restore_from(self.archived, self.slab)
+
+    def lines(self, positions: np.ndarray) -> Tensor:
+        lines = super().lines(positions)
+        for field, number in ((HEAD_SLOTS, self.sink + RING_SLOTS), (COUNT, self.sink + RING_SLOTS)):
+            lines[:, field] = number
+        lines[:, RING], lines[:, FLOOR] = RING_SLOTS, GONE
+        return lines
+
+    def attend(
+        self, queries: Tensor, lines: Tensor, *, level: str = "auto", threads: int = 1, softcap: float | None = None
+    ) -> Tensor:
+        lib = library()
+        with lib.open_threads(threads) as opened:
+            attention = NativeAttention(lib.kernels(level), opened)
+            keys, values = self.buffers
+            return attention(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
+
+
+@pytest.mark.parametrize("chains", [1, 2, 37])
+@pytest.mark.parametrize("count", [5, 37, 300])
+def test_chosen_tokens_are_read_as_the_decoder_gives_them(
+    count: int, chains: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "_SLOW", 0.0)
+    session = Archived(make_decoder(count, chains))
+    queries = session.queries(len(POSITIONS))
+
+    found = session.attend(queries, session.lines(POSITIONS), threads=2)
+
+    torch.testing.assert_close(found, session.expected(queries, POSITIONS), atol=5e-4, rtol=5e-4)
+    assert session.index.restored_all_finite
+
+
+@pytest.mark.parametrize("kv_type", [KVType.FLOAT32, KVType.FLOAT16])
+def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
+    """And its bits depend neither on where it begins nor on threads and instructions."""
+    decoder = make_decoder()
+    session = Archived(decoder)
+
+    def run(first: int, end: int, level: str = "auto", threads: int = 1) -> Tensor:
+        lib = library()
+        with lib.open_threads(threads) as opened:
+            coder = NativeCoder(
+                kernels=lib.kernels(level),
+                threads=opened,
+                kv_type=kv_type,
+                rotate=no_rotation,
+                frequencies={"default": FREQUENCIES},
+                trained_positions=10_000,
+            )
+            entries = torch.full((2, HKV, end - first, D), torch.nan, dtype=KV_DTYPES[kv_type])
+            assert coder.restores(session.archived, "default")
+            assert coder.restore(session.archived, "default", first, *entries)
+        return entries
+
+    found = run(session.sink, GONE)
+    expected = torch.stack([states[:, session.sink : GONE] for states in (session.keys, session.values)])
+    tolerance = 1e-4 if kv_type is KVType.FLOAT32 else 5e-3
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    for level in library().levels():
+        assert torch.equal(run(100, 371, level, threads=2), found[:, :, 97:368]), level
+
+
+def test_what_a_slab_holds_changes_no_bit() -> None:
+    """Neither its size, nor what was chosen before, nor threads and instructions."""
+    decoder = make_decoder()
+    first = Archived(decoder)
+    queries = first.queries(len(POSITIONS))
+    expected = first.attend(queries, first.lines(POSITIONS))
+
+    for level in library().levels():
+        for slots in (KEPT, KEPT + 7, GONE):
+            session = Archived(decoder, slots=slots)
+            for turn in (slice(None), slice(30, None), slice(0, 3), slice(None)):
+                found = session.attend(queries[turn], session.lines(POSITIONS[turn]), level=level, threads=2)
+                assert torch.equal(found, expected[turn]), (level, slots, turn)
+
+
+def test_a_token_that_stays_chosen_is_restored_once() -> None:
+    decoder = make_decoder()
+    session = Archived(decoder, slots=GONE)
+    queries, lines = session.queries(len(POSITIONS)), session.lines(POSITIONS)
+    expected = session.attend(queries, lines)
+    for half in session.halves:
+        half.random_(0, 256)
+
+    assert torch.equal(session.attend(queries, lines), expected)
+    session.open_slab()
+    assert not torch.equal(session.attend(queries, lines), expected)
+
+
+def test_an_entry_that_is_not_finite_is_noticed() -> None:
+    decoder = make_decoder()
+    decoder.means[1, 3] = torch.inf
+    session = Archived(decoder)
+
+    session.attend(session.queries(1), session.lines(POSITIONS[:1]))
+
+    assert not session.index.restored_all_finite
+
+
+def test_a_slab_too_small_for_a_choice_is_noticed_and_not_overrun() -> None:
+    session = Archived(make_decoder(), slots=KEPT // 3)
+    guarded = [torch.cat([states, torch.full((64, D), 7.0)]) for states in session.buffers]
+    session.buffers = guarded
+
+    session.attend(session.queries(1), session.lines(POSITIONS[:1]))
+
+    assert not session.index.restored_all_finite
+    assert all((states[-64:] == 7.0).all() for states in guarded)
