@@ -152,7 +152,7 @@ class HistoryLengthMismatch(RequestError):
 
 
 class HistoryBehindClient(RequestError):
-    """The client has tokens that the history has not: the server lost what it had told, or the client is mistaken."""
+    """The client has tokens that the history has not: the server lost what it had sent, or the client is mistaken."""
 
     reason = "HISTORY_BEHIND_CLIENT"
 

@@ -258,7 +258,7 @@ class Engine:
         request_id: makes a retry safe: a second call with it returns the first reply and opens no other session.
         guaranteed: True reserves all its memory now, False grants memory as it grows; None: as the settings say.
         route: its id, and those of its forks, begin with it and a dot. Hexadecimal digits; "": none.
-        is_transient: it belongs to one call of its owner, who is not told its id: it is not listed.
+        is_transient: it belongs to one call of its owner, who does not receive its id: it is not listed.
         """
         self._refuse_when_draining()
         spec = self._resolved(strategy or self._default_strategy, self._context.components)
@@ -660,13 +660,13 @@ class Engine:
     def when_saved(self, callback: Callable[[], object]) -> None:
         """Call back, from any thread, once everything is safe that was done until now; perhaps at once.
 
-        What a client is told after a call has to wait for this, errors included: they may carry the history's length.
+        What a client is sent after a call has to wait for this, errors included: they may carry the history's length.
         """
         self._journal.say(callback)
 
     @property
     def journal_failure(self) -> str:
-        """Why sessions cannot be kept any more; "": they can. Then nothing more is told, and the process has to end."""
+        """Why sessions cannot be kept any more; "": they can. Then nothing more is sent, and the process has to end."""
         return self._journal.failure
 
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:

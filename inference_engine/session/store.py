@@ -215,7 +215,7 @@ class SessionStore:
         return self._transient.tidy() or is_more or tokens > _EXPIRED_TOKENS
 
     def close_all(self) -> None:
-        """The engine stops. Nobody has closed the sessions: those that the journal keeps are there when it starts."""
+        """The engine stops. No client closed the sessions: those that the journal keeps are there when it starts."""
         with self._lock:
             for session in list(self._sessions.values()):
                 if session.journal.keeps:
