@@ -49,7 +49,8 @@ SYNC_BYTES = 16384  # about a commit
 IDS = 8192  # of each session
 # Ids appended and generated in a turn.
 TURNS = ((8000, 192), (1000, 500), (200, 100), (30, 24), (1, 1))
-TURNED_SESSIONS = 20
+MOST_TURNS = 100  # of a session
+TURNED_IDS = 800_000  # of all sessions together
 GOALS = {
     "goodput, power ÷ none": ("at least", 0.95),
     "goodput, process ÷ none": ("at least", 0.98),
@@ -287,7 +288,7 @@ def put(
             journal.append(kept.session_id, position, one, Mark.GENERATED, began=began if is_first else None)
             position += 1
         journal.rest(kept.session_id)
-        journal.kick()
+        assert not generated or journal._writer.flush(60.0)  # as the next turn comes later
     journal.leave(kept.session_id)
 
 
@@ -316,14 +317,14 @@ def sizes(folder: Path) -> dict[str, dict[str, Any]]:
     rng = np.random.default_rng(2)
     for appended, generated in TURNS:
         state = folder / f"{appended}-{generated}"
-        turns = IDS // (appended + generated)
+        turns = min(IDS // (appended + generated), MOST_TURNS)
+        ids = turns * (appended + generated)
+        count = max(1, min(TURNED_IDS // ids, 200))
         with journal_of(state) as journal:
-            for number in range(TURNED_SESSIONS):
+            for number in range(count):
                 kept = SessionRecord(f"session-{number:04}", "", "full", None, (0,))
                 put(journal, kept, [(appended, generated)] * turns, rng)
-                assert journal._writer.flush(60.0)
-        nbytes = 4 * TURNED_SESSIONS * turns * (appended + generated)
-        ratio = (state / FILE).stat().st_size / nbytes
+        ratio = (state / FILE).stat().st_size / (4 * count * ids)
         values[f"database ÷ ids, turns of {appended:,} + {generated:,}"] = record.exact(ratio, "ratio")
     return values
 

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 FILE, LOCK, COPIES = "journal.db", "lock", "copies"
-FOLD_TOKENS = 1000
+FOLD_TOKENS = 498  # two such rows fill a page of the database
 MOST_GENERATES = 8  # of a session, that a client may continue
 
 _LOCK_BYTES = 32

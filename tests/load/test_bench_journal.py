@@ -17,6 +17,7 @@ def test_a_database_is_larger_than_its_ids_and_more_so_for_short_turns(
 ) -> None:
     monkeypatch.setattr(bench_journal, "TURNS", ((500, 50), (5, 5)))
     monkeypatch.setattr(bench_journal, "IDS", 1000)
+    monkeypatch.setattr(bench_journal, "TURNED_IDS", 20_000)
     values = sizes(tmp_path)
     long, short = (value["median"] for value in values.values())
     assert 1.0 < long < short
