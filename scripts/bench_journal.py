@@ -18,8 +18,8 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import GenerateRecord, ReplyRecord, SessionRecord
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
-from kakeya import AsyncClient, Client
+from kakeya import AsyncClient, AsyncSession, Client
 from laboratory.commands.scripted_server import VOCABULARY, WEIGHTS, scripted_child
 from laboratory.evaluation import record
 from laboratory.load.driver import NO_RETRIES
@@ -92,27 +92,39 @@ def servers(step_seconds: float, folder: Path) -> Iterator[dict[str, ChildServer
         yield started
 
 
-async def stream(child: ChildServer, count: int, tokens: int) -> Round:
-    """Generate `tokens` in each of `count` sessions at once."""
-    async with AsyncClient(child.wait_ready(), retry=NO_RETRIES, generate_timeout=None) as client:
-        sessions = [await client.create_session(limit_tokens=4096) for _ in range(count)]
-        for number, session in enumerate(sessions):
-            await session.append([(number + index) % VOCABULARY for index in range(4 + number % 64)])
-
-        async def read(number: int) -> list[float]:
-            return [time.perf_counter() async for _ in sessions[number].generate(tokens)]
-
-        process = psutil.Process(child.pid)
-        before = sum(process.cpu_times()[:2])
-        arrivals = await asyncio.gather(*(read(number) for number in range(count)))
-        cpu = sum(process.cpu_times()[:2]) - before
-        for session in sessions:
+async def stream(started: dict[str, ChildServer], count: int, tokens: int, rounds: int) -> dict[str, list[Round]]:
+    """Generate `tokens` in each of `count` sessions at once, on one server after the other."""
+    async with AsyncExitStack() as stack:
+        sessions: dict[str, list[AsyncSession]] = {}
+        for name, child in started.items():
+            client = AsyncClient(child.wait_ready(), retry=NO_RETRIES, generate_timeout=None)
+            await stack.enter_async_context(client)
+            sessions[name] = [await client.create_session(limit_tokens=4096) for _ in range(count)]
+            for number, session in enumerate(sessions[name]):
+                await session.append([(number + index) % VOCABULARY for index in range(4 + number % 64)])
+        seen: dict[str, list[Round]] = {name: [] for name in started}
+        for name, is_counted in turns_of(list(started), rounds):
+            found = await one_round(started[name].pid, sessions[name], tokens)
+            if is_counted:
+                seen[name].append(found)
+        for session in (one for of_server in sessions.values() for one in of_server):
             await session.close()
+        return seen
+
+
+async def one_round(pid: int, sessions: Sequence[AsyncSession], tokens: int) -> Round:
+    async def read(session: AsyncSession) -> list[float]:
+        return [time.perf_counter() async for _ in session.generate(tokens)]
+
+    process = psutil.Process(pid)
+    before = sum(process.cpu_times()[:2])
+    arrivals = await asyncio.gather(*(read(session) for session in sessions))
+    cpu = sum(process.cpu_times()[:2]) - before
     # While all of them run.
     began = max(times[0] for times in arrivals) + WARM_SECONDS
     ended = min(times[-1] for times in arrivals)
     seen = sum(began < at <= ended for times in arrivals for at in times)
-    return Round(seen / (ended - began), cpu / (count * tokens))
+    return Round(seen / (ended - began), cpu / (len(sessions) * tokens))
 
 
 def streams(seconds: float, rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -122,25 +134,28 @@ def streams(seconds: float, rounds: int, folder: Path) -> dict[str, dict[str, An
             for count in STREAMS:
                 per_second = min(1 / step_seconds, 30 * max(STREAMS) / count)
                 tokens = round((seconds + WARM_SECONDS) * per_second)
-                seen = in_turns(
-                    list(started),
-                    rounds,
-                    lambda name: asyncio.run(stream(started[name], count, tokens)),  # noqa: B023
-                )
+                seen = asyncio.run(stream(started, count, tokens, rounds))
                 values |= compared(f"{count} streams, {pace}", seen)
+                print(f"{count} streams, {pace}", flush=True)
             if pace == "flat out":
                 values |= delays(started, rounds, folder)
     return values
 
 
-def in_turns(names: Sequence[str], rounds: int, measure: Any) -> dict[str, list[Any]]:
-    """`rounds` measures of each name, another one first each time; one before them is not counted."""
-    seen: dict[str, list[Any]] = {name: [] for name in names}
-    for name in names:
-        measure(name)
-    for number in range(rounds):
-        for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            seen[name].append(measure(name))
+def turns_of(names: Sequence[str], rounds: int) -> Iterator[tuple[str, bool]]:
+    """Each name once in a round, another one first each time, and whether it is counted: the first round is not."""
+    for number in range(-1, rounds):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            yield name, number >= 0
+
+
+def in_turns(names: Sequence[str], rounds: int, measure: Callable[[str], float]) -> dict[str, list[float]]:
+    seen: dict[str, list[float]] = {name: [] for name in names}
+    for name, is_counted in turns_of(names, rounds):
+        value = measure(name)
+        if is_counted:
+            seen[name].append(value)
     return seen
 
 
@@ -160,7 +175,7 @@ def compared(where: str, seen: dict[str, list[Round]]) -> dict[str, dict[str, An
     return values
 
 
-def delays(started: dict[str, ChildServer], rounds: int, folder: Path, calls: int = 40) -> dict[str, dict[str, Any]]:
+def delays(started: dict[str, ChildServer], rounds: int, folder: Path, calls: int = 25) -> dict[str, dict[str, Any]]:
     """From a Generate's call to its token, one session alone, and a bare fsync between."""
     with ExitStack() as stack:
         clients = [stack.enter_context(Client(child.wait_ready(), retry=NO_RETRIES)) for child in started.values()]
@@ -173,9 +188,8 @@ def delays(started: dict[str, ChildServer], rounds: int, folder: Path, calls: in
             for _ in range(calls):
                 sessions[name].append([1])
                 began = time.perf_counter()
-                next(iter(stream := sessions[name].generate(1)))
-                took.append(time.perf_counter() - began)
-                stream.result()
+                arrivals = [time.perf_counter() for _ in sessions[name].generate(1)]
+                took.append(arrivals[0] - began)
             return 1e3 * median(took)
 
         seen = in_turns([*started, "fsync"], rounds, one_token)
@@ -346,7 +360,7 @@ def verdicts(values: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each round of streams (default: %(default)g)")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sessions", type=int, default=10_000, help="in the folder of many (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=500, help="first calls of kept sessions (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
@@ -358,6 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for pace in PACES:
             (folder / pace).mkdir()
         values = streams(args.seconds, args.rounds, folder)
+        print("streams are done", flush=True)
         values |= many(args.sessions, min(args.rounds, 5), args.calls, folder)
         values |= sizes(folder)
     rows = verdicts(values)

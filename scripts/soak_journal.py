@@ -72,6 +72,8 @@ class Soak:
             self.seeds.append(seed)
             yield seed, size
             done += size
+            if len(self.seeds) % 50 == 0:
+                print(f"{done:,} of {count:,}", flush=True)
 
 
 @contextmanager
