@@ -223,7 +223,7 @@ def syncs(folder: Path, count: int) -> list[float]:
 
 def many(count: int, rounds: int, calls: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Starts with a folder of `count` sessions of IDS ids and with an empty one; first calls of kept sessions."""
-    settings = {"hibernate": "never"}
+    settings = {"hibernate": "never", "max_sessions": calls + 1}
     with (
         scripted_child(engine_config(POWER, folder / "many", **settings), SERVER, step_seconds=0.0) as child,
         Client(child.wait_ready(), retry=NO_RETRIES) as client,
