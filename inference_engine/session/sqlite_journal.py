@@ -561,7 +561,7 @@ class SQLiteJournal:
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         self._flush()
-        with self._db_lock:
+        with self._db_lock, _damage_is_refused(0):
             found = list(self._db.execute("select session, body from sessions where id = ?", (session_id,)))
             if not found:
                 raise KeyError(session_id)
@@ -570,7 +570,7 @@ class SQLiteJournal:
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         self._flush()
-        with self._db_lock:
+        with self._db_lock, _damage_is_refused(0):
             found = list(
                 self._db.execute(
                     "select session, body, length, used_at, crc from sessions where id = ? and owner = ?",
@@ -684,18 +684,16 @@ class SQLiteJournal:
         """Rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
         rows = []
         for entry in entries:
-            found = list(
-                self._db.execute(
-                    "select session, position, mark, ids, logprobs, crc from tail where entry = ?", (entry,)
+            with _damage_is_refused(position):
+                of, first, mark, ids, logprobs, crc = next(
+                    self._db.execute(
+                        "select session, position, mark, ids, logprobs, crc from tail where entry = ?", (entry,)
+                    )
                 )
-            )
-            if not found:
-                raise HistoryCorrupt(position)
-            of, first, mark, ids, logprobs, crc = found[0]
-            if (of, first) != (number, position) or crc != _tokens_crc(first, mark, ids, logprobs, number):
-                raise HistoryCorrupt(position)
-            rows.append(_tokens_record(first, mark, ids, logprobs))
-            position += len(ids) // 4
+                if (of, first) != (number, position) or crc != _tokens_crc(first, mark, ids, logprobs, number):
+                    raise HistoryCorrupt(position)
+                rows.append(_tokens_record(first, mark, ids, logprobs))
+                position += len(ids) // 4
         return rows
 
     def _replies(self, condition: str, values: tuple[Any, ...]) -> list[ReplyRecord]:
@@ -865,6 +863,18 @@ def _refuse_other(db: apsw.Connection, path: Path, weights: str | None) -> None:
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _damage_is_refused(position: int) -> Iterator[None]:
+    """HistoryCorrupt for a row that is gone, or has a value of a type that no row has.
+
+    One flipped bit makes a text of bytes, or a number of nothing, and the row's checksum may still be right.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, StopIteration, struct.error, apsw.CorruptError) as error:
+        raise HistoryCorrupt(position) from error
 
 
 def _crc(data: bytes) -> int:

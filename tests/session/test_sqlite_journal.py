@@ -14,7 +14,7 @@ import apsw
 import numpy as np
 import pytest
 
-from inference_engine.errors import ConfigError
+from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import sqlite_journal, wal_scan
 from inference_engine.session.journal import GenerateRecord
@@ -244,6 +244,36 @@ def test_what_a_server_did_not_sync_is_safe_before_one_that_does_is_ready(tmp_pa
         assert ("sync", FILE) in kinds[last_write:]
         journal.stop()
     assert talk.check(folder) == "whole"
+
+
+@pytest.mark.parametrize("table", ["tokens", "tail"])
+@pytest.mark.parametrize("values", ["logprobs = 0", "ids = cast(x'ff00ff00' as text)", "ids = 7", "mark = null"])
+def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, table: str, values: str) -> None:
+    """One flipped bit of a row's header does that, and its checksum may still be right."""
+    journal = open_journal(tmp_path)
+    one = np.ones(1, dtype=np.uint32)
+    for number in range(2):
+        journal.open(record_of(number))
+        journal.append(f"session-{number}", 0, one, Mark.APPENDED)
+    assert journal._writer.flush(20)
+    if table == "tokens":
+        journal.rest("session-0")
+        journal.leave("session-0")
+        assert journal._writer.flush(20)
+    killed = after_a_kill(tmp_path)
+    journal.stop()
+    folder = killed if table == "tail" else tmp_path
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.execute(f"update {table} set {values} where session = 1")
+        assert db.changes()
+    journal = open_journal(folder)
+    journal.open(record_of(9))
+    assert journal._writer.flush(20), journal.failure
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-0", "alice")
+    assert journal.load("session-1", "alice") is not None
+    assert not journal.failure
+    journal.stop()
 
 
 def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) -> None:
