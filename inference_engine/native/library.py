@@ -183,7 +183,8 @@ class LayerDecoder(ctypes.Structure):
     """How codes become the entries of one layer. Whoever fills this in keeps its arrays alive."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("begins", "widths", "tables", "levels", "scales", "means", "matrices")),
+        *((name, ctypes.c_void_p) for name in ("octets", "lefts", "rights", "tables")),
+        *((name, ctypes.c_void_p) for name in ("levels", "scales", "means", "matrices")),
         *((name, ctypes.c_int32) for name in ("count", "chains", "first_byte", "bytes")),
     )
 
@@ -200,7 +201,7 @@ class Codes(ctypes.Structure):
 class Turning(ctypes.Structure):
     """A rotation."""
 
-    _fields_ = (("frequencies", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("turned", "trained")))
+    _fields_ = (("fine", ctypes.c_void_p), ("coarse", ctypes.c_void_p), ("turned", ctypes.c_int64))
 
 
 class RestoredRun(ctypes.Structure):
@@ -221,8 +222,9 @@ class Archive(ctypes.Structure):
 
     _fields_ = (
         ("codes", Codes),
+        ("turning", Turning),
         *((name, ctypes.c_void_p) for name in ("decoder", "held", "used", "clocks")),
-        *((name, ctypes.c_int64) for name in ("start", "slots", "trained")),
+        *((name, ctypes.c_int64) for name in ("start", "slots")),
         *((name, ctypes.c_int32) for name in ("is_broken", "reserved")),
     )
     is_broken: int

@@ -69,8 +69,8 @@ def coders(kv_type: KVType, head_dim: int) -> Iterator[NativeCoder]:
                 threads=threads,
                 kv_type=kv_type,
                 rotate=turn,
-                frequencies={"all": np.ones((head_dim - 8) // 2, np.float32)},
-                trained_positions=10_000,
+                turned={"all": head_dim - 8},
+                turns={},
             )
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from inference_engine.backends.native import choosing
 from inference_engine.backends.native.coding import NativeCoder
+from inference_engine.backends.native.decoders import Turns, native_decoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.ragged_attention import COUNT, FLOOR, HEAD_SLOTS, RING
 from inference_engine.kv.context import ArchivedCodes, LayerDecoder, Slab
-from inference_engine.native.library import KVType
+from inference_engine.native.library import Identity, KVType, Matrix
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
 
@@ -25,7 +26,7 @@ def make_decoder(count: int = 37, chains: int = 2) -> LayerDecoder:
     generator = torch.Generator().manual_seed(count)
     widths = torch.randint(1, 6, (count,), generator=generator, dtype=torch.int32)
     sizes = 2 ** (widths + 1)
-    matrix = (torch.randn(HKV, 2 * D, count, generator=generator) / 6).half().float()  # as the library keeps it
+    matrix = torch.randn(HKV, 2 * D, count, generator=generator) / 6
     return LayerDecoder(
         first_byte=5,
         chains=chains,
@@ -42,8 +43,8 @@ def no_rotation(keys: Tensor, shifts: Tensor, rotary: str) -> Tensor:
     raise AssertionError("restoring rotates by itself")
 
 
-def decode(decoder: LayerDecoder, code: list[int]) -> Tensor:
-    """One token, [Hkv, 2 · D], number by number, as `LayerDecoder` describes it."""
+def units_of(decoder: LayerDecoder, code: list[int]) -> Tensor:
+    """The numbers of one token, one by one, as `LayerDecoder` describes them."""
     own = code[decoder.first_byte :]
     bits = "".join(f"{byte:08b}" for byte in own[1:])
     codes, first = [], 0
@@ -59,7 +60,20 @@ def decode(decoder: LayerDecoder, code: list[int]) -> Tensor:
     for place, number in enumerate(codes):
         subset = ((number & 1) ^ earlier(place, 1) ^ earlier(place, 3)) << 1 | earlier(place, 2)
         units.append(decoder.levels[int(decoder.tables[place]) + ((number >> 1) << 2) + subset])
-    return decoder.make_matrix() @ (torch.stack(units) * decoder.scales[own[0]]) + decoder.means
+    return torch.stack(units) * decoder.scales[own[0]]
+
+
+def decode(decoder: LayerDecoder, codes: list[list[int]]) -> Tensor:
+    """[Hkv, n, 2 · D], with the library's own products in bytes: `tests/native/test_matrix.py` is about those."""
+    units = torch.stack([units_of(decoder, code) for code in codes]).contiguous()
+    structure = native_decoder(decoder).structure
+    out = torch.empty(HKV, len(codes), 2 * D)
+    with library().open_threads(1) as threads:
+        for head, matrix in enumerate((Matrix * HKV).from_address(structure.matrices)):
+            library().kernels().linear(threads, matrix, Identity.QUANTISED, units.numpy(), out[head].numpy())
+    exact = units @ decoder.make_matrix().mT
+    assert (out - exact).square().mean() < 4e-4 * exact.square().mean()
+    return out + decoder.means[:, None]
 
 
 class Archived(Session):
@@ -73,7 +87,7 @@ class Archived(Session):
         codes = torch.randint(0, 256, (GONE - self.sink, 2 * half), generator=torch.Generator().manual_seed(1))
         self.halves = (codes[:, :half].to(torch.uint8).contiguous(), codes[:, half:].to(torch.uint8).contiguous())
         # What the reference reads: the archived entries as they come back.
-        restored = torch.stack([decode(decoder, code) for code in codes.tolist()], dim=1)  # [Hkv, n, 2 · D]
+        restored = decode(decoder, codes.tolist())
         self.keys[:, self.sink : GONE] = rotate(restored[..., :D], torch.arange(self.sink, GONE))
         self.values[:, self.sink : GONE] = restored[..., D:]
         held = torch.cat([torch.arange(self.sink), torch.arange(GONE, LENGTH)])
@@ -138,8 +152,8 @@ def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
                 threads=opened,
                 kv_type=kv_type,
                 rotate=no_rotation,
-                frequencies={"default": FREQUENCIES},
-                trained_positions=10_000,
+                turned={"default": 24},
+                turns={"default": Turns.of(FREQUENCIES, 10_000)},
             )
             entries = torch.full((2, HKV, end - first, D), torch.nan, dtype=KV_DTYPES[kv_type])
             assert coder.restores(session.archived, "default")

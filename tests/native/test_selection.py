@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inference_engine.backends.native import choosing
 from inference_engine.backends.native.choosing import NativeIndex, NativeIndexes
+from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.forward import NativeAttention
 from inference_engine.kernels.components import (
     IndexShape,
@@ -89,7 +90,7 @@ class Session:
             halves=(stored[0::2].contiguous(), stored[1::2].contiguous()),
             capacity=length,
         )
-        index = NativeIndexes({"default": Table(FREQUENCIES)}, 10_000).open(layer)
+        index = NativeIndexes({"default": Table(FREQUENCIES)}, {"default": Turns.of(FREQUENCIES, 10_000)}).open(layer)
         assert index is not None
         self.index: NativeIndex = index
 

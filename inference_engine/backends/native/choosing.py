@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inference_engine.backends.native.decoders import native_codes, native_decoder
+from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
 from inference_engine.kernels.components import LANES, RUNS_OF_TILE
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab
 from inference_engine.native.library import Archive, KeyIndex
@@ -46,8 +46,8 @@ class RunTables:
 class NativeIndexes:
     """What `KVContext.open_index` needs of a native model."""
 
-    def __init__(self, rotaries: Mapping[str, Rotation], trained_positions: int) -> None:
-        self._trained = trained_positions
+    def __init__(self, rotaries: Mapping[str, Rotation], turns: Mapping[str, Turns]) -> None:
+        self._turns = turns
         self._frequencies = {name: np.asarray(table.frequencies, np.float64) for name, table in rotaries.items()}
 
     def open(self, index: LayerIndex) -> NativeIndex | None:
@@ -57,14 +57,14 @@ class NativeIndexes:
             return None
         tiles = index.capacity // index.shape.tile
         tables = run_tables(tuple(found.tolist()), index.shape.run, tiles, slow=_SLOW, crawling=_CRAWLING)
-        return NativeIndex(index, tables, self._trained)
+        return NativeIndex(index, tables, self._turns[index.rotary])
 
 
 class NativeIndex:
     """Implements OpenIndex. Its number is the address of the library's structure."""
 
-    def __init__(self, index: LayerIndex, tables: RunTables, trained_positions: int) -> None:
-        self._trained = trained_positions
+    def __init__(self, index: LayerIndex, tables: RunTables, turns: Turns) -> None:
+        self._turns = turns
         self._heads = len(index.components.mean)
         by_channel = index.components.rows(index.shape).mT
         rows = torch.nn.functional.pad(by_channel, (0, -by_channel.shape[-1] % LANES)).contiguous()
@@ -100,13 +100,13 @@ class NativeIndex:
         used, clocks = np.zeros((self._heads, slab.slots), np.uint32), np.zeros(self._heads, np.uint32)
         self._archive = Archive(
             codes=native_codes(codes),
+            turning=self._turns.structure,
             decoder=ctypes.addressof(decoder.structure),
             held=held.ctypes.data,
             used=used.ctypes.data,
             clocks=clocks.ctypes.data,
             start=slab.start,
             slots=slab.slots,
-            trained=self._trained,
         )
         self._read = (codes, decoder, held, used, clocks)
         self._structure.archive = ctypes.addressof(self._archive)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.native.decoders import native_codes, native_decoder
+from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import ArchivedCodes, CodedPlaces, Rotate
 from inference_engine.kv.layout import Positions
@@ -25,7 +25,6 @@ from inference_engine.native.library import (
     KVType,
     RestoredRun,
     Threads,
-    Turning,
 )
 
 _LANES = 16
@@ -34,14 +33,14 @@ _KINDS = {None: CodedAs.LEVELS, torch.float32: CodedAs.FLOAT32, torch.bfloat16: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeCoder:
-    """Implements Coder. frequencies: of each rotation table, float32, one for two rotated numbers of a head."""
+    """Implements Coder. turned: by rotation table, how many numbers of a head are rotated. turns: the rotations."""
 
     kernels: Kernels
     threads: Threads
     kv_type: KVType
     rotate: Rotate
-    frequencies: Mapping[str, NDArray[np.float32]]
-    trained_positions: int
+    turned: Mapping[str, int]
+    turns: Mapping[str, Turns]
 
     def codes(self, compressor: KVCompressor, head_dim: int) -> bool:
         return compressor.coding is not None and head_dim % _LANES == 0
@@ -55,15 +54,15 @@ class NativeCoder:
         return self.kernels.compress(self.threads, entries)
 
     def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
-        return rotary in self.frequencies and codes.decoder.means.shape[1] % (2 * _LANES) == 0
+        return rotary in self.turns and codes.decoder.means.shape[1] % (2 * _LANES) == 0
 
     def restore(self, codes: ArchivedCodes, rotary: str, first: int, keys: Tensor, values: Tensor) -> bool:
-        decoder, table = native_decoder(codes.decoder), self.frequencies[rotary]
+        decoder, turns = native_decoder(codes.decoder), self.turns[rotary]
         heads, count, head_dim = keys.shape
         assert keys.is_contiguous() and values.is_contiguous()
         run = RestoredRun(
             codes=native_codes(codes),
-            turning=Turning(frequencies=table.ctypes.data, turned=2 * len(table), trained=self.trained_positions),
+            turning=turns.structure,
             decoder=ctypes.addressof(decoder.structure),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
@@ -82,7 +81,7 @@ class NativeCoder:
         coding, tables = _coding_of(compressor, head_dim)
         codes, means, regions = (_addresses(tensors) for tensors in (places.codes, places.means, places.regions))
         code_slots, slots = (np.ascontiguousarray(some, np.int64) for some in (places.code_slots, places.slots))
-        turned = 0 if places.shifts is None else self._turned(places.rotary)
+        turned = 0 if places.shifts is None else self.turned.get(places.rotary, 0)
         turns = None if places.shifts is None or not turned else self._turns(places.shifts, places.rotary, head_dim)
         entries = CodedEntries(
             coding=coding,
@@ -104,13 +103,9 @@ class NativeCoder:
         )
         return entries, (tables, codes, means, regions, code_slots, slots, turns)
 
-    def _turned(self, rotary: str) -> int:
-        """How many numbers of a head are rotated."""
-        return 2 * len(self.frequencies.get(rotary, ()))
-
     def _turns(self, shifts: Positions, rotary: str, head_dim: int) -> Tensor:
         """[n, turned], cosines and sines as the model's own rotation has them: it turns vectors of 1 and 0."""
-        turned = self._turned(rotary)
+        turned = self.turned[rotary]
         ones = torch.zeros((1, len(shifts), head_dim))
         ones[..., : turned // 2] = 1
         return self.rotate(ones, torch.from_numpy(shifts), rotary)[0, :, :turned].contiguous()

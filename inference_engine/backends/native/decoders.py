@@ -6,12 +6,37 @@ import ctypes
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from inference_engine.kernels.components import LANES
+from inference_engine.errors import BackendError
 from inference_engine.kv.context import ArchivedCodes, LayerDecoder
-from inference_engine.native.library import Codes, Format, Matrix
+from inference_engine.native.library import Codes, Format, Matrix, PackError, Source, Turning, load
 from inference_engine.native.library import LayerDecoder as NativeLayerDecoder
+
+Floats = NDArray[np.float32]
+_WORD = 32
+_FINE = 256  # positions of a table of small angles, and the distance of those in one of large angles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """A rotation's cosines and sines, from which those of every position follow. fine, coarse: float32 [n, turned]."""
+
+    fine: Floats
+    coarse: Floats
+
+    @staticmethod
+    def of(frequencies: Floats, positions: int) -> Turns:
+        """For positions below `positions`."""
+        angles = frequencies.astype(np.float64)
+        fine, coarse = np.arange(_FINE)[:, None] * angles, np.arange(-(-positions // _FINE))[:, None] * _FINE * angles
+        tables = (np.concatenate([np.cos(turns), np.sin(turns)], axis=1) for turns in (fine, coarse))
+        return Turns(*(table.astype(np.float32) for table in tables))
+
+    @property
+    def structure(self) -> Turning:
+        return Turning(fine=self.fine.ctypes.data, coarse=self.coarse.ctypes.data, turned=self.fine.shape[1])
 
 
 def native_codes(codes: ArchivedCodes) -> Codes:
@@ -31,7 +56,7 @@ _decoders: WeakKeyDictionary[LayerDecoder, NativeDecoder] = WeakKeyDictionary()
 
 
 def native_decoder(decoder: LayerDecoder) -> NativeDecoder:
-    """Made once, for all sessions. Its matrices are in 16 bits, in tiles of 16 outputs (`native/src/types.h`)."""
+    """Made once, for all sessions."""
     found = _decoders.get(decoder)
     if found is None:
         found = _decoders[decoder] = _native_decoder(decoder)
@@ -39,23 +64,32 @@ def native_decoder(decoder: LayerDecoder) -> NativeDecoder:
 
 
 def _native_decoder(decoder: LayerDecoder) -> NativeDecoder:
-    matrix = decoder.make_matrix().cpu()
+    """Its matrices and what they are multiplied with are in bytes, 32 to a scale. What that loses is a ten-thousandth
+    of the squared deviations of entries; a latent loses hundredths.
+    """
+    library = load()
+    assert library is not None, "a native model has it"
+    matrix = decoder.make_matrix().cpu().numpy()
     heads, outputs, count = matrix.shape
-    fits = bool(matrix.abs().max() <= torch.finfo(torch.float16).max)
-    tiles = matrix.view(heads, outputs // LANES, LANES, count).mT.contiguous()
-    tiles = tiles.to(torch.float16 if fits else torch.bfloat16)
-    kind = Format.FLOAT16 if fits else Format.BFLOAT16
+    tiles = np.empty((heads, library.packed_bytes(Format.INT8, outputs, count)), np.uint8)
+    for own, packed in zip(matrix, tiles, strict=True):
+        data = np.ascontiguousarray(own, np.float32).view(np.uint8).reshape(-1)
+        error = library.pack(Format.INT8, Source.F32, data, (outputs, count), None, packed)
+        if error is not PackError.PACKED:
+            raise BackendError(f"the latent codec's matrix of {outputs} by {count} cannot be packed: {error.name}")
     matrices = (Matrix * heads)(
-        *(Matrix(format=kind, outputs=outputs, inputs=count, tiles=own.data_ptr()) for own in tiles)
+        *(Matrix(format=Format.INT8, outputs=outputs, inputs=count, tiles=own.ctypes.data) for own in tiles)
     )
     widths = decoder.widths.cpu().int().contiguous()
     begins = (widths.cumsum(0) - widths).int()
+    octets, lefts, rights = begins // 8, begins % 8, _WORD - widths
     tables, levels, scales, means = (
         states.cpu().contiguous() for states in (decoder.tables.int(), decoder.levels, decoder.scales, decoder.means)
     )
     structure = NativeLayerDecoder(
-        begins=begins.data_ptr(),
-        widths=widths.data_ptr(),
+        octets=octets.data_ptr(),
+        lefts=lefts.data_ptr(),
+        rights=rights.data_ptr(),
         tables=tables.data_ptr(),
         levels=levels.data_ptr(),
         scales=scales.data_ptr(),
@@ -66,4 +100,4 @@ def _native_decoder(decoder: LayerDecoder) -> NativeDecoder:
         first_byte=decoder.first_byte,
         bytes=1 - (-int(widths.sum()) // 8),
     )
-    return NativeDecoder(structure, (begins, widths, tables, levels, scales, means, matrices, tiles))
+    return NativeDecoder(structure, (octets, lefts, rights, tables, levels, scales, means, matrices, tiles))

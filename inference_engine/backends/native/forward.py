@@ -25,6 +25,7 @@ from torch import Tensor
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.native.choosing import NativeIndexes
 from inference_engine.backends.native.coding import NativeCoder
+from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
@@ -60,15 +61,17 @@ class NativeForward:
         layers = described.layers
         attention = NativeAttention(program.kernels, program.threads)
         self._ops = replace(REFERENCE, attend_ragged=attention, attends_together=True)
+        tables = described.rotary_tables()
+        turns = {name: Turns.of(table.frequencies, described.trained_positions) for name, table in tables.items()}
         self._coder = NativeCoder(
             kernels=program.kernels,
             threads=program.threads,
             kv_type=program.kv_type,
             rotate=self._rotate,
-            frequencies={name: table.frequencies for name, table in described.rotary_tables().items()},
-            trained_positions=described.trained_positions,
+            turned={name: 2 * len(table.frequencies) for name, table in tables.items()},
+            turns=turns,
         )
-        self._indexes = NativeIndexes(described.rotary_tables(), described.trained_positions)
+        self._indexes = NativeIndexes(tables, turns)
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
 
     @property

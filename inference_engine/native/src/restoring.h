@@ -75,8 +75,8 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
 
 // What a thread needs to restore AT_ONCE tokens.
 struct Room {
-  std::vector<uint8_t> bytes, ends;
-  std::vector<int32_t> codes;
+  std::vector<uint8_t> bytes;
+  std::vector<int32_t> codes, ends;
   std::vector<float> units, entries, turns;
   Threads alone{1};
 
@@ -86,45 +86,55 @@ struct Room {
   }
 };
 
-// The group's numbers of one token, [count]. Codes are read as 32 bits from the byte in which they begin.
+typedef uint32_t __attribute__((aligned(1), may_alias)) Word;
+
+// The codes of one token, and the lowest bit of each. In plain loops over arrays, which compilers turn into vectors.
+static void take_codes(const LayerDecoder& decoder, const uint8_t* __restrict packed, int32_t* __restrict codes,
+                       int32_t* __restrict ends) {
+  const int32_t *octets = decoder.octets, *lefts = decoder.lefts, *rights = decoder.rights;
+  for (int32_t c = 0; c < decoder.count; c++) {
+    uint32_t word = __builtin_bswap32(*(const Word*)(packed + octets[c])) << lefts[c] >> rights[c];
+    codes[c] = (int32_t)word;
+    ends[c] = (int32_t)(word & 1);
+  }
+}
+
+static void take_levels(const LayerDecoder& decoder, float scale, const int32_t* __restrict codes,
+                        const int32_t* __restrict ends, float* __restrict out) {
+  const int32_t *one = ends - decoder.chains, *two = one - decoder.chains, *three = two - decoder.chains;
+  const int32_t* tables = decoder.tables;
+  const float* levels = decoder.levels;
+  for (int32_t c = 0; c < decoder.count; c++) {
+    int32_t subset = (ends[c] ^ one[c] ^ three[c]) << 1 | two[c];
+    out[c] = levels[tables[c] + ((codes[c] >> 1) << 2) + subset] * scale;
+  }
+}
+
+// The group's numbers of one token, [count].
 static void take_units(const Codes& given, const LayerDecoder& decoder, int64_t place, Room& room, float* out) {
-  int64_t count = decoder.count, chains = decoder.chains, first = decoder.first_byte, size = decoder.bytes;
+  int64_t before = 3 * decoder.chains, first = decoder.first_byte, size = decoder.bytes;
   room.bytes.resize((size_t)size + 8);
-  room.ends.assign((size_t)(count + 3 * chains), 0);
-  room.codes.resize((size_t)count);
+  room.ends.resize((size_t)(decoder.count + before));
+  room.codes.resize((size_t)decoder.count);
   uint8_t* bytes = room.bytes.data();
   int64_t low = std::min(std::max<int64_t>(given.half - first, 0), size);
   memcpy(bytes, given.low + place * given.half + first, (size_t)low);
   memcpy(bytes + low, given.high + place * given.half + (first + low - given.half), (size_t)(size - low));
   memset(bytes + size, 0, 8);
-  const uint8_t* packed = bytes + 1;
-  int32_t* codes = room.codes.data();
-  uint8_t* end = room.ends.data() + 3 * chains;  // the lowest bit of each code, zeros before the first ones
-  for (int64_t c = 0; c < count; c++) {
-    uint32_t word;
-    memcpy(&word, packed + (decoder.begins[c] >> 3), 4);
-    word = __builtin_bswap32(word) << (decoder.begins[c] & 7) >> (32 - decoder.widths[c]);
-    codes[c] = (int32_t)word;
-    end[c] = word & 1;
-  }
-  float scale = decoder.scales[bytes[0]];
-  for (int64_t c = 0; c < count; c++) {
-    int32_t subset = (end[c] ^ end[c - chains] ^ end[c - 3 * chains]) << 1 | end[c - 2 * chains];
-    out[c] = decoder.levels[decoder.tables[c] + (codes[c] >> 1 << 2) + subset] * scale;
-  }
+  std::fill(room.ends.begin(), room.ends.begin() + before, 0);  // nothing stands before the first codes
+  int32_t* ends = room.ends.data() + before;
+  take_codes(decoder, bytes + 1, room.codes.data(), ends);
+  take_levels(decoder, decoder.scales[bytes[0]], room.codes.data(), ends, out);
 }
 
-// Cosines and sines of a position, as the model's own rotation has them.
-static void take_turns(const Turning& turning, int64_t position, float* turns) {
+// Cosines and sines of a position: those of the sum of two angles.
+static void take_turns(const Turning& turning, int64_t position, float* __restrict turns) {
   int64_t half = turning.turned / 2;
+  const float *fine = turning.fine + position % 256 * turning.turned;
+  const float *coarse = turning.coarse + position / 256 * turning.turned;
   for (int64_t f = 0; f < half; f++) {
-    if (position < turning.trained) {
-      float angle = (float)position * turning.frequencies[f];
-      turns[f] = std::cos(angle), turns[half + f] = std::sin(angle);
-    } else {
-      double angle = (double)position * (double)turning.frequencies[f];
-      turns[f] = (float)std::cos(angle), turns[half + f] = (float)std::sin(angle);
-    }
+    turns[f] = coarse[f] * fine[f] - coarse[half + f] * fine[half + f];
+    turns[half + f] = coarse[half + f] * fine[f] + coarse[f] * fine[half + f];
   }
 }
 
@@ -145,7 +155,7 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
   }
   F rest = all(0.0f), most = all(0.0f);
   for (int head = from; head < to; head++) {
-    linear(room.alone, decoder.matrices[head], EXACT, room.units.data(), decoder.count, count, room.entries.data(),
+    linear(room.alone, decoder.matrices[head], QUANTISED, room.units.data(), decoder.count, count, room.entries.data(),
            width);
     const float* means = decoder.means + head * width;
     for (int64_t i = 0; i < count; i++) {
@@ -169,10 +179,9 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
 static void restore_missing(const KeyIndex& index, int head, int dim, int32_t kv_type, void* keys, void* values,
                             const Missing* missing, int64_t count) {
   Archive& archive = *index.archive;
-  Turning turning = {index.frequencies, index.turned, archive.trained};
   int32_t* held = archive.held + head * archive.slots;
   bool is_finite = restore(
-      archive.codes, *archive.decoder, turning, dim, kv_type, keys, values, count, head, head + 1,
+      archive.codes, *archive.decoder, archive.turning, dim, kv_type, keys, values, count, head, head + 1,
       [&](int64_t i) { return (int64_t)missing[i].position; },
       [&](int, int64_t i) { return archive.start + head * archive.slots + missing[i].slot; });
   for (int64_t i = 0; i < count; i++) held[missing[i].slot] = missing[i].position;

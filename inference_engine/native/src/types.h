@@ -52,7 +52,9 @@ struct Attention {
 // How the code of a token becomes the entries of one layer: `LayerDecoder` of `inference_engine/kv/context.py` has the
 // contract, restoring.h the kernel.
 struct LayerDecoder {
-  const int32_t *begins, *widths, *tables;  // [count]: first bit behind the scale, bits, where the levels begin
+  // [count]: of each code the byte behind the scale in which it begins, how many bits stand before and behind it in the
+  // 32 bits from there, and where its levels begin.
+  const int32_t *octets, *lefts, *rights, *tables;
   const float *levels, *scales;             // scales: [256], by the group's first byte
   const float* means;                       // [kv_heads][2 · head_dim]
   const Matrix* matrices;                   // [kv_heads], 2 · head_dim outputs and `count` inputs
@@ -65,10 +67,11 @@ struct Codes {
   int64_t half, first;
 };
 
-// A rotation: frequencies [turned / 2] of the first `turned` numbers. Angles past `trained` positions are exact.
+// A rotation of the first `turned` numbers: cosines, then sines, [turned] for each of the positions 0 to 255 in `fine`,
+// and for each 256th in `coarse`.
 struct Turning {
-  const float* frequencies;
-  int64_t turned, trained;
+  const float *fine, *coarse;
+  int64_t turned;
 };
 
 // Entries of consecutive tokens, from position `first` on, that are restored into keys and values [kv_heads][count].
@@ -85,10 +88,11 @@ struct RestoredRun {
 // position each slot holds, -1 for none; `used`: when it was chosen last, by the clock of its head.
 struct Archive {
   Codes codes;
+  Turning turning;
   const LayerDecoder* decoder;
   int32_t* held;               // [kv_heads][slots]
   uint32_t *used, *clocks;     // [kv_heads][slots], [kv_heads]
-  int64_t start, slots, trained;  // start: buffer vector of slot 0
+  int64_t start, slots;        // start: buffer vector of slot 0
   int32_t is_broken, reserved; // has an entry that was restored not been finite?
 };
 
