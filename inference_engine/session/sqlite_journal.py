@@ -562,10 +562,14 @@ class SQLiteJournal:
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         self._flush()
         with self._db_lock, _damage_is_refused(0):
-            found = list(self._db.execute("select session, body from sessions where id = ?", (session_id,)))
+            found = list(
+                self._db.execute("select session, owner, body, length, crc from sessions where id = ?", (session_id,))
+            )
             if not found:
                 raise KeyError(session_id)
-            number, body = found[0]
+            number, owner, body, length, crc = found[0]
+            if crc != _session_crc(number, owner, body, length):
+                raise HistoryCorrupt(0)
             return _record(body), self._tokens(number)
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
@@ -606,16 +610,27 @@ class SQLiteJournal:
         self._flush()
         entries = []
         with self._db_lock:
-            for number, body, length, used_at in self._db.execute(
-                "select session, body, length, used_at from sessions where owner = ? and id > ? order by id limit ?",
+            for number, session_id, body, length, used_at, crc in self._db.execute(
+                "select session, id, body, length, used_at, crc from sessions where owner = ? and id > ? "
+                "order by id limit ?",
                 (owner, after, most),
             ):
-                if number in self._tails:
-                    last = self._tails[number][-1]
-                    for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
-                        length = position + len(ids) // 4  # noqa: PLW2901
-                entries.append(SessionEntry(_record(body), used_at, length))
+                try:
+                    entries.append(self._entry(number, owner, body, length, used_at, crc))
+                except HistoryCorrupt:  # it can be closed or purged, so it is in the list
+                    nothing = SessionRecord(session_id, owner, "full", None, ())
+                    entries.append(SessionEntry(nothing, self._wall_clock(), 0))
         return entries
+
+    def _entry(self, number: int, owner: str, body: str, length: int, used_at: float, crc: int) -> SessionEntry:
+        with _damage_is_refused(0):
+            if crc != _session_crc(number, owner, body, length):
+                raise HistoryCorrupt(0)
+            if number in self._tails:
+                last = self._tails[number][-1]
+                for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
+                    length = position + len(ids) // 4
+            return SessionEntry(_record(body), float(used_at), length)
 
     def everyone(self) -> list[SessionEntry]:
         """The sessions of all owners, by their ids. For tools."""

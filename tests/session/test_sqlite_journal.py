@@ -276,6 +276,24 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
     journal.stop()
 
 
+def test_a_session_that_is_damaged_is_listed_with_the_others_and_found_by_a_check(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(3):
+        journal.open(record_of(number))
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute("update sessions set body = substr(body, 2) where id = 'session-0'")
+        db.execute("update sessions set used_at = 'x' where id = 'session-1'")
+    journal = open_journal(tmp_path)
+    listed = {entry.record.session_id: entry.record.label for entry in journal.page("alice", after="", most=10)}
+    assert listed == {"session-0": "", "session-1": "", "session-2": "label 2"}
+    with pytest.raises(HistoryCorrupt):
+        journal.read("session-0")
+    journal.purge("session-0", "alice")
+    assert len(journal.everyone()) == 2
+    journal.stop()
+
+
 def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, Durability.POWER)
     talk = Talk(journal)
