@@ -568,23 +568,30 @@ class SQLiteJournal:
             if not found:
                 raise KeyError(session_id)
             number, owner, body, length, crc = found[0]
-            if crc != _session_crc(number, owner, body, length):
+            if crc != _session_crc(number, owner, body, length) or _record(body).session_id != session_id:
                 raise HistoryCorrupt(0)
             return _record(body), self._tokens(number)
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         self._flush()
         with self._db_lock, _damage_is_refused(0):
-            found = list(
-                self._db.execute(
-                    "select session, body, length, used_at, crc from sessions where id = ? and owner = ?",
-                    (session_id, owner),
+            # In both indexes: damage of one neither hides a session nor gives another one's.
+            (found, known) = (
+                list(self._db.execute(f"select session from sessions {condition}", (session_id, owner)))  # noqa: S608 - a text of ours
+                for condition in (
+                    "where id = ?1 and +owner = ?2",
+                    "indexed by sessions_by_owner where owner = ?2 and id = ?1",
                 )
             )
+            if found != known:
+                raise HistoryCorrupt(0)
             if not found:
                 return None
-            number, body, length, used_at, crc = found[0]
-            if crc != _session_crc(number, owner, body, length):
+            (number,) = found[0]
+            body, length, used_at, crc = next(
+                self._db.execute("select body, length, used_at, crc from sessions where session = ?", (number,))
+            )
+            if crc != _session_crc(number, owner, body, length) or _record(body).session_id != session_id:
                 raise HistoryCorrupt(0)
             tokens = self._tokens(number)
             saved = Saved(sum(len(one.token_ids) for one in tokens))

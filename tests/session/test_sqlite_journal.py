@@ -294,6 +294,37 @@ def test_a_session_that_is_damaged_is_listed_with_the_others_and_found_by_a_chec
     journal.stop()
 
 
+@pytest.mark.parametrize("index", ["sqlite_autoindex_sessions_1", "sessions_by_owner"])
+@pytest.mark.parametrize("found", [b"session-0", b"session-1"])
+def test_damage_of_an_index_neither_hides_a_session_nor_gives_another_one(
+    tmp_path: Path, index: str, found: bytes
+) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(2):
+        journal.open(record_of(number))
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        (root,) = next(db.execute("select rootpage from sqlite_schema where name = ?", (index,)))
+    data = bytearray((tmp_path / FILE).read_bytes())
+    at = data.index(found, (root - 1) * 4096, root * 4096)
+    for offset in (6, len(found) - 1):  # out of order; as another one's
+        flipped = bytearray(data)
+        flipped[at + offset] ^= 1 if offset > 6 else 16
+        (tmp_path / FILE).write_bytes(flipped)
+        journal = open_journal(tmp_path)
+        outcomes = set[str]()
+        for number in range(2):
+            try:
+                kept = journal.load(f"session-{number}", "alice")
+                assert kept is not None
+                assert kept.record.session_id == f"session-{number}"
+            except HistoryCorrupt:
+                outcomes.add("refused")
+        assert outcomes
+        journal.stop()
+        (tmp_path / FILE).write_bytes(data)
+
+
 def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, Durability.POWER)
     talk = Talk(journal)
