@@ -23,7 +23,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.native.library import CodedEntries, Kernels, KVType, Threads
+from inference_engine.native.library import CodedEntries, Identity, Kernels, KVType, Threads
 from tests.native.test_forward import Sessions, ids_of
 from tests.tiny import LATENT_BYTES, tiny_latent
 from tests.tiny_native import library, tiny_native
@@ -69,6 +69,7 @@ def coders(kv_type: KVType, head_dim: int) -> Iterator[NativeCoder]:
                 threads=threads,
                 kv_type=kv_type,
                 rotate=turn,
+                identity=Identity.EXACT,
                 turned={"all": head_dim - 8},
                 turns={},
             )

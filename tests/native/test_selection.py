@@ -38,6 +38,7 @@ from inference_engine.kernels.ragged_attention import (
 )
 from inference_engine.kv.context import LayerIndex
 from inference_engine.kv.layout import TokenSelector
+from inference_engine.native.library import Identity
 from tests.tiny_native import library
 
 
@@ -70,7 +71,16 @@ def components(rank: int) -> KeyComponents:
 class Session:
     """Entries of one session in a pool, and their index."""
 
-    def __init__(self, shape: IndexShape, sink: int, group: int, *, length: int = 700, kept: int = 60) -> None:
+    def __init__(
+        self,
+        shape: IndexShape,
+        sink: int,
+        group: int,
+        *,
+        length: int = 700,
+        kept: int = 60,
+        identity: Identity = Identity.EXACT,
+    ) -> None:
         generator = torch.Generator().manual_seed(length)
         unrotated = torch.randn(HKV, length, D, generator=generator) * 1.5
         self.shape, self.length, self.group = shape, length, group
@@ -90,7 +100,9 @@ class Session:
             halves=(stored[0::2].contiguous(), stored[1::2].contiguous()),
             capacity=length,
         )
-        index = NativeIndexes({"default": Table(FREQUENCIES)}, {"default": Turns.of(FREQUENCIES, 10_000)}).open(layer)
+        index = NativeIndexes(
+            {"default": Table(FREQUENCIES)}, {"default": Turns.of(FREQUENCIES, 10_000)}, identity
+        ).open(layer)
         assert index is not None
         self.index: NativeIndex = index
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
 from inference_engine.kernels.components import LANES, RUNS_OF_TILE
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab
-from inference_engine.native.library import Archive, KeyIndex
+from inference_engine.native.library import Archive, Identity, KeyIndex
 
 Floats = NDArray[np.float32]
 # Radians from a tile's middle to its end up to which a frequency is taken as slow, and as very slow.
@@ -46,8 +46,8 @@ class RunTables:
 class NativeIndexes:
     """What `KVContext.open_index` needs of a native model."""
 
-    def __init__(self, rotaries: Mapping[str, Rotation], turns: Mapping[str, Turns]) -> None:
-        self._turns = turns
+    def __init__(self, rotaries: Mapping[str, Rotation], turns: Mapping[str, Turns], identity: Identity) -> None:
+        self._turns, self._identity = turns, identity
         self._frequencies = {name: np.asarray(table.frequencies, np.float64) for name, table in rotaries.items()}
 
     def open(self, index: LayerIndex) -> NativeIndex | None:
@@ -57,14 +57,14 @@ class NativeIndexes:
             return None
         tiles = index.capacity // index.shape.tile
         tables = run_tables(tuple(found.tolist()), index.shape.run, tiles, slow=_SLOW, crawling=_CRAWLING)
-        return NativeIndex(index, tables, self._turns[index.rotary])
+        return NativeIndex(index, tables, self._turns[index.rotary], self._identity)
 
 
 class NativeIndex:
     """Implements OpenIndex. Its number is the address of the library's structure."""
 
-    def __init__(self, index: LayerIndex, tables: RunTables, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, index: LayerIndex, tables: RunTables, turns: Turns, identity: Identity) -> None:
+        self._turns, self._identity = turns, identity
         self._heads = len(index.components.mean)
         by_channel = index.components.rows(index.shape).mT
         rows = torch.nn.functional.pad(by_channel, (0, -by_channel.shape[-1] % LANES)).contiguous()
@@ -95,7 +95,7 @@ class NativeIndex:
     def restore_from(self, codes: ArchivedCodes | None, slab: Slab) -> bool:
         if codes is None:
             return False
-        decoder = native_decoder(codes.decoder)
+        decoder = native_decoder(codes.decoder, self._identity)
         held = np.full((self._heads, slab.slots), -1, np.int32)
         used, clocks = np.zeros((self._heads, slab.slots), np.uint32), np.zeros(self._heads, np.uint32)
         self._archive = Archive(

@@ -21,6 +21,7 @@ from inference_engine.native.library import (
     CodedAs,
     CodedEntries,
     Coding,
+    Identity,
     Kernels,
     KVType,
     RestoredRun,
@@ -38,6 +39,7 @@ class NativeCoder:
     kernels: Kernels
     threads: Threads
     kv_type: KVType
+    identity: Identity
     rotate: Rotate
     turned: Mapping[str, int]
     turns: Mapping[str, Turns]
@@ -57,7 +59,7 @@ class NativeCoder:
         return rotary in self.turns and codes.decoder.means.shape[1] % (2 * _LANES) == 0
 
     def restore(self, codes: ArchivedCodes, rotary: str, first: int, keys: Tensor, values: Tensor) -> bool:
-        decoder, turns = native_decoder(codes.decoder), self.turns[rotary]
+        decoder, turns = native_decoder(codes.decoder, self.identity), self.turns[rotary]
         heads, count, head_dim = keys.shape
         assert keys.is_contiguous() and values.is_contiguous()
         run = RestoredRun(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from inference_engine.errors import BackendError
 from inference_engine.kv.context import ArchivedCodes, LayerDecoder
-from inference_engine.native.library import Codes, Format, Matrix, PackError, Source, Turning, load
+from inference_engine.native.library import Codes, Format, Identity, Matrix, PackError, Source, Turning, load
 from inference_engine.native.library import LayerDecoder as NativeLayerDecoder
 
 Floats = NDArray[np.float32]
@@ -52,33 +52,33 @@ class NativeDecoder:
     arrays: tuple[object, ...]
 
 
-_decoders: WeakKeyDictionary[LayerDecoder, NativeDecoder] = WeakKeyDictionary()
+_decoders: WeakKeyDictionary[LayerDecoder, dict[Identity, NativeDecoder]] = WeakKeyDictionary()
 
 
-def native_decoder(decoder: LayerDecoder) -> NativeDecoder:
-    """Made once, for all sessions."""
-    found = _decoders.get(decoder)
-    if found is None:
-        found = _decoders[decoder] = _native_decoder(decoder)
-    return found
+def native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
+    """Made once, for all sessions. identity: of the model; products are as exact as its own."""
+    made = _decoders.setdefault(decoder, {})
+    if identity not in made:
+        made[identity] = _native_decoder(decoder, identity)
+    return made[identity]
 
 
-def _native_decoder(decoder: LayerDecoder) -> NativeDecoder:
-    """Its matrices and what they are multiplied with are in bytes, 32 to a scale. What that loses is a ten-thousandth
-    of the squared deviations of entries; a latent loses hundredths.
-    """
+def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
     library = load()
     assert library is not None, "a native model has it"
     matrix = decoder.make_matrix().cpu().numpy()
     heads, outputs, count = matrix.shape
-    tiles = np.empty((heads, library.packed_bytes(Format.INT8, outputs, count)), np.uint8)
+    # In 16 bits a matrix loses next to nothing. In bytes, what it is multiplied with, too, a ten-thousandth of the
+    # squared deviations of entries is lost; a latent loses hundredths.
+    kind = Format.INT8 if identity is Identity.QUANTISED else Format.FLOAT16
+    tiles = np.empty((heads, library.packed_bytes(kind, outputs, count)), np.uint8)
     for own, packed in zip(matrix, tiles, strict=True):
         data = np.ascontiguousarray(own, np.float32).view(np.uint8).reshape(-1)
-        error = library.pack(Format.INT8, Source.F32, data, (outputs, count), None, packed)
+        error = library.pack(kind, Source.F32, data, (outputs, count), None, packed)
         if error is not PackError.PACKED:
             raise BackendError(f"the latent codec's matrix of {outputs} by {count} cannot be packed: {error.name}")
     matrices = (Matrix * heads)(
-        *(Matrix(format=Format.INT8, outputs=outputs, inputs=count, tiles=own.ctypes.data) for own in tiles)
+        *(Matrix(format=kind, outputs=outputs, inputs=count, tiles=own.ctypes.data) for own in tiles)
     )
     widths = decoder.widths.cpu().int().contiguous()
     begins = (widths.cumsum(0) - widths).int()
@@ -99,5 +99,6 @@ def _native_decoder(decoder: LayerDecoder) -> NativeDecoder:
         chains=decoder.chains,
         first_byte=decoder.first_byte,
         bytes=1 - (-int(widths.sum()) // 8),
+        identity=identity,
     )
     return NativeDecoder(structure, (octets, lefts, rights, tables, levels, scales, means, matrices, tiles))

@@ -67,11 +67,12 @@ class NativeForward:
             kernels=program.kernels,
             threads=program.threads,
             kv_type=program.kv_type,
+            identity=program.identity,
             rotate=self._rotate,
             turned={name: 2 * len(table.frequencies) for name, table in tables.items()},
             turns=turns,
         )
-        self._indexes = NativeIndexes(tables, turns)
+        self._indexes = NativeIndexes(tables, turns, program.identity)
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
 
     @property

@@ -155,6 +155,7 @@ class Program:
         self.attends = [index for index, one in enumerate(self._operations) if one.kind == _KINDS.index(Attend)]
         self._shares = shares
         self.threads: Threads = library.open_threads(threads) if shares is None else shares.threads
+        self.identity = identity
         self._address = self._open(rotaries, trained_positions, identity)
         self._end = weakref.finalize(self, library.close_program, self._address)
         self._end.atexit = False

@@ -155,7 +155,7 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
   }
   F rest = all(0.0f), most = all(0.0f);
   for (int head = from; head < to; head++) {
-    linear(room.alone, decoder.matrices[head], QUANTISED, room.units.data(), decoder.count, count, room.entries.data(),
+    linear(room.alone, decoder.matrices[head], (Identity)decoder.identity, room.units.data(), decoder.count, count, room.entries.data(),
            width);
     const float* means = decoder.means + head * width;
     for (int64_t i = 0; i < count; i++) {

@@ -59,6 +59,7 @@ struct LayerDecoder {
   const float* means;                       // [kv_heads][2 · head_dim]
   const Matrix* matrices;                   // [kv_heads], 2 · head_dim outputs and `count` inputs
   int32_t count, chains, first_byte, bytes; // bytes: of the group's codes, its scale among them
+  int32_t identity, reserved;               // of the product
 };
 
 // Codes of archived tokens: low, high [places][half], the bytes of a code in two halves. first: the position of place 0.
