@@ -207,3 +207,14 @@ def test_among_equals_the_first_tokens_are_read() -> None:
     read = [*range(session.selector.sink + 9), *range(start, 700)]
     expected = session.values[:, read].mean(1).repeat_interleave(session.group, dim=0)
     torch.testing.assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800000])
+def test_a_query_that_is_not_finite_gives_no_finite_output(bits: int) -> None:
+    """And ends nothing: whichever sign the processor gave it."""
+    session = Session(*KINDS["runs of four"])
+    queries, lines = session.queries(1), session.lines(np.array([690]))
+    queries[0, 0, 3] = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)[0]
+
+    for level in library().levels():
+        assert not session.attend(queries, lines, level=level)[0, 0].isfinite().any(), level

@@ -65,13 +65,17 @@ class SelectedEntries(StreamedEntries):
             self._drop_room()
             return False
         self._slabs, self._starts = slabs, list(starts)
-        remaining = iter(self._starts)
-        for index, group in zip(self._indexes, placement.kept, strict=True):
-            layers, slots = group.layers.layers, slab_slots(group, placement.restorer.held(geometry))
-            index.restore_from(
-                [self._archive.decoded_by(layer) for layer in layers],
-                [Slab(start=next(remaining), slots=slots) for _ in layers],
-            )
+        try:
+            remaining = iter(self._starts)
+            for index, group in zip(self._indexes, placement.kept, strict=True):
+                layers, slots = group.layers.layers, slab_slots(group, placement.restorer.held(geometry))
+                index.restore_from(
+                    [self._archive.decoded_by(layer) for layer in layers],
+                    [Slab(start=next(remaining), slots=slots) for _ in layers],
+                )
+        except Exception as error:
+            self._drop_room()
+            raise RestorationFailed(error) from error
         return True
 
     def some(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:

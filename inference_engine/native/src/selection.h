@@ -448,7 +448,7 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
   for (int64_t i = 0; i < tokens; i++) {
     uint32_t bits;
     memcpy(&bits, weights + i, 4);
-    if (!(bits >> 31)) counts[bits >> BUCKET_SHIFT]++;
+    if (bits <= 0x7f800000u) counts[bits >> BUCKET_SHIFT]++;  // what is not a number is not chosen
   }
   int64_t left = job.kept;
   int bucket = BUCKETS - 1;
@@ -462,6 +462,8 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
     each_least(index, job, weights, tokens, floor, [&](int64_t tile, int64_t offset, float weight) {
       if (weight < ceiling) found.emplace_back(weight, (int32_t)(tile * tile_size + offset));
     });
+    left = std::min<int64_t>(left, (int64_t)found.size());
+    if (!left) return 0;
     auto before = [](const auto& a, const auto& b) {
       return a.first > b.first || (a.first == b.first && a.second < b.second);  // among equals the first token
     };
