@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inference_engine.kernels.few_candidates import Weigh, drawn_from_few
-from inference_engine.kernels.noise import NoiseOfAll, key, noise_of_all
+from inference_engine.kernels.noise import FACTORS, GOLDEN, SHIFTS, NoiseOfAll, key, noise_of_all
 from inference_engine.types import Sampling
 
 # Of one float64 array over the vocabulary, for as many rows of logits as fit, and at least one. Four of that size are
@@ -112,9 +112,11 @@ class Draw:
         return is_raw and sampler.sampling.temperature == 0.0 and not self.needs_logprob
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The result of one row of logits. `is_finite` is False if the logits were not: then there is no token."""
+class Sample(NamedTuple):
+    """The result of one row of logits. `is_finite` is False if the logits were not: then there is no token.
+
+    A tuple, because every token makes one.
+    """
 
     token_id: int
     logprob: float | None
@@ -130,21 +132,90 @@ class _Place:
     offset: int
 
 
+class Draws(Sequence[Draw]):
+    """The draws of a step, and how a device draws them, which is worked out once for this step and those behind it."""
+
+    def __init__(self, draws: Sequence[Draw], *, ahead: int = 0, ways: dict[int, _Way] | None = None) -> None:
+        """ahead: positions by which all draws come later. ways: by vocabulary size, for draws like these."""
+        self._draws, self._ahead = draws, ahead
+        self._ways = {} if ways is None else ways
+
+    def __len__(self) -> int:
+        return len(self._draws)
+
+    @overload
+    def __getitem__(self, where: int) -> Draw: ...
+
+    @overload
+    def __getitem__(self, where: slice) -> Sequence[Draw]: ...
+
+    def __getitem__(self, where: int | slice) -> Draw | Sequence[Draw]:
+        if isinstance(where, slice):
+            return [self[index] for index in range(*where.indices(len(self)))]
+        draw = self._draws[where]
+        return replace(draw, position=draw.position + self._ahead) if self._ahead else draw
+
+    def __iter__(self) -> Iterator[Draw]:
+        return map(self.__getitem__, range(len(self))) if self._ahead else iter(self._draws)
+
+    def following(self) -> Draws:
+        """The same draws one position later."""
+        return Draws(self._draws, ahead=self._ahead + 1, ways=self._ways)
+
+    def start(self, logits: Tensor, noise_of_all: NoiseOfAll) -> Drawing:
+        """See `start_drawing`."""
+        vocab = logits.shape[-1]
+        if vocab not in self._ways:
+            self._ways[vocab] = _Way(self._draws, vocab)
+        return self._ways[vocab].start(logits, self._ahead, noise_of_all)
+
+
+class _Way:
+    """How a device draws some draws: greedy rows first, those that rank the vocabulary last."""
+
+    def __init__(self, draws: Sequence[Draw], vocab: int) -> None:
+        self.draws = draws
+        self.places = _places(draws, vocab)
+        self._indices = [place.draw.indices[place.offset] for place in self.places]
+        order = sorted(range(len(self.places)), key=lambda row: (self.places[row].index, self.places[row].offset))
+        self.order = None if order == list(range(len(order))) else np.array(order, dtype=np.int64)
+        self.has_one_each = self.order is None and len(self.places) == len(draws)
+        self.needs_logprobs = [place.draw.needs_logprob for place in self.places]
+        self._is_plain = all(place.draw.sampler.is_plain for place in self.places)
+        self._greedy = sum(place.draw.sampler.sampling.is_greedy for place in self.places)
+        keyed = self.places[self._greedy :]
+        self._samplings = [place.draw.sampler.sampling for place in keyed]
+        self._seeds = _words([place.draw.sampler.seed for place in keyed])
+        self._positions = _words([place.draw.position + place.offset for place in keyed])
+        self._filters: dict[tuple[int, int], Filters] = {}
+
+    def start(self, logits: Tensor, ahead: int, noise_of_all: NoiseOfAll) -> Drawing:
+        if self._indices != list(range(len(logits))):
+            logits = logits.index_select(0, on_device(np.array(self._indices, dtype=np.int64), logits.device))
+        adjusted = logits if self._is_plain else _adjusted(logits, self.places)
+        tokens = [adjusted[: self._greedy].argmax(dim=-1)] if self._greedy else []
+        if self._samplings:
+            keys = _keys(self._seeds, self._positions + np.uint64(ahead))
+            tokens.append(_draw(adjusted[self._greedy :], self._samplings, keys, noise_of_all, self._filters))
+        ids = _joined(tokens)
+        # A row's largest and smallest number show whether all are finite, in passes that write no array.
+        columns = [ids, logits.amax(dim=-1), logits.amin(dim=-1)]
+        if any(self.needs_logprobs):
+            columns.append(logprobs(logits, ids))
+        return Drawing(self, columns)
+
+
 class Drawing:
     """Samples that a device may still be drawing.
 
     ids: int64 [rows], on the device: what was drawn from each row, the rows of a draw after those of the one before it.
     """
 
-    def __init__(self, draws: Sequence[Draw], places: Sequence[_Place], columns: Sequence[Tensor]) -> None:
-        """places: in the order of the columns' rows. columns: ids, the largest and smallest logit, and logprobs if any
-        draw needs them."""
-        self._draws, self._places = draws, places
+    def __init__(self, way: _Way, columns: Sequence[Tensor]) -> None:
+        """columns: ids, the largest and smallest logit, and logprobs if any draw needs them, row by row."""
+        self._way = way
         ids = columns[0]
-        order = sorted(range(len(places)), key=lambda row: (places[row].index, places[row].offset))
-        if order != list(range(len(places))):
-            ids = ids.index_select(0, on_device(np.array(order, dtype=np.int64), ids.device))
-        self.ids = ids
+        self.ids = ids if way.order is None else ids.index_select(0, on_device(way.order, ids.device))
         # Ids are exact in float64.
         self._table = torch.stack([column.double() for column in columns], dim=1)
         self._is_done: torch.cuda.Event | None = None
@@ -162,11 +233,20 @@ class Drawing:
         """For each draw a sample of each of its rows. Waits for the device."""
         if self._is_done is not None:
             self._is_done.synchronize()
-        drawn: list[list[Sample]] = [[] for _ in self._draws]
-        for place, (token_id, largest, smallest, *rest) in zip(self._places, self._table.tolist(), strict=True):
-            is_finite = math.isfinite(largest) and math.isfinite(smallest)
-            logprob = rest[0] if place.draw.needs_logprob else None
-            drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
+        way, table = self._way, self._table.cpu().numpy()
+        are_finite = np.isfinite(table[:, 1:3]).all(axis=1).tolist()
+        ids, found = table[:, 0].astype(np.int64).tolist(), [None] * len(table)
+        if any(way.needs_logprobs):
+            found = [
+                logprob if needs_logprob else None
+                for logprob, needs_logprob in zip(table[:, 3].tolist(), way.needs_logprobs, strict=True)
+            ]
+        samples = list(map(Sample, ids, found, are_finite))
+        if way.has_one_each:
+            return [[sample] for sample in samples]
+        drawn: list[list[Sample]] = [[] for _ in way.draws]
+        for place, sample in zip(way.places, samples, strict=True):
+            drawn[place.index].append(sample)
         return drawn
 
 
@@ -189,24 +269,9 @@ def draw_all(
 
 def start_drawing(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all) -> Drawing:
     """Draw as `draw_all` does, at least one row, and do not wait for it."""
-    places = _places(draws, logits.shape[-1])
-    indices = [place.draw.indices[place.offset] for place in places]
-    if indices != list(range(len(logits))):
-        logits = logits.index_select(0, on_device(np.array(indices, dtype=np.int64), logits.device))
-    adjusted = _adjusted(logits, places)
-    greedy = sum(place.draw.sampler.sampling.is_greedy for place in places)
-    tokens = [adjusted[:greedy].argmax(dim=-1)] if greedy else []
-    if greedy < len(places):
-        keyed = places[greedy:]
-        keys = [key(place.draw.sampler.seed, place.draw.position + place.offset) for place in keyed]
-        samplings = [place.draw.sampler.sampling for place in keyed]
-        tokens.append(draw(adjusted[greedy:], samplings, keys, noise_of_all))
-    ids = _joined(tokens)
-    # A row's largest and smallest number show whether all are finite, in passes that write no array.
-    columns = [ids, logits.amax(dim=-1), logits.amin(dim=-1)]
-    if any(place.draw.needs_logprob for place in places):
-        columns.append(logprobs(logits, ids))
-    return Drawing(draws, places, columns)
+    # A backend is given `Draws` by the verifier; others have a list.
+    arranged = draws if isinstance(draws, Draws) else Draws(draws)
+    return arranged.start(logits, noise_of_all)
 
 
 def _drawn_on_host(
@@ -230,7 +295,7 @@ def _drawn_on_host(
             if not largest.is_finite:
                 continue
             if sampler.sampling.is_greedy:
-                own[-1] = largest if sampler.is_plain else replace(largest, token_id=int(row.argmax()))
+                own[-1] = largest if sampler.is_plain else largest._replace(token_id=int(row.argmax()))
                 continue
             rows.append(row)
             samplings.append(sampler.sampling)
@@ -284,17 +349,31 @@ def draw(
     keys: of the noise of each row, from `noise.key`. No sampling may be greedy. Neighbours are drawn together if all or
     none of them rank the vocabulary, so put those that do side by side.
     """
+    return _draw(logits, samplings, np.array(keys, dtype=np.int64), noise_of_all, {})
+
+
+def _draw(
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    keys: NDArray[np.int64],
+    noise_of_all: NoiseOfAll,
+    filters: dict[tuple[int, int], Filters],
+) -> Tensor:
+    """As `draw`. filters: those of neighbouring rows, by the first one and the one behind the last, once made."""
     vocab = logits.shape[-1]
+    if not filters:
+        first = 0
+        for _, alike in itertools.groupby(samplings, lambda sampling: is_ranked(sampling, vocab)):
+            count = len(list(alike))
+            for part in _parts(first, first + count, logits):
+                filters[part.start, part.stop] = Filters.of(samplings[part], vocab, logits.device)
+            first += count
+        assert first == len(logits) == len(keys), (first, len(logits), len(keys))
     tokens: list[Tensor] = []
-    first = 0
-    for _, alike in itertools.groupby(samplings, lambda sampling: is_ranked(sampling, vocab)):
-        count = len(list(alike))
-        tokens.extend(
-            _drawn(logits[part], samplings[part], keys[part], noise_of_all)
-            for part in _parts(first, first + count, logits)
-        )
-        first += count
-    assert first == len(logits) == len(keys), (first, len(logits), len(keys))
+    for (first, last), own in filters.items():
+        scores = own.left(logits[first:last])
+        scores += noise_of_all(on_device(keys[first:last], logits.device), vocab)
+        tokens.append(scores.argmax(dim=-1))
     return _joined(tokens)
 
 
@@ -319,37 +398,77 @@ def on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _drawn(logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int], noise_of_all: NoiseOfAll) -> Tensor:
-    scores = _left(logits, samplings)
-    scores += noise_of_all(on_device(np.array(keys, dtype=np.int64), logits.device), logits.shape[-1])
-    return scores.argmax(dim=-1)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filters:
+    """The filters of some rows, on the device. A filter that is off cuts nothing.
 
+    temperature, top_k, top_p, min_p: float64 [n, 1] each; of min_p, the logarithm. is_ranked, has_top_p, has_min_p: of
+    any row. most_k: the largest top_k.
+    """
 
-def _left(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """`logits` [n, V] ÷ temperature, float64, and -inf where a filter cuts. A filter that is off cuts nothing."""
-    vocab = logits.shape[-1]
-    options = [
-        (
-            sampling.temperature,
-            sampling.top_k if 0 < sampling.top_k < vocab else vocab,
-            sampling.top_p if sampling.top_p < 1.0 else math.inf,
-            math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf,
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    is_ranked: bool
+    has_top_p: bool
+    has_min_p: bool
+    most_k: int
+
+    @staticmethod
+    def of(samplings: Sequence[Sampling], vocab: int, device: torch.device) -> Filters:
+        options = [
+            (
+                sampling.temperature,
+                sampling.top_k if 0 < sampling.top_k < vocab else vocab,
+                sampling.top_p if sampling.top_p < 1.0 else math.inf,
+                math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf,
+            )
+            for sampling in samplings
+        ]
+        temperature, top_k, top_p, min_p = on_device(np.array(options).T[:, :, None], device)
+        return Filters(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            is_ranked=any(is_ranked(sampling, vocab) for sampling in samplings),
+            has_top_p=any(sampling.top_p < 1.0 for sampling in samplings),
+            has_min_p=any(sampling.min_p > 0.0 for sampling in samplings),
+            most_k=max(sampling.top_k for sampling in samplings),
         )
-        for sampling in samplings
-    ]
-    temperature, top_k, top_p, min_p = on_device(np.array(options).T[:, :, None], logits.device)
-    left = logits.to(torch.float64, copy=True).div_(temperature)
-    if any(is_ranked(sampling, vocab) for sampling in samplings):
-        counts = top_k.long()
-        if any(sampling.top_p < 1.0 for sampling in samplings):
-            ranked = _ranked(logits)
-            counts = _nucleus(ranked, temperature, counts, top_p)
-        else:
-            ranked = logits.topk(max(sampling.top_k for sampling in samplings), dim=-1).values
-        left.masked_fill_(~_largest(logits, counts, ranked), -torch.inf)
-    if any(sampling.min_p > 0.0 for sampling in samplings):
-        left.masked_fill_(left < left.amax(dim=-1, keepdim=True) + min_p, -torch.inf)
-    return left
+
+    def left(self, logits: Tensor) -> Tensor:
+        """`logits` [n, V] ÷ temperature, float64, and -inf where a filter cuts."""
+        left = logits.to(torch.float64, copy=True).div_(self.temperature)
+        if self.is_ranked:
+            counts = self.top_k.long()
+            if self.has_top_p:
+                ranked = _ranked(logits)
+                counts = _nucleus(ranked, self.temperature, counts, self.top_p)
+            else:
+                ranked = logits.topk(self.most_k, dim=-1).values
+            left.masked_fill_(~_largest(logits, counts, ranked), -torch.inf)
+        if self.has_min_p:
+            left.masked_fill_(left < left.amax(dim=-1, keepdim=True) + self.min_p, -torch.inf)
+        return left
+
+
+def _words(numbers: Sequence[int]) -> NDArray[np.uint64]:
+    return np.array(numbers, dtype=np.uint64)
+
+
+def _keys(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """`noise.key` of each seed and position."""
+    return _mixed(_mixed(seeds + np.uint64(GOLDEN)) + positions * np.uint64(GOLDEN)).view(np.int64)
+
+
+def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = bits ^ bits >> np.uint64(SHIFTS[0])
+    for factor, shift in zip(FACTORS, SHIFTS[1:], strict=True):
+        bits = bits * np.uint64(factor)
+        bits ^= bits >> np.uint64(shift)
+    return bits
 
 
 def _ranked(logits: Tensor) -> Tensor:

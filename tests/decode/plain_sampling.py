@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.noise import key
-from inference_engine.kernels.sampling import Sampler, _left, draw
+from inference_engine.kernels.sampling import Filters, Sampler, draw
 from inference_engine.types import Sampling
 from tests.kernels.plain_noise import plain_noise
 
@@ -26,6 +26,11 @@ def next_token(sampler: Sampler, logits: Tensor, position: int) -> int:
     if sampler.sampling.is_greedy:
         return int(adjusted[0].argmax())
     return int(draw(adjusted, [sampler.sampling], [key(sampler.seed, position)])[0])
+
+
+def left(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+    """What the filters of each row leave of `logits` [n, V], ÷ temperature."""
+    return Filters.of(samplings, logits.shape[-1], logits.device).left(logits)
 
 
 def plainly(logits: Tensor, sampling: Sampling, noise_key: int) -> int:
@@ -62,4 +67,4 @@ def filtered_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Ties go to the lower id. Temperature must not be 0.
     """
-    return _left(logits[None], [sampling])[0].softmax(dim=0)
+    return left(logits[None], [sampling])[0].softmax(dim=0)

@@ -11,10 +11,10 @@ from torch import Tensor
 from inference_engine.engine import Engine
 from inference_engine.kernels import sampling as sampling_module
 from inference_engine.kernels.noise import key
-from inference_engine.kernels.sampling import Sampler, draw, logprobs
+from inference_engine.kernels.sampling import Draw, Draws, Filters, Sampler, draw, logprobs, start_drawing
 from inference_engine.kv.strategies.full import Full
-from inference_engine.types import GenerateParams, Mode, Sampling
-from tests.decode.plain_sampling import filtered_probabilities, penalised, plainly, seen
+from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling
+from tests.decode.plain_sampling import filtered_probabilities, left, penalised, plainly, seen
 from tests.facade import standing_still
 from tests.kernels.plain_noise import plain_noise
 from tests.laws.drafters import Knowing
@@ -57,6 +57,34 @@ def mixed(count: int) -> list[Sampling]:
     return [kinds[place % len(kinds)] for place in range(count)]
 
 
+@given(steps(), st.lists(st.integers(0, MAX_SEED), min_size=9, max_size=9), st.integers(0, 3))
+@settings(deadline=None)
+def test_the_draws_of_steps_behind_another_are_those_of_later_positions(
+    step: tuple[Tensor, list[Sampling], list[int]], seeds: list[int], ahead: int
+) -> None:
+    logits, samplings, places = step
+    positions = [abs(place) >> 1 for place in places]
+    greedy = [sampling if index % 3 else Sampling() for index, sampling in enumerate(samplings)]
+    draws = Draws(
+        [
+            Draw(indices=range(index, index + 1), sampler=Sampler(sampling, seed), position=position)
+            for index, (sampling, seed, position) in enumerate(zip(greedy, seeds, positions, strict=False))
+        ]
+    )
+    for _ in range(ahead):
+        start_drawing(logits, draws)
+        draws = draws.following()
+
+    found = [own[0].token_id for own in start_drawing(logits, draws).samples()]
+
+    keys = [key(seed, position + ahead) for seed, position in zip(seeds, positions, strict=False)]
+    assert found == [
+        int(row.argmax()) if sampling.is_greedy else int(draw(row[None], [sampling], [noise_key])[0])
+        for row, sampling, noise_key in zip(logits, greedy, keys, strict=True)
+    ]
+    assert [each.position for each in draws] == [position + ahead for position in positions]
+
+
 @given(steps())
 @settings(deadline=None)
 def test_logits_give_the_token_that_the_spelled_out_draw_gives(
@@ -88,9 +116,9 @@ def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, thr
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = sampling_module._left(logits, samplings)
+        together = left(logits, samplings)
         for place, sampling in enumerate(samplings):
-            assert torch.equal(sampling_module._left(logits[place : place + 1], [sampling])[0], together[place])
+            assert torch.equal(left(logits[place : place + 1], [sampling])[0], together[place])
             assert torch.equal(filtered_probabilities(logits[place], sampling), together[place].softmax(dim=0))
         # What top_p is a share of; a bit of it seldom shows in what is left.
         sums = sampling_module._running_sums_(together.exp())
@@ -118,12 +146,12 @@ def test_how_many_tokens_are_drawn_at_once_changes_nothing(
     expected = [plainly(one, sampling, key) for one, sampling, key in zip(logits, samplings, keys, strict=True)]
     sizes: list[int] = []
 
-    def counting(part: Tensor, some: list[Sampling]) -> Tensor:
+    def counting(filters: Filters, part: Tensor) -> Tensor:
         sizes.append(len(part))
-        return left(part, some)
+        return of_filters(filters, part)
 
-    left = sampling_module._left
-    monkeypatch.setattr(sampling_module, "_left", counting)
+    of_filters = Filters.left
+    monkeypatch.setattr(Filters, "left", counting)
     monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", tokens_at_once * 97 * 8 + 5)
     assert draw(logits, samplings, keys).tolist() == expected
     assert max(sizes) <= tokens_at_once and sum(sizes) == len(logits)
