@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from inference_engine.backends.base import Forward, Launched, Launcher, Result, Step
 from inference_engine.errors import InvariantViolated, RestorationFailed
-from inference_engine.kernels.sampling import Draw, Sample, Sampler
+from inference_engine.kernels.sampling import Draw, Draws, Sample, Sampler
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.plan import SpanFailed, StepPlan
 from inference_engine.kv.session_kv import SessionKV
@@ -74,9 +76,8 @@ class Block:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a block.
+class Outcome(NamedTuple):
+    """The result of a block; a tuple, because every token makes one.
 
     samples: if it had a sampler, one for each accepted draft token, and one more. logits: [wanted_logits, V] float32.
     taps: [tokens, layers, hidden].
@@ -102,8 +103,15 @@ class _Planned:
 
     blocks: Sequence[Block]
     step: Step
+    draws: Draws  # of the step
     ends: Sequence[int]
     reported: Sequence[tuple[int, Block]]  # whose logits or samples are returned
+
+    def following(self, blocks: Sequence[Block], on_computed: Callable[[], None]) -> _Planned:
+        """The step behind this one, of one token each, whose blocks are staged. Its ids come from this one."""
+        draws = self.draws.following()
+        step = replace(self.step, plan=self.step.plan.following(), draws=draws, on_computed=on_computed)
+        return replace(self, blocks=blocks, step=step, draws=draws)
 
     def outcomes(self, result: Result) -> list[Outcome]:
         samples = iter(result.samples)
@@ -203,13 +211,14 @@ class Verifier:
         """Launch the step behind another, of the same sessions in the same order, whose entries are committed: its
         samples are the tokens of this one. None, with nothing staged, for a step that cannot be launched.
 
-        Raises as `start`.
+        The blocks may be those of the other step. Raises as `start`.
         """
         if (launcher := self._launcher_of(blocks)) is None:
             return None
         try:
             with torch.inference_mode():
-                planned = self._plan(blocks)
+                _stage(blocks)
+                planned = behind._planned.following(blocks, partial(self._lap, "forward"))
                 self._lap("plan")
                 if launcher.can_launch(planned.step):
                     return InFlight(planned, launcher.launch(planned.step, behind.ids))
@@ -231,11 +240,7 @@ class Verifier:
 
     def _plan(self, blocks: Sequence[Block]) -> _Planned:
         """Stage the blocks, and plan the step."""
-        for index, block in enumerate(blocks):
-            try:
-                block.kv.stage(len(block.token_ids), block.generated)
-            except InvariantViolated as violation:
-                raise BlockFailed(index, violation) from violation
+        _stage(blocks)
         context = self.context
         plan = StepPlan(
             [block.kv for block in blocks],
@@ -248,7 +253,7 @@ class Verifier:
         token_ids = np.zeros(plan.query_count, dtype=np.int64)
         wanted: list[int] = []  # packed tokens whose logits are computed
         ends: list[int] = []  # per block, one past the place of its last token in `wanted`
-        draws: list[Draw] = []
+        drawn: list[Draw] = []
         reported: list[tuple[int, Block]] = []
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
@@ -260,7 +265,7 @@ class Verifier:
             ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))
             wanted.extend(aligned)
             if block.sampler is not None:
-                draws.append(block.draw(block.sampler, ends[-1], span.end))
+                drawn.append(block.draw(block.sampler, ends[-1], span.end))
         tap_layers = self._tap_layers if any(block.needs_taps for block in blocks) else ()
 
         def on_computed() -> None:
@@ -268,7 +273,16 @@ class Verifier:
             for _, block in reported:
                 block.kv.ask_finite()
 
-        return _Planned(blocks, Step(token_ids, plan, wanted, tap_layers, draws, on_computed), ends, reported)
+        draws = Draws(drawn)
+        return _Planned(blocks, Step(token_ids, plan, wanted, tap_layers, draws, on_computed), draws, ends, reported)
+
+
+def _stage(blocks: Sequence[Block]) -> None:
+    for index, block in enumerate(blocks):
+        try:
+            block.kv.stage(len(block.token_ids), block.generated)
+        except InvariantViolated as violation:
+            raise BlockFailed(index, violation) from violation
 
 
 def discard(blocks: Sequence[Block]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Pool
 from inference_engine.kv.memory.tier import NoTier, Tier
+from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Part
 from inference_engine.kv.views import OnChoice
 
@@ -218,6 +220,13 @@ class DraftMemory(Part):
     @abstractmethod
     def clear(self) -> None:
         """Go back to an empty history."""
+
+    def quiet_until(self, position: int) -> int:
+        """A step stages nothing here."""
+        return sys.maxsize
+
+    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
+        return sys.maxsize
 
     def forget(self, floor: int, length: int) -> None:
         self.clear()

@@ -56,12 +56,23 @@ class StepNumbers:
 
     _scratch: Scratch | None = None
 
-    def __init__(self, geometry: Geometry, tokens: int, *, has_regions: bool, scratch: Scratch | None = None) -> None:
-        """scratch: where the memory comes from, and goes to when these numbers go; None: the system."""
+    def __init__(
+        self,
+        geometry: Geometry,
+        tokens: int,
+        *,
+        has_regions: bool,
+        scratch: Scratch | None = None,
+        is_zeroed: bool = True,
+    ) -> None:
+        """scratch: where the memory comes from, and goes to when these numbers go; None: the system.
+
+        is_zeroed: False if all of them will be set.
+        """
         self.geometry = geometry
         self.tokens = tokens
         count = _count(geometry, tokens, has_regions)
-        self._memory = (scratch or Scratch()).take(count)
+        self._memory = (scratch or Scratch()).take(count, is_zeroed=is_zeroed)
         self._scratch = scratch
         self.all = self._memory[:count]
         self.writes, self.regions = _split(self.all, geometry, tokens)
@@ -96,6 +107,18 @@ class StepNumbers:
         """As `attend`, for one token. line: [FIELDS]."""
         self.regions[layers, token] = line
         self.regions[layers, token, START] = starts
+
+    def grown(self, growth: StepNumbers, scratch: Scratch) -> StepNumbers:
+        """The numbers of a step whose tokens are like these, one position later."""
+        following = StepNumbers(self.geometry, self.tokens, has_regions=True, scratch=scratch, is_zeroed=False)
+        np.add(self.all, growth.all, out=following.all)
+        return following
+
+    def clear(self, token: int) -> None:
+        """Make all numbers of a token zeros."""
+        for writes in self.writes.values():
+            writes[:, token] = 0
+        self.regions[:, token] = 0
 
     def padded(self, tokens: int, scratch: Scratch) -> StepNumbers:
         """The same numbers with padding tokens added, which read nothing and write to vector 0."""
@@ -230,6 +253,34 @@ class RegionLines:
             floor = max(floor, query - query % self._layout.segment - window)
         line[FLOOR] = floor
         return line
+
+    def grow_until(self, query: int) -> int:
+        """Until this query, lines grow from one to the next by `growth`, and slots by one."""
+        layout = self._layout
+        if layout.window is None:
+            return layout.base + layout.capacity
+        if layout.native_window not in (None, layout.window):
+            return query
+        ring = max(1, layout.capacity - layout.sink)
+        lap_end = layout.sink + (max(0, query - layout.sink) // ring + 1) * ring
+        end = min(lap_end, layout.segment_start(query) + layout.segment)
+        # The first queries of a native window all see position 0.
+        return min(end, layout.window) if self._sees_all(query) else end
+
+    def growth(self, query: int) -> Numbers:
+        """[FIELDS]: by how much the line of the next query is larger than that of this one."""
+        layout = self._layout
+        grown = np.zeros(FIELDS, dtype=np.int64)
+        grown[COUNT] = layout.window is None or query + 1 < layout.capacity
+        grown[LAST] = grown[UPTO] = 1
+        if layout.native_window is not None:
+            grown[FLOOR] = grown[SINK_FLOOR] = not self._sees_all(query)
+        return grown
+
+    def _sees_all(self, query: int) -> bool:
+        """Does the next query, too, see position 0, by a native window?"""
+        native = self._layout.native_window
+        return native is not None and query < native - 1
 
 
 def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queries: Positions) -> None:

@@ -7,6 +7,7 @@ mechanism is one file in `parts/` and, where it belongs to layers, a name in the
     wake    idle     take what only an active session needs from the pool; give it back
     prepare stage    make room for the next positions; enter them in the tables
     read             how the step's queries read the part: plan numbers, or a view
+    stage_next       the same for a token that needs no room made
     reject  commit   drop staged positions, or keep them: the tables first, the device second
     evict            remove entries that no later query reads, at a segment boundary
     save    load     the part's state as tensors, for a fork's copy or a file
@@ -29,6 +30,7 @@ from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.views import StagedQueries, StepReads
 
 # By name, what a part saved: tensors in the order that `load` reads. They are made while they are read, one by one.
@@ -108,8 +110,23 @@ class Part(ABC):
     def stage(self, positions: Positions) -> None:
         """The positions that were prepared are staged now."""
 
+    def quiet_until(self, position: int) -> int:
+        """`position` is staged. Until this one, to commit a token and stage the next is no more than to enter it in the
+        tables (`stage_next`), and the footprint stays. `position` itself: it always may be more.
+        """
+        return position
+
+    def stage_next(self, position: int) -> None:
+        """As `prepare` and `stage`, for one of these positions. Raises InvariantViolated."""
+
     def read(self, queries: StagedQueries, step: StepReads) -> None:
         """Set where K and V of the staged positions go, and how their queries read: by numbers, or by a view."""
+
+    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
+        """`position` was generated, is token `token` of a step, and reads by numbers. Set by how much they grow from it
+        to the next one. Returns the position until which they do so each time; `position`: not even once.
+        """
+        return position
 
     @property
     def fits_numbers(self) -> bool:

@@ -14,7 +14,10 @@ mask. A step whose queries all read regions is a table of numbers (`StepTables`)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -59,6 +62,7 @@ class StepPlan:
         ops: DeviceOps = REFERENCE,
         on_choice: OnChoice | None = None,
     ) -> None:
+        self._sessions = sessions
         self._geometry = geometry
         self.pool = pool
         device = next(iter(pool.buffers.values())).keys.device
@@ -74,7 +78,7 @@ class StepPlan:
         self.positions: NDArray[np.int64] = np.concatenate([span.positions for span in self.spans])
         has_regions = attends_together and any(kv.staged <= _MOST_RAGGED_TOKENS for kv in sessions)
         self.numbers = StepNumbers(geometry, total, has_regions=has_regions, scratch=pool.scratch)
-        reads = StepReads(
+        self._reads = StepReads(
             geometry=geometry,
             device=device,
             mask_dtype=mask_dtype,
@@ -86,11 +90,48 @@ class StepPlan:
         )
         for session, span in zip(sessions, self.spans, strict=True):
             for part in session.parts:
-                part.read(span, reads)
+                part.read(span, self._reads)
         self._device = device
-        self.selects = reads.selects  # does a query that reads by numbers choose blocks?
+        self._growth: _Growth | None = None
         # Do all queries read by numbers?
         self.is_numbers_only = not any(span.views for span in self.spans)
+
+    @property
+    def selects(self) -> bool:
+        """Does a query that reads by numbers choose blocks?"""
+        return self._reads.selects
+
+    def following(self) -> StepPlan:
+        """The plan of the next step of the same sessions, each of which has committed its token and staged another.
+
+        Of a plan of generated tokens, one of each session, which all read by numbers. No session is looked at while
+        its numbers grow by what they grew before.
+        """
+        assert self.is_numbers_only and self.query_count == len(self._sessions)
+        plan = copy(self)
+        plan.__dict__.pop("tables", None)
+        plan.positions = self.positions + 1
+        plan._growth = growth = self._growth or _Growth(self._geometry, self.query_count)
+        plan.numbers = self.numbers.grown(growth.numbers, self.pool.scratch)
+        others = np.flatnonzero(plan.positions >= growth.ends).tolist()
+        if others:
+            plan.spans, plan._reads = list(self.spans), replace(self._reads, numbers=plan.numbers)
+            for index in others:
+                plan._read_anew(index, growth)
+        return plan
+
+    def _read_anew(self, index: int, growth: _Growth) -> None:
+        """Plan the token of one session, which is token `index` of the step."""
+        session, span = self._sessions[index], _staged(self._sessions[index], 1, index)
+        self.spans[index] = span
+        self.numbers.clear(index)
+        growth.numbers.clear(index)
+        ends = [sys.maxsize]
+        for part in session.parts:
+            part.read(span, self._reads)
+            ends.append(part.read_growth(span.first, index, growth.numbers))
+        growth.ends[index] = min(ends)
+        self.is_numbers_only &= not span.views
 
     @cached_property
     def tables(self) -> StepTables:
@@ -136,6 +177,17 @@ class StepPlan:
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
+
+
+class _Growth:
+    """By how much the numbers of steps grow from one to the next.
+
+    ends: by session, the position whose numbers have to be worked out.
+    """
+
+    def __init__(self, geometry: Geometry, tokens: int) -> None:
+        self.numbers = StepNumbers(geometry, tokens, has_regions=True)
+        self.ends = np.zeros(tokens, dtype=np.int64)
 
 
 def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:

@@ -69,6 +69,8 @@ class SessionKV:
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
+        self._quiet_until = 0  # until there, a token is only entered in the tables (`Part.quiet_until`)
+        self._quiet_footprint: Footprint | None = None  # while that is so
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
@@ -201,6 +203,7 @@ class SessionKV:
         self.length, self.staged, self.evicted = self.base, 0, 0
         self._replayed = None
         self.is_dropped = True
+        self._end_quiet()
 
     @property
     def freeable(self) -> Bound:
@@ -315,6 +318,7 @@ class SessionKV:
         if self._replay_end:
             self._replayed = 0
         self._is_active = True
+        self._end_quiet()
         return True
 
     @property
@@ -350,6 +354,7 @@ class SessionKV:
             return
         self.ask_finite()
         self.require_finite()
+        self._end_quiet()
         for part in self.parts:
             part.idle(self.length if self._replayed is None else None)
         self._replayed = None
@@ -366,6 +371,7 @@ class SessionKV:
         self.length, self.staged, self.evicted = floor, 0, 0
         self._replayed = None
         self._is_active = not self.takes_room
+        self._end_quiet()
         with ExitStack() as stack:
             for part in self.parts:
                 stack.callback(part.forget, floor, length)
@@ -383,6 +389,7 @@ class SessionKV:
         for part, theirs in zip(self.parts, other.parts, strict=True):
             part.copy_from(theirs, length)
         self.length, self.evicted = length, other.evicted
+        self._end_quiet()
 
     # -- copies in files --------------------------------------------------------------------------------------------
 
@@ -404,6 +411,7 @@ class SessionKV:
         """
         assert self.length == self.base < length and not self.staged and not (self.takes_room and self._is_active)
         self.length = length  # so that `forget` wipes what an error leaves
+        self._end_quiet()
         for index, part in enumerate(self.parts):
             part.load(length, saved_under(index, saved))
         self.evicted = self.strategy.evicted(self.context.geometry, length)
@@ -440,6 +448,13 @@ class SessionKV:
 
         generated: [count], which of them the model generated; None: none. Some strategies let those read less.
         """
+        if count == 1 and self.length < self._quiet_until and generated is not None and generated[0]:
+            assert self.staged == 0
+            for part in self.parts:
+                part.stage_next(self.length)
+            self.staged, self.staged_generated = 1, generated
+            return
+        self._end_quiet()
         assert self._is_active, "a session has to wake before it stages"
         room = self.room(generated=self._is_selective and generated is not None and bool(generated.any()))
         assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)
@@ -451,6 +466,21 @@ class SessionKV:
         for part in self.parts:
             part.stage(positions)
         self.staged = count
+        if count == 1 and self.staged_generated[0] and self._replayed is None:
+            self._quiet_until = self._quiet_after(first)
+
+    def _quiet_after(self, position: int) -> int:
+        segment = self.context.geometry.segment_tokens
+        end = position - position % segment + segment  # where entries may be evicted
+        if self.limit_tokens is not None:
+            end = min(end, self.limit_tokens)
+        if self.grows and self.granted_tokens is not None:
+            end = min(end, self.granted_tokens)
+        return min([end, *(part.quiet_until(position) for part in self.parts)])
+
+    def _end_quiet(self) -> None:
+        """Something else happens than that tokens are entered in the tables."""
+        self._quiet_until, self._quiet_footprint = 0, None
 
     def commit(self, length: int) -> None:
         """Keep staged entries below `length`, wipe the others, and evict entries that no later query may see.
@@ -458,7 +488,11 @@ class SessionKV:
         Raises RestorationFailed if entries that leave the exact window cannot be archived, or those of an earlier step
         are not finite. After that, only `forget` can be called.
         """
+        if self.staged == 1 and length == self.length + 1 < self._quiet_until:
+            self.staged, self.length = 0, length
+            return
         before = self.next_position
+        self._end_quiet()
         if not before <= length <= before + self.staged:
             raise InvariantViolated("INV2", f"commit to {length} of {before} and {self.staged} staged positions")
         rejected = np.arange(length, before + self.staged, dtype=np.int64)
@@ -508,6 +542,7 @@ class SessionKV:
         prefixes, self._prefixes = self._prefixes, ()
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
         granted, self._granted_apart = self._granted_apart, 0
+        self._end_quiet()
         self._is_active = self._is_reserved = False
         with ExitStack() as stack:
             stack.callback(self.context.pool.ungrant, granted)
@@ -524,11 +559,16 @@ class SessionKV:
     def footprint(self) -> Footprint:
         """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the query cache, the
         archive, the regions of an active session, a drafter's memory, and blocks fetched from the second tier."""
+        if self._quiet_footprint is not None:
+            return self._quiet_footprint
         held = Held(by_kind={"rows": 0, "sink_copy": 0})
         end = self.next_position + self.staged
         for part in self.parts:
             part.add_footprint(held, self.length, end)
-        return Footprint(held.by_kind, tier_bytes=held.tier_bytes)
+        footprint = Footprint(held.by_kind, tier_bytes=held.tier_bytes)
+        if end < self._quiet_until and self.draft_memory is None:
+            self._quiet_footprint = footprint
+        return footprint
 
 
 def grows_with_history(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> bool:

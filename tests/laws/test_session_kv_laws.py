@@ -11,17 +11,21 @@ from torch import Tensor
 
 from inference_engine.errors import NoCapacity
 from inference_engine.kernels.components import KeyComponents
+from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.compressors import make_compressor
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.memory.tier import HostTier
+from inference_engine.kv.part import Part
+from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Footprint
 from tests.laws.variants import each_strategy, each_strategy_with
 from tests.tiny import LATENT_BYTES
 
@@ -301,6 +305,72 @@ def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy)
         slack += kinds.get("mac", 0)
         slack += kinds.get("restored", 0)  # room that is held as a whole
         assert held - used <= slack
+
+
+def one_by_one(strategy: KVStrategy) -> list[tuple[list[Tensor], Footprint, int, int]]:
+    """Generated tokens, of each its outputs and what the session holds then; a draft is rejected among them."""
+    kv, entries, found = active(strategy, context()), Entries(LIMIT), []
+    feed(kv, entries, 13)
+    while kv.length < 3 * SEGMENT + 40:
+        if kv.length == 2 * SEGMENT + 3:
+            step(kv, entries, 3, commit=kv.length + 1, generated=True)
+        outs = step(kv, entries, 1, generated=True)
+        kv.check()
+        found.append((outs, kv.footprint(), kv.length, kv.evicted))
+    kv.release()
+    return found
+
+
+@each_strategy
+def test_a_token_that_is_only_entered_in_the_tables_leaves_what_any_other_leaves(
+    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = one_by_one(strategy)
+    for kind in (LayerEntries, DraftMemory):
+        monkeypatch.setattr(kind, "quiet_until", Part.quiet_until)
+
+    for (wanted, *said), (got, *says) in zip(one_by_one(strategy), found, strict=True):
+        assert says == said
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
+
+
+@each_strategy
+def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStrategy) -> None:
+    """Beside sessions of other lengths and strategies, and a fork."""
+    ctx, entries = context(capacity_entries=6 * LIMIT), Entries(LIMIT)
+    parent = active(Full(), ctx)
+    feed(parent, entries, SEGMENT + 5)
+    fork = SessionKV(Full(), ctx, LIMIT, parent.share())
+    assert fork.wake(LIMIT)
+    kvs = [active(strategy, ctx), fork, active(SinkWindow(sink=3, window=9), ctx)]
+    for kv, length in zip(kvs, (1, SEGMENT + 5, 30), strict=True):
+        feed(kv, entries, length)
+
+    def planned() -> StepPlan:
+        together = DeviceOps(attends_together=True)
+        return StepPlan(kvs, ctx.geometry, ctx.pool, mask_dtype=torch.float32, ops=together)
+
+    plan: StepPlan | None = None
+    followed = 0
+    for _ in range(LIMIT - 45):
+        for kv in kvs:
+            kv.stage(1, np.ones(1, dtype=np.bool_))
+        anew = planned()
+        if plan is not None and plan.is_numbers_only:
+            plan = plan.following()
+            assert plan.is_numbers_only == anew.is_numbers_only
+            if plan.is_numbers_only:
+                followed += 1
+                assert (plan.numbers.all == anew.numbers.all).all()
+                assert plan.positions.tolist() == anew.positions.tolist()
+                assert plan.selects == anew.selects
+        else:
+            plan = anew
+        for kv in kvs:
+            kv.commit(kv.next_position + 1)
+    assert followed or not plan.is_numbers_only
+    for kv in (*kvs, parent):
+        kv.release()
 
 
 @each_strategy

@@ -15,15 +15,15 @@ class Scratch:
     def __init__(self) -> None:
         self._free: list[Numbers] = []
 
-    def take(self, count: int) -> Numbers:
-        """At least `count` numbers, the first `count` of them zeros."""
+    def take(self, count: int, *, is_zeroed: bool = True) -> Numbers:
+        """At least `count` numbers, the first `count` of them zeros unless they need not be."""
         try:
             memory = self._free.pop()
         except IndexError:
             memory = np.empty(0, dtype=np.int64)
         if len(memory) < count:
             memory = np.zeros(count, dtype=np.int64)
-        else:
+        elif is_zeroed:
             memory[:count] = 0
         return memory
 

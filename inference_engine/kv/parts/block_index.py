@@ -77,6 +77,15 @@ class BlockIndex(LayoutPart):
         choose_blocks(lines, layout, self._selector, queries.positions)
         step.numbers.regions[layers, queries.real] = lines
 
+    def quiet_until(self, position: int) -> int:
+        """A full block is summarised."""
+        return (position // self._selector.block + 1) * self._selector.block
+
+    def amends_until(self, position: int) -> int:
+        """The window begins with whole blocks."""
+        block, window = self._selector.block, self._selector.window
+        return window + max(1, (position - window) // block + 1) * block
+
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:
             return inner()

@@ -26,6 +26,7 @@ from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.block_index import BlockIndex
 from inference_engine.kv.parts.component_index import ComponentIndex
@@ -35,6 +36,8 @@ from inference_engine.kv.parts.query_cache import QueryCache
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
+
+_ONE, _NONE = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
 
 def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
@@ -141,6 +144,20 @@ class LayerEntries(LayerSlots, Part):
         else:
             self.held[self.layout.slots(positions)] = positions
 
+    def quiet_until(self, position: int) -> int:
+        """Pages are opened, and keys of the sink are copied."""
+        base, unit = self.layout.base, self.context.geometry.opening_tokens
+        if position < self.layout.spare:
+            return position
+        until = base + ((position - base) // unit + 1) * unit
+        return min([until, *(part.quiet_until(position) for part in self.parts)])
+
+    def stage_next(self, position: int) -> None:
+        slot = self.layout.slot(position)
+        if self.held[slot] >= 0:
+            raise InvariantViolated("INV1", f"a slot for position {position} is still held")
+        self.held[slot] = position
+
     @property
     def fits_numbers(self) -> bool:
         return all(part.fits_numbers for part in self.parts)
@@ -168,6 +185,13 @@ class LayerEntries(LayerSlots, Part):
         for part in self.parts:
             view = partial(part.view, queries, step, view)
         queries.views.update(dict.fromkeys(self.layer_set.layers, view()))
+
+    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
+        if self.context.geometry.key_quantum > 1:
+            return position
+        growth.write_one(self.kv_heads, self.place_index, token, _ONE)
+        growth.attend_one(self.layer_index, token, _NONE, self.lines.growth(position))
+        return min([self.lines.grow_until(position), *(part.amends_until(position) for part in self.parts)])
 
     def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         """Can these queries read by numbers, in the step's one operation over regions?"""

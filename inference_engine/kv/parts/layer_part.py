@@ -25,6 +25,10 @@ class LayerPart(Part):
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         """Change the numbers of these queries, which so far read all slots of the regions."""
 
+    def amends_until(self, position: int) -> int:
+        """It changes the numbers of the generated tokens from `position` until this one alike, whatever they are."""
+        return position
+
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         """The view by which these queries read; inner: the view without this part."""
         return inner()

@@ -248,6 +248,10 @@ class OffloadedBlocks(BlockIndex):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    def quiet_until(self, position: int) -> int:
+        """Blocks are fetched while a step runs."""
+        return position
+
     @property
     def fits_numbers(self) -> bool:
         return False
@@ -260,6 +264,10 @@ class OffloadedBlocks(BlockIndex):
         # Entries leave in whole blocks: some are seen although they are before the window.
         step.numbers.regions[self._slots.layer_index, queries.real, FLOOR] = 0
         super().amend(queries, step)
+
+    def amends_until(self, position: int) -> int:
+        """Entries may leave, and then queries have views."""
+        return position
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         def dense() -> View:

@@ -10,6 +10,7 @@ allocation stays as long as a fork borrows it, even after the session that it wa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,12 @@ class PrefixEntries(LayerPart):
         starts = np.array([region.starts[layer] for layer in layers])
         step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_START] = starts[:, None]
         step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_HEAD_SLOTS] = region.region
+
+    def quiet_until(self, position: int) -> int:
+        return sys.maxsize
+
+    def amends_until(self, position: int) -> int:
+        return sys.maxsize
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         count = self._slots.slot_count(queries.end)
