@@ -400,7 +400,7 @@ class EngineMetrics:
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(name, help_text, registry=self.registry)
 
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Distribution:
         return Distribution(name, help_text, buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, help_text: str, **labels: tuple[str, ...]) -> Counter:
@@ -424,6 +424,11 @@ class Distribution(Histogram):
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         self._waiting.append(amount)
+        if len(self._waiting) >= _COUNTED_TOGETHER:
+            self._count()
+
+    def observe_all(self, amounts: Iterable[float]) -> None:
+        self._waiting.extend(amounts)
         if len(self._waiting) >= _COUNTED_TOGETHER:
             self._count()
 

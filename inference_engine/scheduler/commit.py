@@ -15,10 +15,11 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.lifecycle import Endings
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting
+from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import Logprobs
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
-from inference_engine.types import Failed, Mark, Progress, StopReason, TokenCommitted, Truncated
+from inference_engine.types import Failed, Mark, Progress, StopReason, Truncated
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +40,20 @@ class Settling:
         self._clock = clock
         self._endings = endings
         self._drafting = drafting
+        # Of tokens that are not counted yet: how many, and the seconds between them and those before.
+        self._reported = 0
+        self._gaps: list[float] = []
 
-    def settle(self, request: Request, block: Block, outcome: Outcome, *, is_committed: bool = False) -> None:
-        """Commit the result of this step: the history first, then the KV entries, then the events for the client.
-
-        is_committed: its entries are committed already, because a step was launched behind it.
-        """
+    def settle(self, request: Request, block: Block, outcome: Outcome) -> None:
+        """Commit the result of this step: the history first, then the KV entries, then the events for the client."""
         session, kv = request.session, request.session.kv
-        first, is_replayed = kv.next_position - is_committed, kv.pending_replay > 0
-        failure: RestorationFailed | None = None
-        if is_committed:
-            kept, taken = 1, self._accept_committed(request, outcome)
-        else:
-            try:
-                kept, taken = self._accept(request, block, outcome)
-            except BaseException:
-                kv.commit(first)
-                raise
-            failure = self._commit(session, first + kept)
+        first, is_replayed = kv.next_position, kv.pending_replay > 0
+        try:
+            kept, taken = self._accept(request, block, outcome)
+        except BaseException:
+            kv.commit(first)
+            raise
+        failure = self._commit(session, first + kept)
         if self._drafting is not None and not is_replayed:
             self._drafting.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
         if request.is_prefilling:
@@ -66,14 +63,48 @@ class Settling:
             request.listener(Progress(request.prefilled_tokens, request.prefill_tokens))
         if outcome.logits is not None and kept:
             self._report_logits(request, first + kept, outcome.logits)
-        self._report_tokens(request, taken)
-        if outcome.samples and not outcome.samples[-1].is_finite and request.state is RequestState.RUNNING:
-            self._metrics.non_finite_logits.inc()
-            # Some entry of the session may be the cause. It must not be read again.
-            self._endings.forget_entries(session)
-            self._endings.end(request, Failed(NonFiniteLogits(len(session.history))))
+        self._report_tokens(request, taken, self._clock())
+        self._refuse_not_finite(request, outcome)
         if failure is not None and request.state is RequestState.RUNNING:
             self._endings.end(request, Failed(failure))
+
+    def settle_committed(
+        self, request: Request, block: Block, outcome: Outcome, token_ids: TokenIds, now: float
+    ) -> None:
+        """As `settle`, of a step of one token whose entry is committed already, because a step was launched behind it.
+
+        token_ids: [1], that of its sample. now: when the step had come back. A stop that was asked for meanwhile takes
+        effect after the sample: the entry could not be taken back.
+        """
+        session, first = request.session, request.session.kv.next_position - 1
+        is_taken = False
+        if outcome.samples[0].is_finite:
+            with self._store.locked():
+                is_open = not session.is_closed
+                is_taken = is_open and self._store.has_room(session, 1)
+                if is_taken:
+                    logprobs = _logprobs(outcome.samples) if request.params.logprobs else None
+                    session.record(token_ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
+                    request.began = None
+            if is_taken:
+                session.refresh_facts()
+            elif is_open:
+                # Another call of the owner took the last place. The logits that come next are computed with that entry.
+                session.forget_entries()
+        if self._drafting is not None:
+            self._drafting.settle(request, block, outcome, first=first, kept=1, taken=int(is_taken))
+        if is_taken:
+            self._report_tokens(request, outcome.samples, now)
+        self._refuse_not_finite(request, outcome)
+
+    def _refuse_not_finite(self, request: Request, outcome: Outcome) -> None:
+        """End the Generate if its last logits were no numbers."""
+        if not outcome.samples or outcome.samples[-1].is_finite or request.state is not RequestState.RUNNING:
+            return
+        self._metrics.non_finite_logits.inc()
+        # Some entry of the session may be the cause. It must not be read again.
+        self._endings.forget_entries(request.session)
+        self._endings.end(request, Failed(NonFiniteLogits(len(request.session.history))))
 
     @staticmethod
     def _commit(session: Session, length: int) -> RestorationFailed | None:
@@ -119,32 +150,6 @@ class Settling:
                 request.prefill_tokens += len(request.forced.token_ids) - 1
         return tokens, ()
 
-    def _accept_committed(self, request: Request, outcome: Outcome) -> Sequence[Sample]:
-        """Record the sample of a step whose entry is committed already, and return it.
-
-        A stop that was asked for meanwhile takes effect after it: the entry could not be taken back.
-        """
-        session = request.session
-        taken = _up_to_stop(outcome.samples, request.stop_ids)
-        if not taken:
-            return ()
-        with self._store.locked():
-            if session.is_closed:
-                return ()
-            if self._store.history_room(session) == 0:
-                taken = ()
-            else:
-                ids = np.array([taken[0].token_id], dtype=np.uint32)
-                logprobs = _logprobs(taken[:1]) if request.params.logprobs else None
-                session.record(ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
-                request.began = None
-        if not taken:
-            # Another call of the owner took the last place. The logits that come next are computed with that entry.
-            session.forget_entries()
-        else:
-            session.refresh_facts()
-        return taken
-
     def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
         """Pass on the logits of a block whose last token predicts the one at `position`."""
         assert request.forced is not None
@@ -153,33 +158,45 @@ class Settling:
         if not request.pending_tokens:
             self._endings.end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
 
-    def _report_tokens(self, request: Request, samples: Sequence[Sample]) -> None:
+    def _report_tokens(self, request: Request, samples: Sequence[Sample], now: float) -> None:
         """Report the tokens that were appended to the history."""
         if not samples:
             return
-        session, now = request.session, self._clock()
-        first = len(session.history) - len(samples)
+        position = len(request.session.history) - len(samples)
         if request.generated == 0:
-            request.prefill_seconds = now - request.started_at
-            self._metrics.prefill_seconds.observe(request.prefill_seconds)
-            if request.prefill_seconds > 0:
-                self._metrics.prefill_rate.observe(request.prefilled_tokens / request.prefill_seconds)
-            self._metrics.first_token_seconds.observe(now - request.accepted_at)
-            request.trace.enter("decode")
-            if dropped := self._unreadable(session, first - 1):
-                request.listener(Truncated(dropped))
-        for position, sample in enumerate(samples, start=first):
+            self._report_first(request, position, now)
+        for token_id, logprob, _ in samples:
             if request.generated:
-                self._metrics.inter_token_seconds.observe(now - request.token_at)
+                self._gaps.append(now - request.token_at)
             request.token_at = now
             request.last_query = position - 1
             request.generated += 1
             assert request.sampler is not None
-            request.sampler.observe(sample.token_id)
-            request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
-        self._metrics.generated_tokens.inc(len(samples))
+            request.sampler.observe(token_id)
+            request.on_token(request, token_id, position, logprob)
+            position += 1
+        self._reported += len(samples)
         if reason := self._stop_reason(request, samples[-1].token_id):
+            self.count_reported()
             self._endings.end(request, request.finished(reason, now))
+
+    def _report_first(self, request: Request, position: int, now: float) -> None:
+        """The first token is about to be reported."""
+        request.prefill_seconds = now - request.started_at
+        self._metrics.prefill_seconds.observe(request.prefill_seconds)
+        if request.prefill_seconds > 0:
+            self._metrics.prefill_rate.observe(request.prefilled_tokens / request.prefill_seconds)
+        self._metrics.first_token_seconds.observe(now - request.accepted_at)
+        request.trace.enter("decode")
+        if dropped := self._unreadable(request.session, position - 1):
+            request.listener(Truncated(dropped))
+
+    def count_reported(self) -> None:
+        """Count the tokens that were reported: once for all of a step, but before an end is reported."""
+        reported, self._reported = self._reported, 0
+        gaps, self._gaps = self._gaps, []
+        self._metrics.generated_tokens.inc(reported)
+        self._metrics.inter_token_seconds.observe_all(gaps)
 
     @staticmethod
     def _unreadable(session: Session, query: int) -> int:

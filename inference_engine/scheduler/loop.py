@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter, TokenIds
 from inference_engine.decode.verifier import Block, BlockFailed, InFlight, Outcome, Verifier, discard
@@ -55,7 +57,8 @@ _STUCK_SECONDS = 30.0  # a step that takes longer does not block a shutdown
 class Flight:
     """A step on the device, one token for each of its requests, which the host has not waited for.
 
-    ids: of its tokens, to be filled in; None: they were known when it was launched.
+    ids: of its tokens, filled in once the step before is settled, and used again by the step behind; None: they were
+    known when it was launched.
     is_committed: its entries are committed already, and a step behind it was launched or could not be.
     """
 
@@ -409,17 +412,23 @@ class Scheduler:
         outcomes: Sequence[Outcome],
         *,
         first: Sequence[Request] = (),
-        is_committed: bool = False,
+        ids: TokenIds | None = None,
     ) -> None:
-        """first: those of the batch that had no token before this step."""
+        """first: those of the batch that had no token before this step. ids: of its samples, one each, if its entries
+        are committed already."""
         self.wakeups.hold()
-        for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
+        now, settling = self._clock(), self._settling
+        for index, (request, block, outcome) in enumerate(zip(batch, blocks, outcomes, strict=True)):
             try:
-                self._settling.settle(request, block, outcome, is_committed=is_committed)
+                if ids is None:
+                    settling.settle(request, block, outcome)
+                else:
+                    settling.settle_committed(request, block, outcome, ids[index : index + 1], now)
             except InvariantViolated as violation:
                 self._endings.fail_session(request, violation)
             except Exception as error:
                 self._endings.fail_all([request], error)
+        settling.count_reported()
         if first:
             self._record_first_tokens(first)
         if self._journal is not None:
@@ -483,7 +492,8 @@ class Scheduler:
         flight.is_committed = True
         for request in batch:
             request.session.kv.commit(request.session.kv.next_position + 1)
-        blocks, ids = self._batching.unknown(batch)
+        # Only of a first step are the blocks made: those of the steps behind it are the same, with other ids.
+        blocks, ids = (flight.step.blocks, flight.ids) if flight.ids is not None else self._batching.unknown(batch)
         began = self._clock()
         try:
             step = self._verifier.follow(blocks, flight.step)
@@ -515,11 +525,12 @@ class Scheduler:
             [request for request in batch if request.state is RequestState.RUNNING],
             None if last is None else (last[1], began - last[0]),
         )
-        if following is not None and following.ids is not None:
-            following.ids[:] = [outcome.samples[0].token_id for outcome in outcomes]
-        blocks = [flight.step.blocks[index] for index in alive]
-        self._settle(batch, blocks, [outcomes[index] for index in alive], is_committed=flight.is_committed)
+        blocks, landed = [flight.step.blocks[index] for index in alive], [outcomes[index] for index in alive]
+        ids = np.array([outcome.samples[0].token_id for outcome in landed], dtype=np.uint32)
+        self._settle(batch, blocks, landed, ids=ids if flight.is_committed else None)
         if following is not None:
+            if following.ids is not None:
+                following.ids[:] = ids
             self.wakeups.release()  # the device is at work
             if any(request.state is RequestState.RUNNING for request in following.batch):
                 self._flight = following

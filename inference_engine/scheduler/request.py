@@ -21,6 +21,7 @@ from inference_engine.tracing import OFF, GenerateTrace
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
 
 Listener = Callable[[Event], None]
+OnToken = Callable[["Request", int, int, float | None], None]  # of a request, the fields of TokenCommitted
 OnLogits = Callable[[int, Tensor], None]
 
 
@@ -73,7 +74,8 @@ class Request:
     session: Session
     params: GenerateParams
     seed: int
-    listener: Listener
+    listener: Listener  # of all events but tokens
+    on_token: OnToken
     stop_ids: frozenset[int]
     accepted_at: float
     predicted: Prediction | None = None  # when it was accepted

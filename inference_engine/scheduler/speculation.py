@@ -304,7 +304,8 @@ class Drafting:
         memory = request.session.kv.draft_memory
         if kept and self._is_served(request) and (memory is not None or outcome.taps is not None):
             taps = None if outcome.taps is None else outcome.taps[:kept]
-            self._seen.append((request, Seen(memory, first, block.token_ids[:kept], taps)))
+            # A copy: the block of a step that was launched ahead is used again.
+            self._seen.append((request, Seen(memory, first, block.token_ids[:kept].copy(), taps)))
 
     def flush_if_many(self) -> None:
         """After a step: pass committed tokens to the drafter once there are enough of them."""

@@ -169,6 +169,7 @@ class Transcript:
             params=replace(self.params, max_tokens=self.params.max_tokens - done.generated),
             seed=self._seed,
             listener=lambda event: self._receive(request, event),
+            on_token=self._receive_token,
             stop_ids=self.session.eos_token_ids | frozenset(self.params.stop_token_ids),
             accepted_at=now,
             earlier=done,
@@ -203,21 +204,31 @@ class Transcript:
         if reader is not None:
             reader._notify(event)
 
-    def _note(self, event: Event) -> None:
-        # Tokens first: there are thousands of them for each of the others.
-        if isinstance(event, TokenCommitted):
+    def _receive_token(self, request: Request, token_id: int, position: int, logprob: float | None) -> None:
+        """There are thousands of tokens for each other event, so one is an object only if somebody asked for that."""
+        with self._lock:
+            if request is not self._request:
+                return
             self._tokens += 1
             if self._logprobs is not None:
-                assert event.logprob is not None
-                self._logprobs.append(event.logprob)
-        elif isinstance(event, Progress):
+                assert logprob is not None
+                self._logprobs.append(logprob)
+            reader = self._reader
+        if reader is not None:
+            if reader._listener is not None:
+                reader._listener(TokenCommitted(token_id, position, logprob))
+            if reader._on_readable is not None:
+                reader._on_readable()
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Progress):
             self._progress.append(event)
         elif isinstance(event, Accepted):
             self._accepted = event
         elif isinstance(event, Truncated):
             if not self._tokens:
                 self._truncated = event
-        else:
+        elif isinstance(event, (Finished, Failed)):
             self._ending = event
 
 

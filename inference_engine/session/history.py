@@ -135,6 +135,8 @@ class History:
         self._branches: list[_Branch | None] = []
         self._length = 0
         self._capacity = 0
+        self._open: _Leaf | None = None  # the one that the last token went to, from position `_open_first` on
+        self._open_first = 0
         self._is_released = False
 
     def __len__(self) -> int:
@@ -172,12 +174,15 @@ class History:
     def extend(self, token_ids: TokenIds, mark: Mark) -> None:
         """Add tokens, all or, if it raises MemoryError, none."""
         before, done = self._length, 0
+        if len(token_ids) == 1 and self._open is not None:  # a fast path: generated tokens come one by one
+            leaf, place = self._open, before - self._open_first
+            if place < len(leaf.ids) - 1:
+                leaf.ids[place], leaf.marks[place] = token_ids[0], mark
+                self._length = before + 1
+                self.holdings.tokens += 1
+                return
         if before + len(token_ids) > self._capacity:
             self.reserve(len(token_ids))
-        if len(token_ids) == 1:  # a fast path: generated tokens come one by one
-            leaf, place = self._leaf(before), before % LEAF_TOKENS
-            leaf.ids[place], leaf.marks[place] = token_ids[0], mark
-            done = 1
         while done < len(token_ids):
             leaf, place = self._leaf(before + done), (before + done) % LEAF_TOKENS
             count = min(len(token_ids) - done, LEAF_TOKENS - place)
@@ -186,6 +191,8 @@ class History:
             done += count
         self._length = before + done
         self.holdings.tokens += done
+        if self._length < self._capacity:
+            self._open, self._open_first = self._leaf(self._length), self._length // LEAF_TOKENS * LEAF_TOKENS
         if self._keeps_seen and self._length // BRANCH_TOKENS > before // BRANCH_TOKENS:
             for index in range(before // BRANCH_TOKENS, self._length // BRANCH_TOKENS):
                 with suppress(MemoryError):  # then it is computed when it is needed
@@ -212,6 +219,7 @@ class History:
                 added += _BRANCH_BYTES
             self._branch(first // BRANCH_TOKENS).leaves.append(bigger)
         self._capacity = first + capacity
+        self._open = None  # it may have been replaced
         self.holdings.nbytes += added
 
     # -- sharing ----------------------------------------------------------------------------------------------------
@@ -264,6 +272,7 @@ class History:
         if self._is_released:
             return
         self._is_released = True
+        self._open = None
         for index, branch in enumerate(self._branches):
             assert branch is not None
             branch.holders -= 1

@@ -15,7 +15,7 @@ from inference_engine.errors import HistoryLimit, InvariantViolated
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.session.history import History, TokenIds
 from inference_engine.session.journal import GenerateRecord, Journal, Logprobs, Saved
-from inference_engine.types import Mark
+from inference_engine.types import Footprint, Mark
 
 # A plain number: comparing with a member of an enumeration takes numpy ten times as long.
 _GENERATED = np.uint8(Mark.GENERATED)
@@ -85,13 +85,11 @@ class Session:
     drafted_tokens: int = 0  # draft tokens that were verified, and those of them that were accepted
     accepted_tokens: int = 0
     violations: Violations = field(default_factory=Violations)
+    longest: int | None = field(init=False)  # the most tokens its history may have; None: no limit
+    _published: Footprint | None = None  # that the facts above were taken from
 
-    @property
-    def longest(self) -> int | None:
-        """The most tokens its history may have; None: no limit."""
-        if self.limit_tokens is None or self.cap_tokens is None:
-            return self.cap_tokens if self.limit_tokens is None else self.limit_tokens
-        return min(self.limit_tokens, self.cap_tokens)
+    def __post_init__(self) -> None:
+        self.longest = min((most for most in (self.limit_tokens, self.cap_tokens) if most is not None), default=None)
 
     def check_room(self, adding: int) -> None:
         """Raise HistoryLimit if `adding` more tokens would make its history too long."""
@@ -151,7 +149,7 @@ class Session:
         self.kv.drop()
         self.uses += 1
         self.live_bytes = self.tier_live_bytes = self.evicted_tokens = 0
-        self.live_kinds = {}
+        self.live_kinds, self._published = {}, None
         self.cached_tokens = self.kv.length  # the shared prefix, which other sessions hold
 
     def refresh_facts(self) -> None:
@@ -162,7 +160,9 @@ class Session:
         if length < self.cached_tokens:
             raise InvariantViolated("INV2", f"the cache went back from {self.cached_tokens} to {length} positions")
         footprint = self.kv.footprint()
-        self.live_bytes, self.tier_live_bytes = sum(footprint.by_kind.values()), footprint.tier_bytes
-        self.live_kinds = footprint.by_kind
+        if footprint is not self._published:
+            self._published = footprint
+            self.live_bytes, self.tier_live_bytes = sum(footprint.by_kind.values()), footprint.tier_bytes
+            self.live_kinds = footprint.by_kind
         self.evicted_tokens = self.kv.evicted
         self.cached_tokens = length

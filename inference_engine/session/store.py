@@ -291,10 +291,17 @@ class SessionStore:
     def have_room(self, sessions: Iterable[Session], tokens: int) -> bool:
         """May each history take so many more tokens?"""
         with self._lock:
-            if self._limits.history_tokens_per_owner:
-                self._leaves.recount()
-            rooms = [self._room(session) for session in sessions]
-        return all(room is None or room >= tokens for room in rooms)
+            return all(self.has_room(session, tokens) for session in sessions)
+
+    def has_room(self, session: Session, tokens: int) -> bool:
+        """May the history take so many more tokens? Called with the lock held."""
+        history, longest, most = session.history, session.longest, self._limits.history_tokens_per_owner
+        if longest is not None and len(history) + tokens > longest:
+            return False
+        if not most or history.holdings.tokens + tokens <= most:
+            return True
+        self._leaves.recount()
+        return history.holdings.tokens + tokens <= most
 
     def _room(self, session: Session) -> int | None:
         most, longest = self._limits.history_tokens_per_owner, session.longest
