@@ -368,7 +368,7 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
             plan = anew
         for kv in kvs:
             kv.commit(kv.next_position + 1)
-    assert followed or not plan.is_numbers_only
+    assert plan is not None and (followed or not plan.is_numbers_only)
     for kv in (*kvs, parent):
         kv.release()
 
