@@ -198,11 +198,11 @@ class _Way:
             keys = _keys(self._seeds, self._positions + np.uint64(ahead))
             tokens.append(_draw(adjusted[self._greedy :], self._samplings, keys, noise_of_all, self._filters))
         ids = _joined(tokens)
-        # A row's largest and smallest number show whether all are finite, in passes that write no array.
-        columns = [ids, logits.amax(dim=-1), logits.amin(dim=-1)]
+        # A row's smallest and largest number show whether all are finite, in a pass that writes no array.
+        numbers = [*logits.aminmax(dim=-1)]
         if any(self.needs_logprobs):
-            columns.append(logprobs(logits, ids))
-        return Drawing(self, columns)
+            numbers.append(logprobs(logits, ids))
+        return Drawing(self, ids, numbers)
 
 
 class Drawing:
@@ -211,13 +211,12 @@ class Drawing:
     ids: int64 [rows], on the device: what was drawn from each row, the rows of a draw after those of the one before it.
     """
 
-    def __init__(self, way: _Way, columns: Sequence[Tensor]) -> None:
-        """columns: ids, the largest and smallest logit, and logprobs if any draw needs them, row by row."""
+    def __init__(self, way: _Way, ids: Tensor, numbers: Sequence[Tensor]) -> None:
+        """numbers: float32, the smallest and largest logit, and logprobs if any draw needs them, row by row."""
         self._way = way
-        ids = columns[0]
         self.ids = ids if way.order is None else ids.index_select(0, on_device(way.order, ids.device))
-        # Ids are exact in float64.
-        self._table = torch.stack([column.double() for column in columns], dim=1)
+        # One copy for all: ids as the pairs of words that they are, then the others.
+        self._table = torch.cat([ids.view(torch.float32), *numbers])
         self._is_done: torch.cuda.Event | None = None
 
     def send(self) -> None:
@@ -233,15 +232,16 @@ class Drawing:
         """For each draw a sample of each of its rows. Waits for the device."""
         if self._is_done is not None:
             self._is_done.synchronize()
-        way, table = self._way, self._table.cpu().numpy()
-        are_finite = np.isfinite(table[:, 1:3]).all(axis=1).tolist()
-        ids, found = table[:, 0].astype(np.int64).tolist(), [None] * len(table)
+        way, table, rows = self._way, self._table.cpu().numpy(), len(self.ids)
+        ids, numbers = table[: 2 * rows].view(np.int64), table[2 * rows :].reshape(-1, rows)
+        are_finite = np.isfinite(numbers[:2]).all(axis=0).tolist()
+        found: list[float | None] = [None] * rows
         if any(way.needs_logprobs):
             found = [
                 logprob if needs_logprob else None
-                for logprob, needs_logprob in zip(table[:, 3].tolist(), way.needs_logprobs, strict=True)
+                for logprob, needs_logprob in zip(numbers[2].tolist(), way.needs_logprobs, strict=True)
             ]
-        samples = list(map(Sample, ids, found, are_finite))
+        samples = list(map(Sample, ids.tolist(), found, are_finite))
         if way.has_one_each:
             return [[sample] for sample in samples]
         drawn: list[list[Sample]] = [[] for _ in way.draws]

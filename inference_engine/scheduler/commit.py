@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from inference_engine.decode.verifier import Block, Outcome
-from inference_engine.errors import NonFiniteLogits, RestorationFailed
+from inference_engine.errors import InvariantViolated, NonFiniteLogits, RestorationFailed
 from inference_engine.kernels.sampling import Sample
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.lifecycle import Endings
@@ -44,6 +44,14 @@ class Settling:
         self._reported = 0
         self._gaps: list[float] = []
 
+    def settle_each(self, batch: Sequence[Request], blocks: Sequence[Block], outcomes: Sequence[Outcome]) -> None:
+        """Settle a step, request by request: one that fails ends alone."""
+        for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
+            try:
+                self.settle(request, block, outcome)
+            except Exception as error:
+                self._fail(request, error)
+
     def settle(self, request: Request, block: Block, outcome: Outcome) -> None:
         """Commit the result of this step: the history first, then the KV entries, then the events for the client."""
         session, kv = request.session, request.session.kv
@@ -69,33 +77,67 @@ class Settling:
             self._endings.end(request, Failed(failure))
 
     def settle_committed(
-        self, request: Request, block: Block, outcome: Outcome, token_ids: TokenIds, now: float
+        self, batch: Sequence[Request], blocks: Sequence[Block], outcomes: Sequence[Outcome], ids: TokenIds
     ) -> None:
-        """As `settle`, of a step of one token whose entry is committed already, because a step was launched behind it.
+        """As `settle`, of a whole step of one token each whose entries are committed already, because a step was
+        launched behind it.
 
-        token_ids: [1], that of its sample. now: when the step had come back. A stop that was asked for meanwhile takes
-        effect after the sample: the entry could not be taken back.
+        ids: [batch], of its samples. A stop that was asked for meanwhile takes effect after the sample: the entry could
+        not be taken back.
         """
-        session, first = request.session, request.session.kv.next_position - 1
-        is_taken = False
-        if outcome.samples[0].is_finite:
-            with self._store.locked():
-                is_open = not session.is_closed
-                is_taken = is_open and self._store.has_room(session, 1)
-                if is_taken:
+        now = self._clock()
+        recorded = self._record_each(batch, outcomes, ids)
+        for request, block, outcome, is_recorded in zip(batch, blocks, outcomes, recorded, strict=True):
+            session, sample = request.session, outcome.samples[0]
+            try:
+                if isinstance(is_recorded, Exception):
+                    raise is_recorded
+                if is_recorded:
+                    session.refresh_facts()
+                elif sample.is_finite and not session.is_closed:
+                    # Another call of the owner took the last place. The logits that come next are computed with that
+                    # entry.
+                    session.forget_entries()
+                if self._drafting is not None:
+                    first = session.kv.next_position - 1
+                    self._drafting.settle(request, block, outcome, first=first, kept=1, taken=int(is_recorded))
+                if is_recorded:
+                    self._report(request, sample, len(session.history) - 1, now)
+                    self._end_if_done(request, sample.token_id, now)
+                else:
+                    self._refuse_not_finite(request, outcome)
+            except Exception as error:
+                self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if isinstance(error, InvariantViolated):
+            self._endings.fail_session(request, error)
+        else:
+            self._endings.fail_all([request], error)
+
+    def _record_each(
+        self, batch: Sequence[Request], outcomes: Sequence[Outcome], ids: TokenIds
+    ) -> list[bool | Exception]:
+        """Record the token of each request, if there is one and its session is open and has room for it. Of each
+        whether it was recorded, or why it could not be."""
+        recorded: list[bool | Exception] = []
+        with self._store.locked():
+            for index, (request, outcome) in enumerate(zip(batch, outcomes, strict=True)):
+                session = request.session
+                is_wanted = outcome.samples[0].is_finite and not session.is_closed
+                if is_wanted and self._store.has_room(session, 1):
                     logprobs = _logprobs(outcome.samples) if request.params.logprobs else None
-                    session.record(token_ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
+                    try:
+                        token_ids = ids[index : index + 1]
+                        session.record(token_ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
+                    except Exception as error:
+                        recorded.append(error)
+                        continue
                     request.began = None
-            if is_taken:
-                session.refresh_facts()
-            elif is_open:
-                # Another call of the owner took the last place. The logits that come next are computed with that entry.
-                session.forget_entries()
-        if self._drafting is not None:
-            self._drafting.settle(request, block, outcome, first=first, kept=1, taken=int(is_taken))
-        if is_taken:
-            self._report_tokens(request, outcome.samples, now)
-        self._refuse_not_finite(request, outcome)
+                    recorded.append(True)
+                else:
+                    recorded.append(False)
+        return recorded
 
     def _refuse_not_finite(self, request: Request, outcome: Outcome) -> None:
         """End the Generate if its last logits were no numbers."""
@@ -165,18 +207,27 @@ class Settling:
         position = len(request.session.history) - len(samples)
         if request.generated == 0:
             self._report_first(request, position, now)
-        for token_id, logprob, _ in samples:
-            if request.generated:
-                self._gaps.append(now - request.token_at)
-            request.token_at = now
-            request.last_query = position - 1
-            request.generated += 1
-            assert request.sampler is not None
-            request.sampler.observe(token_id)
-            request.on_token(request, token_id, position, logprob)
+        for sample in samples:
+            self._report(request, sample, position, now)
             position += 1
-        self._reported += len(samples)
-        if reason := self._stop_reason(request, samples[-1].token_id):
+        self._end_if_done(request, samples[-1].token_id, now)
+
+    def _report(self, request: Request, sample: Sample, position: int, now: float) -> None:
+        token_id, logprob, _ = sample
+        if request.generated:
+            self._gaps.append(now - request.token_at)
+        request.token_at = now
+        request.last_query = position - 1
+        request.generated += 1
+        self._reported += 1
+        assert request.sampler is not None
+        if request.sampler.seen is not None:
+            request.sampler.observe(token_id)
+        request.on_token(request, token_id, position, logprob)
+
+    def _end_if_done(self, request: Request, token_id: int, now: float) -> None:
+        """End the Generate if this was its last token."""
+        if reason := self._stop_reason(request, token_id):
             self.count_reported()
             self._endings.end(request, request.finished(reason, now))
 

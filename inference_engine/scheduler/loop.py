@@ -21,7 +21,6 @@ from inference_engine.decode.verifier import Block, BlockFailed, InFlight, Outco
 from inference_engine.errors import (
     Draining,
     InternalError,
-    InvariantViolated,
     Overloaded,
     QuotaExceeded,
     RequestError,
@@ -417,18 +416,11 @@ class Scheduler:
         """first: those of the batch that had no token before this step. ids: of its samples, one each, if its entries
         are committed already."""
         self.wakeups.hold()
-        now, settling = self._clock(), self._settling
-        for index, (request, block, outcome) in enumerate(zip(batch, blocks, outcomes, strict=True)):
-            try:
-                if ids is None:
-                    settling.settle(request, block, outcome)
-                else:
-                    settling.settle_committed(request, block, outcome, ids[index : index + 1], now)
-            except InvariantViolated as violation:
-                self._endings.fail_session(request, violation)
-            except Exception as error:
-                self._endings.fail_all([request], error)
-        settling.count_reported()
+        if ids is None:
+            self._settling.settle_each(batch, blocks, outcomes)
+        else:
+            self._settling.settle_committed(batch, blocks, outcomes, ids)
+        self._settling.count_reported()
         if first:
             self._record_first_tokens(first)
         if self._journal is not None:
