@@ -210,8 +210,8 @@ class ModelConfig:
             raise ConfigError(f"backend must be auto, native or torch, got {self.backend!r}")
         if self.weights not in ("auto", "float32", "bfloat16", "int8", "int4"):
             raise ConfigError(f"weights must be auto, float32, bfloat16, int8 or int4, got {self.weights!r}")
-        if self.numerics not in ("auto", "exact", "int8"):
-            raise ConfigError(f"numerics must be auto, exact or int8, got {self.numerics!r}")
+        if self.numerics not in ("auto", "exact", "int8", "invariant"):
+            raise ConfigError(f"numerics must be auto, exact, int8 or invariant, got {self.numerics!r}")
         if self.kv_dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ConfigError(f"kv_dtype must be auto, float32, float16 or bfloat16, got {self.kv_dtype!r}")
         if self.kernels not in ("auto", "plain", "triton"):

@@ -1,11 +1,12 @@
-"""Decode steps with the list of operations against steps by torch's modules, on a GPU: one model, three engines.
+"""Decode steps with the list of operations against steps by torch's modules, on a GPU: one model, four engines.
 
     python scripts/bench_gpu.py                       writes results/listed_cuda_bfloat16/<date>-<machine>/, and with
                                                      --strategies results/listed_strategies_cuda_bfloat16/
 
 The models have shapes of real ones and random weights, made in memory: nothing is downloaded. The engines read the same
 weights, attend with the same kernel and record their steps, so that the list is all that differs between the first two;
-the third launches its steps ahead (`overlap`). They take turns in every round, and ratios are taken within a round. The
+the third launches its steps ahead (`overlap`), and so does the fourth, whose tokens depend on nothing else in their
+step to the bit (`numerics=invariant`). They take turns in every round, and ratios are taken within a round. The
 record is written anew after every cell: a run that is cut off keeps what it has. Cells that do not fit into memory or
 time are named in it. Of more than 64 sessions, all engines' steps are those of torch's modules.
 
@@ -35,6 +36,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.backends.twin import admit_config
@@ -43,6 +45,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import BackendError, InvalidArgument, NoCapacity
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models import LoadedModel
 from inference_engine.models.seam import ATTENTION
 from inference_engine.types import GenerateParams, TokenCommitted
@@ -51,9 +54,9 @@ from laboratory.evaluation.sessions import append_all, opened, turned
 from laboratory.evaluation.timing import start, step_seconds
 
 SEED = 1
-MODULES, LISTED, AHEAD = "torch's modules", "listed", "listed, ahead"
-COMPARED = ((LISTED, MODULES), (AHEAD, LISTED))
-SHARE_OF_MEMORY = 0.25  # of what is free beside the weights, for the K and V of each engine
+MODULES, LISTED, AHEAD, INVARIANT = "torch's modules", "listed", "listed, ahead", "invariant, ahead"
+COMPARED = ((LISTED, MODULES), (AHEAD, LISTED), (INVARIANT, AHEAD))
+SHARE_OF_MEMORY = 0.2  # of what is free beside the weights, for the K and V of each engine
 _POSITIONS = 2**17
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -113,6 +116,7 @@ class Cell:
     prefill: dict[str, list[float]] = field(default_factory=dict)  # tokens a second, of each session
     host: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     first: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # token and logprob, of each session
+    alike: dict[str, int] = field(default_factory=dict)  # tokens of a session that are, to the bit, those of a lone one
 
 
 def made_model(name: str, device: str, dtype: str) -> LoadedModel:
@@ -141,7 +145,7 @@ def made_model(name: str, device: str, dtype: str) -> LoadedModel:
 def all_engines(
     name: str, arguments: argparse.Namespace
 ) -> Iterator[tuple[dict[str, Engine], dict[str, WatchedForward]]]:
-    """One model, opened as the product does, and a second forward over its weights, without the list.
+    """One model, opened as the product does, and two more forwards over its weights: without the list, and invariant.
 
     Steps that are launched ahead are not watched.
     """
@@ -155,20 +159,43 @@ def all_engines(
         raise BackendError(f"steps of the shape {name} are not listed on {device}: there is nothing to compare")
     facts = replace(listed.facts, numerics="torch")
     modules = TorchForward(listed.seam, facts, device, ops=ops, records_graphs=listed.records_graphs)
+    invariant = TorchForward(
+        listed.seam,
+        replace(listed.facts, numerics="invariant"),
+        device,
+        ops=replace(ops, attend_ragged=ops.attend_invariant),
+        records_graphs=listed.records_graphs,
+        listed=ListedStep(listed.seam, ops.open_invariant()),
+    )
     kv_bytes = arguments.kv_bytes or int(SHARE_OF_MEMORY * listed.free_bytes())
     settings = EngineConfig(kv_bytes=kv_bytes, max_batch=max(arguments.sessions), overlap="off")
     watched = {MODULES: WatchedForward(modules), LISTED: WatchedForward(listed)}
     with ExitStack() as stack:
         engines = {each: stack.enter_context(Engine(forward, settings)) for each, forward in watched.items()}
-        engines[AHEAD] = stack.enter_context(Engine(listed, replace(settings, overlap="on")))
+        for each, forward in ((AHEAD, listed), (INVARIANT, invariant)):
+            engines[each] = stack.enter_context(Engine(forward, replace(settings, overlap="on")))
         yield engines, watched
 
 
-def first_tokens(engine: Engine, sessions: Sequence[str]) -> list[tuple[int, float]]:
-    """The next token of each session and its logprob."""
-    running = [engine.generate(each, GenerateParams(max_tokens=1, logprobs=True)) for each in sessions]
-    committed = [event for each in running for event in each if isinstance(event, TokenCommitted)]
-    return [(event.token_id, event.logprob or 0.0) for event in committed]
+def next_tokens(engine: Engine, sessions: Sequence[str], tokens: int) -> list[list[tuple[int, float]]]:
+    """The next tokens of each session and their logprobs."""
+    running = [engine.generate(each, GenerateParams(max_tokens=tokens, logprobs=True)) for each in sessions]
+    return [
+        [(event.token_id, event.logprob or 0.0) for event in each if isinstance(event, TokenCommitted)]
+        for each in running
+    ]
+
+
+def alike_beside_others(engine: Engine, strategy: KVStrategy, prompts: Sequence[list[int]], tokens: int) -> int:
+    """How many of the first session's tokens are the same alone and beside the others, with the same logprob."""
+    found = []
+    for some in (prompts[:1], prompts):
+        with ExitStack() as stack:
+            sessions = [stack.enter_context(opened(engine, strategy, len(some[0]) + tokens + 1)) for _ in some]
+            for session, prompt in zip(sessions, some, strict=True):
+                append_all(engine, session, prompt)
+            found.append(next_tokens(engine, sessions, tokens)[0])
+    return sum(alone == beside for alone, beside in zip(*found, strict=True))
 
 
 def measure(
@@ -189,7 +216,9 @@ def measure(
                 (watch,) = start(engines[name], [sessions[name][number]], tokens=1)
                 ending = watch.wait()
                 cell.prefill.setdefault(name, []).append(ending.prefilled_tokens / ending.prefill_seconds)
-        cell.first = {name: first_tokens(engine, sessions[name]) for name, engine in engines.items()}
+        cell.first = {
+            name: [one for one, *_ in next_tokens(engine, sessions[name], 1)] for name, engine in engines.items()
+        }
         for number in range(arguments.rounds + 1):  # the first warms up and is not kept
             for name in turned(names, number):
                 if name in watched:
@@ -202,6 +231,10 @@ def measure(
                     cell.step_ms.setdefault(name, []).append(1e3 * seconds)
                     if name in watched:
                         cell.host.setdefault(name, []).append(watched[name].take())
+    if len(prompts) == max(arguments.sessions) and len(prompts[0]) == min(arguments.lengths):
+        cell.alike = {
+            name: alike_beside_others(engine, chosen, prompts, arguments.tokens) for name, engine in engines.items()
+        }
     return cell
 
 
@@ -212,10 +245,12 @@ def values_of(cells: dict[str, Cell]) -> dict[str, Any]:
         for over, under in COMPARED:
             ratios = [ours / theirs for ours, theirs in zip(cell.step_ms[over], cell.step_ms[under], strict=True)]
             values[f"time of a step, {over} ÷ {under}, {where}"] = record.summarize(ratios, "ratio")
-        for name in (AHEAD, LISTED, MODULES):
+        for name in (INVARIANT, AHEAD, LISTED, MODULES):
             values[f"decode step, {name}, {where}"] = record.summarize(cell.step_ms[name], "ms")
             if name in cell.prefill:
                 values[f"prefill, {name}, {where}"] = record.summarize(cell.prefill[name], "tokens a second")
+        for name, count in cell.alike.items():
+            values[f"tokens as of a lone session, to the bit, {name}, {where}"] = record.exact(count, "tokens")
         pairs = list(zip(cell.first[LISTED], cell.first[MODULES], strict=True))
         largest = max(abs(ours[1] - theirs[1]) for ours, theirs in pairs)
         values[f"first token's logprob, largest difference, {where}"] = record.exact(largest, "nats")

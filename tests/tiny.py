@@ -6,6 +6,7 @@ Made from a seed, so no test needs a download. Its weights are large enough that
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -79,8 +80,14 @@ def tiny_forward_on(
     ops: DeviceOps = REFERENCE,
     records_graphs: bool = False,
     is_listed: bool = False,
+    is_invariant: bool = False,
 ) -> TorchForward:
-    """A model of its own, with what its device may have; see TorchForward. is_listed: steps of few tokens are."""
+    """A model of its own, with what its device may have; see TorchForward. is_listed: steps of few tokens are.
+
+    is_invariant: all steps are.
+    """
+    if is_invariant:
+        ops = replace(ops, attend_ragged=ops.attend_invariant)
     seam = Seam(tiny_model(seed=seed, windowed=windowed, attention=ATTENTION).to(torch.device(device)))
     facts = ModelFacts(
         model_id="tiny",
@@ -89,7 +96,8 @@ def tiny_forward_on(
         device=device,
         dtype="float32",
     )
-    listed = ListedStep(seam, ops.fused) if is_listed else None
+    listed = ListedStep(seam, ops.open_fused()) if is_listed else None
+    listed = ListedStep(seam, ops.open_invariant()) if is_invariant else listed
     return TorchForward(seam, facts, torch.device(device), ops=ops, records_graphs=records_graphs, listed=listed)
 
 

@@ -22,7 +22,6 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
-from inference_engine.kernels.fused import MOST_TOKENS
 from inference_engine.kernels.ragged_attention import RaggedAttention
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -86,7 +85,9 @@ class StepGraphs:
 
     def _record(self, pool: Pool, size: int, taps: tuple[int, ...], *, selects: bool) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
-        listed = self._listed if size <= MOST_TOKENS else None
+        listed = self._listed
+        if listed is not None and not listed.can_run(size, is_numbers_only=True):
+            listed = None
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.kernels.fused import MOST_TOKENS, Fused, RowNorm, gated
+from inference_engine.kernels.fused import Fused, RowNorm, gated
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.numbers import StepTables
 from inference_engine.models.checkpoint import text_name
-from inference_engine.models.seam import Seam
+from inference_engine.models.seam import AttentionPlan, Seam
 from inference_engine.models.step_list import (
     HEAD,
     Add,
@@ -53,7 +54,7 @@ class _State:
     ids: Tensor
     positions: Tensor
     kept: Tensor
-    tables: StepTables
+    plan: StepTables | AttentionPlan
     tap_layers: tuple[int, ...]
     registers: dict[str, Tensor]
     turns: dict[str, tuple[Tensor, Tensor]]
@@ -179,7 +180,7 @@ def _until_written(operations: Sequence[Operation], register: str) -> Sequence[O
 
 
 class ListedStep:
-    """Runs steps of at most MOST_TOKENS tokens whose queries all read regions."""
+    """Runs steps by the list, of any number of tokens or of few: `can_run`."""
 
     def __init__(self, seam: Seam, fused: Fused) -> None:
         """Lays out the weights of the seam's model. Raises NoStepListError, and then they are as they were."""
@@ -216,7 +217,7 @@ class ListedStep:
             if (tuple(matrix.shape), *options) in seen:
                 continue
             seen.add((tuple(matrix.shape), *options))
-            for count in (1, 2, 17, MOST_TOKENS):
+            for count in (1, 2, 17, 64) if self._fused.most_tokens is not None else (1, 2, 17, 64, 300):
                 difference = self._difference(operation, matrix, count)
                 if not difference <= max(_MOST_ROUNDINGS * torch.finfo(matrix.dtype).eps, 1e-5):
                     raise NoStepListError(
@@ -245,19 +246,33 @@ class ListedStep:
         )
         return float((found.float() - expected).abs().max() / expected.abs().max())
 
+    @property
+    def runs_all(self) -> bool:
+        """Any step, so that no token's bits depend on the number of the others."""
+        return self._fused.most_tokens is None
+
+    def can_run(self, tokens: int, *, is_numbers_only: bool) -> bool:
+        """Does it run steps of so many tokens? is_numbers_only: all queries read regions."""
+        most = self._fused.most_tokens
+        return most is None or (tokens <= most and is_numbers_only)
+
     def run(
-        self, ids: Tensor, positions: Tensor, kept: Tensor, tables: StepTables, tap_layers: tuple[int, ...]
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        kept: Tensor,
+        plan: StepTables | AttentionPlan,
+        tap_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [n, V] float32 of the tokens `kept` [n]; hidden states [N, layers, hidden] if there are tap layers.
 
-        ids, positions: [N]. Within `Seam.attending`, and in inference mode.
+        ids, positions: [N]. plan: tables, if all queries read regions. Within `Seam.attending`, and in inference mode.
         """
-        assert len(ids) <= MOST_TOKENS, len(ids)
         state = _State(
             ids=ids,
             positions=positions,
             kept=kept,
-            tables=tables,
+            plan=plan,
             tap_layers=tap_layers,
             registers={},
             turns={},
@@ -309,7 +324,7 @@ class ListedStep:
             state.registers[output] = out
 
     def _attend(self, operation: FusedAttend, state: _State) -> Tensor:
-        attend, tables = operation.attend, state.tables
+        attend, plan = operation.attend, state.plan
         layer = self.steps.layers[attend.layer]
         heads = state.registers[attend.input]
         turn = None
@@ -317,24 +332,29 @@ class ListedStep:
             if operation.rotary not in state.turns:
                 state.turns[operation.rotary] = self._seam.turns(heads, state.positions, operation.rotary)
             turn = state.turns[operation.rotary]
-        buffer = tables.buffer(attend.layer)
+        if isinstance(plan, StepTables):
+            buffer = plan.buffer(attend.layer)
+            keys, values, writes = buffer.keys, buffer.values, plan.writes[attend.layer]
+        else:
+            shape = (2, len(heads) * layer.kv_heads, layer.head_dim)
+            keys, values = torch.empty(shape, dtype=heads.dtype, device=heads.device)
+            writes = torch.arange(len(keys), device=heads.device)
         queries = self._fused.place_heads(
             heads,
-            buffer.keys,
-            buffer.values,
-            tables.writes[attend.layer],
+            keys,
+            values,
+            writes,
             query_heads=layer.query_heads,
             kv_heads=layer.kv_heads,
             norms=None if operation.norms is None else (self._norm(operation.norms[0]), self._norm(operation.norms[1])),
             turn=turn,
         )
-        out = tables.read(
-            attend.layer,
-            queries.transpose(0, 1)[None],
-            scaling=attend.scaling,
-            softcap=attend.softcap,
-            head_sinks=None,
-        )
+        scoring: dict[str, Any] = {"scaling": attend.scaling, "softcap": attend.softcap, "head_sinks": None}
+        if isinstance(plan, StepTables):
+            out = plan.read(attend.layer, queries.transpose(0, 1)[None], **scoring)
+        else:
+            keys, values = (part.view(len(heads), -1, layer.head_dim).transpose(0, 1)[None] for part in (keys, values))
+            out = plan.attend(attend.layer, queries.transpose(0, 1)[None], keys, values, **scoring)
         return out.reshape(len(heads), -1)
 
     def _norm(self, norm: Norm) -> RowNorm:

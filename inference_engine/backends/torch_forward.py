@@ -17,7 +17,6 @@ from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory
-from inference_engine.kernels.fused import MOST_TOKENS
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import Drawing, draw_all, start_drawing
 from inference_engine.kv.context import Compute, KVContext, compute_plainly
@@ -60,7 +59,7 @@ class TorchForward:
     ) -> None:
         """ops: operations of the device. records_graphs: record steps with one attention call for all sessions.
 
-        listed: runs steps of few tokens, over the same weights.
+        listed: runs steps of few tokens, or all, over the same weights.
         """
         self.seam = seam
         self._facts = facts
@@ -203,8 +202,9 @@ class TorchForward:
         )
         ids = ids if fed is None else fed
         with torch.inference_mode(), self.seam.attending(plan, plan.positions):
-            if self.listed is not None and plan.is_numbers_only and plan.query_count <= MOST_TOKENS:
-                return Result(*self.listed.run(ids, positions, kept, plan.tables, step.tap_layers))
+            if self.listed is not None and self.listed.can_run(len(ids), is_numbers_only=plan.is_numbers_only):
+                by = plan.tables if plan.is_numbers_only else plan
+                return Result(*self.listed.run(ids, positions, kept, by, step.tap_layers))
             with self.seam.tapped(step.tap_layers) as states:
                 out = self.seam.model(
                     input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept

@@ -28,6 +28,8 @@ from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
 
+INVARIANT = "invariant"  # a numeric identity: no token's bits depend on what else is in its step
+
 
 def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     """Load the model that was admitted and make it ready to run. Raises ModelError or BackendError."""
@@ -36,8 +38,8 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
             f"kv_dtype={config.kv_dtype} is for the native backend; torch keeps K and V in its dtype, {config.dtype}. "
             "Start with kv_dtype=auto"
         )
-    for name, asked in (("weights", config.weights), ("numerics", config.numerics)):
-        if asked != "auto":
+    for name, asked, known in (("weights", config.weights, ()), ("numerics", config.numerics, (INVARIANT,))):
+        if asked not in ("auto", *known):
             raise BackendError(
                 f"{name}={asked} is for the native backend, which does not run this model here; start with "
                 f"{name}=auto, or with backend=native to see the reason"
@@ -56,7 +58,7 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
 def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *, ops: DeviceOps) -> TorchForward:
     """Make a model in memory ready to run with the operations of its device; it is taken over. Raises BackendError.
 
-    config: of it, `linear`, `kernels` and `graphs` are followed.
+    config: of it, `linear`, `kernels`, `graphs` and `numerics` are followed.
     """
     # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -72,40 +74,49 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
     if seam.has_head_sinks:
         ops = replace(ops, attends_together=False)
     records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
-    listed = _listed(admitted, seam, ops, device)
+    is_invariant = config.numerics == INVARIANT
+    if is_invariant:
+        ops = replace(ops, attend_ragged=ops.attend_invariant)
+    listed, why_not = _listed(admitted, seam, ops, device, is_invariant=is_invariant)
+    if is_invariant and listed is None:
+        raise BackendError(
+            f"numerics={INVARIANT} needs all steps to be a list of operations: {why_not}; start with numerics=auto"
+        )
     facts = ModelFacts(
         model_id=loaded.model_id,
         vocab_size=loaded.vocab_size,
         trained_positions=loaded.trained_positions,
         device=loaded.device,
         dtype=loaded.dtype,
-        numerics="torch" if listed is None else "listed",
+        numerics="torch" if listed is None else INVARIANT if is_invariant else "listed",
         refused_strategies=admitted.refused,
     )
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed)
 
 
-def _listed(admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device) -> ListedStep | None:
-    """What runs steps of few tokens; None where torch's modules do, and the log says why."""
+def _listed(
+    admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device, *, is_invariant: bool
+) -> tuple[ListedStep | None, str]:
+    """What runs steps of few tokens, or all; or None where torch's modules do, and why. The log says it, too."""
     if not ops.attends_together:
-        return None
+        return None, f"on {device}, sessions are attended to one by one"
     try:
         check_family(seam.model.config.get_text_config())
         kind, full = type(seam.model), seam.model.config
-        difference = try_listed(kind, full, admitted.traits, ops=ops, device=device)
+        difference = try_listed(kind, full, admitted.traits, ops=ops, device=device, is_invariant=is_invariant)
         logger.debug("a twin's logits differ by %.3g from transformers'", difference)
-        listed = ListedStep(seam, ops.fused)
+        listed = ListedStep(seam, ops.open_invariant() if is_invariant else ops.open_fused())
         listed.check()
     except NoStepListError as reason:
         logger.info("torch's modules run all steps: %s", reason)
-        return None
+        return None, str(reason)
     except Exception as error:  # what a compiler of kernels raises for a device that they do not fit
         logger.warning("torch's modules run all steps: the kernels do not run on %s (%s)", device, error, exc_info=True)
-        return None
+        return None, f"the kernels do not run on {device} ({error})"
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the matrices as they were before they were joined
-    return listed
+    return listed, ""
 
 
 def try_listed(
@@ -115,6 +126,7 @@ def try_listed(
     *,
     ops: DeviceOps,
     device: torch.device,
+    is_invariant: bool = False,
     seed: int = 0,
 ) -> float:
     """The largest difference of a logit between a twin's listed steps and transformers, as a share of the largest.
@@ -127,7 +139,8 @@ def try_listed(
         twin = Twin(kind, config, traits, TwinSizes())
     twin.seam.model.to(device)
     facts = replace(twin.forward.facts, device=str(device))
-    twin.forward = TorchForward(twin.seam, facts, device, ops=ops, listed=ListedStep(twin.seam, ops.fused))
+    listed = ListedStep(twin.seam, ops.open_invariant() if is_invariant else ops.open_fused())
+    twin.forward = TorchForward(twin.seam, facts, device, ops=ops, listed=listed)
     difference = max(twin.difference_of_chunks(tokens=1, is_alone=True), twin.difference_of_chunks())
     if not difference <= TOLERANCE:
         raise NoStepListError(

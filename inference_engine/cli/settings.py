@@ -31,7 +31,13 @@ HELP = {
     "dtype": ("DTYPE", "of activations, and of weights on torch: float32 or bfloat16; with device mlx float16, too"),
     "backend": ("NAME", "native (kernels in C++ for the CPU), torch, or auto: native where it runs the model"),
     "weights": ("TYPE", "of the native backend: auto (as stored), or floats made int8, int4, bfloat16 or float32"),
-    "numerics": ("NAME", "of the native backend: exact (float32 activations), int8 (8 bits), or auto: exact"),
+    "numerics": (
+        "NAME",
+        (
+            "native: exact (float32 activations) or int8 (8 bits); GPU: invariant (no bit of a session depends on "
+            "others); or auto: exact, or the fastest"
+        ),
+    ),
     "kv_dtype": (
         "TYPE",
         "of K and V on the native backend: float32, float16, bfloat16 (larger range), or auto: float16",

@@ -51,7 +51,7 @@ class Product(Protocol):
         residual: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        """states [N, K] · matrix [O, K], as [N, O], for at most MOST_TOKENS tokens.
+        """states [N, K] · matrix [O, K], as [N, O], for at most `Fused.most_tokens` tokens.
 
         bias: [O]. norm: applied to states first. residual: [N, O], added at the end. activation: of the first half of
         the outputs, which is multiplied with the second; then the result is [N, O / 2], without a residual.
@@ -144,11 +144,17 @@ def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fused:
-    """The fused operations of a device."""
+    """The fused operations of a device. most_tokens: of a product; None: any number."""
 
     product: Product = product
     place_heads: PlaceHeads = place_heads
     norm: Norm = norm
+    most_tokens: int | None = MOST_TOKENS
 
 
 PLAIN = Fused()
+
+
+def plain_invariant() -> Fused:
+    """The references, for any number of tokens. Their bits are those of torch's products."""
+    return Fused(most_tokens=None)

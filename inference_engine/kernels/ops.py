@@ -6,6 +6,7 @@ A new kernel is a file in `triton/` and a line in `_KERNELS`; it must equal its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -13,20 +14,21 @@ from typing import Any
 import torch
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.fused import PLAIN as PLAIN_FUSED
-from inference_engine.kernels.fused import Fused
+from inference_engine.kernels.fused import Fused, plain_invariant
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kernels.trellis import PLAIN, Trellis
 
-# The operation, and the module in `triton/` that has it under the same name.
+# The operation, the module in `triton/` that has it, and its name there.
 _KERNELS = {
-    "attend_ragged": "ragged_attention",
-    "fused": "fused",
-    "largest": "topk",
-    "noise_of_all": "noise",
-    "trellis": "trellis",
+    "attend_ragged": ("ragged_attention", "attend_ragged"),
+    "attend_invariant": ("ragged_attention", "attend_invariant"),
+    "largest": ("topk", "largest"),
+    "noise_of_all": ("noise", "noise_of_all"),
+    "open_fused": ("fused", "open_fused"),
+    "open_invariant": ("fused", "open_invariant"),
+    "trellis": ("trellis", "trellis"),
 }
 
 
@@ -36,15 +38,19 @@ class DeviceOps:
 
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
     drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. trellis: the coder of latents.
-    fused: what a step of few tokens is made of. attends_together: are the queries of all sessions of a step attended to
-    in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is no kernel.
+    open_fused: makes what a step of few tokens is made of, for one model. open_invariant: makes what any step is made
+    of so that no token's bits depend on the others; attend_invariant is its attention. attends_together: are the
+    queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each session is attended to by
+    itself, which is better where there is no kernel.
     """
 
     attend_ragged: RaggedAttention = attend_ragged
+    attend_invariant: RaggedAttention = attend_ragged
     noise_of_all: NoiseOfAll = noise_of_all
     largest: Largest = topk_by_sorting
     trellis: Trellis = PLAIN
-    fused: Fused = PLAIN_FUSED
+    open_fused: Callable[[], Fused] = Fused
+    open_invariant: Callable[[], Fused] = plain_invariant
     attends_together: bool = False
 
 
@@ -59,9 +65,9 @@ def open_ops(choice: str, device: torch.device) -> DeviceOps:
     if choice == "plain" or (choice == "auto" and device.type != "cuda"):
         return REFERENCE
     kernels: dict[str, Any] = {}
-    for name, module in _KERNELS.items():
+    for name, (module, own_name) in _KERNELS.items():
         try:
-            kernels[name] = getattr(import_module(f"inference_engine.kernels.triton.{module}"), name)
+            kernels[name] = getattr(import_module(f"inference_engine.kernels.triton.{module}"), own_name)
         except ImportError as error:
             raise BackendError(
                 f"kernels={choice} on {device} needs the package triton, which cannot be imported ({error}); "

@@ -83,7 +83,7 @@ def test_a_model_says_whether_its_steps_are_listed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """On a device that attends to the queries of all sessions together; generates as transformers does in any case."""
-    monkeypatch.setattr(torch_loading, "open_ops", lambda *_: replace(listed_ops(), fused=fused))
+    monkeypatch.setattr(torch_loading, "open_ops", lambda *_: replace(listed_ops(), open_fused=lambda: fused))
     caplog.set_level("INFO", logger=torch_loading.__name__)
     own = write_model(tmp_path / "model", family, {**SIZES, **SERVED[family]})
     history = text(40)

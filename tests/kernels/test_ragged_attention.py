@@ -251,18 +251,6 @@ def test_the_reference_gives_each_query_what_it_gets_by_itself(shape: tuple[int,
         assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
 
-class _IsInt(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, int)
-
-
-class _IntOfArray(metaclass=_IsInt):
-    """int() as Triton's interpreter calls it: of arrays of one number too, which numpy no longer allows."""
-
-    def __new__(cls, number: object) -> int:  # type: ignore[misc]
-        return int(np.asarray(number).reshape(()))
-
-
 def kernel_of() -> RaggedAttention:
     """Imported late: Triton decides at that moment whether it interprets."""
     from inference_engine.kernels.triton.ragged_attention import attend_ragged as kernel
@@ -271,16 +259,14 @@ def kernel_of() -> RaggedAttention:
 
 
 def device_of_kernels() -> torch.device:
-    """A GPU, or where there is none the interpreter, set to accept this numpy and to cut queries into fewer parts."""
+    """A GPU, or where there is none the interpreter, set to cut queries into fewer parts."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    from triton.runtime import interpreter
-
     from inference_engine.kernels.triton import gather, ragged_attention
 
-    interpreter.int = _IntOfArray
     # It takes long for each program: fewer than would fill a GPU.
-    ragged_attention._PROGRAMS, ragged_attention._SOME_SPLITS = 32, 2
+    ragged_attention._PROGRAMS, ragged_attention._MOST_PARTS, ragged_attention._LEAST_PART = 32, 3, 64
+    ragged_attention._MERGED_AT_ONCE = 2
     gather._PARTS, gather._PARTS_OF_MANY, gather._NARROW, gather._FEW = 6, 2, 16, 4
     gather._READ = gather._READ._replace(rows=16)
     return torch.device("cpu")

@@ -25,6 +25,7 @@ from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv import plan
 from inference_engine.kv.parts.shared_prefix import PrefixView
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.native.library import KVType
@@ -43,9 +44,10 @@ from tests.tiny_native import tiny_native
 ON_GPU = torch.cuda.is_available()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 # Whether steps are recorded. Listed: those of few tokens are a list of operations instead of torch's modules.
+# Invariant: all steps are, and a token's bits depend on nothing else in its step.
 # Ahead: they are launched before the tokens of the step before have reached the host.
-VARIANTS = {"regions": False, "listed": False, "ahead": ON_GPU}
-VARIANTS |= {"regions-graphs": True, "listed-graphs": True} if ON_GPU else {}
+VARIANTS = {"regions": False, "listed": False, "invariant": False, "ahead": ON_GPU}
+VARIANTS |= {"regions-graphs": True, "listed-graphs": True, "invariant-graphs": True} if ON_GPU else {}
 # K and V in 16 bits are compared with the same: session by session, they are read by torch.
 ALONE = {**dict.fromkeys((*VARIANTS, "native"), "alone"), "native-float16": "native-float16-alone"}
 EVERYWHERE = tuple(ALONE)
@@ -68,7 +70,11 @@ def forward_on_torch(variant: str) -> TorchForward:
         return tiny_forward_on(device)
     ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True)
     return tiny_forward_on(
-        device, ops=ops, records_graphs=VARIANTS[variant], is_listed=variant in ("listed", "listed-graphs", "ahead")
+        device,
+        ops=ops,
+        records_graphs=VARIANTS[variant],
+        is_listed=variant in ("listed", "listed-graphs", "ahead"),
+        is_invariant=variant.startswith("invariant"),
     )
 
 
@@ -78,14 +84,17 @@ def engine_on(variant: str, *, drafter: Drafter | None = None, **settings: Any) 
     return Engine(forward(variant), config, latent=latent, components=tiny_components(), drafter=drafter)
 
 
-def conversation(variant: str, strategy: KVStrategy, **extras: Any) -> list[list[tuple[int, float | None]]]:
-    """Three turns of a session beside neighbours of other strategies and lengths, in the same forwards."""
+def conversation(
+    variant: str, strategy: KVStrategy, *, is_alone: bool = False, **extras: Any
+) -> list[list[tuple[int, float | None]]]:
+    """Three turns of a session beside neighbours of other strategies and lengths, in the same forwards, or alone."""
     turns = []
     with engine_on(variant, **extras) as engine:
         session = opened(engine, strategy)
         neighbours = [
             opened(engine, neighbour, text(length, seed=length))
             for neighbour, length in ((Full(), 77), (SinkWindow(sink=2, window=9), 100), (Full(), 3), (Full(), 40))
+            if not is_alone
         ]
         for turn in range(3):
             engine.append(session, text((5, 61, 30)[turn], seed=turn))
@@ -137,6 +146,24 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     reads_elsewhere |= options.get("scorer") == "bounds"
     assert counts[0] == 1 and (counts.max() > 1) == reads_elsewhere, counts
     assert options.get("mode") != "select" or (counts[-16:] == 1).all(), counts
+
+
+@pytest.mark.skipif(not ON_GPU, reason="torch's products on a CPU depend on the number of tokens")
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.startswith("invariant")])
+@each_strategy
+def test_neighbours_change_no_bit_of_a_session(strategy: KVStrategy, variant: str) -> None:
+    assert conversation(variant, strategy) == conversation(variant, strategy, is_alone=True)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="torch's products on a CPU depend on the number of tokens")
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.startswith("invariant")])
+@pytest.mark.parametrize(
+    "strategy", [Full(), SinkWindow(sink=3, window=20), Gather(block=4, sink=4, window=16, budget=64)], ids=str
+)
+def test_neither_chunks_nor_drafts_change_a_bit_of_what_reads_regions(strategy: KVStrategy, variant: str) -> None:
+    plain = conversation(variant, strategy)
+    assert conversation(variant, strategy, step_tokens=16) == plain
+    assert conversation(variant, strategy, drafter=NgramDrafter()) == plain
 
 
 @pytest.mark.parametrize("variant", EVERYWHERE)

@@ -23,7 +23,8 @@ from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
 
-_IDENTITIES = {"exact": Identity.EXACT, "int8": Identity.QUANTISED, "auto": Identity.EXACT}
+# Within each of them a session's bits depend on nothing else in a step.
+_IDENTITIES = dict.fromkeys(("auto", "exact", "invariant"), Identity.EXACT) | {"int8": Identity.QUANTISED}
 _KV_TYPES = {
     "auto": KVType.FLOAT16,
     "float32": KVType.FLOAT32,

@@ -2,11 +2,12 @@
 
 A step of one token reads every matrix once and multiplies each number once, so a program sums a few rows of the matrix
 on plain units, with enough reads under way to fill the memory's bandwidth; the norm costs nothing beside them. Of more
-tokens the products are left to tensor cores, whose tiles have room for 16, 32 or 64; they get normed
-states.
+tokens the products are left to tensor cores; they get normed states.
 
-A token's sums are added in an order that follows from the shape of the matrix, and for 2 to 64 tokens it is the same.
-Sums are float32; float32 inputs are multiplied as float32, not in TF32.
+A token's sums are added in an order that follows from the shape of the matrix. It is the same for any number of tokens
+but one; `open_invariant` has it for one, too. Where a matrix has few rows, parts of its sums are made side by side, and
+the last program of a tile adds them up in their order. Sums are float32; float32 inputs are multiplied as float32, not
+in TF32.
 """
 
 from __future__ import annotations
@@ -21,71 +22,116 @@ from torch import Tensor
 
 from inference_engine.kernels.fused import MOST_TOKENS, Fused, RowNorm
 
+_LEAST = 16  # tokens of a tile
+_TOGETHER = 8  # tiles of rows whose programs follow each other
+_COUNTERS = 256
+_PROGRAMS = 132  # that fill a large GPU
+_LEAST_PART = 512  # inputs that are worth a program of their own
+_MOST_PARTS = 4
+_WIDEST = 128  # inputs of a tile
+
 _NONE, _SILU, _GELU_TANH = 0, 1, 2
 _ACTIVATIONS = {None: _NONE, "silu": _SILU, "gelu_tanh": _GELU_TANH}
 
 
-def product(
-    states: Tensor,
-    matrix: Tensor,
-    *,
-    bias: Tensor | None = None,
-    norm: RowNorm | None = None,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """See `Product`."""
-    count, inputs = states.shape
-    assert count <= MOST_TOKENS, count
-    outputs = len(matrix) if activation is None else len(matrix) // 2
-    if norm is not None and count > 1:
-        states, norm = _norm(states, norm), None
-    out = torch.empty((count, outputs), dtype=states.dtype, device=states.device)
-    tensors = (
-        states,
-        matrix,
-        matrix if bias is None else bias,
-        matrix if residual is None else residual,
-        out,
-    )
-    constants = {
-        "INPUTS": inputs,
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "ACTIVATION": _ACTIVATIONS[activation],
-    }
-    if count == 1:
-        tile = tile_of_one(outputs, inputs)
-        _product_of_one[(triton.cdiv(outputs, tile.rows),)](
-            *tensors,
-            matrix if norm is None else norm.weights,
-            outputs,
-            0.0 if norm is None else norm.epsilon,
-            **constants,
-            HAS_NORM=norm is not None,
-            ADDS_ONE=norm is not None and norm.adds_one,
-            IS_EVEN=inputs % tile.width == 0 and outputs % tile.rows == 0,
-            ROWS=tile.rows,
-            WIDTH=tile.width,
-            num_warps=tile.warps,
+class Products:
+    """The products of one user: programs that share a sum count in its memory who of them is the last.
+
+    is_invariant: one token is multiplied as many are, so that its bits do not depend on their number.
+    """
+
+    def __init__(self, *, is_invariant: bool = False) -> None:
+        self._is_invariant = is_invariant
+        self._arrived: dict[torch.device, Tensor] = {}
+
+    def __call__(
+        self,
+        states: Tensor,
+        matrix: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: RowNorm | None = None,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        """See `Product`."""
+        count, inputs = states.shape
+        is_alone = count == 1 and not self._is_invariant
+        assert is_alone or self._is_invariant or count <= MOST_TOKENS, count
+        outputs = len(matrix) if activation is None else len(matrix) // 2
+        if norm is not None and not is_alone:
+            states, norm = _norm(states, norm), None
+        out = torch.empty((count, outputs), dtype=states.dtype, device=states.device)
+        tensors = (
+            states,
+            matrix,
+            matrix if bias is None else bias,
+            matrix if residual is None else residual,
+            out,
         )
-    else:
-        columns = max(16, triton.next_power_of_2(count))
+        constants = {
+            "INPUTS": inputs,
+            "HAS_BIAS": bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+            "ACTIVATION": _ACTIVATIONS[activation],
+        }
+        if is_alone:
+            tile = tile_of_one(outputs, inputs)
+            _product_of_one[(triton.cdiv(outputs, tile.rows),)](
+                *tensors,
+                matrix if norm is None else norm.weights,
+                outputs,
+                0.0 if norm is None else norm.epsilon,
+                **constants,
+                HAS_NORM=norm is not None,
+                ADDS_ONE=norm is not None and norm.adds_one,
+                IS_EVEN=inputs % tile.width == 0 and outputs % tile.rows == 0,
+                ROWS=tile.rows,
+                WIDTH=tile.width,
+                num_warps=tile.warps,
+            )
+            return out
+        parts = parts_of(outputs, inputs)
         matrices = 1 if activation is None else 2
-        tile = tile_of_some(states.element_size(), columns, matrices, _shared_bytes(states.device))
-        _product_of_some[(triton.cdiv(outputs, tile.rows),)](
+        if count <= MOST_TOKENS:
+            tokens = max(_LEAST, triton.next_power_of_2(count))
+            tile = tile_of_some(outputs, inputs, states.element_size(), tokens, matrices)
+        else:
+            tokens, tile = tile_of_many(outputs, count, states.element_size())
+        tile = fitting(tile, states.element_size(), tokens, matrices, _shared_bytes(states.device))
+        rows, columns = triton.cdiv(outputs, tile.rows), triton.cdiv(count, tokens)
+        is_split = parts > 1 and columns == 1
+        held, arrived = out, out
+        if is_split:
+            held = torch.empty(rows * parts * matrices * tile.rows * tokens, dtype=torch.float32, device=out.device)
+            arrived = self._counters(rows, out.device)
+        _product_of_some[(rows * columns, parts if is_split else 1)](
             *tensors,
+            held,
+            arrived,
             outputs,
             count,
             **constants,
             IS_EVEN=inputs % tile.width == 0 and outputs % tile.rows == 0,
-            TOKENS=columns,
+            TOKENS=tokens,
             ROWS=tile.rows,
             WIDTH=tile.width,
+            PARTS=parts,
+            PART=part_of(inputs, parts),
+            IS_SPLIT=is_split,
+            IS_ONE_COLUMN=columns == 1,
+            TOGETHER=_TOGETHER,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return out
+        return out
+
+    def _counters(self, count: int, device: torch.device) -> Tensor:
+        """Zeros, which the last program of each leaves as zeros."""
+        if device not in self._arrived or len(self._arrived[device]) < count:
+            with torch.inference_mode(False):
+                self._arrived[device] = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
+        return self._arrived[device]
 
 
 class Tile(NamedTuple):
@@ -110,13 +156,46 @@ def tile_of_one(outputs: int, inputs: int) -> Tile:
     return Tile(2, 512, 2) if outputs < 4096 else Tile(8, 512, 4)
 
 
-def tile_of_some(itemsize: int, tokens: int, matrices: int, shared_bytes: int) -> Tile:
-    """For steps of several tokens: best of those tried with each matrix of Qwen2.5-7B on an H200, 16 and 64 tokens.
+def parts_of(outputs: int, inputs: int) -> int:
+    """Of a sum over the inputs, where there are few outputs: parts are summed by programs of their own.
 
-    tokens: for which a tile has room. matrices: of which a program reads a tile at once. shared_bytes: what a program
-    may have.
+    It follows from the shape of the matrix alone, so that equal shapes have equal bits on all devices.
     """
-    tile = Tile(64, 128, 4, 5) if itemsize == 2 else Tile(16, 64, 4, 4)
+    tiles = -(-outputs // 64)
+    return max(1, min(_PROGRAMS // tiles, inputs // _LEAST_PART, _MOST_PARTS))
+
+
+def part_of(inputs: int, parts: int) -> int:
+    """Inputs of each part but the last: a multiple of all tiles' widths."""
+    return int(triton.cdiv(triton.cdiv(inputs, _WIDEST), parts)) * _WIDEST
+
+
+def tile_of_some(outputs: int, inputs: int, itemsize: int, tokens: int, matrices: int) -> Tile:
+    """For up to 64 tokens: within 4 % of the best of those tried with each matrix of Qwen2.5-7B on an H200, 1, 16 and
+    64 tokens, and within 5 % of SmolLM2-135M.
+
+    tokens: for which a tile has room. matrices: of which a program reads a tile at once.
+    """
+    if itemsize > 2:
+        return Tile(16, 64, 4, 4)
+    if matrices > 1 and inputs >= 2048 and tokens <= 32:
+        return Tile(64, 128, 4, 4)
+    if matrices > 1 or inputs < 2048 or outputs > 8192:
+        return Tile(64, 64, 4, 8)
+    return Tile(64, 128, 4, 5)
+
+
+def tile_of_many(outputs: int, count: int, itemsize: int) -> tuple[int, Tile]:
+    """For more tokens: how many of them a tile has room for, and the tile."""
+    if itemsize > 2:
+        return 32, Tile(16, 64, 4, 4)
+    if triton.cdiv(outputs, 128) * triton.cdiv(count, 128) < 64:
+        return 128, Tile(64, 64, 4, 4)
+    return 128, Tile(128, 64, 8, 3)
+
+
+def fitting(tile: Tile, itemsize: int, tokens: int, matrices: int, shared_bytes: int) -> Tile:
+    """The tile, or a smaller one that fits the shared memory that a program may have."""
     while tile.stages > 1 and _shared(tile, itemsize, tokens, matrices) > shared_bytes:
         tile = tile._replace(stages=tile.stages - 1)
     while tile.rows > 16 and _shared(tile, itemsize, tokens, matrices) > shared_bytes:
@@ -206,13 +285,13 @@ def _gated(b_gate, b_up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """A tile of the matrix, [ROWS, WIDTH]. It is read once: other data stays in the cache."""
+def _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, KEPT: tl.constexpr):
+    """A tile of the matrix, [ROWS, WIDTH]. KEPT: the policy of the cache."""
     p_tile = p_matrix + o_rows[:, None].to(tl.int64) * INPUTS + o_in[None, :]
     if IS_EVEN:
-        b_tile = tl.load(p_tile, eviction_policy="evict_first")
+        b_tile = tl.load(p_tile, eviction_policy=KEPT)
     else:
-        b_tile = tl.load(p_tile, mask=m_rows[:, None] & m_in[None, :], other=0.0, eviction_policy="evict_first")
+        b_tile = tl.load(p_tile, mask=m_rows[:, None] & m_in[None, :], other=0.0, eviction_policy=KEPT)
     return b_tile
 
 
@@ -251,9 +330,12 @@ def _product_of_one(
             if ADDS_ONE:
                 b_factor += 1.0
             b_states *= b_factor
-        b_sums += _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN).to(tl.float32) * b_states[None, :]
+        b_sums += (
+            _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first").to(tl.float32)
+            * b_states[None, :]
+        )
         if ACTIVATION > 0:
-            b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN)
+            b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
             b_ups += b_tile.to(tl.float32) * b_states[None, :]
     b_out = tl.sum(b_sums, axis=1)
     b_up = tl.sum(b_ups, axis=1)
@@ -272,6 +354,45 @@ def _product_of_one(
     tl.store(p_out + o_rows, b_out.to(p_out.dtype.element_ty), mask=m_rows)
 
 
+@triton.jit
+def _sums_of_part(
+    p_states,
+    p_matrix,
+    o_rows,
+    o_tokens,
+    m_rows,
+    m_tokens,
+    outputs,
+    begin,
+    end,
+    INPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """[ROWS, TOKENS] of the first half of the matrix, or all of it, and of the second, over inputs begin … end - 1.
+
+    The rows of the matrix are those of the tensor cores' tiles, the tokens their columns: the order of a sum is the
+    same for any number of them.
+    """
+    b_sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    b_ups = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    for first in range(begin, end, WIDTH):
+        o_in = first + tl.arange(0, WIDTH)
+        m_in = o_in < INPUTS
+        o_states = o_tokens[None, :].to(tl.int64) * INPUTS + o_in[:, None]
+        b_states = tl.load(p_states + o_states, mask=m_tokens[None, :] & m_in[:, None], other=0.0)
+        b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
+        b_sums = tl.dot(b_tile, b_states, b_sums, input_precision="ieee")
+        if ACTIVATION > 0:
+            b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
+            b_ups = tl.dot(b_tile, b_states, b_ups, input_precision="ieee")
+    return b_sums, b_ups
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _product_of_some(
     p_states,
@@ -279,6 +400,8 @@ def _product_of_some(
     p_bias,
     p_residual,
     p_out,
+    p_held,
+    p_arrived,
     outputs,
     tokens,
     INPUTS: tl.constexpr,
@@ -289,25 +412,66 @@ def _product_of_some(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_ONE_COLUMN: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """The rows of the matrix are those of the tensor cores' tiles, the tokens their columns."""
-    o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_tile = tl.program_id(0)
+    column = 0
+    if not IS_ONE_COLUMN:
+        # Programs that run at the same time read few rows and few tokens between them.
+        columns = tl.cdiv(tokens, TOKENS)
+        first_row = row_tile // (TOGETHER * columns) * TOGETHER
+        together = tl.minimum(tl.cdiv(outputs, ROWS) - first_row, TOGETHER)
+        place = row_tile % (TOGETHER * columns)
+        row_tile = first_row + place % together
+        column = place // together
+    o_rows = row_tile * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < outputs
-    o_tokens = tl.arange(0, TOKENS)
+    o_tokens = column * TOKENS + tl.arange(0, TOKENS)
     m_tokens = o_tokens < tokens
-    b_sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    b_ups = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    for first in range(0, INPUTS, WIDTH):
-        o_in = first + tl.arange(0, WIDTH)
-        m_in = o_in < INPUTS
-        b_states = tl.load(
-            p_states + o_tokens[None, :] * INPUTS + o_in[:, None], mask=m_tokens[None, :] & m_in[:, None], other=0.0
-        )
-        b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN)
-        b_sums = tl.dot(b_tile, b_states, b_sums, input_precision="ieee")
+    inputs = outputs * 0 + INPUTS
+    # A matrix that is read once leaves other data in the cache.
+    KEPT: tl.constexpr = "evict_first" if IS_ONE_COLUMN else ""
+    if IS_SPLIT:
+        part = tl.program_id(1)
+        b_sums, b_ups = _sums_of_part(
+            p_states, p_matrix, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
+            tl.minimum(part * PART + PART, inputs), INPUTS, ACTIVATION, IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
+        )  # fmt: skip
+        o_tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        p_mine = p_held + row_tile * (PARTS * ROWS * TOKENS * (1 if ACTIVATION == 0 else 2))
+        tl.store(p_mine + part * (ROWS * TOKENS) + o_tile, b_sums)
         if ACTIVATION > 0:
-            b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN)
-            b_ups = tl.dot(b_tile, b_states, b_ups, input_precision="ieee")
+            tl.store(p_mine + (PARTS + part) * (ROWS * TOKENS) + o_tile, b_ups)
+        # Every thread has stored before one of them says so; who comes last adds up all, in the order of the parts.
+        tl.debug_barrier()
+        before = tl.atomic_add(p_arrived + row_tile, 1, sem="acq_rel")
+        if before < PARTS - 1:
+            return
+        tl.store(p_arrived + row_tile, 0)
+        b_sums = tl.load(p_mine + o_tile, cache_modifier=".cg")
+        b_ups = b_sums
+        if ACTIVATION > 0:
+            b_ups = tl.load(p_mine + PARTS * (ROWS * TOKENS) + o_tile, cache_modifier=".cg")
+        for other in tl.static_range(1, PARTS):
+            b_sums += tl.load(p_mine + other * (ROWS * TOKENS) + o_tile, cache_modifier=".cg")
+            if ACTIVATION > 0:
+                b_ups += tl.load(p_mine + (PARTS + other) * (ROWS * TOKENS) + o_tile, cache_modifier=".cg")
+    else:
+        b_sums, b_ups = _sums_of_part(
+            p_states, p_matrix, o_rows, o_tokens, m_rows, m_tokens, outputs, 0, tl.minimum(inputs, PART), INPUTS,
+            ACTIVATION, IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
+        )  # fmt: skip
+        for part in tl.static_range(1, PARTS):
+            b_next, b_next_up = _sums_of_part(
+                p_states, p_matrix, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
+                tl.minimum(inputs, part * PART + PART), INPUTS, ACTIVATION, IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
+            )  # fmt: skip
+            b_sums += b_next
+            b_ups += b_next_up
     if HAS_BIAS:
         b_sums += tl.load(p_bias + o_rows, mask=m_rows, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION > 0:
@@ -405,4 +569,11 @@ def _norm_tokens(
     tl.store(p_out + o_token + o_in, b_out.to(p_out.dtype.element_ty), mask=m_in)
 
 
-fused = Fused(product=product, place_heads=place_heads, norm=_norm)
+def open_fused() -> Fused:
+    """The operations for one user: a thread, and a stream of its device."""
+    return Fused(product=Products(), place_heads=place_heads, norm=_norm)
+
+
+def open_invariant() -> Fused:
+    """As `open_fused`, for any number of tokens, and none of them changes the bits of another."""
+    return Fused(product=Products(is_invariant=True), place_heads=place_heads, norm=_norm, most_tokens=None)

@@ -6,7 +6,11 @@ prefill: they are cut into tiles, and where all queries of a tile look at one re
 
     queries  a b c c | c c c c | c c c 0      tiles of four; the first and the last are served query by query
 
-Which tiles these are, and how far loops run, are numbers read on the device, so a launch depends on the number of
+How a query's slots are cut into parts follows from how many there are for it to see, parts are merged in their order,
+and a tile multiplies as a single query does: what is beside a query changes none of its bits. A program may serve
+several parts; where there are enough programs anyway, each goes through all parts, and merges them as it goes.
+
+Which tiles there are, and how far loops run, are numbers read on the device, so a launch depends on the number of
 queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
 """
 
@@ -20,9 +24,12 @@ from torch import Tensor
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.gather import attend_selecting
 
-_PROGRAMS = 256  # enough to fill a GPU; fewer queries are split into more parts
-_MOST_SPLITS = 32
-_SOME_SPLITS = 8
+_PROGRAMS = 128  # tiles and heads that fill a GPU; of fewer, parts are served by programs of their own
+_PROGRAMS_OF_TWO = 512  # tiles of twice as many rows and heads that fill it
+_PROGRAMS_OF_PARTS = 512  # that a launch has at least, if there are as many parts
+_MOST_PARTS = 32
+_MERGED_AT_ONCE = 8
+_LEAST_PART = 128  # slots; a multiple of all tiles
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _FEW_QUERIES = 64  # up to these many, each is likely to look at a region of its own
 
@@ -61,6 +68,38 @@ def attend_ragged(
     return out
 
 
+def attend_invariant(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    regions: Tensor,
+    *,
+    kv_heads: int,
+    scaling: float,
+    softcap: float | None = None,
+    blocks: int = 0,
+) -> Tensor:
+    """As `attend_ragged`; queries that select blocks, too, are served in one way, however many there are."""
+    queries, regions = queries.contiguous(), regions.contiguous()
+    out = torch.empty_like(queries)
+    _attend_all(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
+    for first in range(0, len(queries) if blocks else 0, _FEW_QUERIES):
+        part = slice(first, first + _FEW_QUERIES)
+        attend_selecting(
+            queries[part],
+            keys,
+            values,
+            regions[part],
+            out[part],
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            blocks=blocks,
+            serves_all=False,
+        )
+    return out
+
+
 def _attend_all(
     queries: Tensor,
     keys: Tensor,
@@ -76,246 +115,350 @@ def _attend_all(
     query_count, query_heads, head_dim = queries.shape
     group = query_heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_dim))
-    is_narrow = width * queries.element_size() <= 256
-    block_q = 64 if is_narrow and queries.element_size() == 2 else 32
-    tile = 1 if query_count <= _FEW_QUERIES else max(1, block_q // group)
+    is_narrow = width * queries.element_size() <= 256 and queries.element_size() == 2
+    # Single queries, too, fill a tile with their group: other tiles multiply and add in another order.
+    block = max(64 if is_narrow else 32, triton.next_power_of_2(group))
+    tile, block_of_tile = 1, block
+    if query_count > _FEW_QUERIES:
+        has_two = (
+            is_narrow and width > 64 and triton.cdiv(query_count, 2 * block // group) * kv_heads >= _PROGRAMS_OF_TWO
+        )
+        block_of_tile = 2 * block if has_two else block
+        tile = max(1, block_of_tile // group)
     tiles = triton.cdiv(query_count, tile)
-    if tile == 1:
-        splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (query_count * kv_heads))))
-    else:  # one of two numbers: each is a kernel that has to be compiled
-        splits = _SOME_SPLITS if tiles * kv_heads < _PROGRAMS // 2 else 1
-    parts = torch.empty((query_count, query_heads, splits, head_dim), dtype=torch.float32, device=queries.device)
-    sums = torch.empty((query_count, query_heads, splits), dtype=torch.float32, device=queries.device)
-    block_g = max(_LEAST, triton.next_power_of_2(group))
-    tensors = (queries, keys, values, regions, parts, sums)
-    numbers = (scaling, 0.0 if softcap is None else softcap)
+    has_parts = tile == 1 or tiles * kv_heads < _PROGRAMS
+    parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS_OF_PARTS, tiles * kv_heads))
+    parts = min(_MOST_PARTS, parts) if has_parts else 1
+    held = torch.empty(
+        (query_count, query_heads, _MOST_PARTS, head_dim) if has_parts else (0,),
+        dtype=torch.float32,
+        device=queries.device,
+    )
+    # Of each part the largest score, and the sum of what is above it.
+    sums = torch.empty(
+        (2, query_count, query_heads, _MOST_PARTS) if has_parts else (0,), dtype=torch.float32, device=queries.device
+    )
+    tensors = (queries, keys, values, regions, held, sums, out)
+    numbers = (query_count, scaling, 0.0 if softcap is None else softcap)
     constants = {
         "FIELDS": FIELDS,
-        "SPLITS": splits,
+        "PARTS": _MOST_PARTS,
+        "LEAST_PART": _LEAST_PART,
+        "HAS_PARTS": has_parts,
         "GROUP": group,
         "TILE": tile,
         "D": head_dim,
         "HAS_CAP": softcap is not None,
         "BLOCK_D": width,
+        "BLOCK_S": 64 if is_narrow else 32,
     }
-    _attend_part[(query_count, kv_heads, splits)](
-        *tensors, *numbers, BLOCK_G=block_g, BLOCK_S=64 if is_narrow else 32, **constants
-    )
+    _attend_one[(query_count, kv_heads, parts)](*tensors, *numbers, BLOCK_Q=block, **constants)
     if tile > 1:
-        _attend_tile_part[(tiles, kv_heads, splits)](
-            *tensors, query_count, *numbers, BLOCK_Q=block_q, BLOCK_S=block_q, **constants
+        _attend_tile[(tiles, kv_heads, parts)](
+            *tensors,
+            *numbers,
+            BLOCK_Q=block_of_tile,
+            num_warps=4 * block_of_tile // block,
+            **constants,
         )
-    _merge_parts[(query_count * query_heads,)](parts, sums, out, SPLITS=splits, D=head_dim, BLOCK_D=width)
+    if has_parts:
+        _merge_parts[(query_count * query_heads,)](
+            held,
+            sums,
+            regions,
+            out,
+            query_count,
+            FIELDS=FIELDS,
+            PARTS=_MOST_PARTS,
+            LEAST_PART=_LEAST_PART,
+            AT_ONCE=min(_MERGED_AT_ONCE, _MOST_PARTS),
+            HEADS=query_heads,
+            D=head_dim,
+            BLOCK_D=width,
+        )
 
 
 @triton.jit
-def _attend_part(
+def _part_of(p_line, PARTS: tl.constexpr, LEAST_PART: tl.constexpr):
+    """Slots of a part for the query of a line: the same whenever it sees the same slots."""
+    ring = tl.load(p_line + 4).to(tl.int32)
+    slots = tl.where(ring > 0, tl.load(p_line + 3).to(tl.int32) + ring, tl.load(p_line + 6).to(tl.int32) + 1)
+    part = slots * 0 + LEAST_PART
+    while part * PARTS < slots:
+        part *= 2
+    return part
+
+
+@triton.jit
+def _is_shared(p_regions, o_first, o_last, FIELDS: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr):
+    """Do all queries from the first to the last look at one region, cut into the same parts?
+
+    Padding queries look alike, and a real one may be between them: a region without slots is not shared.
+    """
+    p_first = p_regions + o_first * FIELDS
+    p_last = p_regions + o_last * FIELDS
+    is_one = (tl.load(p_first) == tl.load(p_last)) & (tl.load(p_first + 2) > 0) & (tl.load(p_first + 9) == 0)
+    return is_one & (_part_of(p_first, PARTS, LEAST_PART) == _part_of(p_last, PARTS, LEAST_PART))
+
+
+@triton.jit
+def _merged(b_top, b_sum, b_out, b_next_top, b_next_sum, b_next_out):
+    """Attention so far, and that to the next part. The products are rounded at the same places wherever this stands."""
+    b_new = tl.maximum(b_top, b_next_top)
+    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_keep = tl.exp2(b_top - b_safe)
+    b_add = tl.exp2(b_next_top - b_safe)
+    b_sum = tl.fma(b_sum, b_keep, b_next_sum * b_add)
+    b_out = tl.fma(b_out, tl.expand_dims(b_keep, 1), b_next_out * tl.expand_dims(b_add, 1))
+    return b_new, b_sum, b_out
+
+
+@triton.jit
+def _attend_rows(
     p_queries,
     p_keys,
     p_values,
     p_regions,
-    p_parts,
+    p_held,
     p_sums,
-    scaling,
-    softcap,
-    FIELDS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    D: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    query = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    heads = tl.num_programs(1)
-    p_line = p_regions + query * FIELDS
-    start = tl.load(p_line)
-    region = tl.load(p_line + 1)
-    count = tl.load(p_line + 2)
-    sink = tl.load(p_line + 3)
-    ring = tl.load(p_line + 4)
-    last = tl.load(p_line + 5)
-    upto = tl.load(p_line + 6)
-    floor = tl.load(p_line + 7)
-    sink_floor = tl.load(p_line + 8)
-    block = tl.load(p_line + 9)
-    prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
-    begin = tl.load(p_line + 15)
-
-    count = tl.where(block == 0, count, 0)
-
-    o_g = tl.arange(0, BLOCK_G)
-    m_g = o_g < GROUP
-    m_own = m_g
-    if TILE > 1:
-        # What a tile shares is left to the program that serves the tile.
-        o_first = query // TILE * TILE
-        o_last = tl.minimum(o_first + TILE, tl.num_programs(0)) - 1
-        is_shared = tl.load(p_regions + o_first * FIELDS) == tl.load(p_regions + o_last * FIELDS)
-        # Padding queries look alike, and a real one may be between them.
-        is_shared = is_shared & (tl.load(p_regions + o_first * FIELDS + 2) > 0) & (block == 0)
-        count = tl.where(is_shared, 0, count)
-        m_own = m_g & (o_g < tl.where(is_shared, 0, GROUP))
-
-    part = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_S) * BLOCK_S
-    first = split * part
-    end = tl.minimum(count, first + part)
-
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    o_q = ((query * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
-    b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0)
-
-    b_top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros((BLOCK_G,), dtype=tl.float32)
-    b_out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-    own = start + head * region - begin
-    step = tl.maximum(ring, 1)
-    own_floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
-    for s in range(first, end, BLOCK_S):
-        o_s = s + tl.arange(0, BLOCK_S)
-        m_s = o_s < end
-        in_sink = o_s < sink
-        # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
-        position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
-        m_seen = m_s & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
-        o_entry = tl.where(o_s < begin, prefix, own) + o_s
-        o_kv = o_entry[:, None] * D + o_d[None, :]
-        m_kv = m_s[:, None] & m_d[None, :]
-        b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
-        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-        if HAS_CAP:
-            b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
-            b_tanh = (1.0 - b_power) / (1.0 + b_power)
-            b_scores = softcap * tl.where(b_scores < 0, -b_tanh, b_tanh)
-        b_scores = tl.where(m_seen[None, :], b_scores, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_weights = tl.exp(b_scores - b_safe[:, None])
-        b_keep = tl.exp(b_top - b_safe)
-        b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-        b_sum = b_sum * b_keep + tl.sum(b_weights, axis=1)
-        b_out = b_out * b_keep[:, None] + tl.dot(b_weights.to(b_v.dtype), b_v, input_precision="ieee")
-        b_top = b_new
-
-    b_some = tl.where(b_sum > 0, b_sum, 1.0)
-    o_h = (query * heads + head) * GROUP + o_g
-    o_part = (o_h * SPLITS + split)[:, None] * D + o_d[None, :]
-    tl.store(p_parts + o_part, b_out / b_some[:, None], mask=m_own[:, None] & m_d[None, :])
-    b_lse = tl.where(b_sum > 0, b_top + tl.log(b_some), float("-inf"))
-    tl.store(p_sums + o_h * SPLITS + split, b_lse, mask=m_own)
-
-
-@triton.jit(do_not_specialize=["query_count"])
-def _attend_tile_part(
-    p_queries,
-    p_keys,
-    p_values,
-    p_regions,
-    p_parts,
-    p_sums,
+    p_out,
     query_count,
+    p_line,
+    o_query,
+    o_h,
+    m_q,
+    count,
+    part,
     scaling,
     softcap,
     FIELDS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
     GROUP: tl.constexpr,
-    TILE: tl.constexpr,
     D: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """As `_attend_part`, for queries of a tile that look at one region: their lines differ only in what they see."""
-    o_first = tl.program_id(0).to(tl.int64) * TILE
+    """Rows of queries and their heads that look at one region: a run of its parts, or all of them."""
     head = tl.program_id(1)
-    split = tl.program_id(2)
-    heads = tl.num_programs(1)
-    o_last = tl.minimum(o_first + TILE, query_count) - 1
-    p_line = p_regions + o_first * FIELDS
-    start = tl.load(p_line)
     region = tl.load(p_line + 1)
-    count = tl.load(p_line + 2).to(tl.int32)
     sink = tl.load(p_line + 3).to(tl.int32)
     ring = tl.load(p_line + 4).to(tl.int32)
     last = tl.load(p_line + 5).to(tl.int32)
     prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
     begin = tl.load(p_line + 15)
-    is_shared = (start == tl.load(p_regions + o_last * FIELDS)) & (count > 0) & (tl.load(p_line + 9) == 0)
-
-    # The query heads of the group, query after query.
-    o_q = tl.arange(0, BLOCK_Q)
-    o_query = o_first + o_q // GROUP
-    m_q = (o_q < tl.where(is_shared, TILE * GROUP, 0)) & (o_query <= o_last)
-    o_h = (o_query * heads + head) * GROUP + o_q % GROUP
+    own = tl.load(p_line) + head * region - begin
+    behind = (prefix - own) * D
     b_upto = tl.load(p_regions + o_query * FIELDS + 6, mask=m_q, other=-1).to(tl.int32)
     b_floor = tl.load(p_regions + o_query * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
     b_sink_floor = tl.load(p_regions + o_query * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
     b_floor = tl.where(ring > 0, tl.maximum(b_floor, sink), tl.maximum(b_floor, 0))
-    # Where slots are positions, no query reads those after the last query's own.
-    count = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))
-    count = tl.where(is_shared, count, 0)
-
-    part = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_S) * BLOCK_S
-    first = split * part
-    end = tl.minimum(count, first + part)
-
+    # Where slots are positions: no query reads those after the last query's own, and between these two all are seen.
+    end = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))
+    all_until = tl.where(ring > 0, 0, tl.min(tl.where(m_q, b_upto, end), axis=0) + 1)
+    all_from = tl.max(tl.maximum(b_floor, b_sink_floor), axis=0)
+    first = end * 0
+    if HAS_PARTS:
+        run = tl.cdiv(tl.cdiv(end, part), tl.num_programs(2)) * part
+        first = tl.program_id(2) * run
+        end = tl.minimum(end, first + run)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
-    b_q = tl.load(p_queries + o_h[:, None] * D + o_d[None, :], mask=m_q[:, None] & m_d[None, :], other=0.0)
-    b_top = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
-    b_out = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
-    own = start + head * region - begin
-    step = tl.maximum(ring, 1)
-    for s in range(first, end, BLOCK_S):
-        o_s = s + tl.arange(0, BLOCK_S)
-        m_s = o_s < end
-        o_slot = o_s.to(tl.int64)
-        o_kv = (tl.where(o_slot < begin, prefix, own) + o_slot)[:, None] * D + o_d[None, :]
-        m_kv = m_s[:, None] & m_d[None, :]
-        b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
-        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-        if HAS_CAP:
-            b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
-            b_tanh = (1.0 - b_power) / (1.0 + b_power)
-            b_scores = softcap * tl.where(b_scores < 0, -b_tanh, b_tanh)
-        in_sink = o_s < sink
-        position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
-        b_from = tl.where(in_sink[None, :], b_sink_floor[:, None], b_floor[:, None])
-        m_seen = m_s[None, :] & (position[None, :] <= b_upto[:, None]) & (position[None, :] >= b_from)
-        b_scores = tl.where(m_seen, b_scores, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_weights = tl.exp(b_scores - b_safe[:, None])
-        b_keep = tl.exp(b_top - b_safe)
-        b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-        b_sum = b_sum * b_keep + tl.sum(b_weights, axis=1)
-        b_out = b_out * b_keep[:, None] + tl.dot(b_weights.to(b_v.dtype), b_v, input_precision="ieee")
-        b_top = b_new
-
-    b_some = tl.where(b_sum > 0, b_sum, 1.0)
-    o_part = (o_h * SPLITS + split)[:, None] * D + o_d[None, :]
-    tl.store(p_parts + o_part, b_out / b_some[:, None], mask=m_q[:, None] & m_d[None, :])
-    b_lse = tl.where(b_sum > 0, b_top + tl.log(b_some), float("-inf"))
-    tl.store(p_sums + o_h * SPLITS + split, b_lse, mask=m_q)
+    m_out = m_q[:, None] & m_d[None, :]
+    o_i = tl.arange(0, BLOCK_S)
+    o_tile = o_i[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_queries + o_h[:, None] * D + o_d[None, :], mask=m_out, other=0.0)
+    # Powers of two are what the device computes; scores are scaled to them as the largest is subtracted.
+    to_power = 1.4426950408889634 if HAS_CAP else scaling * 1.4426950408889634
+    b_all_top = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    b_all_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+    b_all_out = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    for start in range(first, end, part):
+        b_top = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+        b_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+        b_out = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+        for s in range(start, tl.minimum(end, start + part), BLOCK_S):
+            m_s = o_i < end - s
+            m_kv = m_s[:, None] & m_d[None, :]
+            o_before = tl.where(o_i < begin - s, behind, 0)
+            o_kv = (own + s) * D + o_before[:, None] + o_tile
+            b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
+            b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            if HAS_CAP:
+                b_scores *= scaling
+                b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
+                b_tanh = (1.0 - b_power) / (1.0 + b_power)
+                b_scores = softcap * tl.where(b_scores < 0, -b_tanh, b_tanh)
+            if (s < all_from) | (s + BLOCK_S > all_until):
+                o_s = s + o_i
+                in_sink = o_s < sink
+                # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
+                position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % tl.maximum(ring, 1))
+                b_from = tl.where(in_sink[None, :], b_sink_floor[:, None], b_floor[:, None])
+                m_seen = m_s[None, :] & (position[None, :] <= b_upto[:, None]) & (position[None, :] >= b_from)
+                b_scores = tl.where(m_seen, b_scores, float("-inf"))
+            b_new = tl.maximum(b_top, tl.max(b_scores, axis=1) * to_power)
+            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_weights = tl.exp2(tl.fma(b_scores, to_power, -b_safe[:, None]))
+            b_keep = tl.exp2(b_top - b_safe)
+            b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
+            b_sum = tl.fma(b_sum, b_keep, tl.sum(b_weights, axis=1))
+            b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_keep[:, None], input_precision="ieee")
+            b_top = b_new
+        if HAS_PARTS:
+            _hold(p_held, p_sums, o_h, start // part, m_q, b_top, b_sum, b_out, query_count, PARTS, GROUP, D)
+        else:
+            b_all_top, b_all_sum, b_all_out = _merged(b_all_top, b_all_sum, b_all_out, b_top, b_sum, b_out)
+    if not HAS_PARTS:
+        b_all_out = b_all_out / tl.where(b_all_sum > 0, b_all_sum, 1.0)[:, None]
+        tl.store(p_out + o_h[:, None] * D + o_d[None, :], b_all_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
-def _merge_parts(p_parts, p_sums, p_out, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _hold(
+    p_held,
+    p_sums,
+    o_h,
+    number,
+    m_q,
+    b_top,
+    b_sum,
+    b_out,
+    query_count,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Store what a part gave, for `_merge_parts`."""
+    o_part = o_h * PARTS + number
+    o_sums = query_count.to(tl.int64) * tl.num_programs(1) * GROUP * PARTS
+    o_d = tl.arange(0, b_out.shape[1])
+    tl.store(p_held + o_part[:, None] * D + o_d[None, :], b_out, mask=m_q[:, None] & (o_d < D)[None, :])
+    tl.store(p_sums + o_part, b_top, mask=m_q)
+    tl.store(p_sums + o_sums + o_part, b_sum, mask=m_q)
+
+
+@triton.jit(do_not_specialize=["query_count"])
+def _attend_one(
+    p_queries,
+    p_keys,
+    p_values,
+    p_regions,
+    p_held,
+    p_sums,
+    p_out,
+    query_count,
+    scaling,
+    softcap,
+    FIELDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST_PART: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """A query by itself; what a tile shares is left to the program that serves the tile."""
+    query = tl.program_id(0).to(tl.int64)
+    p_line = p_regions + query * FIELDS
+    is_own = query >= 0
+    if TILE > 1:
+        o_first = query // TILE * TILE
+        o_last = tl.minimum(o_first + TILE, query_count) - 1
+        is_own = not _is_shared(p_regions, o_first, o_last, FIELDS, PARTS, LEAST_PART)
+    if is_own:
+        count = tl.where(tl.load(p_line + 9) == 0, tl.load(p_line + 2), 0).to(tl.int32)
+        o_q = tl.arange(0, BLOCK_Q)
+        o_h = (query * tl.num_programs(1) + tl.program_id(1)) * GROUP + o_q
+        _attend_rows(
+            p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, query + o_q * 0, o_h,
+            o_q < GROUP, count, _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP,
+            D, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["query_count"])
+def _attend_tile(
+    p_queries,
+    p_keys,
+    p_values,
+    p_regions,
+    p_held,
+    p_sums,
+    p_out,
+    query_count,
+    scaling,
+    softcap,
+    FIELDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST_PART: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Queries of a tile that look at one region: their lines differ only in what they see."""
+    o_first = tl.program_id(0).to(tl.int64) * TILE
+    o_last = tl.minimum(o_first + TILE, query_count) - 1
+    p_line = p_regions + o_first * FIELDS
+    if _is_shared(p_regions, o_first, o_last, FIELDS, PARTS, LEAST_PART):
+        # The query heads of the group, query after query.
+        o_q = tl.arange(0, BLOCK_Q)
+        o_query = o_first + o_q // GROUP
+        o_h = (o_query * tl.num_programs(1) + tl.program_id(1)) * GROUP + o_q % GROUP
+        _attend_rows(
+            p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, o_query, o_h,
+            (o_q < TILE * GROUP) & (o_query <= o_last), tl.load(p_line + 2).to(tl.int32),
+            _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP, D, HAS_CAP, BLOCK_D,
+            BLOCK_Q, BLOCK_S,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["query_count"])
+def _merge_parts(
+    p_held,
+    p_sums,
+    p_regions,
+    p_out,
+    query_count,
+    FIELDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST_PART: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     head = tl.program_id(0).to(tl.int64)
-    o_p = tl.arange(0, SPLITS)
+    p_line = p_regions + head // HEADS * FIELDS
+    part = _part_of(p_line, PARTS, LEAST_PART)
+    count = tl.where(tl.load(p_line + 9) == 0, tl.load(p_line + 2), 0).to(tl.int32)
+    count = tl.where(tl.load(p_line + 4) > 0, count, tl.minimum(count, tl.load(p_line + 6).to(tl.int32) + 1))
+    parts = tl.cdiv(count, part)
     o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    b_lse = tl.load(p_sums + head * SPLITS + o_p)
-    b_top = tl.max(b_lse, axis=0)
-    b_weights = tl.exp(b_lse - tl.where(b_top == float("-inf"), 0.0, b_top))
-    b_all = tl.sum(b_weights, axis=0)
-    b_parts = tl.load(p_parts + (head * SPLITS + o_p)[:, None] * D + o_d[None, :], mask=m_d[None, :], other=0.0)
-    b_out = tl.sum(b_parts * b_weights[:, None], axis=0) / tl.where(b_all > 0, b_all, 1.0)
-    tl.store(p_out + head * D + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    o_sums = query_count.to(tl.int64) * HEADS * PARTS
+    b_top = tl.full((1,), float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros((1,), dtype=tl.float32)
+    b_out = tl.zeros((1, BLOCK_D), dtype=tl.float32)
+    o_one = tl.arange(0, 1)
+    for some in range(0, parts, AT_ONCE):
+        for each in tl.static_range(AT_ONCE):
+            m_one = (o_one == 0) & (some + each < parts)
+            o_part = head * PARTS + some + each + o_one
+            b_next_top = tl.load(p_sums + o_part, mask=m_one, other=float("-inf"))
+            b_next_sum = tl.load(p_sums + o_sums + o_part, mask=m_one, other=0.0)
+            m_out = m_one[:, None] & (o_d < D)[None, :]
+            b_next_out = tl.load(p_held + o_part[:, None] * D + o_d[None, :], mask=m_out, other=0.0)
+            b_top, b_sum, b_out = _merged(b_top, b_sum, b_out, b_next_top, b_next_sum, b_next_out)
+    b_out = b_out / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    tl.store(p_out + head * D + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=(o_d < D)[None, :])
