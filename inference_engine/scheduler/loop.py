@@ -508,18 +508,20 @@ class Scheduler:
         now = self._clock()
         began = max(flight.began, self._landed_at)
         self._landed_at = now
-        # A session that was freed meanwhile has taken its entry back; there is nothing to settle.
-        alive = [index for index, block in enumerate(flight.step.blocks) if flight.is_committed or block.kv.staged]
-        batch = [flight.batch[index] for index in alive]
+        batch, blocks = flight.batch, flight.step.blocks
+        if not flight.is_committed:
+            # A session that was freed meanwhile has taken its entry back; there is nothing to settle.
+            alive = [index for index, block in enumerate(blocks) if block.kv.staged]
+            batch, blocks = [batch[index] for index in alive], [blocks[index] for index in alive]
+            outcomes = [outcomes[index] for index in alive]
         self._note_step(batch, len(flight.batch), now - began, is_decoding=True, has_waited=True)
         last, self._last_step = self._last_step, (began, len(flight.batch))
         self._move_back(
             [request for request in batch if request.state is RequestState.RUNNING],
             None if last is None else (last[1], began - last[0]),
         )
-        blocks, landed = [flight.step.blocks[index] for index in alive], [outcomes[index] for index in alive]
-        ids = np.array([outcome.samples[0].token_id for outcome in landed], dtype=np.uint32)
-        self._settle(batch, blocks, landed, ids=ids if flight.is_committed else None)
+        ids = np.array([outcome.samples[0].token_id for outcome in outcomes], dtype=np.uint32)
+        self._settle(batch, blocks, outcomes, ids=ids if flight.is_committed else None)
         if following is not None:
             if following.ids is not None:
                 following.ids[:] = ids
@@ -563,15 +565,17 @@ class Scheduler:
             request.refused_behind = kv.granted_tokens
         return True
 
-    def _move_back(self, batch: Sequence[Request], last: tuple[int, float] | None) -> None:
+    def _move_back(self, batch: list[Request], last: tuple[int, float] | None) -> None:
         """Move the served requests to the end of the queue, in this order. In one go: a drain must not see it empty.
 
         last: tokens of the step before this one, and seconds from its beginning to this one's.
         """
-        served = set(batch)
         with self._lock:
             if last is not None:
                 self._foresight.stepped(*last)
+            if list(self._running) == batch:
+                return
+            served = set(batch)
             others = [request for request in self._running if request not in served]
             self._running.clear()
             self._running.extend((*others, *batch))
