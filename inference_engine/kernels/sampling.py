@@ -34,6 +34,7 @@ from inference_engine.types import Sampling
 # operation.
 MAX_ARRAY_BYTES = 32 << 20
 MAX_ARRAY_BYTES_ON_CPU = 1 << 20
+STEPS_OF_KEYS = 64  # that are worked out at once, where one step is drawn behind another
 
 
 @dataclass(slots=True)
@@ -188,6 +189,9 @@ class _Way:
         self._seeds = _words([place.draw.sampler.seed for place in keyed])
         self._positions = _words([place.draw.position + place.offset for place in keyed])
         self._filters: dict[tuple[int, int], Filters] = {}
+        # Of several steps, so that they travel once: [steps, rows], from step `_keys_from` on.
+        self._keys: Tensor | None = None
+        self._keys_from = 0
 
     def start(self, logits: Tensor, ahead: int, noise_of_all: NoiseOfAll) -> Drawing:
         if self._indices != list(range(len(logits))):
@@ -195,7 +199,7 @@ class _Way:
         adjusted = logits if self._is_plain else _adjusted(logits, self.places)
         tokens = [adjusted[: self._greedy].argmax(dim=-1)] if self._greedy else []
         if self._samplings:
-            keys = _keys(self._seeds, self._positions + np.uint64(ahead))
+            keys = self._keys_of(ahead, logits.device)
             tokens.append(_draw(adjusted[self._greedy :], self._samplings, keys, noise_of_all, self._filters))
         ids = _joined(tokens)
         # A row's smallest and largest number show whether all are finite, in a pass that writes no array.
@@ -203,6 +207,15 @@ class _Way:
         if any(self.needs_logprobs):
             numbers.append(logprobs(logits, ids))
         return Drawing(self, ids, numbers)
+
+    def _keys_of(self, ahead: int, device: torch.device) -> Tensor:
+        """The keys of the rows, [rows], in the step that is so many steps behind."""
+        place = ahead - self._keys_from
+        if self._keys is None or not 0 <= place < len(self._keys):
+            steps = np.arange(ahead, ahead + (STEPS_OF_KEYS if ahead else 1), dtype=np.uint64)
+            self._keys = on_device(_keys(self._seeds, self._positions + steps[:, None]), device)
+            self._keys_from, place = ahead, 0
+        return self._keys[place]
 
 
 class Drawing:
@@ -349,13 +362,13 @@ def draw(
     keys: of the noise of each row, from `noise.key`. No sampling may be greedy. Neighbours are drawn together if all or
     none of them rank the vocabulary, so put those that do side by side.
     """
-    return _draw(logits, samplings, np.array(keys, dtype=np.int64), noise_of_all, {})
+    return _draw(logits, samplings, on_device(np.array(keys, dtype=np.int64), logits.device), noise_of_all, {})
 
 
 def _draw(
     logits: Tensor,
     samplings: Sequence[Sampling],
-    keys: NDArray[np.int64],
+    keys: Tensor,
     noise_of_all: NoiseOfAll,
     filters: dict[tuple[int, int], Filters],
 ) -> Tensor:
@@ -372,7 +385,7 @@ def _draw(
     tokens: list[Tensor] = []
     for (first, last), own in filters.items():
         scores = own.left(logits[first:last])
-        scores += noise_of_all(on_device(keys[first:last], logits.device), vocab)
+        scores += noise_of_all(keys[first:last], vocab)
         tokens.append(scores.argmax(dim=-1))
     return _joined(tokens)
 
@@ -459,7 +472,7 @@ def _words(numbers: Sequence[int]) -> NDArray[np.uint64]:
 
 
 def _keys(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """`noise.key` of each seed and position."""
+    """`noise.key` of each seed [rows] and position [..., rows]."""
     return _mixed(_mixed(seeds + np.uint64(GOLDEN)) + positions * np.uint64(GOLDEN)).view(np.int64)
 
 

@@ -85,6 +85,22 @@ def test_the_draws_of_steps_behind_another_are_those_of_later_positions(
     assert [each.position for each in draws] == [position + ahead for position in positions]
 
 
+def test_keys_that_are_worked_out_for_several_steps_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "STEPS_OF_KEYS", 3)
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
+    sampling, places = Sampling(temperature=0.9), [(MAX_SEED, 4), (5, 70)]
+    draws = Draws(
+        [
+            Draw(indices=range(row, row + 1), sampler=Sampler(sampling, seed), position=position)
+            for row, (seed, position) in enumerate(places)
+        ]
+    )
+    for ahead in range(9):
+        expected = draw(logits, [sampling] * 2, [key(seed, position + ahead) for seed, position in places]).tolist()
+        assert [own[0].token_id for own in start_drawing(logits, draws).samples()] == expected
+        draws = draws.following()
+
+
 @given(steps())
 @settings(deadline=None)
 def test_logits_give_the_token_that_the_spelled_out_draw_gives(

@@ -7,33 +7,38 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from torch import Tensor
 
-from inference_engine.backends.base import Forward, Step
+from inference_engine.backends.base import Forward, Launched, Step
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.decode.verifier import Block, Verifier
 from inference_engine.engine import Engine
+from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.sampling import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.facade import WatchedForward
+from tests.facade import WatchedForward, standing_still
 from tests.laws.variants import drain, text
-from tests.tiny import PAGES, SMALL, tiny_forward
+from tests.tiny import PAGES, SMALL, tiny_forward, tiny_forward_on
 from tests.tiny_native import tiny_native
 
 # What a token takes today and 2 %. Lower them as the counts fall; a change that raises one says what for.
 # Python 3.11 counts a comprehension as a call, later ones do not.
 VERIFIER_CALLS = {"torch": 752, "native": 112}
 LOOP_CALLS = {"torch": 936, "native": 296}
+# Of one session more in a step that is launched ahead, apart from the device's operations and their references.
+SESSION_AHEAD_CALLS = 78
 DRAFTING_CALLS = 455  # of a token beside a drafter that finds a copy at almost every step
 
 SEGMENT: int = SMALL["segment_tokens"]
@@ -42,13 +47,14 @@ WARM_UP = 2 * SEGMENT
 
 
 class Calls:
-    """How often Python code was called on the threads that count."""
+    """How often Python code was called on the threads that count, in files whose path contains one of `rooms`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: Sequence[str] = ("",)) -> None:
         self.count = 0
+        self._rooms = rooms
 
-    def _saw(self, _: FrameType, event: str, __: Any) -> None:
-        self.count += event == "call"
+    def _saw(self, frame: FrameType, event: str, _: Any) -> None:
+        self.count += event == "call" and any(room in frame.f_code.co_filename for room in self._rooms)
 
     def begin(self) -> None:
         sys.setprofile(self._saw)
@@ -98,6 +104,36 @@ def calls_of_the_verifier(forward: Forward) -> int:
     return calls.count
 
 
+def calls_of_steps_ahead(sessions: int) -> int:
+    """Of one segment of tokens of so many sessions, on the engine's thread, from one launch to that of a later step."""
+    forward = tiny_forward_on("cpu", ops=DeviceOps(attends_together=True))
+    calls = Calls([f"/{room}/" for room in ("scheduler", "decode", "kv", "session", "engine")])
+    launches: list[int] = []
+    launch = forward.launch
+
+    def counted(step: Step, fed: Tensor | None = None) -> Launched:
+        if not launches:
+            calls.begin()
+        launches.append(calls.count)
+        return launch(step, fed)
+
+    with (
+        patch.object(forward, "launch", counted),
+        Engine(forward, EngineConfig(**SMALL, overlap="on")) as engine,
+    ):
+        opened = [engine.create_session(strategy=Full()).session_id for _ in range(sessions)]
+        for session in opened:
+            engine.append(session, text(LENGTH))
+            drain(engine.generate(session, GenerateParams(max_tokens=1)))
+        launches.clear()
+        with standing_still(engine):
+            running = [engine.generate(session, GenerateParams(max_tokens=WARM_UP + SEGMENT + 2)) for session in opened]
+        for generation in running:
+            drain(generation)
+    first = -(SEGMENT + 2)
+    return launches[first + SEGMENT] - launches[first]
+
+
 def calls_of_the_loop(forward: Forward, drafter: Drafter | None = None) -> int:
     """Of one segment of tokens on the engine's thread, from the forward of one step to that of a later one."""
     calls, ticks = Calls(), count()
@@ -138,6 +174,12 @@ def test_a_decode_step_of_the_verifier_calls_no_more_than_its_budget(backend: st
 @each_backend
 def test_a_token_calls_no_more_than_its_budget_in_the_whole_loop(backend: str) -> None:
     assert calls_of_the_loop(forward_of(backend)) / SEGMENT <= LOOP_CALLS[backend]
+
+
+def test_one_session_more_in_a_launched_step_calls_no_more_than_its_budget() -> None:
+    few, more = 2, 6
+    each = (calls_of_steps_ahead(more) - calls_of_steps_ahead(few)) / (more - few)
+    assert each / SEGMENT <= SESSION_AHEAD_CALLS
 
 
 def test_a_decision_on_drafts_calls_no_more_than_its_budget() -> None:
