@@ -8,7 +8,7 @@ weights, attend with the same kernel and record their steps, so that the list is
 the third launches its steps ahead (`overlap`), and so does the fourth, whose tokens depend on nothing else in their
 step to the bit (`numerics=invariant`). They take turns in every round, and ratios are taken within a round. The
 record is written anew after every cell: a run that is cut off keeps what it has. Cells that do not fit into memory or
-time are named in it. Of more than 64 sessions, all engines' steps are those of torch's modules.
+time are named in it.
 
 With `--device cpu --dtype float32 --shapes tiny` everything runs by the references, without kernels: a trial of this
 script, no measurement of anything.

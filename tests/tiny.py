@@ -82,9 +82,9 @@ def tiny_forward_on(
     is_listed: bool = False,
     is_invariant: bool = False,
 ) -> TorchForward:
-    """A model of its own, with what its device may have; see TorchForward. is_listed: steps of few tokens are.
+    """A model of its own, with what its device may have; see TorchForward. is_listed: steps are lists of operations.
 
-    is_invariant: all steps are.
+    is_invariant: and no token changes the bits of another.
     """
     if is_invariant:
         ops = replace(ops, attend_ragged=ops.attend_invariant)

@@ -68,7 +68,7 @@ class StepGraphs:
     ) -> None:
         """Records all steps except those that read selected blocks, so that no request waits for a recording later.
 
-        tap_layers: of the steps that return hidden states. listed: runs steps of few tokens.
+        tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules.
         Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
@@ -86,8 +86,6 @@ class StepGraphs:
     def _record(self, pool: Pool, size: int, taps: tuple[int, ...], *, selects: bool) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
-        if listed is not None and not listed.can_run(size, is_numbers_only=True):
-            listed = None
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]

@@ -1,12 +1,12 @@
-"""A model's step of few tokens on a device: the family's list of operations, fused where neighbours can be.
+"""A model's step on a device: the family's list of operations, fused where neighbours can be.
 
     norm · product · (gated activation | sum)         one `product` of `kernels/fused.py`
     norms of heads · rotation · attention             `place_heads`, then the step's attention over regions
     norm · sum                                        one `norm`
 
-The weights are those of the torch model, which runs all other steps: matrices that are multiplied together are laid one
-below the other, and the model's parameters become views of them. What the list means is said in `models/step_list.py`;
-that it is right for a model is tested on a small twin of it (`backends/torch_loading.py`).
+The weights are those of the torch model, which calibration and drafters run: matrices that are multiplied together are
+laid one below the other, and the model's parameters become views of them. What the list means is said in
+`models/step_list.py`; that it is right for a model is tested on a small twin of it (`backends/torch_loading.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from inference_engine.models.step_list import (
 
 # Of the largest number: torch multiplies normed states that were rounded, and they are thousands.
 _MOST_ROUNDINGS = 4.0
+_CHECKED = (1, 2, 17, 64, 300, 2048)  # numbers of tokens, which have different tiles
 
 
 @dataclass(slots=True)
@@ -180,7 +181,7 @@ def _until_written(operations: Sequence[Operation], register: str) -> Sequence[O
 
 
 class ListedStep:
-    """Runs steps by the list, of any number of tokens or of few: `can_run`."""
+    """Runs steps by the list."""
 
     def __init__(self, seam: Seam, fused: Fused) -> None:
         """Lays out the weights of the seam's model. Raises NoStepListError, and then they are as they were."""
@@ -217,7 +218,7 @@ class ListedStep:
             if (tuple(matrix.shape), *options) in seen:
                 continue
             seen.add((tuple(matrix.shape), *options))
-            for count in (1, 2, 17, 64) if self._fused.most_tokens is not None else (1, 2, 17, 64, 300):
+            for count in _CHECKED:
                 difference = self._difference(operation, matrix, count)
                 if not difference <= max(_MOST_ROUNDINGS * torch.finfo(matrix.dtype).eps, 1e-5):
                     raise NoStepListError(
@@ -245,16 +246,6 @@ class ListedStep:
             states, matrix, bias=bias, norm=norm, residual=residual_or_none, activation=operation.activation
         )
         return float((found.float() - expected).abs().max() / expected.abs().max())
-
-    @property
-    def runs_all(self) -> bool:
-        """Any step, so that no token's bits depend on the number of the others."""
-        return self._fused.most_tokens is None
-
-    def can_run(self, tokens: int, *, is_numbers_only: bool) -> bool:
-        """Does it run steps of so many tokens? is_numbers_only: all queries read regions."""
-        most = self._fused.most_tokens
-        return most is None or (tokens <= most and is_numbers_only)
 
     def run(
         self,

@@ -59,7 +59,7 @@ class TorchForward:
     ) -> None:
         """ops: operations of the device. records_graphs: record steps with one attention call for all sessions.
 
-        listed: runs steps of few tokens, or all, over the same weights.
+        listed: runs the steps in place of torch's modules, over the same weights.
         """
         self.seam = seam
         self._facts = facts
@@ -202,7 +202,7 @@ class TorchForward:
         )
         ids = ids if fed is None else fed
         with torch.inference_mode(), self.seam.attending(plan, plan.positions):
-            if self.listed is not None and self.listed.can_run(len(ids), is_numbers_only=plan.is_numbers_only):
+            if self.listed is not None:
                 by = plan.tables if plan.is_numbers_only else plan
                 return Result(*self.listed.run(ids, positions, kept, by, step.tap_layers))
             with self.seam.tapped(step.tap_layers) as states:

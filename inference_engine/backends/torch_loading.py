@@ -97,7 +97,7 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
 def _listed(
     admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device, *, is_invariant: bool
 ) -> tuple[ListedStep | None, str]:
-    """What runs steps of few tokens, or all; or None where torch's modules do, and why. The log says it, too."""
+    """What runs the steps; or None where torch's modules do, and why. The log says it, too."""
     if not ops.attends_together:
         return None, f"on {device}, sessions are attended to one by one"
     try:

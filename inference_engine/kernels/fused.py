@@ -1,4 +1,4 @@
-"""Fused operations of a step of few tokens: everything between two attentions, in few launches.
+"""Fused operations of a step: everything between two attentions, in few launches.
 
     norm · product · bias · activation or residual      one `product`
     norm of heads · rotation · write of K and V         one `place_heads`
@@ -17,8 +17,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-MOST_TOKENS = 64  # of a product: of more, matrix libraries are as fast
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -51,7 +49,7 @@ class Product(Protocol):
         residual: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        """states [N, K] · matrix [O, K], as [N, O], for at most `Fused.most_tokens` tokens.
+        """states [N, K] · matrix [O, K], as [N, O].
 
         bias: [O]. norm: applied to states first. residual: [N, O], added at the end. activation: of the first half of
         the outputs, which is multiplied with the second; then the result is [N, O / 2], without a residual.
@@ -144,17 +142,11 @@ def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fused:
-    """The fused operations of a device. most_tokens: of a product; None: any number."""
+    """The fused operations of a device."""
 
     product: Product = product
     place_heads: PlaceHeads = place_heads
     norm: Norm = norm
-    most_tokens: int | None = MOST_TOKENS
 
 
 PLAIN = Fused()
-
-
-def plain_invariant() -> Fused:
-    """The references, for any number of tokens. Their bits are those of torch's products."""
-    return Fused(most_tokens=None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.fused import Fused, plain_invariant
+from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
 from inference_engine.kernels.topk import Largest, topk_by_sorting
@@ -38,10 +38,10 @@ class DeviceOps:
 
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
     drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. trellis: the coder of latents.
-    open_fused: makes what a step of few tokens is made of, for one model. open_invariant: makes what any step is made
-    of so that no token's bits depend on the others; attend_invariant is its attention. attends_together: are the
-    queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each session is attended to by
-    itself, which is better where there is no kernel.
+    open_fused: makes what a step is made of, for one model. open_invariant: as that, so that no token's bits depend on
+    the others; attend_invariant is its attention. attends_together: are the queries of all sessions of a step attended
+    to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is no
+    kernel.
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -50,7 +50,7 @@ class DeviceOps:
     largest: Largest = topk_by_sorting
     trellis: Trellis = PLAIN
     open_fused: Callable[[], Fused] = Fused
-    open_invariant: Callable[[], Fused] = plain_invariant
+    open_invariant: Callable[[], Fused] = Fused
     attends_together: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Steps of few tokens as a list of operations: the logits are transformers', whatever the family."""
+"""Steps as a list of operations: the logits are transformers', whatever the family."""
 
 from __future__ import annotations
 

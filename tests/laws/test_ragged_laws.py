@@ -43,8 +43,8 @@ from tests.tiny_native import tiny_native
 
 ON_GPU = torch.cuda.is_available()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
-# Whether steps are recorded. Listed: those of few tokens are a list of operations instead of torch's modules.
-# Invariant: all steps are, and a token's bits depend on nothing else in its step.
+# Whether steps are recorded. Listed: they are a list of operations instead of torch's modules. Invariant: and a token's
+# bits depend on nothing else in its step.
 # Ahead: they are launched before the tokens of the step before have reached the host.
 VARIANTS = {"regions": False, "listed": False, "invariant": False, "ahead": ON_GPU}
 VARIANTS |= {"regions-graphs": True, "listed-graphs": True, "invariant-graphs": True} if ON_GPU else {}

@@ -19,9 +19,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.fused import MOST_TOKENS, Fused, RowNorm
+from inference_engine.kernels.fused import Fused, RowNorm
+from inference_engine.kernels.triton.chained import chained
 
+_FEW = 64  # tokens; more are multiplied by a matrix library
 _LEAST = 16  # tokens of a tile
 _TOGETHER = 8  # tiles of rows whose programs follow each other
 _COUNTERS = 256
@@ -57,7 +60,8 @@ class Products:
         """See `Product`."""
         count, inputs = states.shape
         is_alone = count == 1 and not self._is_invariant
-        assert is_alone or self._is_invariant or count <= MOST_TOKENS, count
+        if count > _FEW and not self._is_invariant:
+            return _product_of_library(states, matrix, bias=bias, norm=norm, residual=residual, activation=activation)
         outputs = len(matrix) if activation is None else len(matrix) // 2
         if norm is not None and not is_alone:
             states, norm = _norm(states, norm), None
@@ -89,11 +93,12 @@ class Products:
                 ROWS=tile.rows,
                 WIDTH=tile.width,
                 num_warps=tile.warps,
+                **chained(out.device),
             )
             return out
         parts = parts_of(outputs, inputs)
         matrices = 1 if activation is None else 2
-        if count <= MOST_TOKENS:
+        if count <= _FEW:
             tokens = max(_LEAST, triton.next_power_of_2(count))
             tile = tile_of_some(outputs, inputs, states.element_size(), tokens, matrices)
         else:
@@ -123,6 +128,7 @@ class Products:
             TOGETHER=_TOGETHER,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **chained(out.device),
         )
         return out
 
@@ -132,6 +138,37 @@ class Products:
             with torch.inference_mode(False):
                 self._arrived[device] = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
         return self._arrived[device]
+
+
+def _product_of_library(
+    states: Tensor,
+    matrix: Tensor,
+    *,
+    bias: Tensor | None,
+    norm: RowNorm | None,
+    residual: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    """A matrix library multiplies many tokens as fast as can be. It rounds the sums; the activation is of these."""
+    if norm is not None:
+        states = _norm(states, norm)
+    if residual is not None and bias is None:
+        return torch.addmm(residual, states, matrix.T)
+    out = torch.nn.functional.linear(states, matrix, bias)
+    if activation is not None:
+        count, outputs = out.shape[0], out.shape[1] // 2
+        sums, out = out, torch.empty((count, outputs), dtype=out.dtype, device=out.device)
+        block = min(2048, triton.next_power_of_2(outputs))
+        _gated_tokens[(count, triton.cdiv(outputs, block))](
+            sums,
+            out,
+            outputs,
+            ACTIVATION=_ACTIVATIONS[activation],
+            BLOCK=block,
+            num_warps=8 if block > 1024 else 4,
+            **chained(out.device),
+        )
+    return out if residual is None else out + residual
 
 
 class Tile(NamedTuple):
@@ -251,6 +288,7 @@ def place_heads(
         HAS_TURN=turn is not None,
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=1,
+        **chained(heads.device),
     )
     return queries
 
@@ -271,6 +309,7 @@ def _norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> T
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8,
+        **chained(states.device),
     )
     return out
 
@@ -282,6 +321,19 @@ def _gated(b_gate, b_up, ACTIVATION: tl.constexpr):
     if ACTIVATION == 2:
         b_inner = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
     return b_gate / (1.0 + tl.exp(-b_inner)) * b_up
+
+
+@triton.jit
+def _gated_tokens(p_sums, p_out, outputs, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    o_out = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_out = o_out < outputs
+    b_gate = tl.load(p_sums + 2 * token * outputs + o_out, mask=m_out, other=0.0).to(tl.float32)
+    b_up = tl.load(p_sums + (2 * token + 1) * outputs + o_out, mask=m_out, other=0.0).to(tl.float32)
+    tl.store(p_out + token * outputs + o_out, _gated(b_gate, b_up, ACTIVATION).to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
@@ -314,7 +366,11 @@ def _product_of_one(
     IS_EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < outputs
     b_sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
@@ -417,7 +473,11 @@ def _product_of_some(
     IS_SPLIT: tl.constexpr,
     IS_ONE_COLUMN: tl.constexpr,
     TOGETHER: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     row_tile = tl.program_id(0)
     column = 0
     if not IS_ONE_COLUMN:
@@ -505,7 +565,11 @@ def _place_heads(
     ADDS_ONE: tl.constexpr,
     HAS_TURN: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
@@ -555,7 +619,11 @@ def _norm_tokens(
     ADDS_ONE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     o_token = tl.program_id(0).to(tl.int64) * INPUTS
     o_in = tl.arange(0, BLOCK)
     m_in = o_in < INPUTS
@@ -575,5 +643,5 @@ def open_fused() -> Fused:
 
 
 def open_invariant() -> Fused:
-    """As `open_fused`, for any number of tokens, and none of them changes the bits of another."""
-    return Fused(product=Products(is_invariant=True), place_heads=place_heads, norm=_norm, most_tokens=None)
+    """As `open_fused`, and no token changes the bits of another."""
+    return Fused(product=Products(is_invariant=True), place_heads=place_heads, norm=_norm)

@@ -20,8 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.gather import attend_selecting
 
 _PROGRAMS = 128  # tiles and heads that fill a GPU; of fewer, parts are served by programs of their own
@@ -151,6 +153,7 @@ def _attend_all(
         "HAS_CAP": softcap is not None,
         "BLOCK_D": width,
         "BLOCK_S": 64 if is_narrow else 32,
+        **chained(queries.device),
     }
     _attend_one[(query_count, kv_heads, parts)](*tensors, *numbers, BLOCK_Q=block, **constants)
     if tile > 1:
@@ -175,6 +178,7 @@ def _attend_all(
             HEADS=query_heads,
             D=head_dim,
             BLOCK_D=width,
+            **chained(queries.device),
         )
 
 
@@ -363,8 +367,12 @@ def _attend_one(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A query by itself; what a tile shares is left to the program that serves the tile."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     query = tl.program_id(0).to(tl.int64)
     p_line = p_regions + query * FIELDS
     is_own = query >= 0
@@ -406,8 +414,12 @@ def _attend_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Queries of a tile that look at one region: their lines differ only in what they see."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     o_first = tl.program_id(0).to(tl.int64) * TILE
     o_last = tl.minimum(o_first + TILE, query_count) - 1
     p_line = p_regions + o_first * FIELDS
@@ -438,7 +450,11 @@ def _merge_parts(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
     p_line = p_regions + head // HEADS * FIELDS
     part = _part_of(p_line, PARTS, LEAST_PART)
