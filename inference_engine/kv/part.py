@@ -7,7 +7,7 @@ mechanism is one file in `parts/` and, where it belongs to layers, a name in the
     wake    idle     take what only an active session needs from the pool; give it back
     prepare stage    make room for the next positions; enter them in the tables
     read             how the step's queries read the part: plan numbers, or a view
-    stage_next       the same for a token that needs no room made
+    stage_next       the same for a decoded token, where it is no more than an entry in the tables
     reject  commit   drop staged positions, or keep them: the tables first, the device second
     evict            remove entries that no later query reads, at a segment boundary
     save    load     the part's state as tensors, for a fork's copy or a file
@@ -111,8 +111,9 @@ class Part(ABC):
         """The positions that were prepared are staged now."""
 
     def quiet_until(self, position: int) -> int:
-        """`position` is staged. Until this one, to commit a token and stage the next is no more than to enter it in the
-        tables (`stage_next`), and the footprint stays. `position` itself: it always may be more.
+        """`position` is staged. Until this one, to commit a token is nothing, to stage the next is to enter it in the
+        tables and to open its page (`stage_next`), and the footprint counts pages alone. `position` itself: it always
+        may be more.
         """
         return position
 

@@ -69,8 +69,8 @@ class SessionKV:
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
-        self._quiet_until = 0  # until there, a token is only entered in the tables (`Part.quiet_until`)
-        self._quiet_footprint: Footprint | None = None  # while that is so
+        self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.quiet_until`)
+        self._quiet_footprint: tuple[int, Footprint] | None = None  # while that is so; with the pages that are open
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
@@ -479,7 +479,7 @@ class SessionKV:
         return min([end, *(part.quiet_until(position) for part in self.parts)])
 
     def _end_quiet(self) -> None:
-        """Something else happens than that tokens are entered in the tables."""
+        """More happens than that tokens are entered in the tables."""
         self._quiet_until, self._quiet_footprint = 0, None
 
     def commit(self, length: int) -> None:
@@ -559,15 +559,16 @@ class SessionKV:
     def footprint(self) -> Footprint:
         """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the query cache, the
         archive, the regions of an active session, a drafter's memory, and blocks fetched from the second tier."""
-        if self._quiet_footprint is not None:
-            return self._quiet_footprint
-        held = Held(by_kind={"rows": 0, "sink_copy": 0})
         end = self.next_position + self.staged
+        pages = -(-(end - self.base) // self.context.geometry.opening_tokens)
+        if self._quiet_footprint is not None and self._quiet_footprint[0] == pages:
+            return self._quiet_footprint[1]
+        held = Held(by_kind={"rows": 0, "sink_copy": 0})
         for part in self.parts:
             part.add_footprint(held, self.length, end)
         footprint = Footprint(held.by_kind, tier_bytes=held.tier_bytes)
         if end < self._quiet_until and self.draft_memory is None:
-            self._quiet_footprint = footprint
+            self._quiet_footprint = pages, footprint
         return footprint
 
 

@@ -7,6 +7,7 @@ then moves up to the oldest entry that stays. What a strategy adds, such as a bl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -125,10 +126,7 @@ class LayerEntries(LayerSlots, Part):
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         first, count, layout = int(positions[0]), len(positions), self.layout
-        if count > 1 or not (first - layout.base) % self.context.geometry.opening_tokens:
-            opened, needed = self.paged_slots(first), self.paged_slots(first + count)
-            if needed > opened:
-                self.open(opened, needed)
+        self._open_pages(first, count)
         if count == 1:
             is_held = self.held[layout.slot(first)] >= 0
         else:
@@ -144,15 +142,21 @@ class LayerEntries(LayerSlots, Part):
         else:
             self.held[self.layout.slots(positions)] = positions
 
+    def _open_pages(self, first: int, count: int) -> None:
+        """Open those of `count` positions from `first` on that are not open yet."""
+        if count > 1 or not (first - self.layout.base) % self.context.geometry.opening_tokens:
+            opened, needed = self.paged_slots(first), self.paged_slots(first + count)
+            if needed > opened:
+                self.open(opened, needed)
+
     def quiet_until(self, position: int) -> int:
-        """Pages are opened, and keys of the sink are copied."""
-        base, unit = self.layout.base, self.context.geometry.opening_tokens
+        """The sink's keys are copied."""
         if position < self.layout.spare:
             return position
-        until = base + ((position - base) // unit + 1) * unit
-        return min([until, *(part.quiet_until(position) for part in self.parts)])
+        return min([sys.maxsize, *(part.quiet_until(position) for part in self.parts)])
 
     def stage_next(self, position: int) -> None:
+        self._open_pages(position, 1)
         slot = self.layout.slot(position)
         if self.held[slot] >= 0:
             raise InvariantViolated("INV1", f"a slot for position {position} is still held")
