@@ -46,6 +46,7 @@ from inference_engine.models.step_list import (
 # Of the largest number: torch multiplies normed states that were rounded, and they are thousands.
 _MOST_ROUNDINGS = 4.0
 _CHECKED = (1, 2, 17, 64, 300, 2048)  # numbers of tokens, which have different tiles
+_MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory that a model was given
 
 
 @dataclass(slots=True)
@@ -218,7 +219,7 @@ class ListedStep:
             if (tuple(matrix.shape), *options) in seen:
                 continue
             seen.add((tuple(matrix.shape), *options))
-            for count in _CHECKED:
+            for count in (count for count in _CHECKED if count * len(matrix) <= _MOST_CHECKED):
                 difference = self._difference(operation, matrix, count)
                 if not difference <= max(_MOST_ROUNDINGS * torch.finfo(matrix.dtype).eps, 1e-5):
                     raise NoStepListError(
