@@ -10,7 +10,8 @@ from typing import Any
 
 from inference_engine.engine import Engine
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.sqlite_journal import LOCK, SQLiteJournal
+from inference_engine.session.journal_folder import LOCK
+from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Durability
 from tests.load.scripted import scripted_engine
 

@@ -16,15 +16,11 @@ lose this one. Checkpoints are made here, not by SQLite, which does not report w
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
-import stat
 import struct
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import apsw
-import numpy as np
-import psutil
 
 from inference_engine.errors import ConfigError, EngineStalled, HistoryCorrupt, JournalFull
 from inference_engine.metrics import EngineMetrics
@@ -51,49 +45,31 @@ from inference_engine.session.journal import (
     SessionRecord,
     TokensRecord,
 )
+from inference_engine.session.journal_database import open_database
+from inference_engine.session.journal_folder import check_private, take_folder
+from inference_engine.session.journal_rows import (
+    copy_crc,
+    crc_of,
+    damage_is_refused,
+    in_whole_rows,
+    reply_crc,
+    session_crc,
+    session_record,
+    tokens_crc,
+    tokens_record,
+)
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
-from inference_engine.session.wal_scan import find_damage
 from inference_engine.session.writer import Change, DiskFull, Words, Writer
 from inference_engine.types import Durability, Mark
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-FILE, LOCK, COPIES = "journal.db", "lock", "copies"
-FOLD_TOKENS = 498  # two such rows fill a page of the database
+FILE, COPIES = "journal.db", "copies"
 MOST_GENERATES = 8  # of a session, that a client may continue
 
-_LOCK_BYTES = 32
-_APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _WAL_PAGES = 1000  # before a checkpoint
 _FLUSH_SECONDS = 30.0
 _EXPIRE_SECONDS, _EXPIRE_SESSIONS = 30.0, 16
-_SCHEMA = """
-create table sessions (
-    session integer primary key, id text unique not null, owner text not null, body text not null,
-    length integer not null, used_at real not null, crc integer not null);
-create index sessions_by_owner on sessions (owner, id);
-create index sessions_by_use on sessions (used_at);
-create table tokens (session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
-create unique index tokens_by_position on tokens (session, position);
-create table tail (
-    entry integer primary key, session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
-create table generates (
-    session integer, position integer, request_id blob, digest blob, seed blob, crc integer,
-    primary key (session, position)) without rowid;
-create table replies (
-    session integer, id text, owner text, kind text, request_id blob, digest blob, position integer, body text,
-    crc integer, ended_at real, primary key (owner, request_id, kind, id)) without rowid;
-create index replies_by_session on replies (session, kind, position);
-create index replies_ended on replies (ended_at) where ended_at is not null;
-create table facts (name text primary key, value text) without rowid;
-"""
-# What format 1 did not have.
-_COPIES_SCHEMA = """
-create table copies (
-    session integer primary key, file text unique not null, length integer not null, bytes integer not null,
-    header_crc integer not null, crc integer not null);
-"""
 
 
 class SQLiteJournal:
@@ -125,12 +101,12 @@ class SQLiteJournal:
         self._wall_clock = wall_clock
         if weights is None and not (folder / FILE).exists():
             raise ConfigError(f"{folder} has no journal: name the state_dir of a server")
-        _check_private(folder)
+        check_private(folder)
         self.copies_folder = folder / COPIES
         self.weights = weights
-        self._folder_lock = _take(folder)
+        self._folder_lock = take_folder(folder)
         try:
-            self._db = _open(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
+            self._db = open_database(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
             self._folder_lock.note(durability)
             self._db_lock = threading.Lock()
             self._numbers: dict[str, int] = {}  # of sessions in memory
@@ -251,7 +227,7 @@ class SQLiteJournal:
                 )
             )
         records = [(number, CopyRecord(*fields), crc) for number, *fields, crc in rows]
-        return [record for number, record, crc in records if crc == _copy_crc(number, record)]
+        return [record for number, record, crc in records if crc == copy_crc(number, record)]
 
     def put_copy(self, record: CopyRecord) -> None:
         """Record a file that is whole and safe. The one that the session had before is removed."""
@@ -270,7 +246,7 @@ class SQLiteJournal:
         self._forget_copy(number)
         self._db.execute(
             "insert into copies values (?, ?, ?, ?, ?, ?)",
-            (number, record.file, record.length, record.nbytes, record.header_crc, _copy_crc(number, record)),
+            (number, record.file, record.length, record.nbytes, record.header_crc, copy_crc(number, record)),
         )
 
     def _forget_copy(self, number: int) -> None:
@@ -431,7 +407,7 @@ class SQLiteJournal:
                 body,
                 length,
                 self._wall_clock(),
-                _session_crc(number, record.owner, body, length),
+                session_crc(number, record.owner, body, length),
             ),
         )
 
@@ -443,7 +419,7 @@ class SQLiteJournal:
         self._appended.append((number, entry))
         self._db.execute(
             "insert into tail values (?, ?, ?, ?, ?, ?, ?)",
-            (entry, number, position, mark, ids, logprobs, _tokens_crc(position, mark, ids, logprobs, number)),
+            (entry, number, position, mark, ids, logprobs, tokens_crc(position, mark, ids, logprobs, number)),
         )
         if began is not None:
             seed = began.seed.to_bytes(8, "little")
@@ -455,7 +431,7 @@ class SQLiteJournal:
                     began.request_id,
                     began.digest,
                     seed,
-                    _crc(struct.pack("<QQ", number, began.position) + began.request_id + began.digest + seed),
+                    crc_of(struct.pack("<QQ", number, began.position) + began.request_id + began.digest + seed),
                 ),
             )
 
@@ -473,7 +449,7 @@ class SQLiteJournal:
                 record.digest,
                 record.position,
                 record.body,
-                _reply_crc(record),
+                reply_crc(record),
                 ended_at,
             ),
         )
@@ -511,10 +487,10 @@ class SQLiteJournal:
         except HistoryCorrupt as damage:
             logger.error("records of a session are damaged, and kept as they are: %s", damage)
             return
-        for row in _whole(rows):
+        for row in in_whole_rows(rows):
             values = None if row.logprobs is None else row.logprobs.tobytes()
             ids, mark = row.token_ids.tobytes(), int(row.mark)
-            crc = _tokens_crc(row.position, mark, ids, values)
+            crc = tokens_crc(row.position, mark, ids, values)
             self._db.execute(
                 "insert into tokens values (?, ?, ?, ?, ?, ?)", (number, row.position, mark, ids, values, crc)
             )
@@ -523,7 +499,7 @@ class SQLiteJournal:
             self._delete_tail(number, entry)
         self._db.execute(
             "update sessions set length = ?, used_at = ?, crc = ? where session = ?",
-            (length, self._wall_clock(), _session_crc(number, owner, body, length), number),
+            (length, self._wall_clock(), session_crc(number, owner, body, length), number),
         )
         self._db.execute(
             "delete from generates where session = ?1 and position < (select position from generates where "
@@ -561,20 +537,20 @@ class SQLiteJournal:
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         self._flush()
-        with self._db_lock, _damage_is_refused(0):
+        with self._db_lock, damage_is_refused(0):
             found = list(
                 self._db.execute("select session, owner, body, length, crc from sessions where id = ?", (session_id,))
             )
             if not found:
                 raise KeyError(session_id)
             number, owner, body, length, crc = found[0]
-            if crc != _session_crc(number, owner, body, length) or _record(body).session_id != session_id:
+            if crc != session_crc(number, owner, body, length) or session_record(body).session_id != session_id:
                 raise HistoryCorrupt(0)
-            return _record(body), self._tokens(number)
+            return session_record(body), self._tokens(number)
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         self._flush()
-        with self._db_lock, _damage_is_refused(0):
+        with self._db_lock, damage_is_refused(0):
             # In both indexes: damage of one neither hides a session nor gives another one's.
             (found, known) = (
                 list(self._db.execute(f"select session from sessions {condition}", (session_id, owner)))  # noqa: S608 - a text of ours
@@ -591,7 +567,7 @@ class SQLiteJournal:
             body, length, used_at, crc = next(
                 self._db.execute("select body, length, used_at, crc from sessions where session = ?", (number,))
             )
-            if crc != _session_crc(number, owner, body, length) or _record(body).session_id != session_id:
+            if crc != session_crc(number, owner, body, length) or session_record(body).session_id != session_id:
                 raise HistoryCorrupt(0)
             tokens = self._tokens(number)
             saved = Saved(sum(len(one.token_ids) for one in tokens))
@@ -601,12 +577,12 @@ class SQLiteJournal:
                     "select position, request_id, digest, seed, crc from generates where session = ? order by position",
                     (number,),
                 )
-                if kept == _crc(struct.pack("<QQ", number, position) + request_id + digest + seed)
+                if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
             ]
             replies = self._replies("session = ? order by position", (number,))
             self._numbers[session_id] = number
             self._note(number, saved, saved.tokens)
-            return SessionKept(_record(body), used_at, tokens, generates, replies, saved)
+            return SessionKept(session_record(body), used_at, tokens, generates, replies, saved)
 
     def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
         self._flush()
@@ -630,14 +606,14 @@ class SQLiteJournal:
         return entries
 
     def _entry(self, number: int, owner: str, body: str, length: int, used_at: float, crc: int) -> SessionEntry:
-        with _damage_is_refused(0):
-            if crc != _session_crc(number, owner, body, length):
+        with damage_is_refused(0):
+            if crc != session_crc(number, owner, body, length):
                 raise HistoryCorrupt(0)
             if number in self._tails:
                 last = self._tails[number][-1]
                 for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
                     length = position + len(ids) // 4
-            return SessionEntry(_record(body), float(used_at), length)
+            return SessionEntry(session_record(body), float(used_at), length)
 
     def everyone(self) -> list[SessionEntry]:
         """The sessions of all owners, by their ids. For tools."""
@@ -694,9 +670,9 @@ class SQLiteJournal:
         for first, mark, ids, logprobs, crc in self._db.execute(
             "select position, mark, ids, logprobs, crc from tokens where session = ? order by position", (number,)
         ):
-            if first != position or crc != _tokens_crc(first, mark, ids, logprobs):
+            if first != position or crc != tokens_crc(first, mark, ids, logprobs):
                 raise HistoryCorrupt(position)
-            rows.append(_tokens_record(first, mark, ids, logprobs))
+            rows.append(tokens_record(first, mark, ids, logprobs))
             position += len(ids) // 4
         if position != length:
             raise HistoryCorrupt(position)
@@ -706,15 +682,15 @@ class SQLiteJournal:
         """Rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
         rows = []
         for entry in entries:
-            with _damage_is_refused(position):
+            with damage_is_refused(position):
                 of, first, mark, ids, logprobs, crc = next(
                     self._db.execute(
                         "select session, position, mark, ids, logprobs, crc from tail where entry = ?", (entry,)
                     )
                 )
-                if (of, first) != (number, position) or crc != _tokens_crc(first, mark, ids, logprobs, number):
+                if (of, first) != (number, position) or crc != tokens_crc(first, mark, ids, logprobs, number):
                     raise HistoryCorrupt(position)
-                rows.append(_tokens_record(first, mark, ids, logprobs))
+                rows.append(tokens_record(first, mark, ids, logprobs))
                 position += len(ids) // 4
         return rows
 
@@ -725,227 +701,10 @@ class SQLiteJournal:
             values,
         )
         found = [(ReplyRecord(*fields), crc) for *fields, crc in rows]
-        return [record for record, crc in found if crc == _reply_crc(record)]
+        return [record for record, crc in found if crc == reply_crc(record)]
 
     def _value(self, question: str) -> Any:
         return next(self._db.execute(question))[0]
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
-
-
-class _FolderLock:
-    """A folder that this process alone uses: the folder itself is locked, so that nothing is written into it for that.
-
-    The file LOCK has the process id and the durability of the server that used it last. was: that durability; "": no
-    server used it.
-    """
-
-    def __init__(self, folder: Path, descriptor: int, was: str) -> None:
-        self._folder = folder
-        self._descriptor = descriptor
-        self.was = was
-
-    def note(self, durability: Durability) -> None:
-        """Record who uses the folder. Only once it was found right: what may be wrong with the log depends on `was`."""
-        # In place and of one length, which a full disk has room for.
-        text = f"{os.getpid()} {durability.value}".ljust(_LOCK_BYTES - 1) + "\n"
-        try:
-            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.pwrite(descriptor, text.encode(), 0)
-                os.ftruncate(descriptor, _LOCK_BYTES)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise ConfigError(f"state_dir {self._folder}: {LOCK} cannot be written: {error.strerror}") from error
-
-    def release(self) -> None:
-        os.close(self._descriptor)
-
-
-def _check_private(folder: Path) -> None:
-    """Make the folder, or raise ConfigError if others may read or change it."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"state_dir {folder} is not a folder")
-    if found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"state_dir {folder} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}: run the "
-            "server as its owner, or name another folder"
-        )
-    if found.st_mode & 0o077:
-        raise ConfigError(
-            f"state_dir {folder} has the mode {stat.S_IMODE(found.st_mode):o}, so that others can reach the histories "
-            f"in it: chmod 700 {folder}"
-        )
-
-
-def _take(folder: Path) -> _FolderLock:
-    """Raises ConfigError, naming the process, if another one uses the folder. Writes nothing."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = True
-    except OSError:
-        os.close(descriptor)
-        is_ours = False
-    try:
-        known = (folder / LOCK).read_text(errors="replace").split()
-    except OSError:  # no server used it yet
-        known = []
-    if not is_ours:
-        # Until a server has looked through the folder, the file names the one before it.
-        is_named = bool(known) and known[0].isdigit() and psutil.pid_exists(int(known[0]))
-        process = f"process {known[0]}" if is_named else "another process"
-        raise ConfigError(f"state_dir {folder} is in use by {process}: stop that server, or name another folder")
-    return _FolderLock(folder, descriptor, known[1] if len(known) > 1 else "")
-
-
-def _open(path: Path, durability: Durability, weights: str | None, vfs: str | None, *, was: str) -> apsw.Connection:
-    """Raises ConfigError for a file that is not this server's or is damaged, which is left as it is."""
-    log = path.with_name(path.name + "-wal")
-    has_log, damage = log.exists(), find_damage(log)
-    if damage is not None:
-        # Without a sync, a loss of power may have left any part of the log.
-        text = f"the log {log} is damaged at byte {damage}, and what follows would be lost"
-        if was != Durability.PROCESS.value:
-            raise ConfigError(f"{text}; restore {path.parent} from a backup, or remove the log to go on without that")
-        logger.error("%s: histories end earlier than clients may know", text)
-    try:
-        db = apsw.Connection(str(path), vfs=vfs)
-    except apsw.Error as error:
-        raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
-    try:
-        # Closing a refused one must not write its log into its database, nor leave a log that was not there.
-        db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, has_log)
-        _prepare(db, path, durability, weights)
-        # What the server before did not sync is safe from here on, and what a crash left behind the log's end is gone.
-        try:
-            if db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE) != (0, 0):
-                raise apsw.IOError("a checkpoint did not write all of the log")
-        except apsw.FullError:  # nothing is lost, it stays in the log
-            if damage is not None or was != durability.value:
-                raise
-        db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
-    except BaseException as error:
-        db.close()
-        if isinstance(error, apsw.Error):
-            raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
-        raise
-    return db
-
-
-def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str | None) -> None:
-    db.set_busy_timeout(0)
-    for pragma in ("page_size=4096", "locking_mode=EXCLUSIVE"):
-        db.execute(f"pragma {pragma}").fetchall()
-    _refuse_other(db, path, weights)
-    path.chmod(0o600)
-    level = "FULL" if durability is Durability.POWER else "NORMAL"
-    for pragma in ("journal_mode=WAL", f"synchronous={level}", "wal_autocheckpoint=0", "cache_size=-8192"):
-        db.execute(f"pragma {pragma}").fetchall()
-    if not next(db.execute("select count(*) from sqlite_schema"))[0]:
-        with db:
-            db.execute(_SCHEMA)
-            db.execute("insert into facts values ('weights', ?)", (weights,))
-            db.execute(f"pragma application_id={_APPLICATION}")
-    if next(db.execute("pragma user_version"))[0] < FORMAT:
-        with db:
-            db.execute(_COPIES_SCHEMA)
-            db.execute(f"pragma user_version={FORMAT}")
-
-
-def _refuse_other(db: apsw.Connection, path: Path, weights: str | None) -> None:
-    """Raise ConfigError for a file that is not this server's."""
-    if not next(db.execute("select count(*) from sqlite_schema"))[0]:
-        return
-    application, version = (next(db.execute(f"pragma {name}"))[0] for name in ("application_id", "user_version"))
-    if application != _APPLICATION:
-        raise ConfigError(f"{path} is not a journal of this program: name another state_dir")
-    if version > FORMAT:
-        raise ConfigError(
-            f"{path} has format {version}, and this version knows formats up to {FORMAT}: run the newer one, or name "
-            "another state_dir"
-        )
-    (known,) = next(db.execute("select value from facts where name = 'weights'"))
-    if weights is not None and known != weights:
-        raise ConfigError(
-            f"{path.parent} keeps sessions of another model, with weights {known[:16]}…, and this one's are "
-            f"{weights[:16]}…: each model needs a state_dir of its own"
-        )
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _damage_is_refused(position: int) -> Iterator[None]:
-    """HistoryCorrupt for a row that is gone, or has a value of a type that no row has.
-
-    One flipped bit makes a text of bytes, or a number of nothing, and the row's checksum may still be right.
-    """
-    try:
-        yield
-    except (TypeError, ValueError, StopIteration, struct.error, apsw.CorruptError) as error:
-        raise HistoryCorrupt(position) from error
-
-
-def _crc(data: bytes) -> int:
-    return zlib.crc32(data)
-
-
-def _tokens_crc(position: int, mark: int, ids: bytes, logprobs: bytes | None, number: int = 0) -> int:
-    """number: of the session, for a row of the tail, which says whose it is."""
-    return zlib.crc32(logprobs or b"", zlib.crc32(ids, zlib.crc32(struct.pack("<QQB", number, position, mark))))
-
-
-def _session_crc(number: int, owner: str, body: str, length: int) -> int:
-    return _crc(f"{number} {length} {owner} {body}".encode())
-
-
-def _reply_crc(record: ReplyRecord) -> int:
-    return _crc(repr(record).encode())
-
-
-def _copy_crc(number: int, record: CopyRecord) -> int:
-    return _crc(f"{number} {record.file} {record.length} {record.nbytes} {record.header_crc}".encode())
-
-
-def _record(body: str) -> SessionRecord:
-    fields = json.loads(body)
-    return SessionRecord(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])})
-
-
-def _tokens_record(position: int, mark: int, ids: bytes, logprobs: bytes | None) -> TokensRecord:
-    values = None if logprobs is None else np.frombuffer(logprobs, dtype=np.float32)
-    return TokensRecord(position, np.frombuffer(ids, dtype=np.uint32), Mark(mark), values)
-
-
-def _whole(rows: Sequence[TokensRecord]) -> Iterator[TokensRecord]:
-    """The same tokens in rows of FOLD_TOKENS, as far as neighbours came the same way."""
-    run: list[TokensRecord] = []
-    for row in [*rows, None]:
-        is_next = row is not None and bool(run) and _kind(row) == _kind(run[0])
-        if run and not is_next:
-            ids = np.concatenate([one.token_ids for one in run])
-            logprobs = None if run[0].logprobs is None else np.concatenate([one.logprobs for one in run])
-            for start in range(0, len(ids), FOLD_TOKENS):
-                part = slice(start, start + FOLD_TOKENS)
-                values = None if logprobs is None else logprobs[part]
-                yield TokensRecord(run[0].position + start, ids[part], run[0].mark, values)
-            run = []
-        if row is not None:
-            run.append(row)
-
-
-def _kind(row: TokensRecord) -> tuple[Mark, bool]:
-    return row.mark, row.logprobs is None

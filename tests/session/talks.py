@@ -13,8 +13,8 @@ import numpy as np
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import GenerateRecord, SessionRecord
+from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
@@ -121,7 +121,7 @@ def flip_bits(folder: Path, *, seed: int, count: int) -> Counter[str]:
             talk.wait()
     talk.wait()
     killed = after_a_kill(source)
-    (killed / sqlite_journal.LOCK).write_text("1 power\n")
+    (killed / LOCK).write_text("1 power\n")
     journal.stop()
     rng, outcomes, target = random.Random(seed), Counter[str](), folder / "flipped"
     for _ in range(count):
@@ -181,7 +181,7 @@ def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "
             target.mkdir(mode=0o700)
             for name, data in state.items():
                 (target / name).write_bytes(data)
-            (target / sqlite_journal.LOCK).write_text("1 power\n")
+            (target / LOCK).write_text("1 power\n")
             talk.told = talk.told_before = max([0, *(count for events, count in told if events <= moment)])
             outcomes[talk.check(target, may_refuse=True)] += 1
     return outcomes

@@ -16,8 +16,11 @@ import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session import sqlite_journal, wal_scan
+from inference_engine.session import wal_scan
 from inference_engine.session.journal import GenerateRecord
+from inference_engine.session.journal_database import FORMAT
+from inference_engine.session.journal_folder import LOCK, take_folder
+from inference_engine.session.journal_rows import FOLD_TOKENS
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
@@ -40,7 +43,7 @@ def test_what_was_recorded_is_read_again_after_a_kill_folded_or_not(tmp_path: Pa
     assert talk.check(tmp_path) == "whole"
     with closing(apsw.Connection(str(tmp_path / FILE))) as db:
         assert next(db.execute("select count(*) from tokens"))[0]
-        assert next(db.execute("select max(length(ids)) from tokens"))[0] <= 4 * sqlite_journal.FOLD_TOKENS
+        assert next(db.execute("select max(length(ids)) from tokens"))[0] <= 4 * FOLD_TOKENS
 
 
 def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def killed_after(folder: Path, durability: Durability, steps: int = 20) -> tuple
         talk.step()
         talk.wait()
     killed = after_a_kill(folder)
-    shutil.copy(folder / sqlite_journal.LOCK, killed)
+    shutil.copy(folder / LOCK, killed)
     journal.stop()
     return talk, killed
 
@@ -127,8 +130,8 @@ def test_a_second_server_is_refused_with_the_process_of_the_first(tmp_path: Path
 def test_a_server_that_is_refused_while_another_one_starts_names_no_process_that_is_gone(tmp_path: Path) -> None:
     open_journal(tmp_path).stop()
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    (tmp_path / sqlite_journal.LOCK).write_bytes(ended.stdout.strip() + b" power\n")
-    lock = sqlite_journal._take(tmp_path)
+    (tmp_path / LOCK).write_bytes(ended.stdout.strip() + b" power\n")
+    lock = take_folder(tmp_path)
     with pytest.raises(ConfigError, match="in use by another process"):
         open_journal(tmp_path)
     lock.release()
@@ -148,7 +151,7 @@ def test_a_folder_of_another_model_or_of_a_newer_format_is_refused_and_left_as_i
     with closing(apsw.Connection(str(folder / FILE))) as db:
         db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, is_killed)
         db.execute("pragma locking_mode = exclusive").fetchall()
-        db.execute(f"pragma user_version = {sqlite_journal.FORMAT + 1}")
+        db.execute(f"pragma user_version = {FORMAT + 1}")
     before = content(folder)
     with pytest.raises(ConfigError, match="newer one"):
         open_journal(folder)
@@ -160,7 +163,7 @@ def test_a_database_of_another_program_is_refused_and_left_as_it_is(tmp_path: Pa
     with closing(apsw.Connection(str(tmp_path / FILE))) as db:
         db.execute("create table t (x)")
     if has_lock:
-        (tmp_path / sqlite_journal.LOCK).write_text("someone else's")
+        (tmp_path / LOCK).write_text("someone else's")
     tmp_path.chmod(0o700)
     before = content(tmp_path)
     with pytest.raises(ConfigError, match="not a journal"):
@@ -225,7 +228,7 @@ def test_damage_that_process_allows_is_gone_from_the_log_before_the_durability_i
     damage_log(folder)
     journal = open_journal(folder, Durability.POWER)
     assert not (folder / f"{FILE}-wal").stat().st_size
-    assert (folder / sqlite_journal.LOCK).read_text().split() == [str(os.getpid()), "power"]
+    assert (folder / LOCK).read_text().split() == [str(os.getpid()), "power"]
     journal.open(record_of(9))
     assert journal._writer.flush(20)
     killed = after_a_kill(folder)

@@ -1,0 +1,119 @@
+"""The database of a journal: its tables, and what is looked at before a file is opened as one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import apsw
+
+from inference_engine.errors import ConfigError
+from inference_engine.session.wal_scan import find_damage
+from inference_engine.types import Durability
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+_APPLICATION = 0x4B616B65  # "Kake", in the header of the file
+_SCHEMA = """
+create table sessions (
+    session integer primary key, id text unique not null, owner text not null, body text not null,
+    length integer not null, used_at real not null, crc integer not null);
+create index sessions_by_owner on sessions (owner, id);
+create index sessions_by_use on sessions (used_at);
+create table tokens (session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
+create unique index tokens_by_position on tokens (session, position);
+create table tail (
+    entry integer primary key, session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
+create table generates (
+    session integer, position integer, request_id blob, digest blob, seed blob, crc integer,
+    primary key (session, position)) without rowid;
+create table replies (
+    session integer, id text, owner text, kind text, request_id blob, digest blob, position integer, body text,
+    crc integer, ended_at real, primary key (owner, request_id, kind, id)) without rowid;
+create index replies_by_session on replies (session, kind, position);
+create index replies_ended on replies (ended_at) where ended_at is not null;
+create table facts (name text primary key, value text) without rowid;
+"""
+# What format 1 did not have.
+_COPIES_SCHEMA = """
+create table copies (
+    session integer primary key, file text unique not null, length integer not null, bytes integer not null,
+    header_crc integer not null, crc integer not null);
+"""
+
+
+def open_database(
+    path: Path, durability: Durability, weights: str | None, vfs: str | None, *, was: str
+) -> apsw.Connection:
+    """Raises ConfigError for a file that is not this server's or is damaged, which is left as it is."""
+    log = path.with_name(path.name + "-wal")
+    has_log, damage = log.exists(), find_damage(log)
+    if damage is not None:
+        # Without a sync, a loss of power may have left any part of the log.
+        text = f"the log {log} is damaged at byte {damage}, and what follows would be lost"
+        if was != Durability.PROCESS.value:
+            raise ConfigError(f"{text}; restore {path.parent} from a backup, or remove the log to go on without that")
+        logger.error("%s: histories end earlier than clients may know", text)
+    try:
+        db = apsw.Connection(str(path), vfs=vfs)
+    except apsw.Error as error:
+        raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
+    try:
+        # Closing a refused one must not write its log into its database, nor leave a log that was not there.
+        db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, has_log)
+        _prepare(db, path, durability, weights)
+        # What the server before did not sync is safe from here on, and what a crash left behind the log's end is gone.
+        try:
+            if db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE) != (0, 0):
+                raise apsw.IOError("a checkpoint did not write all of the log")
+        except apsw.FullError:  # nothing is lost, it stays in the log
+            if damage is not None or was != durability.value:
+                raise
+        db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
+    except BaseException as error:
+        db.close()
+        if isinstance(error, apsw.Error):
+            raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
+        raise
+    return db
+
+
+def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str | None) -> None:
+    db.set_busy_timeout(0)
+    for pragma in ("page_size=4096", "locking_mode=EXCLUSIVE"):
+        db.execute(f"pragma {pragma}").fetchall()
+    _refuse_other(db, path, weights)
+    path.chmod(0o600)
+    level = "FULL" if durability is Durability.POWER else "NORMAL"
+    for pragma in ("journal_mode=WAL", f"synchronous={level}", "wal_autocheckpoint=0", "cache_size=-8192"):
+        db.execute(f"pragma {pragma}").fetchall()
+    if not next(db.execute("select count(*) from sqlite_schema"))[0]:
+        with db:
+            db.execute(_SCHEMA)
+            db.execute("insert into facts values ('weights', ?)", (weights,))
+            db.execute(f"pragma application_id={_APPLICATION}")
+    if next(db.execute("pragma user_version"))[0] < FORMAT:
+        with db:
+            db.execute(_COPIES_SCHEMA)
+            db.execute(f"pragma user_version={FORMAT}")
+
+
+def _refuse_other(db: apsw.Connection, path: Path, weights: str | None) -> None:
+    """Raise ConfigError for a file that is not this server's."""
+    if not next(db.execute("select count(*) from sqlite_schema"))[0]:
+        return
+    application, version = (next(db.execute(f"pragma {name}"))[0] for name in ("application_id", "user_version"))
+    if application != _APPLICATION:
+        raise ConfigError(f"{path} is not a journal of this program: name another state_dir")
+    if version > FORMAT:
+        raise ConfigError(
+            f"{path} has format {version}, and this version knows formats up to {FORMAT}: run the newer one, or name "
+            "another state_dir"
+        )
+    (known,) = next(db.execute("select value from facts where name = 'weights'"))
+    if weights is not None and known != weights:
+        raise ConfigError(
+            f"{path.parent} keeps sessions of another model, with weights {known[:16]}…, and this one's are "
+            f"{weights[:16]}…: each model needs a state_dir of its own"
+        )

@@ -1,0 +1,92 @@
+"""The folder of a journal: of one user and one process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import psutil
+
+from inference_engine.errors import ConfigError
+from inference_engine.types import Durability
+
+LOCK = "lock"
+_LOCK_BYTES = 32
+
+
+class FolderLock:
+    """A folder that this process alone uses: the folder itself is locked, so that nothing is written into it for that.
+
+    The file LOCK has the process id and the durability of the server that used it last. was: that durability; "": no
+    server used it.
+    """
+
+    def __init__(self, folder: Path, descriptor: int, was: str) -> None:
+        self._folder = folder
+        self._descriptor = descriptor
+        self.was = was
+
+    def note(self, durability: Durability) -> None:
+        """Record who uses the folder. Only once it was found right: what may be wrong with the log depends on `was`."""
+        # In place and of one length, which a full disk has room for.
+        text = f"{os.getpid()} {durability.value}".ljust(_LOCK_BYTES - 1) + "\n"
+        try:
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(descriptor, text.encode(), 0)
+                os.ftruncate(descriptor, _LOCK_BYTES)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(f"state_dir {self._folder}: {LOCK} cannot be written: {error.strerror}") from error
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+def check_private(folder: Path) -> None:
+    """Make the folder, or raise ConfigError if others may read or change it."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"state_dir {folder} is not a folder")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"state_dir {folder} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}: run the "
+            "server as its owner, or name another folder"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"state_dir {folder} has the mode {stat.S_IMODE(found.st_mode):o}, so that others can reach the histories "
+            f"in it: chmod 700 {folder}"
+        )
+
+
+def take_folder(folder: Path) -> FolderLock:
+    """Raises ConfigError, naming the process, if another one uses the folder. Writes nothing."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = True
+    except OSError:
+        os.close(descriptor)
+        is_ours = False
+    try:
+        known = (folder / LOCK).read_text(errors="replace").split()
+    except OSError:  # no server used it yet
+        known = []
+    if not is_ours:
+        # Until a server has looked through the folder, the file names the one before it.
+        is_named = bool(known) and known[0].isdigit() and psutil.pid_exists(int(known[0]))
+        process = f"process {known[0]}" if is_named else "another process"
+        raise ConfigError(f"state_dir {folder} is in use by {process}: stop that server, or name another folder")
+    return FolderLock(folder, descriptor, known[1] if len(known) > 1 else "")
