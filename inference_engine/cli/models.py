@@ -183,7 +183,7 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
 
 def _encodings(checked: CheckedFolder) -> str:
     """How its numbers are stored, the most frequent first."""
-    from inference_engine.models.checkpoint import open_checkpoint
+    from inference_engine.models.open_checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(checked.stored)
     counts = Counter(checkpoint.tensor(name).encoding for name in checkpoint.names())

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
-from inference_engine.models.folder import grouping_of, weight_files
+from inference_engine.models.folder import weight_files
 from inference_engine.models.gguf_config import gguf_config
-from inference_engine.models.gguf_header import GgufHeader, GgufTensor, read_gguf
+from inference_engine.models.gguf_header import GgufHeader, GgufTensor
 from inference_engine.models.safetensors_header import check_safetensors
 
 # A mixture of 94 layers and 128 experts has 36,000.
@@ -113,21 +113,6 @@ class Checkpoint(ABC):
                 "not fit it"
             )
         return found
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The weights of a folder with safetensors, or of a GGUF file. Raises ModelError or OSError.
-
-    The folder has passed the checks of `folder.py`.
-    """
-    if not path.is_dir():
-        return GgufCheckpoint(read_gguf(path))
-    plain = SafetensorsCheckpoint(path)
-    if grouping_of(path) is None and not any(MLX_EXPERTS in name for name in plain.names()):
-        return plain
-    from inference_engine.models.grouped import GroupedCheckpoint
-
-    return GroupedCheckpoint(plain)
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:

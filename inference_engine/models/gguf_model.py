@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import child_environment, configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
-from inference_engine.models.checkpoint import Checkpoint, open_checkpoint
+from inference_engine.models.checkpoint import Checkpoint
 from inference_engine.models.folder import MAX_LAYERS
 from inference_engine.models.gguf_config import gguf_config
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.manifest import digest_of
+from inference_engine.models.open_checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor

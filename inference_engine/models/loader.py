@@ -141,7 +141,7 @@ def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> Ch
         )
         found = find_model(name_or_path, cache=cache)
         if found.only_gguf:
-            from inference_engine.models.checkpoint import open_checkpoint
+            from inference_engine.models.open_checkpoint import open_checkpoint
 
             open_checkpoint(found.stored)
         else:

@@ -19,8 +19,8 @@ from inference_engine.compose import open_backend
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ConfigError, ModelError
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.folder import CONFIG
+from inference_engine.models.open_checkpoint import open_checkpoint
 from tests.native.test_forward import Sessions
 
 SIZES: dict[str, Any] = {

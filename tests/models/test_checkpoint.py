@@ -15,9 +15,10 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
 from inference_engine.errors import ModelError
-from inference_engine.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
+from inference_engine.models.checkpoint import Checkpoint, GgufCheckpoint
 from inference_engine.models.gguf_config import gguf_config
 from inference_engine.models.gguf_header import read_gguf
+from inference_engine.models.open_checkpoint import open_checkpoint
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
 
 

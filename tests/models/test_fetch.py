@@ -27,9 +27,9 @@ from inference_engine.models import (
     model_folder,
     weights_digest,
 )
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.convert import convert
 from inference_engine.models.fetch import fetch_model
+from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.registry import KnownModel, known_model, known_names
 from tests.models.tiny_folder import logits, write_tiny_gguf, write_tiny_wheels
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from inference_engine.errors import ModelError
 from inference_engine.models import gguf_header
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.gguf_header import MAX_HEADER_BYTES, MAX_STRINGS, read_gguf
+from inference_engine.models.open_checkpoint import open_checkpoint
 from tests.models.tiny_gguf import tiny_model, write_gguf
 
 U32, STRING, ARRAY = 4, 8, 9

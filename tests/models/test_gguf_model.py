@@ -25,9 +25,9 @@ from inference_engine.models import (
     tokenizer_folder,
     weights_digest,
 )
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.mapped import MappedWeights
+from inference_engine.models.open_checkpoint import open_checkpoint
 from tests.models.test_mapped import mapped, overwrite
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf

@@ -20,8 +20,8 @@ from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import NotOnMlx
 from inference_engine.models import CheckedFolder, check_model
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.folder import describe_ignored, grouping_of
+from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.step_list import NoStepListError, step_list
 from inference_engine.types import ModelFacts
 
