@@ -27,8 +27,8 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models import check_model
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.folder import weight_files
+from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.safetensors_header import check_safetensors
 
 
