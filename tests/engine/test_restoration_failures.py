@@ -16,7 +16,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from tests.laws.variants import drain, engine_for, generate, same, text
-from tests.tiny import LATENT_BYTES, tiny_latent
+from tests.tiny import LATENT_BYTES, tiny_components, tiny_latent
 
 HOLD, STREAM = (
     make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES, mode=mode)
@@ -43,7 +43,8 @@ class Failing:
     least_bytes_per_token = 1
 
     def decoder(self, layer: int) -> None:
-        return None
+        if self.fails_in == "decoder":
+            raise ValueError("matrices of another codec")
 
     def at(self, bytes_per_token: int) -> Failing:
         return self
@@ -109,6 +110,30 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
         generate(engine, again, len(received) or 1)
         if received:
             assert same(generate(engine, session, 10), generate(engine, again, 10), Mode.BATCHED)
+
+
+def test_a_codec_that_cannot_be_used_leaves_no_room_taken_for_what_it_would_have_restored() -> None:
+    codec = Failing()
+    select = make_strategy(
+        "restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES, mode="select", budget=170
+    )
+    with engine_for(Mode.BATCHED, latent=codec, components=tiny_components()) as engine:
+        session = engine.create_session(strategy=select).session_id
+        engine.append(session, text(300))
+        reported = generate(engine, session, 5)
+        taken = set()
+        codec.fails_in = "decoder"
+        for _ in range(3):
+            received, failure = until_it_fails(engine, session, 5)
+            assert not received
+            assert failure.reason == "RESTORATION_FAILED"
+            taken.add(engine.info().kv_reserved_bytes)
+        assert len(taken) == 1
+        codec.fails_in = ""
+        again = engine.create_session(strategy=select).session_id
+        engine.append(again, text(300))
+        assert same(generate(engine, again, 5), reported, Mode.BATCHED)
+        assert same(generate(engine, session, 10), generate(engine, again, 10), Mode.BATCHED)
 
 
 @pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
