@@ -27,7 +27,7 @@ from inference_engine.kernels.triton.chained import chained
 _FEW = 64  # tokens; more are multiplied by a matrix library
 _LEAST = 16  # tokens of a tile
 _TOGETHER = 8  # tiles of rows whose programs follow each other
-_COUNTERS = 256
+_COUNTERS = 512  # more than there are tiles of a matrix whose sums have parts
 _PROGRAMS = 132  # that fill a large GPU
 _LEAST_PART = 512  # inputs that are worth a program of their own
 _MOST_PARTS = 4
@@ -103,13 +103,14 @@ class Products:
             tile = tile_of_some(outputs, inputs, states.element_size(), tokens, matrices)
         else:
             tokens, tile = tile_of_many(outputs, count, states.element_size())
-        tile = fitting(tile, states.element_size(), tokens, matrices, _shared_bytes(states.device))
+        tile = fitting(tile, states.element_size(), tokens, matrices, shared_bytes(states.device))
         rows, columns = triton.cdiv(outputs, tile.rows), triton.cdiv(count, tokens)
         is_split = parts > 1 and columns == 1
         held, arrived = out, out
         if is_split:
             held = torch.empty(rows * parts * matrices * tile.rows * tokens, dtype=torch.float32, device=out.device)
-            arrived = self._counters(rows, out.device)
+            assert rows <= _COUNTERS, rows
+            arrived = self._counters(out.device)
         _product_of_some[(rows * columns, parts if is_split else 1)](
             *tensors,
             held,
@@ -132,11 +133,11 @@ class Products:
         )
         return out
 
-    def _counters(self, count: int, device: torch.device) -> Tensor:
-        """Zeros, which the last program of each leaves as zeros."""
-        if device not in self._arrived or len(self._arrived[device]) < count:
+    def _counters(self, device: torch.device) -> Tensor:
+        """Zeros, which the last program of each leaves as zeros; always the same, for recorded steps know where."""
+        if device not in self._arrived:
             with torch.inference_mode(False):
-                self._arrived[device] = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
+                self._arrived[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         return self._arrived[device]
 
 
@@ -231,11 +232,11 @@ def tile_of_many(outputs: int, count: int, itemsize: int) -> tuple[int, Tile]:
     return 128, Tile(128, 64, 8, 3)
 
 
-def fitting(tile: Tile, itemsize: int, tokens: int, matrices: int, shared_bytes: int) -> Tile:
+def fitting(tile: Tile, itemsize: int, tokens: int, matrices: int, most_bytes: int) -> Tile:
     """The tile, or a smaller one that fits the shared memory that a program may have."""
-    while tile.stages > 1 and _shared(tile, itemsize, tokens, matrices) > shared_bytes:
+    while tile.stages > 1 and _shared(tile, itemsize, tokens, matrices) > most_bytes:
         tile = tile._replace(stages=tile.stages - 1)
-    while tile.rows > 16 and _shared(tile, itemsize, tokens, matrices) > shared_bytes:
+    while tile.rows > 16 and _shared(tile, itemsize, tokens, matrices) > most_bytes:
         tile = tile._replace(rows=tile.rows // 2)
     return tile
 
@@ -245,7 +246,7 @@ def _shared(tile: Tile, itemsize: int, tokens: int, matrices: int) -> int:
 
 
 @cache
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes(device: torch.device) -> int:
     """The shared memory that a program may have, as Triton counts it; the interpreter has as much as is wanted."""
     if device.type != "cuda":
         return 2**30

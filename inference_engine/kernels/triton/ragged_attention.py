@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.fused import shared_bytes
 from inference_engine.kernels.triton.gather import attend_selecting
 
 _PROGRAMS = 128  # tiles and heads that fill a GPU; of fewer, parts are served by programs of their own
@@ -31,6 +32,7 @@ _PROGRAMS_OF_TWO = 512  # tiles of twice as many rows and heads that fill it
 _PROGRAMS_OF_PARTS = 512  # that a launch has at least, if there are as many parts
 _MOST_PARTS = 32
 _MERGED_AT_ONCE = 8
+_STAGES = 3  # blocks of keys and values that are under way
 _LEAST_PART = 128  # slots; a multiple of all tiles
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _FEW_QUERIES = 64  # up to these many, each is likely to look at a region of its own
@@ -131,6 +133,11 @@ def _attend_all(
     has_parts = tile == 1 or tiles * kv_heads < _PROGRAMS
     parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS_OF_PARTS, tiles * kv_heads))
     parts = min(_MOST_PARTS, parts) if has_parts else 1
+    # Beside the queries, each stage is a block of keys and one of values.
+    row = width * queries.element_size()
+    block_s = 64 if is_narrow else 32
+    room = shared_bytes(queries.device) - block_of_tile * row
+    stages = max(1, min(_STAGES, room // (2 * block_s * row)))
     held = torch.empty(
         (query_count, query_heads, _MOST_PARTS, head_dim) if has_parts else (0,),
         dtype=torch.float32,
@@ -152,7 +159,8 @@ def _attend_all(
         "D": head_dim,
         "HAS_CAP": softcap is not None,
         "BLOCK_D": width,
-        "BLOCK_S": 64 if is_narrow else 32,
+        "BLOCK_S": block_s,
+        "num_stages": stages,
         **chained(queries.device),
     }
     _attend_one[(query_count, kv_heads, parts)](*tensors, *numbers, BLOCK_Q=block, **constants)
