@@ -31,7 +31,7 @@ SCALING = DIM**-0.5
 
 each_group = pytest.mark.parametrize("group", [1, 3, 4])
 each_block = pytest.mark.parametrize("block", [16, 64, 128])
-extras = pytest.mark.parametrize("extra", ["plain", "softcap", "head sinks", "both"])
+EXTRAS = ("plain", "softcap", "head sinks", "both")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -65,49 +65,52 @@ def union(kept: Tensor, positions: list[int], local_starts: list[int], sink: int
 
 @each_group
 @each_block
-@extras
-def test_it_equals_dense_attention_under_the_mask(group: int, block: int, extra: str) -> None:
-    count, sink = 5 * block + 11, 5
-    positions = [count - 1, count - 2, 3 * block + 7]
-    local_starts = [4 * block, 4 * block - 3, 3 * block]
-    queries, keys, values = draw(3, KV_HEADS * group, DIM), *draw(2, KV_HEADS, count, DIM, seed=1)
-    kept = torch.tensor([[[1, 3], [2, -1]], [[0, 3], [-1, -1]], [[0, 2], [1, 2]]])
-    options = arguments(extra, group)
-    always = read_from(positions, local_starts, sink)
-    out, lse = gather_attend(queries, keys, values, kept, always, block=block, **options)
-    seen = union(kept, positions, local_starts, sink, block, count)
-    expected_out, expected_lse = masked_attend(queries, keys, values, seen, **options)
-    torch.testing.assert_close(out, expected_out, **ROUNDING)
-    torch.testing.assert_close(lse, expected_lse, **ROUNDING)
+def test_it_equals_dense_attention_under_the_mask(group: int, block: int, subtests: pytest.Subtests) -> None:
+    for extra in EXTRAS:
+        with subtests.test(extra):
+            count, sink = 5 * block + 11, 5
+            positions = [count - 1, count - 2, 3 * block + 7]
+            local_starts = [4 * block, 4 * block - 3, 3 * block]
+            queries, keys, values = draw(3, KV_HEADS * group, DIM), *draw(2, KV_HEADS, count, DIM, seed=1)
+            kept = torch.tensor([[[1, 3], [2, -1]], [[0, 3], [-1, -1]], [[0, 2], [1, 2]]])
+            options = arguments(extra, group)
+            always = read_from(positions, local_starts, sink)
+            out, lse = gather_attend(queries, keys, values, kept, always, block=block, **options)
+            seen = union(kept, positions, local_starts, sink, block, count)
+            expected_out, expected_lse = masked_attend(queries, keys, values, seen, **options)
+            torch.testing.assert_close(out, expected_out, **ROUNDING)
+            torch.testing.assert_close(lse, expected_lse, **ROUNDING)
 
 
 @each_group
-@extras
-def test_the_mask_means_what_it_means_to_attend(group: int, extra: str) -> None:
-    queries, keys, values = draw(4, KV_HEADS * group, DIM), *draw(2, KV_HEADS, 77, DIM, seed=1)
-    seen = torch.rand(4, 77, generator=torch.Generator().manual_seed(2)) < 0.4
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    options = arguments(extra, group)
-    expected = attend(queries, keys, values, mask, **options)
-    out, _ = masked_attend(queries, keys, values, seen[:, None].expand(-1, KV_HEADS, -1), **options)
-    torch.testing.assert_close(out, expected, **ROUNDING)
+def test_the_mask_means_what_it_means_to_attend(group: int, subtests: pytest.Subtests) -> None:
+    for extra in EXTRAS:
+        with subtests.test(extra):
+            queries, keys, values = draw(4, KV_HEADS * group, DIM), *draw(2, KV_HEADS, 77, DIM, seed=1)
+            seen = torch.rand(4, 77, generator=torch.Generator().manual_seed(2)) < 0.4
+            mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            options = arguments(extra, group)
+            expected = attend(queries, keys, values, mask, **options)
+            out, _ = masked_attend(queries, keys, values, seen[:, None].expand(-1, KV_HEADS, -1), **options)
+            torch.testing.assert_close(out, expected, **ROUNDING)
 
 
 @each_group
 @each_block
-@extras
-def test_a_budget_as_long_as_the_history_is_full_attention(group: int, block: int, extra: str) -> None:
-    count, sink = 4 * block + 13, 3
-    positions = [count - 3, count - 2, count - 1]
-    queries, keys, values = draw(3, KV_HEADS * group, DIM), *draw(2, KV_HEADS, count, DIM, seed=1)
-    always = read_from(positions, [3 * block + 5] * 3, sink)
-    scores = bounds_scores(queries, *block_bounds(keys[:, : 4 * block], block), SCALING)
-    kept = select(scores, distant_blocks(always, block=block, count=4), k=10)
-    options = arguments(extra, group)
-    out, _ = gather_attend(queries, keys, values, kept.blocks, always, block=block, **options)
-    causal = torch.arange(count) > torch.tensor(positions)[:, None]
-    mask = torch.zeros(3, count).masked_fill(causal, -torch.inf)
-    torch.testing.assert_close(out, attend(queries, keys, values, mask, **options), **ROUNDING)
+def test_a_budget_as_long_as_the_history_is_full_attention(group: int, block: int, subtests: pytest.Subtests) -> None:
+    for extra in EXTRAS:
+        with subtests.test(extra):
+            count, sink = 4 * block + 13, 3
+            positions = [count - 3, count - 2, count - 1]
+            queries, keys, values = draw(3, KV_HEADS * group, DIM), *draw(2, KV_HEADS, count, DIM, seed=1)
+            always = read_from(positions, [3 * block + 5] * 3, sink)
+            scores = bounds_scores(queries, *block_bounds(keys[:, : 4 * block], block), SCALING)
+            kept = select(scores, distant_blocks(always, block=block, count=4), k=10)
+            options = arguments(extra, group)
+            out, _ = gather_attend(queries, keys, values, kept.blocks, always, block=block, **options)
+            causal = torch.arange(count) > torch.tensor(positions)[:, None]
+            mask = torch.zeros(3, count).masked_fill(causal, -torch.inf)
+            torch.testing.assert_close(out, attend(queries, keys, values, mask, **options), **ROUNDING)
 
 
 @given(st.data())

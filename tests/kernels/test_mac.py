@@ -144,17 +144,18 @@ def test_the_threshold_makes_a_difference() -> None:
 
 
 @pytest.mark.parametrize("band", [0, BAND])
-@pytest.mark.parametrize("threshold", [0.0, 0.4, EVERYTHING])
-def test_nothing_is_ever_nan_from_position_zero_on(band: int, threshold: float) -> None:
-    state = empty()
-    outs, entries, stats = decode(state, stream(), range(LENGTH), band=band, threshold=threshold)
-    assert outs.isfinite().all()
-    for entry in entries:
-        assert entry.out.isfinite().all()
-        assert not entry.lse.isnan().any()
-    for stat in stats:
-        assert not any(getattr(stat, field.name).isnan().any() for field in fields(stat))
-    assert stats[0].distances.isposinf().all()
+def test_nothing_is_ever_nan_from_position_zero_on(band: int, subtests: pytest.Subtests) -> None:
+    for threshold in (0.0, 0.4, EVERYTHING):
+        with subtests.test(str(threshold)):
+            state = empty()
+            outs, entries, stats = decode(state, stream(), range(LENGTH), band=band, threshold=threshold)
+            assert outs.isfinite().all()
+            for entry in entries:
+                assert entry.out.isfinite().all()
+                assert not entry.lse.isnan().any()
+            for stat in stats:
+                assert not any(getattr(stat, field.name).isnan().any() for field in fields(stat))
+            assert stats[0].distances.isposinf().all()
 
 
 # -- the match -----------------------------------------------------------------------------------------------------
@@ -359,15 +360,16 @@ def test_depth_counts_the_links_back_to_a_full_pass() -> None:
     assert [entry.depth.tolist() for entry in entries[BAND + 1 :]] == [[links] * HEADS for links in range(34)]
 
 
-@pytest.mark.parametrize("limit", [0, 1, 3])
-def test_entries_with_more_links_than_the_limit_are_not_kept(limit: int) -> None:
-    state = empty()
-    _, entries, stats = decode(state, stream(), range(LENGTH), threshold=EVERYTHING, chain_limit=limit)
-    assert max(int(entry.depth.max()) for entry in entries) == limit
-    assert int(state.depths.max()) <= limit
-    later = torch.stack([stat.hits for stat in stats])[BAND + 2 :]
-    assert later.any()
-    assert not later.all(), "when the window holds no entry any more, a full pass renews the chain"
+def test_entries_with_more_links_than_the_limit_are_not_kept(subtests: pytest.Subtests) -> None:
+    for limit in (0, 1, 3):
+        with subtests.test(str(limit)):
+            state = empty()
+            _, entries, stats = decode(state, stream(), range(LENGTH), threshold=EVERYTHING, chain_limit=limit)
+            assert max(int(entry.depth.max()) for entry in entries) == limit
+            assert int(state.depths.max()) <= limit
+            later = torch.stack([stat.hits for stat in stats])[BAND + 2 :]
+            assert later.any()
+            assert not later.all(), "when the window holds no entry any more, a full pass renews the chain"
 
 
 def test_an_entry_that_is_not_kept_leaves_its_slot_empty() -> None:
@@ -394,12 +396,13 @@ def test_error_adds_up_along_chains_and_a_limit_stops_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ring", [1, RING, 64])
-def test_a_state_holds_the_bytes_it_was_said_to(dtype: torch.dtype, ring: int) -> None:
-    state = MacState.allocate(HEADS, DIM, ring, dtype=dtype)
-    assert state.nbytes == mac_state_bytes(HEADS, DIM, ring, dtype)
-    decode(state, stream(), range(20))
-    assert state.nbytes == mac_state_bytes(HEADS, DIM, ring, dtype)
+def test_a_state_holds_the_bytes_it_was_said_to(dtype: torch.dtype, subtests: pytest.Subtests) -> None:
+    for ring in (1, RING, 64):
+        with subtests.test(str(ring)):
+            state = MacState.allocate(HEADS, DIM, ring, dtype=dtype)
+            assert state.nbytes == mac_state_bytes(HEADS, DIM, ring, dtype)
+            decode(state, stream(), range(20))
+            assert state.nbytes == mac_state_bytes(HEADS, DIM, ring, dtype)
 
 
 def test_the_query_cache_holds_the_last_positions_and_no_others() -> None:

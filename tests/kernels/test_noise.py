@@ -73,11 +73,12 @@ def exchanged(seed: int, count: int) -> tuple[NDArray[np.float64], NDArray[np.fl
     return square[above], square.T[above]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 12345, 2**63])
 @pytest.mark.parametrize("pair", NEIGHBOURS)
-def test_neighbours_have_nothing_in_common(pair: str, seed: int) -> None:
-    one, other = NEIGHBOURS[pair](seed)
-    assert abs(np.corrcoef(one, other)[0, 1]) < 4.5 / np.sqrt(len(one))
+def test_neighbours_have_nothing_in_common(pair: str, subtests: pytest.Subtests) -> None:
+    for seed in [0, 1, 12345, 2**63]:
+        with subtests.test(str(seed)):
+            one, other = NEIGHBOURS[pair](seed)
+            assert abs(np.corrcoef(one, other)[0, 1]) < 4.5 / np.sqrt(len(one))
 
 
 def test_a_position_and_the_id_of_the_same_number_do_not_cancel_each_other_out() -> None:

@@ -55,14 +55,15 @@ def test_a_code_has_the_bits_it_was_given_and_what_it_stands_for_is_coded_alike(
     assert torch.equal(levels_of(choose(found, levels), levels), found)
 
 
-@pytest.mark.parametrize("count", [1, 5, STEPS, STEPS + 1, 700])
-def test_a_vector_is_coded_the_same_whatever_it_is_coded_with(count: int) -> None:
-    levels = make_levels([even_table(width) for width in falling_widths(count, 3)], torch.rand(count) + 0.1)
-    numbers = torch.randn(300, count, generator=torch.Generator().manual_seed(1))
-    codes, found = choose(numbers, levels), levels_of(choose(numbers, levels), levels)
-    for first, last in ((0, 1), (1, 66), (66, 300)):
-        assert torch.equal(choose(numbers[first:last], levels), codes[first:last])
-        assert torch.equal(levels_of(codes[first:last], levels), found[first:last])
+def test_a_vector_is_coded_the_same_whatever_it_is_coded_with(subtests: pytest.Subtests) -> None:
+    for count in (1, 5, STEPS, STEPS + 1, 700):
+        with subtests.test(str(count)):
+            levels = make_levels([even_table(width) for width in falling_widths(count, 3)], torch.rand(count) + 0.1)
+            numbers = torch.randn(300, count, generator=torch.Generator().manual_seed(1))
+            codes, found = choose(numbers, levels), levels_of(choose(numbers, levels), levels)
+            for first, last in ((0, 1), (1, 66), (66, 300)):
+                assert torch.equal(choose(numbers[first:last], levels), codes[first:last])
+                assert torch.equal(levels_of(codes[first:last], levels), found[first:last])
 
 
 def test_every_code_of_a_number_stands_for_a_level_of_its_own_table() -> None:
@@ -99,10 +100,10 @@ def test_a_number_far_outside_its_levels_spoils_no_other() -> None:
     assert float(errors[1]) < 1.02 * float(errors[0])
 
 
-@pytest.mark.parametrize("count", [0, 1, 6])
-def test_a_table_that_no_number_of_bits_counts_out_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"a power of two, at least 2, got {count}"):
-        make_levels([even_table(2), torch.arange(float(count))], torch.ones(2))
+def test_a_table_that_no_number_of_bits_counts_out_is_refused() -> None:
+    for count in (0, 1, 6):
+        with pytest.raises(ValueError, match=f"a power of two, at least 2, got {count}"):
+            make_levels([even_table(2), torch.arange(float(count))], torch.ones(2))
 
 
 def compare_kernel() -> None:
