@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,21 +11,14 @@ from torch import Tensor
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.compressors import compressor_names, make_compressor
-from tests.laws.variants import covering
 
 HEAD_SIZES = (1, 2, 3, 4, 8, 31, 64, 80, 96, 128, 256)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 KINDS = ("gaussian", "heavy", "sparse", "one", "constant", "offset", "steps", "zero")
 
 
-def each_compressor_with(**values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every compressor, each family of them with each value, and each pair of values."""
-    compressors = [make_compressor(name) for name in compressor_names()]
-    cases = covering(compressors, *values.values(), of=lambda one: type(one) if isinstance(one, KVCompressor) else one)
-    return pytest.mark.parametrize(("compressor", *values), cases, ids=str)
-
-
-each_compressor = pytest.mark.parametrize("compressor", [make_compressor(name) for name in compressor_names()], ids=str)
+COMPRESSORS = [make_compressor(name) for name in compressor_names()]
+each_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 
 def fits(compressor: KVCompressor, head_dim: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,22 +13,21 @@ from inference_engine.errors import InvalidArgument
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.compressors import compressor_names, make_compressor
 from tests.kv.codec_cases import (
+    COMPRESSORS,
     DEVICES,
     KINDS,
     each_compressor,
-    each_compressor_with,
     gaussian,
     head_sizes,
     lengths,
     vectors_of,
 )
 
-NO_HEAD_SIZES = (0, -1, 8192)
 
-
-@each_compressor_with(shape=[(), (1,), (7,), (2, 0), (2, 3, 5)])
-def test_bytes_reported_are_bytes_made(compressor: KVCompressor, shape: tuple[int, ...]) -> None:
-    for head_dim in head_sizes(compressor):
+@each_compressor
+def test_bytes_reported_are_bytes_made(compressor: KVCompressor) -> None:
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (2, 0), (2, 3, 5))
+    for head_dim, shape in product(head_sizes(compressor), shapes):
         codes = compressor.encode(gaussian(*shape, head_dim))
         assert codes.dtype == torch.uint8
         assert codes.shape == (*shape, compressor.vector_bytes(head_dim))
@@ -51,17 +52,18 @@ def test_a_vector_has_the_same_code_in_any_company(compressor: KVCompressor) -> 
             assert torch.equal(compressor.decode(codes[some], head_dim), decoded[some])
 
 
-@each_compressor
-def test_a_vector_that_is_not_finite_harms_no_other(compressor: KVCompressor) -> None:
-    head_dim = 64
-    vectors = gaussian(6, head_dim)
-    codes = compressor.encode(vectors)
-    for place, value in ((0, torch.nan), (2, torch.inf), (3, -torch.inf), (5, 3e38)):
-        vectors[place, place] = value
-    spoilt = compressor.encode(vectors)
-    assert torch.equal(spoilt[[1, 4]], codes[[1, 4]])
-    assert compressor.decode(spoilt, head_dim)[[1, 4]].isfinite().all()
-    compressor.error_bound(vectors)
+def test_a_vector_that_is_not_finite_harms_no_other(subtests: pytest.Subtests) -> None:
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            head_dim = 64
+            vectors = gaussian(6, head_dim)
+            codes = compressor.encode(vectors)
+            for place, value in ((0, torch.nan), (2, torch.inf), (3, -torch.inf), (5, 3e38)):
+                vectors[place, place] = value
+            spoilt = compressor.encode(vectors)
+            assert torch.equal(spoilt[[1, 4]], codes[[1, 4]])
+            assert compressor.decode(spoilt, head_dim)[[1, 4]].isfinite().all()
+            compressor.error_bound(vectors)
 
 
 @each_compressor
@@ -84,62 +86,71 @@ def test_the_error_is_within_the_bound(
     assert (lengths(decoded - vectors) <= bound.double()).all()
 
 
-@each_compressor
-def test_the_bound_is_not_much_more_than_the_error(compressor: KVCompressor) -> None:
-    vectors = gaussian(200, 64)
-    error = lengths(compressor.decode(compressor.encode(vectors), 64) - vectors)
-    assert (error >= 0.3 * compressor.error_bound(vectors)).double().mean() > 0.95
+def test_the_bound_is_not_much_more_than_the_error(subtests: pytest.Subtests) -> None:
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            vectors = gaussian(200, 64)
+            error = lengths(compressor.decode(compressor.encode(vectors), 64) - vectors)
+            assert (error >= 0.3 * compressor.error_bound(vectors)).double().mean() > 0.95
 
 
-@each_compressor
-def test_nothing_comes_back_as_nothing(compressor: KVCompressor) -> None:
-    for head_dim in head_sizes(compressor):
-        zeros = torch.zeros(3, head_dim)
-        assert torch.equal(compressor.decode(compressor.encode(zeros), head_dim), zeros)
+def test_nothing_comes_back_as_nothing(subtests: pytest.Subtests) -> None:
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            for head_dim in head_sizes(compressor):
+                zeros = torch.zeros(3, head_dim)
+                assert torch.equal(compressor.decode(compressor.encode(zeros), head_dim), zeros)
 
 
-@each_compressor_with(exponent=[-60, -3, 60])
-def test_a_larger_vector_is_coded_as_well_as_a_small_one(compressor: KVCompressor, exponent: int) -> None:
+def test_a_larger_vector_is_coded_as_well_as_a_small_one(subtests: pytest.Subtests) -> None:
     vectors = gaussian(9, 64)
-    one, other = (compressor.decode(compressor.encode(given), 64) for given in (vectors, vectors * 2.0**exponent))
-    assert torch.equal(other, one * 2.0**exponent)
+    for compressor, exponent in product(COMPRESSORS, (-60, -3, 60)):
+        with subtests.test(str(compressor), exponent=exponent):
+            one, other = (
+                compressor.decode(compressor.encode(given), 64) for given in (vectors, vectors * 2.0**exponent)
+            )
+            assert torch.equal(other, one * 2.0**exponent)
 
 
-@each_compressor_with(dtype=[torch.bfloat16, torch.float16, torch.float64])
-def test_any_float_may_be_given(compressor: KVCompressor, dtype: torch.dtype) -> None:
-    vectors = gaussian(5, 64).to(dtype)
-    assert torch.equal(compressor.encode(vectors), compressor.encode(vectors.float()))
-    assert torch.equal(compressor.error_bound(vectors), compressor.error_bound(vectors.float()))
+def test_any_float_may_be_given(subtests: pytest.Subtests) -> None:
+    for compressor, dtype in product(COMPRESSORS, (torch.bfloat16, torch.float16, torch.float64)):
+        with subtests.test(str(compressor), dtype=str(dtype)):
+            vectors = gaussian(5, 64).to(dtype)
+            assert torch.equal(compressor.encode(vectors), compressor.encode(vectors.float()))
+            assert torch.equal(compressor.error_bound(vectors), compressor.error_bound(vectors.float()))
 
 
-@each_compressor
-def test_vectors_and_codes_may_be_anywhere_in_memory(compressor: KVCompressor) -> None:
-    vectors = gaussian(64, 3, 5).permute(2, 1, 0)
-    codes = compressor.encode(vectors)
-    assert torch.equal(codes, compressor.encode(vectors.contiguous()))
-    apart = torch.stack((codes, codes), dim=-1)[..., 0]
-    assert torch.equal(compressor.decode(apart, 64), compressor.decode(codes, 64))
-
-
-@each_compressor
-@pytest.mark.parametrize("device", DEVICES)
-def test_codes_are_the_same_on_every_device(compressor: KVCompressor, device: str) -> None:
-    for head_dim in head_sizes(compressor):
-        vectors = torch.cat([vectors_of(kind, 40, head_dim, seed=3) for kind in KINDS])
-        codes = compressor.encode(vectors)
-        there = compressor.encode(vectors.to(device))
-        assert there.device.type == device
-        assert torch.equal(there.cpu(), codes)
-        assert torch.equal(compressor.decode(there, head_dim).cpu(), compressor.decode(codes, head_dim))
+def test_vectors_and_codes_may_be_anywhere_in_memory(subtests: pytest.Subtests) -> None:
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            vectors = gaussian(64, 3, 5).permute(2, 1, 0)
+            codes = compressor.encode(vectors)
+            assert torch.equal(codes, compressor.encode(vectors.contiguous()))
+            apart = torch.stack((codes, codes), dim=-1)[..., 0]
+            assert torch.equal(compressor.decode(apart, 64), compressor.decode(codes, 64))
 
 
 @each_compressor
-def test_the_host_never_looks_at_a_result(compressor: KVCompressor) -> None:
-    # Tensors on this device have shapes and no numbers: asking for one would raise.
-    vectors = torch.empty(4, 64, device="meta")
-    codes = compressor.encode(vectors)
-    assert compressor.decode(codes, 64).shape == (4, 64)
-    assert compressor.error_bound(vectors).shape == (4,)
+def test_codes_are_the_same_on_every_device(compressor: KVCompressor, subtests: pytest.Subtests) -> None:
+    for device in DEVICES:
+        with subtests.test(device):
+            for head_dim in head_sizes(compressor):
+                vectors = torch.cat([vectors_of(kind, 40, head_dim, seed=3) for kind in KINDS])
+                codes = compressor.encode(vectors)
+                there = compressor.encode(vectors.to(device))
+                assert there.device.type == device
+                assert torch.equal(there.cpu(), codes)
+                assert torch.equal(compressor.decode(there, head_dim).cpu(), compressor.decode(codes, head_dim))
+
+
+def test_the_host_never_looks_at_a_result(subtests: pytest.Subtests) -> None:
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            # Tensors on this device have shapes and no numbers: asking for one would raise.
+            vectors = torch.empty(4, 64, device="meta")
+            codes = compressor.encode(vectors)
+            assert compressor.decode(codes, 64).shape == (4, 64)
+            assert compressor.error_bound(vectors).shape == (4,)
 
 
 @pytest.mark.parametrize("name", ["identity", "bfloat16", "had4", "had6", "had8"])
@@ -156,18 +167,22 @@ def test_identity_keeps_every_bit() -> None:
     assert torch.equal(make_compressor("identity").decode(make_compressor("identity").encode(vectors), 33), vectors)
 
 
-@each_compressor_with(head_dim=NO_HEAD_SIZES)
-def test_a_head_of_no_usable_size_is_refused(compressor: KVCompressor, head_dim: int) -> None:
-    with pytest.raises(InvalidArgument, match=str(head_dim)) as refusal:
-        compressor.check(head_dim)
-    assert refusal.value.field == "codec"
+def test_a_head_of_no_usable_size_is_refused(subtests: pytest.Subtests) -> None:
+    for compressor, head_dim in product(COMPRESSORS, (0, -1, 8192)):
+        with subtests.test(str(compressor), head_dim=head_dim):
+            with pytest.raises(InvalidArgument, match=str(head_dim)) as refusal:
+                compressor.check(head_dim)
+            assert refusal.value.field == "codec"
 
 
-@pytest.mark.parametrize("name", ["had4", "had8", "lloyd4", "d4q9", "e8q31"])
-def test_a_head_that_cannot_be_rotated_is_refused_by_name_before_it_is_coded(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{name} takes head sizes that are powers of two .* has 80") as refusal:
-        make_compressor(name).encode(torch.zeros(2, 80))
-    assert refusal.value.field == "codec"
+def test_a_head_that_cannot_be_rotated_is_refused_by_name_before_it_is_coded(subtests: pytest.Subtests) -> None:
+    for name in ("had4", "had8", "lloyd4", "d4q9", "e8q31"):
+        with subtests.test(name):
+            with pytest.raises(
+                InvalidArgument, match=f"{name} takes head sizes that are powers of two .* has 80"
+            ) as refusal:
+                make_compressor(name).encode(torch.zeros(2, 80))
+            assert refusal.value.field == "codec"
 
 
 @pytest.mark.parametrize(("name", "least"), [("d4q9", 4), ("e8q31", 8)])
@@ -184,41 +199,43 @@ def test_an_unknown_codec_is_refused_with_the_names_there_are() -> None:
     assert all(name in refusal.value.description for name in compressor_names())
 
 
-@each_compressor
-def test_a_compressor_is_known_by_its_name(compressor: KVCompressor) -> None:
-    assert str(compressor) == compressor.name
-    assert make_compressor(compressor.name) == compressor
+def test_a_compressor_is_known_by_its_name(subtests: pytest.Subtests) -> None:
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            assert str(compressor) == compressor.name
+            assert make_compressor(compressor.name) == compressor
 
 
-@pytest.mark.parametrize(
-    ("name", "at_64", "at_256"),
-    [
-        ("identity", 256, 1024),
-        ("bfloat16", 128, 512),
-        ("int8", 68, 260),
-        ("int8g32", 72, 288),
-        ("int4", 36, 132),
-        ("int4g32", 40, 160),
-        ("had4", 34, 130),
-        ("had6", 50, 194),
-        ("had8", 66, 258),
-        ("lloyd3", 26, 98),
-        ("lloyd4", 34, 130),
-        ("lloyd6", 50, 194),
-        ("d4q4", 26, 98),
-        ("d4q9", 34, 130),
-        ("d4q37", 50, 194),
-        ("d4q75", 58, 226),
-        ("d4q151", 66, 258),
-        ("e8q7", 34, 130),
-        ("e8q9", 36, 138),
-        ("e8q31", 50, 194),
-        ("e8q37", 52, 202),
-        ("e8q75", 60, 234),
-        ("e8q127", 66, 258),
-        ("e8q151", 68, 266),
-    ],
-)
-def test_bytes_are_as_published(name: str, at_64: int, at_256: int) -> None:
-    compressor = make_compressor(name)
-    assert (compressor.vector_bytes(64), compressor.vector_bytes(256)) == (at_64, at_256)
+PUBLISHED_BYTES: list[tuple[str, int, int]] = [
+    ("identity", 256, 1024),
+    ("bfloat16", 128, 512),
+    ("int8", 68, 260),
+    ("int8g32", 72, 288),
+    ("int4", 36, 132),
+    ("int4g32", 40, 160),
+    ("had4", 34, 130),
+    ("had6", 50, 194),
+    ("had8", 66, 258),
+    ("lloyd3", 26, 98),
+    ("lloyd4", 34, 130),
+    ("lloyd6", 50, 194),
+    ("d4q4", 26, 98),
+    ("d4q9", 34, 130),
+    ("d4q37", 50, 194),
+    ("d4q75", 58, 226),
+    ("d4q151", 66, 258),
+    ("e8q7", 34, 130),
+    ("e8q9", 36, 138),
+    ("e8q31", 50, 194),
+    ("e8q37", 52, 202),
+    ("e8q75", 60, 234),
+    ("e8q127", 66, 258),
+    ("e8q151", 68, 266),
+]
+
+
+def test_bytes_are_as_published(subtests: pytest.Subtests) -> None:
+    for name, at_64, at_256 in PUBLISHED_BYTES:
+        with subtests.test(name):
+            compressor = make_compressor(name)
+            assert (compressor.vector_bytes(64), compressor.vector_bytes(256)) == (at_64, at_256)

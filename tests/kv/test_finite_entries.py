@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from unittest.mock import Mock
 
 import pytest
@@ -21,26 +22,26 @@ LAYERS = (2, 5, 7)
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("part", ["keys", "values"])
-@pytest.mark.parametrize("come_back", [False, True])
-@pytest.mark.parametrize("before", [False, True])
-def test_they_are_named_again_and_again(bad: float, part: str, come_back: bool, before: bool) -> None:
-    finite = FiniteCheck()
-    entries = {"keys": torch.randn(3, 4, 2, 8), "values": torch.randn(3, 4, 2, 8)}
-    finite.ask(LAYERS, *entries.values(), come_back=come_back)
-    entries[part][1, 2, 0, 3] = bad
-    finite.ask(LAYERS, *entries.values(), come_back=come_back)
-    entries[part][1, 2, 0, 3] = 0.0
-    finite.require()
-    if before:
-        finite.send()
-    finite.ask(LAYERS, *entries.values(), come_back=come_back)
-    finite.send()
-    for _ in range(2):
-        with pytest.raises(NonFiniteEntries, match=f"layer 5: {part} {'decoded' if come_back else 'to be'}"):
+def test_they_are_named_again_and_again(bad: float, part: str, subtests: pytest.Subtests) -> None:
+    for come_back, before in product((False, True), repeat=2):
+        with subtests.test(come_back=come_back, before=before):
+            finite = FiniteCheck()
+            entries = {"keys": torch.randn(3, 4, 2, 8), "values": torch.randn(3, 4, 2, 8)}
+            finite.ask(LAYERS, *entries.values(), come_back=come_back)
+            entries[part][1, 2, 0, 3] = bad
+            finite.ask(LAYERS, *entries.values(), come_back=come_back)
+            entries[part][1, 2, 0, 3] = 0.0
             finite.require()
-    finite.forget()
-    finite.send()
-    finite.require()
+            if before:
+                finite.send()
+            finite.ask(LAYERS, *entries.values(), come_back=come_back)
+            finite.send()
+            for _ in range(2):
+                with pytest.raises(NonFiniteEntries, match=f"layer 5: {part} {'decoded' if come_back else 'to be'}"):
+                    finite.require()
+            finite.forget()
+            finite.send()
+            finite.require()
 
 
 def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,17 +64,18 @@ def test_what_was_put_comes_back_wherever_it_lies(
     assert torch.equal(codes.get(0, end), ALL_CODES[:end, :width])
 
 
-@pytest.mark.parametrize("resident_bytes", [0, 100, 1023, 1024, 3000, 4999, 10**9])
-def test_the_pool_is_asked_for_no_more_than_may_be_resident(resident_bytes: int) -> None:
-    context = room()
-    codes = LatentCodes.reserve(context, places(resident_bytes))
-    assert codes is not None
-    assert codes.held_bytes(COUNT) <= context.pool.reserved_bytes <= resident_bytes
-    # Nothing is gained by leaving places empty: no more than the rounding of an allocation is.
-    unit = 2 * GEOMETRY.alignment * GEOMETRY.itemsize
-    wanted = COUNT * 2 * places(None).half
-    assert context.pool.reserved_bytes > min(resident_bytes, wanted) - unit
-    assert not codes.tier_bytes(COUNT) or codes.held_bytes(COUNT) < wanted
+def test_the_pool_is_asked_for_no_more_than_may_be_resident(subtests: pytest.Subtests) -> None:
+    for resident_bytes in (0, 100, 1023, 1024, 3000, 4999, 10**9):
+        with subtests.test(str(resident_bytes)):
+            context = room()
+            codes = LatentCodes.reserve(context, places(resident_bytes))
+            assert codes is not None
+            assert codes.held_bytes(COUNT) <= context.pool.reserved_bytes <= resident_bytes
+            # Nothing is gained by leaving places empty: no more than the rounding of an allocation is.
+            unit = 2 * GEOMETRY.alignment * GEOMETRY.itemsize
+            wanted = COUNT * 2 * places(None).half
+            assert context.pool.reserved_bytes > min(resident_bytes, wanted) - unit
+            assert not codes.tier_bytes(COUNT) or codes.held_bytes(COUNT) < wanted
 
 
 def test_where_all_latents_fit_no_tier_is_needed() -> None:

@@ -41,12 +41,13 @@ def off_lattice(lattice: Lattice, points: Tensor) -> Tensor:
 
 
 @each_lattice
-@pytest.mark.parametrize("head_dim", [8, 64, 256])
-def test_every_block_is_a_lattice_point_within_reach(lattice: Lattice, head_dim: int) -> None:
-    vectors = torch.cat([vectors_of(kind, 60, head_dim, seed=5) for kind in KINDS])
-    points = points_of(lattice, lattice.encode(vectors), head_dim)
-    assert not off_lattice(lattice, points).any()
-    assert points.abs().max() <= lattice.reach + (0.51 if isinstance(lattice, E8) else 0.01)
+def test_every_block_is_a_lattice_point_within_reach(lattice: Lattice, subtests: pytest.Subtests) -> None:
+    for head_dim in [8, 64, 256]:
+        with subtests.test(str(head_dim)):
+            vectors = torch.cat([vectors_of(kind, 60, head_dim, seed=5) for kind in KINDS])
+            points = points_of(lattice, lattice.encode(vectors), head_dim)
+            assert not off_lattice(lattice, points).any()
+            assert points.abs().max() <= lattice.reach + (0.51 if isinstance(lattice, E8) else 0.01)
 
 
 @pytest.mark.parametrize(("size", "reach"), [(4, 2), (4, 9), (8, 2)])
@@ -71,28 +72,30 @@ def test_no_point_of_space_is_further_than_one_from_e8() -> None:
     assert float(misses.mean()) == pytest.approx(8 * 0.07168, rel=0.02)
 
 
-@pytest.mark.parametrize("reach", REACHES)
-def test_a_block_of_d4_takes_the_fewest_bits_there_can_be(reach: int) -> None:
-    base = 2 * reach + 1
-    points = (base**4 + 1) // 2  # those with an even sum, of an odd number of points in all
-    assert 2 ** (D4(reach=reach).word_bits - 1) < points <= 2 ** D4(reach=reach).word_bits
+def test_a_block_of_d4_takes_the_fewest_bits_there_can_be() -> None:
+    for reach in REACHES:
+        base = 2 * reach + 1
+        points = (base**4 + 1) // 2  # those with an even sum, of an odd number of points in all
+        assert 2 ** (D4(reach=reach).word_bits - 1) < points <= 2 ** D4(reach=reach).word_bits
 
 
-@pytest.mark.parametrize("reach", REACHES)
-def test_half_a_block_of_e8_takes_one_bit_more(reach: int) -> None:
-    # Twice the points of D4 in a half, on average: the other shift, and sums that are odd in both halves.
-    assert E8(reach=reach).word_bits == D4(reach=reach).word_bits + 1
+def test_half_a_block_of_e8_takes_one_bit_more() -> None:
+    for reach in REACHES:
+        # Twice the points of D4 in a half, on average: the other shift, and sums that are odd in both halves.
+        assert E8(reach=reach).word_bits == D4(reach=reach).word_bits + 1
 
 
-@pytest.mark.parametrize(
-    ("lattice", "bits"),
-    [(D4(reach=reach), bits) for reach, bits in ((4, 12), (9, 16), (37, 24), (75, 28), (151, 32))]
-    + [(E8(reach=reach), bits) for reach, bits in ((7, 16), (9, 17), (31, 24), (37, 25), (75, 29), (127, 32))],
-    ids=str,
-)
-def test_four_entries_take_the_bits_of_the_recipe(lattice: Lattice, bits: int) -> None:
-    assert lattice.word_bits == bits
-    assert lattice.vector_bytes(64) == 2 + 16 * bits // 8
+BITS: list[tuple[Lattice, int]] = [
+    *[(D4(reach=reach), bits) for reach, bits in ((4, 12), (9, 16), (37, 24), (75, 28), (151, 32))],
+    *[(E8(reach=reach), bits) for reach, bits in ((7, 16), (9, 17), (31, 24), (37, 25), (75, 29), (127, 32))],
+]
+
+
+def test_four_entries_take_the_bits_of_the_recipe(subtests: pytest.Subtests) -> None:
+    for lattice, bits in BITS:
+        with subtests.test(str(lattice)):
+            assert lattice.word_bits == bits
+            assert lattice.vector_bytes(64) == 2 + 16 * bits // 8
 
 
 @pytest.mark.parametrize("lattice", [D4(reach=2), D4(reach=151), E8(reach=2), E8(reach=151)], ids=str)

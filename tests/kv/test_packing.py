@@ -21,13 +21,14 @@ def test_packed_numbers_come_back(bits: int, count: int, seed: int) -> None:
     assert torch.equal(unpack(packed, count, bits).to(torch.int64), numbers)
 
 
-@pytest.mark.parametrize("bits", range(1, 40))
-def test_eight_numbers_take_exactly_their_bits(bits: int) -> None:
-    assert packed_bytes(8, bits) == bits
-    numbers = torch.stack((torch.zeros(8, dtype=torch.int64), torch.full((8,), 2**bits - 1)), dim=1)
-    packed = pack(numbers, bits)
-    assert packed[:, 0].eq(0).all()
-    assert packed[:, 1].eq(255).all(), "a bit is never used"
+def test_eight_numbers_take_exactly_their_bits(subtests: pytest.Subtests) -> None:
+    for bits in range(1, 40):
+        with subtests.test(str(bits)):
+            assert packed_bytes(8, bits) == bits
+            numbers = torch.stack((torch.zeros(8, dtype=torch.int64), torch.full((8,), 2**bits - 1)), dim=1)
+            packed = pack(numbers, bits)
+            assert packed[:, 0].eq(0).all()
+            assert packed[:, 1].eq(255).all(), "a bit is never used"
 
 
 @each_sign

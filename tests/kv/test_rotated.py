@@ -14,13 +14,14 @@ from inference_engine.kv.compressors.rotated import _GAUSSIAN_LEVELS, Lloyd
 from tests.kv.codec_cases import gaussian, lengths
 
 
-@pytest.mark.parametrize("head_dim", [1, 2, 8, 256])
-def test_the_rotation_is_sylvesters_and_its_own_inverse(head_dim: int) -> None:
-    matrix = rotate(torch.eye(head_dim))
-    places = torch.arange(head_dim)
-    shared = torch.tensor([[(int(row) & int(column)).bit_count() for column in places] for row in places])
-    assert torch.equal(matrix, 1.0 - 2.0 * (shared % 2))
-    assert torch.equal(rotate(matrix), head_dim * torch.eye(head_dim))
+def test_the_rotation_is_sylvesters_and_its_own_inverse(subtests: pytest.Subtests) -> None:
+    for head_dim in (1, 2, 8, 256):
+        with subtests.test(str(head_dim)):
+            matrix = rotate(torch.eye(head_dim))
+            places = torch.arange(head_dim)
+            shared = torch.tensor([[(int(row) & int(column)).bit_count() for column in places] for row in places])
+            assert torch.equal(matrix, 1.0 - 2.0 * (shared % 2))
+            assert torch.equal(rotate(matrix), head_dim * torch.eye(head_dim))
 
 
 @pytest.mark.parametrize("bits", sorted(_GAUSSIAN_LEVELS))
