@@ -67,15 +67,19 @@ def test_settings_written_as_flags_are_read_back_whatever_the_environment_says(
     assert settings(args, type(config)) == config
 
 
-@pytest.mark.parametrize(("given", "meant"), [("true", True), ("False", False), (True, True), (False, False)])
-def test_yes_and_no_are_true_and_false_as_text_and_as_they_are(given: object, meant: bool) -> None:
-    assert resolve(ServerConfig, {"allow_plaintext": given}).allow_plaintext is meant
+YES_AND_NO: list[tuple[object, bool]] = [("true", True), ("False", False), (True, True), (False, False)]
 
 
-@pytest.mark.parametrize("given", ["yes", "1", "", 1, 0.0])
-def test_what_is_neither_true_nor_false_is_refused(given: object) -> None:
-    with pytest.raises(ConfigError, match="flag allow_plaintext"):
-        resolve(ServerConfig, {"allow_plaintext": given})
+def test_yes_and_no_are_true_and_false_as_text_and_as_they_are(subtests: pytest.Subtests) -> None:
+    for given, meant in YES_AND_NO:
+        with subtests.test(str(given)):
+            assert resolve(ServerConfig, {"allow_plaintext": given}).allow_plaintext is meant
+
+
+def test_what_is_neither_true_nor_false_is_refused(subtests: pytest.Subtests) -> None:
+    for given in ("yes", "1", "", 1, 0.0):
+        with subtests.test(str(given)), pytest.raises(ConfigError, match="flag allow_plaintext"):
+            resolve(ServerConfig, {"allow_plaintext": given})
 
 
 def test_a_number_is_not_a_yes_and_a_yes_is_no_number() -> None:

@@ -11,7 +11,7 @@ from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.strategies import check_registry, make_strategy, parse_strategy, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
-from tests.laws.variants import all_strategies, each_strategy
+from tests.laws.variants import all_strategies
 from tests.newer_strategy import NewerWindow, registered
 from tests.tiny import tiny_engine
 
@@ -20,10 +20,11 @@ GEOMETRY = Geometry(layers=(LAYER,) * 3, itemsize=4, trained_positions=2048, pag
 SLIDING = replace(GEOMETRY, layers=(LAYER, replace(LAYER, native_window=100), LAYER))
 
 
-@each_strategy
-def test_a_strategy_survives_its_text_form(strategy: KVStrategy) -> None:
-    assert parse_strategy(str(strategy)) == strategy
-    assert make_strategy(strategy.name, **strategy.options()) == strategy
+def test_a_strategy_survives_its_text_form(subtests: pytest.Subtests) -> None:
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            assert parse_strategy(str(strategy)) == strategy
+            assert make_strategy(strategy.name, **strategy.options()) == strategy
 
 
 def test_defaults_are_filled_in() -> None:
@@ -46,42 +47,43 @@ def test_options_that_were_not_given_are_not_written() -> None:
     assert str(make_strategy("layer_window", full_layers=(5, 11))).endswith("full_layers=5+11")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "field"),
-    [
-        ("nothing", {}, "strategy"),
-        ("full", {"window": 3}, "strategy"),
-        ("sink_window", {"window": 0}, "window"),
-        ("sink_window", {"sink": -1}, "sink"),
-        ("layer_window", {"full_layers": (1,), "window": 0}, "window"),
-        ("layer_window", {"full_layers": (1,), "sink": -1}, "sink"),
-        ("layer_window", {}, "full_layers"),
-        ("layer_window", {"full_layers": ()}, "full_layers"),
-        ("layer_window", {"full_layers": (-1,)}, "full_layers"),
-        ("layer_window", {"full_layers": (2, 0, 2)}, "full_layers"),
-        ("restored", {"source": "dreams"}, "source"),
-        ("restored", {"source": "latent", "mode": "sleepy"}, "mode"),
-        ("restored", {"mode": "stream"}, "mode"),
-        ("restored", {"resident_latent_bytes": 4096}, "resident_latent_bytes"),
-        ("restored", {"source": "latent", "resident_latent_bytes": -1}, "resident_latent_bytes"),
-        ("restored", {"source": "latent", "mode": "select", "resident_latent_bytes": 9}, "resident_latent_bytes"),
-        ("restored", {"mode": "select"}, "mode"),
-        ("restored", {"source": "latent", "mode": "stream", "budget": 9}, "budget"),
-        ("restored", {"source": "latent", "awake_bytes": 9}, "awake_bytes"),
-        ("restored", {"source": "latent", "mode": "select", "run": 3}, "run"),
-        ("restored", {"source": "latent", "mode": "select", "bits": 9}, "bits"),
-        ("restored", {"source": "latent", "mode": "select", "awake_bytes": 0}, "awake_bytes"),
-        ("mac", {"ring": 0}, "ring"),
-        ("mac", {"band": -1}, "band"),
-        ("mac", {"threshold": -0.1}, "threshold"),
-        ("mac", {"threshold": float("nan")}, "threshold"),
-        ("mac", {"chain_limit": -2}, "chain_limit"),
-    ],
-)
-def test_a_wrong_option_is_refused_by_name(name: str, options: dict[str, Option], field: str) -> None:
-    with pytest.raises(InvalidArgument) as refusal:
-        make_strategy(name, **options)
-    assert refusal.value.field == field
+WRONG_OPTIONS: list[tuple[str, dict[str, Option], str]] = [
+    ("nothing", {}, "strategy"),
+    ("full", {"window": 3}, "strategy"),
+    ("sink_window", {"window": 0}, "window"),
+    ("sink_window", {"sink": -1}, "sink"),
+    ("layer_window", {"full_layers": (1,), "window": 0}, "window"),
+    ("layer_window", {"full_layers": (1,), "sink": -1}, "sink"),
+    ("layer_window", {}, "full_layers"),
+    ("layer_window", {"full_layers": ()}, "full_layers"),
+    ("layer_window", {"full_layers": (-1,)}, "full_layers"),
+    ("layer_window", {"full_layers": (2, 0, 2)}, "full_layers"),
+    ("restored", {"source": "dreams"}, "source"),
+    ("restored", {"source": "latent", "mode": "sleepy"}, "mode"),
+    ("restored", {"mode": "stream"}, "mode"),
+    ("restored", {"resident_latent_bytes": 4096}, "resident_latent_bytes"),
+    ("restored", {"source": "latent", "resident_latent_bytes": -1}, "resident_latent_bytes"),
+    ("restored", {"source": "latent", "mode": "select", "resident_latent_bytes": 9}, "resident_latent_bytes"),
+    ("restored", {"mode": "select"}, "mode"),
+    ("restored", {"source": "latent", "mode": "stream", "budget": 9}, "budget"),
+    ("restored", {"source": "latent", "awake_bytes": 9}, "awake_bytes"),
+    ("restored", {"source": "latent", "mode": "select", "run": 3}, "run"),
+    ("restored", {"source": "latent", "mode": "select", "bits": 9}, "bits"),
+    ("restored", {"source": "latent", "mode": "select", "awake_bytes": 0}, "awake_bytes"),
+    ("mac", {"ring": 0}, "ring"),
+    ("mac", {"band": -1}, "band"),
+    ("mac", {"threshold": -0.1}, "threshold"),
+    ("mac", {"threshold": float("nan")}, "threshold"),
+    ("mac", {"chain_limit": -2}, "chain_limit"),
+]
+
+
+def test_a_wrong_option_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for name, options, field in WRONG_OPTIONS:
+        with subtests.test(name=name, options=options, field=field):
+            with pytest.raises(InvalidArgument) as refusal:
+                make_strategy(name, **options)
+            assert refusal.value.field == field
 
 
 @pytest.mark.parametrize(("name", "rest"), [("sink_window", {}), ("layer_window", {"full_layers": (0,)})])
@@ -124,56 +126,57 @@ def test_a_window_leaves_layers_that_slide_by_themselves_alone() -> None:
     assert narrow.bound(SLIDING, 2000) == make_strategy("full").bound(SLIDING, 2000)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "sink_window:window",
-        "sink_window:window=x",
-        "sink_window:window=²",
-        "sink_window:window=1+2",
-        "gone",
-        "full:sink=1",
-        "layer_window:full_layers=",
-        "layer_window:full_layers=1++2",
-        "layer_window:full_layers=1+x",
-        "restored:source=",
-        "mac:threshold=",
-        "mac:threshold=near",
-        "mac:threshold=nan",
-        "mac:threshold=0.5+0.6",
-        "mac:ring=9.0",
-        "mac:ring=9,ring=9",
-        "mac:circle=9",
-        "restored:source=re\tcompute",
-    ],
-)
-def test_text_that_names_no_strategy_is_a_config_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="strategy"):
-        parse_strategy(text)
+NO_STRATEGIES: list[str] = [
+    "sink_window:window",
+    "sink_window:window=x",
+    "sink_window:window=²",
+    "sink_window:window=1+2",
+    "gone",
+    "full:sink=1",
+    "layer_window:full_layers=",
+    "layer_window:full_layers=1++2",
+    "layer_window:full_layers=1+x",
+    "restored:source=",
+    "mac:threshold=",
+    "mac:threshold=near",
+    "mac:threshold=nan",
+    "mac:threshold=0.5+0.6",
+    "mac:ring=9.0",
+    "mac:ring=9,ring=9",
+    "mac:circle=9",
+    "restored:source=re\tcompute",
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "field", "said"),
-    [
-        ("nothing", {}, "strategy", "there are full, sink_window"),
-        ("mac", {"circle": "9"}, "strategy", "it has ring, band, threshold, chain_limit"),
-        ("mac", {"ring": "9.5"}, "ring", "a whole number, got '9.5'"),
-        ("mac", {"ring": "٩"}, "ring", "a whole number"),
-        ("mac", {"ring": ""}, "ring", "a whole number"),
-        ("mac", {"ring": "9" * 1025}, "ring", "at most 1024 characters, got 1025"),
-        ("mac", {"threshold": "inf"}, "threshold", "a number"),
-        ("mac", {"threshold": "1e999"}, "threshold", "finite"),
-        ("layer_window", {"full_layers": "1+"}, "full_layers", "joined by"),
-        ("restored", {"source": "a,b"}, "source", "without commas"),
-        ("restored", {"source": " latent"}, "source", "without commas"),
-        ("n" * 1000, {}, "strategy", "n…"),
-    ],
-)
-def test_an_option_given_as_text_is_refused_by_name(name: str, texts: dict[str, str], field: str, said: str) -> None:
-    with pytest.raises(InvalidArgument, match=said) as refusal:
-        read_strategy(name, texts)
-    assert refusal.value.field == field
-    assert len(refusal.value.message) < 300
+def test_text_that_names_no_strategy_is_a_config_error(subtests: pytest.Subtests) -> None:
+    for text in NO_STRATEGIES:
+        with subtests.test(text), pytest.raises(ConfigError, match="strategy"):
+            parse_strategy(text)
+
+
+WRONG_TEXTS: list[tuple[str, dict[str, str], str, str]] = [
+    ("nothing", {}, "strategy", "there are full, sink_window"),
+    ("mac", {"circle": "9"}, "strategy", "it has ring, band, threshold, chain_limit"),
+    ("mac", {"ring": "9.5"}, "ring", "a whole number, got '9.5'"),
+    ("mac", {"ring": "٩"}, "ring", "a whole number"),
+    ("mac", {"ring": ""}, "ring", "a whole number"),
+    ("mac", {"ring": "9" * 1025}, "ring", "at most 1024 characters, got 1025"),
+    ("mac", {"threshold": "inf"}, "threshold", "a number"),
+    ("mac", {"threshold": "1e999"}, "threshold", "finite"),
+    ("layer_window", {"full_layers": "1+"}, "full_layers", "joined by"),
+    ("restored", {"source": "a,b"}, "source", "without commas"),
+    ("restored", {"source": " latent"}, "source", "without commas"),
+    ("n" * 1000, {}, "strategy", "n…"),
+]
+
+
+def test_an_option_given_as_text_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for name, texts, field, said in WRONG_TEXTS:
+        with subtests.test(name=name[:20], texts=str(texts)[:60]):
+            with pytest.raises(InvalidArgument, match=said) as refusal:
+                read_strategy(name, texts)
+            assert refusal.value.field == field
+            assert len(refusal.value.message) < 300
 
 
 def test_numbers_are_read_in_every_form_in_which_they_are_written() -> None:
@@ -199,31 +202,33 @@ def test_what_is_registered_can_be_written_and_read_back() -> None:
             assert "newer_window" in engine.info().strategies
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (kind_with(bool, default=False), "bool"),
-        (kind_with(dict[str, int], default=None), "dict"),
-        (kind_with(int | str, default=3), "int | str"),
-        (kind_with(tuple[str, ...], default=()), "tuple"),
-        (kind_with(int), "no default"),
-        (kind_with(int | None, default=7), "None is left out"),
-        (kind_with(tuple[int, ...], default=(1,)), r"\(\) is left out"),
-        (kind_with(str, default=""), "its default, ''"),
-        (kind_with(float, default=float("inf")), "its default, inf"),
-    ],
-)
-def test_an_option_that_cannot_be_written_is_found_at_start(kind: type[KVStrategy], said: str) -> None:
-    with registered(kind), pytest.raises(ConfigError, match=f"newer_kind: option extra .*{said}"):
-        tiny_engine()
+UNWRITABLE: list[tuple[type[KVStrategy], str]] = [
+    (kind_with(bool, default=False), "bool"),
+    (kind_with(dict[str, int], default=None), "dict"),
+    (kind_with(int | str, default=3), "int | str"),
+    (kind_with(tuple[str, ...], default=()), "tuple"),
+    (kind_with(int), "no default"),
+    (kind_with(int | None, default=7), "None is left out"),
+    (kind_with(tuple[int, ...], default=(1,)), r"\(\) is left out"),
+    (kind_with(str, default=""), "its default, ''"),
+    (kind_with(float, default=float("inf")), "its default, inf"),
+]
 
 
-@pytest.mark.parametrize("name", ["newer-window", "Newer", "", "newer,window", "n" * 65, "9th"])
-def test_a_name_that_cannot_be_written_is_found_at_start(name: str) -> None:
-    kind = kind_with(int, default=1)
-    kind.name = name
-    with registered(kind), pytest.raises(ConfigError, match="rename it"):
-        tiny_engine()
+def test_an_option_that_cannot_be_written_is_found_at_start(subtests: pytest.Subtests) -> None:
+    for kind, said in UNWRITABLE:
+        expected = pytest.raises(ConfigError, match=f"newer_kind: option extra .*{said}")
+        with subtests.test(said), registered(kind), expected:
+            tiny_engine()
+
+
+def test_a_name_that_cannot_be_written_is_found_at_start(subtests: pytest.Subtests) -> None:
+    for name in ["newer-window", "Newer", "", "newer,window", "n" * 65, "9th"]:
+        with subtests.test(name):
+            kind = kind_with(int, default=1)
+            kind.name = name
+            with registered(kind), pytest.raises(ConfigError, match="rename it"):
+                tiny_engine()
 
 
 def test_bytes_of_sink_window_do_not_grow_with_the_limit() -> None:
@@ -233,10 +238,11 @@ def test_bytes_of_sink_window_do_not_grow_with_the_limit() -> None:
     assert spec.bound(GEOMETRY, 100).peak_bytes < endless.peak_bytes
 
 
-@pytest.mark.parametrize("limit", [1, 15, 16, 17, 2048])
-def test_bytes_of_full_are_entries_rounded_to_pages(limit: int) -> None:
-    entries = -(-limit // 16) * 16
-    assert make_strategy("full").bound(GEOMETRY, limit).peak_bytes == entries * GEOMETRY.entry_bytes
+def test_bytes_of_full_are_entries_rounded_to_pages(subtests: pytest.Subtests) -> None:
+    for limit in [1, 15, 16, 17, 2048]:
+        with subtests.test(str(limit)):
+            entries = -(-limit // 16) * 16
+            assert make_strategy("full").bound(GEOMETRY, limit).peak_bytes == entries * GEOMETRY.entry_bytes
 
 
 def test_every_strategy_has_a_small_variant_for_the_laws() -> None:

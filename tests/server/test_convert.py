@@ -8,7 +8,6 @@ import pytest
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv import strategies
 from inference_engine.kv.strategies import make_strategy, strategy_names
-from inference_engine.kv.strategy import KVStrategy
 from inference_engine.server.convert import (
     check_strategies,
     framer_for,
@@ -19,7 +18,7 @@ from inference_engine.server.convert import (
 )
 from inference_engine.types import Finished, Sampling, StopReason
 from kakeya.v1 import runtime_pb2 as pb
-from tests.laws.variants import each_strategy
+from tests.laws.variants import all_strategies
 from tests.newer_strategy import NewerWindow, registered
 
 ARMS: dict[str, Any] = {arm.name: arm.message_type for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields}
@@ -50,16 +49,18 @@ def test_the_wire_has_one_arm_for_each_strategy() -> None:
     assert set(ARMS) - {"named"} == set(strategy_names())
 
 
-@each_strategy
-def test_the_fields_of_an_arm_are_the_options_of_its_strategy(strategy: KVStrategy) -> None:
-    assert {field.name for field in ARMS[strategy.name].fields} == set(strategy.options())
+def test_the_fields_of_an_arm_are_the_options_of_its_strategy(subtests: pytest.Subtests) -> None:
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            assert {field.name for field in ARMS[strategy.name].fields} == set(strategy.options())
 
 
-@each_strategy
-def test_a_strategy_survives_the_wire(strategy: KVStrategy) -> None:
-    message = pb.Strategy.FromString(strategy_to_wire(strategy).SerializeToString())
-    assert message.WhichOneof("kind") == strategy.name
-    assert strategy_from_wire(message) == strategy
+def test_a_strategy_survives_the_wire(subtests: pytest.Subtests) -> None:
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            message = pb.Strategy.FromString(strategy_to_wire(strategy).SerializeToString())
+            assert message.WhichOneof("kind") == strategy.name
+            assert strategy_from_wire(message) == strategy
 
 
 def test_numbers_texts_and_lists_of_numbers_are_options() -> None:
@@ -83,11 +84,12 @@ def test_an_arm_that_this_server_has_no_strategy_for_is_refused_by_name(monkeypa
     assert refusal.value.field == "strategy"
 
 
-@pytest.mark.parametrize("layers", [[], [3, 3]])
-def test_a_wrong_list_is_refused_by_the_path_of_its_field(layers: list[int]) -> None:
-    with pytest.raises(InvalidArgument) as refusal:
-        strategy_from_wire(pb.Strategy(layer_window=pb.LayerWindowStrategy(full_layers=layers)))
-    assert refusal.value.field == "strategy.layer_window.full_layers"
+def test_a_wrong_list_is_refused_by_the_path_of_its_field(subtests: pytest.Subtests) -> None:
+    for layers in ([], [3, 3]):
+        with subtests.test(str(layers)):
+            with pytest.raises(InvalidArgument) as refusal:
+                strategy_from_wire(pb.Strategy(layer_window=pb.LayerWindowStrategy(full_layers=layers)))
+            assert refusal.value.field == "strategy.layer_window.full_layers"
 
 
 def test_an_option_that_is_zero_is_not_an_option_that_is_absent() -> None:
@@ -95,11 +97,12 @@ def test_an_option_that_is_zero_is_not_an_option_that_is_absent() -> None:
     assert strategy_from_wire(message) == make_strategy("sink_window", sink=0)
 
 
-@each_strategy
-def test_a_strategy_can_be_asked_for_by_name_and_is_reported_by_its_own_arm(strategy: KVStrategy) -> None:
-    asked = strategy_from_wire(named(strategy.name, **strategy.option_texts()))
-    assert asked == strategy
-    assert strategy_to_wire(asked).WhichOneof("kind") == strategy.name
+def test_a_strategy_can_be_asked_for_by_name_and_is_reported_by_its_own_arm(subtests: pytest.Subtests) -> None:
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            asked = strategy_from_wire(named(strategy.name, **strategy.option_texts()))
+            assert asked == strategy
+            assert strategy_to_wire(asked).WhichOneof("kind") == strategy.name
 
 
 def test_a_strategy_without_an_arm_is_asked_for_and_reported_by_name() -> None:
@@ -115,26 +118,27 @@ def test_a_strategy_without_an_arm_is_asked_for_and_reported_by_name() -> None:
         assert strategy_from_wire(reported) == asked
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "said"),
-    [
-        (pb.Strategy(named=pb.NamedStrategy()), "strategy", "there is no strategy ''; there are full, sink_window"),
-        (named("gone"), "strategy", "there is no strategy 'gone'; there are full, sink_window"),
-        (named("named"), "strategy", "there is no strategy 'named'"),
-        (named("mac", rung="9"), "strategy", "mac has no option 'rung'; it has ring, band"),
-        (named("mac", ring="x"), "strategy.named.options.ring", "a whole number, got 'x'"),
-        (named("mac", ring="0"), "strategy.named.options.ring", "must be"),
-        # What fits no field of the strategy's own arm is refused before a session is made that cannot be reported.
-        (named("mac", ring=str(2**32)), "strategy.named.options.ring", "out of the range"),
-        (named("mac", ring="9" * 1000), "strategy.named.options.ring", "out of the range"),
-        (named("restored", source="latent", resident_latent_bytes=str(2**64)), "strategy.named.options.resident", ""),
-    ],
-)
-def test_what_is_asked_for_by_name_is_refused_by_its_path(given: pb.Strategy, field: str, said: str) -> None:
-    with pytest.raises(InvalidArgument) as refusal:
-        strategy_from_wire(given)
-    assert refusal.value.field.startswith(field)
-    assert said in refusal.value.description
+REFUSED_BY_NAME: list[tuple[pb.Strategy, str, str]] = [
+    (pb.Strategy(named=pb.NamedStrategy()), "strategy", "there is no strategy ''; there are full, sink_window"),
+    (named("gone"), "strategy", "there is no strategy 'gone'; there are full, sink_window"),
+    (named("named"), "strategy", "there is no strategy 'named'"),
+    (named("mac", rung="9"), "strategy", "mac has no option 'rung'; it has ring, band"),
+    (named("mac", ring="x"), "strategy.named.options.ring", "a whole number, got 'x'"),
+    (named("mac", ring="0"), "strategy.named.options.ring", "must be"),
+    # What fits no field of the strategy's own arm is refused before a session is made that cannot be reported.
+    (named("mac", ring=str(2**32)), "strategy.named.options.ring", "out of the range"),
+    (named("mac", ring="9" * 1000), "strategy.named.options.ring", "out of the range"),
+    (named("restored", source="latent", resident_latent_bytes=str(2**64)), "strategy.named.options.resident", ""),
+]
+
+
+def test_what_is_asked_for_by_name_is_refused_by_its_path(subtests: pytest.Subtests) -> None:
+    for given, field, said in REFUSED_BY_NAME:
+        with subtests.test(str(given)):
+            with pytest.raises(InvalidArgument) as refusal:
+                strategy_from_wire(given)
+            assert refusal.value.field.startswith(field)
+            assert said in refusal.value.description
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,11 @@ FEWEST_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("strategy", [*EVERY_OPTION, *FEWEST_OPTIONS, NAMED, kakeya.Named("newer")], ids=repr)
-def test_a_strategy_survives_the_wire(strategy: Any) -> None:
-    message = pb.Strategy.FromString(strategy._to_wire().SerializeToString())
-    assert from_wire(message) == strategy
+def test_a_strategy_survives_the_wire(subtests: pytest.Subtests) -> None:
+    for strategy in [*EVERY_OPTION, *FEWEST_OPTIONS, NAMED, kakeya.Named("newer")]:
+        with subtests.test(repr(strategy)):
+            message = pb.Strategy.FromString(strategy._to_wire().SerializeToString())
+            assert from_wire(message) == strategy
 
 
 def test_there_is_a_value_for_every_arm_with_an_option_for_every_field() -> None:
@@ -68,11 +69,12 @@ def test_there_is_a_value_for_every_arm_with_an_option_for_every_field() -> None
         assert {field.name for field in fields(typing.cast(Any, values[name]))} == {field.name for field in arm.fields}
 
 
-@pytest.mark.parametrize("strategy", FEWEST_OPTIONS, ids=repr)
-def test_what_was_not_given_is_left_to_the_server_and_not_shown(strategy: Any) -> None:
-    sent = getattr(strategy._to_wire(), strategy._to_wire().WhichOneof("kind"))
-    assert {field.name for field, _ in sent.ListFields()} <= {"full_layers"}
-    assert "None" not in repr(strategy)
+def test_what_was_not_given_is_left_to_the_server_and_not_shown(subtests: pytest.Subtests) -> None:
+    for strategy in FEWEST_OPTIONS:
+        with subtests.test(repr(strategy)):
+            sent = getattr(strategy._to_wire(), str(strategy._to_wire().WhichOneof("kind")))
+            assert {field.name for field, _ in sent.ListFields()} <= {"full_layers"}
+            assert "None" not in repr(strategy)
 
 
 def test_a_value_reads_as_it_is_written() -> None:
@@ -80,45 +82,45 @@ def test_a_value_reads_as_it_is_written() -> None:
     assert repr(kakeya.Full()) == "Full()"
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "named"),
-    [
-        (kakeya.SinkWindow, {"window": 0}, "window"),
-        (kakeya.SinkWindow, {"sink": -1}, "sink"),
-        (kakeya.SinkWindow, {"window": 2.0}, "window"),
-        (kakeya.SinkWindow, {"window": 2**32}, "window"),
-        (kakeya.LayerWindow, {"full_layers": [5, 11]}, "full_layers"),
-        (kakeya.LayerWindow, {"full_layers": 5}, "full_layers"),
-        (kakeya.LayerWindow, {"full_layers": (5, True)}, "full_layers[1]"),
-        (kakeya.LayerWindow, {"full_layers": (-1,)}, "full_layers[0]"),
-        (kakeya.Restored, {"source": ""}, "source"),
-        (kakeya.Restored, {"bytes_per_token": 0}, "bytes_per_token"),
-        (kakeya.Restored, {"mode": ""}, "mode"),
-        (kakeya.Restored, {"resident_latent_bytes": -1}, "resident_latent_bytes"),
-        (kakeya.Restored, {"resident_latent_bytes": 2**63}, "resident_latent_bytes"),
-        (kakeya.Restored, {"awake_bytes": 0}, "awake_bytes"),
-        (kakeya.Restored, {"budget": 0}, "budget"),
-        (kakeya.Gather, {"budget": 0}, "budget"),
-        (kakeya.Gather, {"block": 1.5}, "block"),
-        (kakeya.Tiered, {"block": 0}, "block"),
-        (kakeya.Tiered, {"resident_tokens": 0}, "resident_tokens"),
-        (kakeya.Mac, {"ring": 0}, "ring"),
-        (kakeya.Mac, {"band": -1}, "band"),
-        (kakeya.Mac, {"threshold": -0.1}, "threshold"),
-        (kakeya.Mac, {"threshold": float("nan")}, "threshold"),
-        (kakeya.Mac, {"threshold": True}, "threshold"),
-        (kakeya.Mac, {"chain_limit": -2}, "chain_limit"),
-        (kakeya.Mac, {"chain_limit": 2**31}, "chain_limit"),
-        (kakeya.Full, {"codec": 8}, "codec"),
-        (kakeya.Full, {"codec": "int8", "exact_window": 0}, "exact_window"),
-        (kakeya.Full, {"codec": "int8", "exact_layers": (2**32,)}, "exact_layers[0]"),
-    ],
-    ids=str,
-)
-def test_what_would_not_survive_the_wire_is_refused_by_name(kind: Any, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(kakeya.InvalidArgument) as refusal:
-        kind(**options)
-    assert refusal.value.field == named
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (kakeya.SinkWindow, {"window": 0}, "window"),
+    (kakeya.SinkWindow, {"sink": -1}, "sink"),
+    (kakeya.SinkWindow, {"window": 2.0}, "window"),
+    (kakeya.SinkWindow, {"window": 2**32}, "window"),
+    (kakeya.LayerWindow, {"full_layers": [5, 11]}, "full_layers"),
+    (kakeya.LayerWindow, {"full_layers": 5}, "full_layers"),
+    (kakeya.LayerWindow, {"full_layers": (5, True)}, "full_layers[1]"),
+    (kakeya.LayerWindow, {"full_layers": (-1,)}, "full_layers[0]"),
+    (kakeya.Restored, {"source": ""}, "source"),
+    (kakeya.Restored, {"bytes_per_token": 0}, "bytes_per_token"),
+    (kakeya.Restored, {"mode": ""}, "mode"),
+    (kakeya.Restored, {"resident_latent_bytes": -1}, "resident_latent_bytes"),
+    (kakeya.Restored, {"resident_latent_bytes": 2**63}, "resident_latent_bytes"),
+    (kakeya.Restored, {"awake_bytes": 0}, "awake_bytes"),
+    (kakeya.Restored, {"budget": 0}, "budget"),
+    (kakeya.Gather, {"budget": 0}, "budget"),
+    (kakeya.Gather, {"block": 1.5}, "block"),
+    (kakeya.Tiered, {"block": 0}, "block"),
+    (kakeya.Tiered, {"resident_tokens": 0}, "resident_tokens"),
+    (kakeya.Mac, {"ring": 0}, "ring"),
+    (kakeya.Mac, {"band": -1}, "band"),
+    (kakeya.Mac, {"threshold": -0.1}, "threshold"),
+    (kakeya.Mac, {"threshold": float("nan")}, "threshold"),
+    (kakeya.Mac, {"threshold": True}, "threshold"),
+    (kakeya.Mac, {"chain_limit": -2}, "chain_limit"),
+    (kakeya.Mac, {"chain_limit": 2**31}, "chain_limit"),
+    (kakeya.Full, {"codec": 8}, "codec"),
+    (kakeya.Full, {"codec": "int8", "exact_window": 0}, "exact_window"),
+    (kakeya.Full, {"codec": "int8", "exact_layers": (2**32,)}, "exact_layers[0]"),
+]
+
+
+def test_what_would_not_survive_the_wire_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for kind, options, named in REFUSED:
+        with subtests.test(kind=kind.__name__, options=options):
+            with pytest.raises(kakeya.InvalidArgument) as refusal:
+                kind(**options)
+            assert refusal.value.field == named
 
 
 def test_options_of_a_named_strategy_are_kept_as_the_server_reads_them() -> None:
@@ -136,24 +138,25 @@ def test_options_of_a_named_strategy_are_kept_as_the_server_reads_them() -> None
         NAMED.name = "older"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "refused"),
-    [
-        ("", {}, "name"),
-        (7, {}, "name"),
-        ("newer", {"ring": True}, "ring"),
-        ("newer", {"ring": float("nan")}, "ring"),
-        ("newer", {"ring": ""}, "ring"),
-        ("newer", {"ring": b"9"}, "ring"),
-        ("newer", {"ring": {9: 1}}, "ring"),
-        ("newer", {"ring": ()}, "ring"),
-        ("newer", {"ring": (1, 2.5)}, "ring[1]"),
-    ],
-)
-def test_an_option_of_a_named_strategy_that_cannot_be_text_is_refused(name: Any, options: Any, refused: str) -> None:
-    with pytest.raises(kakeya.InvalidArgument) as refusal:
-        kakeya.Named(name, **options)
-    assert refusal.value.field == refused
+NO_TEXT: list[tuple[Any, Any, str]] = [
+    ("", {}, "name"),
+    (7, {}, "name"),
+    ("newer", {"ring": True}, "ring"),
+    ("newer", {"ring": float("nan")}, "ring"),
+    ("newer", {"ring": ""}, "ring"),
+    ("newer", {"ring": b"9"}, "ring"),
+    ("newer", {"ring": {9: 1}}, "ring"),
+    ("newer", {"ring": ()}, "ring"),
+    ("newer", {"ring": (1, 2.5)}, "ring[1]"),
+]
+
+
+def test_an_option_of_a_named_strategy_that_cannot_be_text_is_refused(subtests: pytest.Subtests) -> None:
+    for name, options, refused in NO_TEXT:
+        with subtests.test(refused):
+            with pytest.raises(kakeya.InvalidArgument) as refusal:
+                kakeya.Named(name, **options)
+            assert refusal.value.field == refused
 
 
 def test_a_strategy_without_a_kind_cannot_be_made() -> None:
