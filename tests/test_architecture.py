@@ -129,33 +129,35 @@ def _is_wire_package(path: Path) -> bool:
     return "kakeya/v1" in path.as_posix()
 
 
-@pytest.mark.parametrize(
-    ("rule", "line"),
-    [
-        (environment_access, "import os; os.environ['HOME']"),
-        (environment_access, "from os import getenv"),
-        (engine_reached_into, "session = engine._store.find(session_id, owner)"),
-        (mlx_outside_its_place, "import mlx.core as mx"),
-        (mlx_outside_its_place, "from mlx_lm import load"),
-        (code_from_data, "import pickle"),
-        (code_from_data, "import torch; torch.load('weights.bin')"),
-        (code_from_data, "from torch import load"),
-        (code_from_data, "eval(text)"),
-        (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=True)"),
-    ],
-)
-def test_a_rule_finds_what_it_forbids(rule: Rule, line: str) -> None:
-    assert list(rule(ast.parse(line), ROOT / "inference_engine/engine/engine.py"))
+FORBIDDEN: list[tuple[Rule, str]] = [
+    (environment_access, "import os; os.environ['HOME']"),
+    (environment_access, "from os import getenv"),
+    (engine_reached_into, "session = engine._store.find(session_id, owner)"),
+    (mlx_outside_its_place, "import mlx.core as mx"),
+    (mlx_outside_its_place, "from mlx_lm import load"),
+    (code_from_data, "import pickle"),
+    (code_from_data, "import torch; torch.load('weights.bin')"),
+    (code_from_data, "from torch import load"),
+    (code_from_data, "eval(text)"),
+    (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=True)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("rule", "line"),
-    [
-        (environment_access, "import os; os.replace(a, b)"),
-        (engine_reached_into, "engine.session_info(session_id)"),
-        (code_from_data, "model.eval()"),
-        (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=False)"),
-    ],
-)
-def test_a_rule_lets_the_harmless_pass(rule: Rule, line: str) -> None:
-    assert not list(rule(ast.parse(line), ROOT / "inference_engine/engine/engine.py"))
+def test_a_rule_finds_what_it_forbids(subtests: pytest.Subtests) -> None:
+    for rule, line in FORBIDDEN:
+        with subtests.test(str(line)):
+            assert list(rule(ast.parse(line), ROOT / "inference_engine/engine/engine.py"))
+
+
+HARMLESS: list[tuple[Rule, str]] = [
+    (environment_access, "import os; os.replace(a, b)"),
+    (engine_reached_into, "engine.session_info(session_id)"),
+    (code_from_data, "model.eval()"),
+    (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=False)"),
+]
+
+
+def test_a_rule_lets_the_harmless_pass(subtests: pytest.Subtests) -> None:
+    for rule, line in HARMLESS:
+        with subtests.test(str(line)):
+            assert not list(rule(ast.parse(line), ROOT / "inference_engine/engine/engine.py"))

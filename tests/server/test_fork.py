@@ -64,25 +64,25 @@ async def test_a_fork_waits_for_what_runs_on_its_parent_and_gives_up_typed(clien
     assert forked.history_length == len(HISTORY) + 3
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"expected_history_length": 3}, "ABORTED HISTORY_LENGTH_MISMATCH"),
-        ({"limit_tokens": len(HISTORY) - 1}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
-        ({"limit_tokens": TRAINED_POSITIONS + 1}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
-        ({"client_label": "a\nb"}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
-        ({"request_id": b"short"}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
-    ],
-    ids=str,
-)
+WRONG_FORKS: list[tuple[dict[str, Any], str]] = [
+    ({"expected_history_length": 3}, "ABORTED HISTORY_LENGTH_MISMATCH"),
+    ({"limit_tokens": len(HISTORY) - 1}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+    ({"limit_tokens": TRAINED_POSITIONS + 1}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+    ({"client_label": "a\nb"}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+    ({"request_id": b"short"}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+]
+
+
 async def test_what_is_wrong_is_said_and_nothing_is_forked(
-    client: Client, engine: Engine, fields: dict[str, Any], reason: str
+    client: Client, engine: Engine, subtests: pytest.Subtests
 ) -> None:
-    parent = await client.open()
-    reserved = engine.info().kv_reserved_bytes
-    assert (await refused(fork(client, parent, **fields))).reason == reason
-    assert engine.info().kv_reserved_bytes == reserved
-    assert (await fork(client, parent, expected_history_length=len(HISTORY))).history_length == len(HISTORY)
+    for fields, reason in WRONG_FORKS:
+        with subtests.test(reason):
+            parent = await client.open()
+            reserved = engine.info().kv_reserved_bytes
+            assert (await refused(fork(client, parent, **fields))).reason == reason
+            assert engine.info().kv_reserved_bytes == reserved
+            assert (await fork(client, parent, expected_history_length=len(HISTORY))).history_length == len(HISTORY)
 
 
 async def test_a_session_that_is_not_there_cannot_be_forked(client: Client) -> None:

@@ -63,26 +63,26 @@ def error_of(answer: httpx2.Response) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(
-    ("parameters", "param"),
-    [
-        ({"top_k": 5}, "top_k"),
-        ({"temperature": -1}, "temperature"),
-        ({"max_tokens": 10**9}, "max_tokens"),
-        ({"max_tokens": None, "max_completion_tokens": 10**9}, "max_completion_tokens"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias"),
-        ({"messages": [*MESSAGES, {"role": "user"}]}, "messages[1].content"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
+NOT_HONOURED: list[tuple[dict[str, Any], str]] = [
+    ({"top_k": 5}, "top_k"),
+    ({"temperature": -1}, "temperature"),
+    ({"max_tokens": 10**9}, "max_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": 10**9}, "max_completion_tokens"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"messages": [*MESSAGES, {"role": "user"}]}, "messages[1].content"),
+]
+
+
 async def test_what_is_not_honoured_is_refused_by_its_name(
-    client: httpx2.AsyncClient, parameters: dict[str, Any], param: str
+    client: httpx2.AsyncClient, subtests: pytest.Subtests
 ) -> None:
-    body = json.dumps(asking(**parameters)).encode()
-    answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    error = error_of(answer)
-    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert param.rpartition(".")[2] in error["message"]
+    for parameters, param in NOT_HONOURED:
+        with subtests.test(param):
+            body = json.dumps(asking(**parameters)).encode()
+            answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+            error = error_of(answer)
+            assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+            assert param.rpartition(".")[2] in error["message"]
 
 
 async def test_all_that_is_not_honoured_is_named_at_once(client: httpx2.AsyncClient) -> None:
@@ -95,29 +95,32 @@ async def test_a_body_that_is_no_json_is_refused(client: httpx2.AsyncClient) -> 
     assert (answer.status_code, error_of(answer)["code"]) == (400, "bad_json")
 
 
+HALF_SURROGATES: list[bytes] = [
+    b'{"\\ud800": 1}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "\\udc00": 1}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "\\uD834": 1}]}]}',
+    b'{"model": "tiny", "messages": [], "stream": true, "stream_options": {"\\ud800": 1}}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "logit_bias": {"\\ud800": 1}}',
+    b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}',
+    b'{"model": "tiny", "messages": [{"role": "\\ud800", "content": "a"}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "n": "\\ud800"}',
+    b'{"\xed\xa0\x80": 1}',
+]
+
+
 @pytest.mark.hostile
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"\\ud800": 1}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "\\udc00": 1}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "\\uD834": 1}]}]}',
-        b'{"model": "tiny", "messages": [], "stream": true, "stream_options": {"\\ud800": 1}}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "logit_bias": {"\\ud800": 1}}',
-        b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}',
-        b'{"model": "tiny", "messages": [{"role": "\\ud800", "content": "a"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "n": "\\ud800"}',
-        b'{"\xed\xa0\x80": 1}',
-    ],
-)
-async def test_half_a_surrogate_anywhere_is_the_callers_mistake(client: httpx2.AsyncClient, body: bytes) -> None:
-    stream = io.StringIO()
-    with logs.written("text", stream):
-        answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
-    assert "Traceback" not in stream.getvalue() and "ud800" not in stream.getvalue()
+async def test_half_a_surrogate_anywhere_is_the_callers_mistake(
+    client: httpx2.AsyncClient, subtests: pytest.Subtests
+) -> None:
+    for body in HALF_SURROGATES:
+        with subtests.test(str(body)):
+            stream = io.StringIO()
+            with logs.written("text", stream):
+                answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+            assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
+            assert "Traceback" not in stream.getvalue() and "ud800" not in stream.getvalue()
 
 
 async def test_a_whole_surrogate_pair_in_a_name_is_a_name(client: httpx2.AsyncClient) -> None:
@@ -165,16 +168,20 @@ async def test_what_the_chat_template_refuses_is_the_callers(engine: Engine, cha
         assert error["message"].endswith("no system messages")
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", COMPLETIONS, 405), ("OPTIONS", COMPLETIONS, 405), ("POST", "/completions", 404), ("GET", "/docs", 404)],
-)
-async def test_other_routes_and_methods_are_not_served(
-    client: httpx2.AsyncClient, method: str, path: str, status: int
-) -> None:
-    answer = await client.request(method, path)
-    assert answer.status_code == status
-    assert "/v1/chat/completions" in error_of(answer)["message"]
+OTHER_ROUTES: list[tuple[str, str, int]] = [
+    ("GET", COMPLETIONS, 405),
+    ("OPTIONS", COMPLETIONS, 405),
+    ("POST", "/completions", 404),
+    ("GET", "/docs", 404),
+]
+
+
+async def test_other_routes_and_methods_are_not_served(client: httpx2.AsyncClient, subtests: pytest.Subtests) -> None:
+    for method, path, status in OTHER_ROUTES:
+        with subtests.test(method=method, path=path):
+            answer = await client.request(method, path)
+            assert answer.status_code == status
+            assert "/v1/chat/completions" in error_of(answer)["message"]
 
 
 async def test_the_openai_client_raises_its_own_kinds(server: ServerHandle) -> None:

@@ -153,25 +153,25 @@ async def test_entries_that_cannot_be_zeroed_are_dropped(
     assert await generated(client, session_id) == expected
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`"), False),
-        (RuntimeError("the device failed"), False),
-        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
-    ],
-    ids=repr,
-)
-def test_want_of_memory_is_reported_from_other_errors_also_as_their_cause(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
-    outer = RuntimeError("a step failed")
-    outer.__cause__ = error
-    assert is_out_of_memory(outer) is expected
+CAUSES: list[tuple[Exception, bool]] = [
+    (MemoryError(), True),
+    (torch.OutOfMemoryError("CUDA out of memory"), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`"), False),
+    (RuntimeError("the device failed"), False),
+    (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+]
+
+
+def test_want_of_memory_is_reported_from_other_errors_also_as_their_cause(subtests: pytest.Subtests) -> None:
+    for error, expected in CAUSES:
+        with subtests.test(str(error)):
+            assert is_out_of_memory(error) is expected
+            outer = RuntimeError("a step failed")
+            outer.__cause__ = error
+            assert is_out_of_memory(outer) is expected
 
 
 def test_what_the_allocator_of_the_cpu_says_is_known() -> None:

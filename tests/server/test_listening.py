@@ -53,22 +53,23 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    ("bind", "is_loopback"),
-    [
-        ("127.0.0.1:0", True),
-        ("127.9.9.9:0", True),
-        ("[::1]:0", True),
-        ("[::ffff:127.0.0.1]:0", True),
-        ("localhost:0", True),
-        ("0.0.0.0:0", False),
-        ("[::]:0", False),
-        ("[::ffff:10.0.0.1]:0", False),
-        ("192.0.2.1:0", False),
-    ],
-)
-def test_loopback_is_judged_by_the_address_not_by_the_name(bind: str, is_loopback: bool) -> None:
-    assert resolve_bind("bind", bind).is_loopback is is_loopback
+BINDS: list[tuple[str, bool]] = [
+    ("127.0.0.1:0", True),
+    ("127.9.9.9:0", True),
+    ("[::1]:0", True),
+    ("[::ffff:127.0.0.1]:0", True),
+    ("localhost:0", True),
+    ("0.0.0.0:0", False),
+    ("[::]:0", False),
+    ("[::ffff:10.0.0.1]:0", False),
+    ("192.0.2.1:0", False),
+]
+
+
+def test_loopback_is_judged_by_the_address_not_by_the_name(subtests: pytest.Subtests) -> None:
+    for bind, is_loopback in BINDS:
+        with subtests.test(bind):
+            assert resolve_bind("bind", bind).is_loopback is is_loopback
 
 
 def test_a_name_with_one_outside_address_is_not_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +78,10 @@ def test_a_name_with_one_outside_address_is_not_loopback(monkeypatch: pytest.Mon
     assert not resolve_bind("bind", "localhost:0").is_loopback
 
 
-@pytest.mark.parametrize(
-    "bind", ["", "127.0.0.1", ":50051", "127.0.0.1:", "127.0.0.1:x", "::1:50051", "127.0.0.1:65536"]
-)
-def test_a_bind_that_is_no_address_is_refused_with_its_setting(bind: str) -> None:
-    with pytest.raises(ConfigError, match="metrics_bind must be host:port"):
-        resolve_bind("metrics_bind", bind)
+def test_a_bind_that_is_no_address_is_refused_with_its_setting(subtests: pytest.Subtests) -> None:
+    for bind in ("", "127.0.0.1", ":50051", "127.0.0.1:", "127.0.0.1:x", "::1:50051", "127.0.0.1:65536"):
+        with subtests.test(bind), pytest.raises(ConfigError, match="metrics_bind must be host:port"):
+            resolve_bind("metrics_bind", bind)
 
 
 def test_a_name_that_does_not_resolve_is_refused() -> None:

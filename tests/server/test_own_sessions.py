@@ -117,10 +117,11 @@ async def test_an_id_begins_with_the_route_that_the_client_sent_and_so_do_those_
     assert "." not in await client.open()
 
 
-@pytest.mark.parametrize("routes", [["0123"], [ROUTE.upper()], [ROUTE + "0"], ["a.b/../c0123456"], [ROUTE, ROUTE]])
-async def test_a_route_of_another_form_is_refused(client: Client, engine: Engine, routes: list[str]) -> None:
-    before = engine.info().kv_reserved_bytes
-    metadata = tuple(("kakeya-route", route) for route in routes)
-    details = await refused(client.stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata))
-    assert (details.reason, details.fields) == ("INVALID_ARGUMENT INVALID_ARGUMENT", ["kakeya-route"])
-    assert engine.info().kv_reserved_bytes == before
+async def test_a_route_of_another_form_is_refused(client: Client, engine: Engine, subtests: pytest.Subtests) -> None:
+    for routes in (["0123"], [ROUTE.upper()], [ROUTE + "0"], ["a.b/../c0123456"], [ROUTE, ROUTE]):
+        with subtests.test(str(routes)):
+            before = engine.info().kv_reserved_bytes
+            metadata = tuple(("kakeya-route", route) for route in routes)
+            details = await refused(client.stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata))
+            assert (details.reason, details.fields) == ("INVALID_ARGUMENT INVALID_ARGUMENT", ["kakeya-route"])
+            assert engine.info().kv_reserved_bytes == before

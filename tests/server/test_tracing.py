@@ -318,10 +318,11 @@ def test_a_collector_that_is_not_there_changes_nothing() -> None:
         assert len(_said(engine, 3)) == 3
 
 
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://host:1", "http://", "http://host/v1/traces", "nonsense"])
-def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="trace_endpoint must be a URL like http"), exported(endpoint):
-        pass
+def test_an_endpoint_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
+    for endpoint in ("127.0.0.1:4317", "ftp://host:1", "http://", "http://host/v1/traces", "nonsense"):
+        expected = pytest.raises(ConfigError, match="trace_endpoint must be a URL like http")
+        with subtests.test(endpoint), expected, exported(endpoint):
+            pass
 
 
 def test_without_the_exporters_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,16 +217,17 @@ def test_what_is_remembered_of_addresses_is_forgotten() -> None:
     assert (len(door), door.here_before(clock.now), len(door._allowances)) == (0, [], 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "peer"),
-    [
-        ("ipv4:127.0.0.1:5000", ("127.0.0.1", 5000)),
-        ("ipv6:%5B::1%5D:5000", ("::1", 5000)),
-        ("ipv6:%5Bfe80::1%25eth0%5D:5000", ("fe80::1", 5000)),
-        ("ipv6:%5B::ffff:10.0.0.1%5D:5000", ("10.0.0.1", 5000)),
-        ("unix:/somewhere", None),
-        ("", None),
-    ],
-)
-def test_a_peer_is_read_as_grpc_writes_it(text: str, peer: Peer | None) -> None:
-    assert peer_of(text) == peer
+PEERS: list[tuple[str, Peer | None]] = [
+    ("ipv4:127.0.0.1:5000", ("127.0.0.1", 5000)),
+    ("ipv6:%5B::1%5D:5000", ("::1", 5000)),
+    ("ipv6:%5Bfe80::1%25eth0%5D:5000", ("fe80::1", 5000)),
+    ("ipv6:%5B::ffff:10.0.0.1%5D:5000", ("10.0.0.1", 5000)),
+    ("unix:/somewhere", None),
+    ("", None),
+]
+
+
+def test_a_peer_is_read_as_grpc_writes_it(subtests: pytest.Subtests) -> None:
+    for text, peer in PEERS:
+        with subtests.test(text):
+            assert peer_of(text) == peer
