@@ -16,9 +16,8 @@ from kakeya._checks import finite, token_ids
 from kakeya._session import CALL_SECONDS
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_integers_of_any_making_become_plain_ints(subtests: pytest.Subtests) -> None:
+    for given in (
         [0, 1, 2**32 - 1],
         (0, 1, 2**32 - 1),
         iter([0, 1, 2**32 - 1]),
@@ -27,13 +26,11 @@ from kakeya._session import CALL_SECONDS
         torch.tensor([0, 1, 2**32 - 1]),
         [np.int64(0), np.uint8(1), np.uint32(2**32 - 1)],
         [torch.tensor(0), 1, 2**32 - 1],
-    ],
-    ids=lambda given: type(given).__name__,
-)
-def test_integers_of_any_making_become_plain_ints(given: Any) -> None:
-    ids = token_ids(given)
-    assert ids == [0, 1, 2**32 - 1]
-    assert {type(token_id) for token_id in ids} == {int}
+    ):
+        with subtests.test(str(given)):
+            ids = token_ids(given)
+            assert ids == [0, 1, 2**32 - 1]
+            assert {type(token_id) for token_id in ids} == {int}
 
 
 def test_ranges_and_empty_sequences_are_sequences() -> None:
@@ -69,47 +66,53 @@ def test_what_is_no_token_id_is_named_with_its_place(bad: Any, index: int) -> No
     assert repr(caught.value.value) in str(caught.value)
 
 
-@pytest.mark.parametrize("bad", ["12", b"12", {1: 2}, 5, None, np.int64(5), torch.tensor(5)], ids=repr)
-def test_what_is_no_sequence_of_ids_is_refused_whole(bad: Any) -> None:
-    with pytest.raises(kakeya.InvalidTokenIds) as caught:
-        token_ids(bad)
-    assert caught.value.index is None
+def test_what_is_no_sequence_of_ids_is_refused_whole(subtests: pytest.Subtests) -> None:
+    wrong: tuple[Any, ...] = ("12", b"12", {1: 2}, 5, None, np.int64(5), torch.tensor(5))
+    for bad in wrong:
+        with subtests.test(str(bad)):
+            with pytest.raises(kakeya.InvalidTokenIds) as caught:
+                token_ids(bad)
+            assert caught.value.index is None
 
 
-@pytest.mark.parametrize("number", [1, 0.5, np.float32(0.5), np.int64(2), Fraction(1, 2)], ids=repr)
-def test_finite_numbers_pass(number: Any) -> None:
-    assert finite(number, "x") == float(number)
+def test_finite_numbers_pass(subtests: pytest.Subtests) -> None:
+    for number in (1, 0.5, np.float32(0.5), np.int64(2), Fraction(1, 2)):
+        with subtests.test(str(number)):
+            assert finite(number, "x") == float(number)
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e39, True, "1", None], ids=repr)
-def test_numbers_a_32_bit_float_cannot_hold_do_not(number: Any) -> None:
-    with pytest.raises(kakeya.InvalidArgument, match="x must be a finite number"):
-        finite(number, "x")
+def test_numbers_a_32_bit_float_cannot_hold_do_not(subtests: pytest.Subtests) -> None:
+    for number in (math.nan, math.inf, -math.inf, 1e39, True, "1", None):
+        with subtests.test(str(number)), pytest.raises(kakeya.InvalidArgument, match="x must be a finite number"):
+            finite(number, "x")
 
 
-@pytest.mark.parametrize("target", ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/run/k.sock", "dns:///localhost:1"])
-def test_a_key_may_go_unencrypted_to_this_machine(target: str) -> None:
-    assert address(target, "secret", False).metadata == (("authorization", "Bearer secret"),)
+def test_a_key_may_go_unencrypted_to_this_machine(subtests: pytest.Subtests) -> None:
+    for target in ("127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/run/k.sock", "dns:///localhost:1"):
+        with subtests.test(target):
+            assert address(target, "secret", False).metadata == (("authorization", "Bearer secret"),)
 
 
-@pytest.mark.parametrize("target", ["10.0.0.1:1", "example.org:1", "localhost.example.org:1", "127.0.0.1.test:1"])
-def test_a_key_goes_anywhere_else_encrypted_only(target: str) -> None:
-    with pytest.raises(kakeya.InvalidArgument, match="unencrypted") as caught:
-        kakeya.Client(target, api_key="secret")
-    assert "secret" not in str(caught.value)
-    assert address(target, "secret", True).credentials is not None
+def test_a_key_goes_anywhere_else_encrypted_only(subtests: pytest.Subtests) -> None:
+    for target in ("10.0.0.1:1", "example.org:1", "localhost.example.org:1", "127.0.0.1.test:1"):
+        with subtests.test(target):
+            with pytest.raises(kakeya.InvalidArgument, match="unencrypted") as caught:
+                kakeya.Client(target, api_key="secret")
+            assert "secret" not in str(caught.value)
+            assert address(target, "secret", True).credentials is not None
 
 
-@pytest.mark.parametrize("key", ["", "two\nlines", "schlüssel", 5], ids=repr)
-def test_a_key_must_fit_into_a_header(key: Any) -> None:
-    with pytest.raises(kakeya.InvalidArgument, match="api_key"):
-        address("127.0.0.1:1", key, False)
+def test_a_key_must_fit_into_a_header(subtests: pytest.Subtests) -> None:
+    wrong: tuple[Any, ...] = ("", "two\nlines", "schlüssel", 5)
+    for key in wrong:
+        with subtests.test(str(key)), pytest.raises(kakeya.InvalidArgument, match="api_key"):
+            address("127.0.0.1:1", key, False)
 
 
-@pytest.mark.parametrize("arguments", [{"timeout": 0}, {"timeout": -1}, {"generate_timeout": math.nan}], ids=str)
-def test_timeouts_are_above_zero_or_none(arguments: Any) -> None:
-    with pytest.raises(kakeya.InvalidArgument, match="timeout"):
-        kakeya.AsyncClient("127.0.0.1:1", **arguments)
+def test_timeouts_are_above_zero_or_none(subtests: pytest.Subtests) -> None:
+    for arguments in ({"timeout": 0}, {"timeout": -1}, {"generate_timeout": math.nan}):
+        with subtests.test(str(arguments)), pytest.raises(kakeya.InvalidArgument, match="timeout"):
+            kakeya.AsyncClient("127.0.0.1:1", **arguments)
 
 
 def test_a_client_certificate_comes_with_its_key() -> None:

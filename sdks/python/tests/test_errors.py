@@ -76,19 +76,21 @@ def test_every_reason_the_server_can_give_has_its_class() -> None:
     assert {reason: code.name for reason, code in CODES.items()} == {r: e[0] for r, e in EVERY_REASON.items()}
 
 
-@pytest.mark.parametrize("reason", EVERY_REASON)
-def test_a_reason_becomes_its_class(reason: str) -> None:
+def test_a_reason_becomes_its_class(subtests: pytest.Subtests) -> None:
     from google.rpc import error_details_pb2, status_pb2
 
-    code_name, kind, turn = EVERY_REASON[reason]
-    code = grpc.StatusCode[code_name]
-    status = status_pb2.Status(code=code.value[0], message="so it is")
-    status.details.add().Pack(error_details_pb2.ErrorInfo(domain="kakeya.v1", reason=reason))
-    error = from_rpc_error(Failed(code, "so it is", (("grpc-status-details-bin", status.SerializeToString()),)), "here")
-    assert type(error) is kind
-    assert isinstance(error, turn)
-    assert str(error) == f"so it is [{reason}]"
-    assert (error.code, error.reason) == (code_name, reason)
+    for reason, (code_name, kind, turn) in EVERY_REASON.items():
+        with subtests.test(reason):
+            code = grpc.StatusCode[code_name]
+            status = status_pb2.Status(code=code.value[0], message="so it is")
+            status.details.add().Pack(error_details_pb2.ErrorInfo(domain="kakeya.v1", reason=reason))
+            error = from_rpc_error(
+                Failed(code, "so it is", (("grpc-status-details-bin", status.SerializeToString()),)), "here"
+            )
+            assert type(error) is kind
+            assert isinstance(error, turn)
+            assert str(error) == f"so it is [{reason}]"
+            assert (error.code, error.reason) == (code_name, reason)
 
 
 def test_the_facts_of_an_error_are_attributes() -> None:
@@ -147,20 +149,21 @@ def test_a_status_that_contradicts_itself_counts_as_unexplained() -> None:
     assert type(error) is kakeya.TransportError
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (grpc.StatusCode.UNAVAILABLE, kakeya.ConnectionFailed),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, kakeya.DeadlineExceeded),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, kakeya.TransportError),
-        (grpc.StatusCode.UNIMPLEMENTED, kakeya.TransportError),
-    ],
-)
-def test_an_unexplained_failure_names_the_target(code: grpc.StatusCode, kind: type[kakeya.KakeyaError]) -> None:
-    error = from_rpc_error(Failed(code, "why"), "10.1.2.3:99")
-    assert type(error) is kind
-    assert "10.1.2.3:99" in str(error)
-    assert "why" in str(error)
+UNEXPLAINED: list[tuple[grpc.StatusCode, type[kakeya.KakeyaError]]] = [
+    (grpc.StatusCode.UNAVAILABLE, kakeya.ConnectionFailed),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, kakeya.DeadlineExceeded),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, kakeya.TransportError),
+    (grpc.StatusCode.UNIMPLEMENTED, kakeya.TransportError),
+]
+
+
+def test_an_unexplained_failure_names_the_target(subtests: pytest.Subtests) -> None:
+    for code, kind in UNEXPLAINED:
+        with subtests.test(code.name):
+            error = from_rpc_error(Failed(code, "why"), "10.1.2.3:99")
+            assert type(error) is kind
+            assert "10.1.2.3:99" in str(error)
+            assert "why" in str(error)
 
 
 def test_builtin_bases_let_plain_handlers_catch() -> None:

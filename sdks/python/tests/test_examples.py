@@ -79,37 +79,38 @@ def test_the_agent_feeds_tool_results_back(
     assert "tool   add → 5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("text", "tool"),
-    [
-        ('{"tool": "add", "arguments": {"a": 1, "b": 2}}', "add"),
-        ('I will. ```json\n{"name": "add", "parameters": {"a": 1}}``` ok?', "add"),
-        ('{"function": {"name": "add", "arguments": "{}"}}', "add"),
-        ('{broken {"function": "count_words", "args": {}}', "count_words"),
-        ("The answer is {3}.", None),
-        ('{"arguments": {}}', None),
-        ("", None),
-    ],
-)
-def test_the_agent_reads_tool_calls_leniently(example: Example, text: str, tool: str | None) -> None:
-    found = example("tool_calling_agent").find_tool_call(text)
-    assert (found["tool"] if found else None) == tool
+TOOL_CALLS: list[tuple[str, str | None]] = [
+    ('{"tool": "add", "arguments": {"a": 1, "b": 2}}', "add"),
+    ('I will. ```json\n{"name": "add", "parameters": {"a": 1}}``` ok?', "add"),
+    ('{"function": {"name": "add", "arguments": "{}"}}', "add"),
+    ('{broken {"function": "count_words", "args": {}}', "count_words"),
+    ("The answer is {3}.", None),
+    ('{"arguments": {}}', None),
+    ("", None),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "result"),
-    [
-        ({"tool": "add", "arguments": {"a": 1, "b": "2"}}, "3"),
-        ({"tool": "count_words", "arguments": '{"text": "a b"}'}, "2"),
-        ({"tool": "add", "arguments": {"a": 1}}, "failed"),
-        ({"tool": "add", "arguments": [1]}, "failed"),
-        ({"tool": "add", "arguments": "{"}, "failed"),
-        ({"tool": "fly", "arguments": {}}, "no tool 'fly'"),
-    ],
-    ids=str,
-)
-def test_a_bad_tool_call_is_reported_to_the_model(example: Example, call: dict[str, Any], result: str) -> None:
-    assert result in example("tool_calling_agent").use_tool(call)
+def test_the_agent_reads_tool_calls_leniently(example: Example, subtests: pytest.Subtests) -> None:
+    for text, tool in TOOL_CALLS:
+        with subtests.test(text):
+            found = example("tool_calling_agent").find_tool_call(text)
+            assert (found["tool"] if found else None) == tool
+
+
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"tool": "add", "arguments": {"a": 1, "b": "2"}}, "3"),
+    ({"tool": "count_words", "arguments": '{"text": "a b"}'}, "2"),
+    ({"tool": "add", "arguments": {"a": 1}}, "failed"),
+    ({"tool": "add", "arguments": [1]}, "failed"),
+    ({"tool": "add", "arguments": "{"}, "failed"),
+    ({"tool": "fly", "arguments": {}}, "no tool 'fly'"),
+]
+
+
+def test_a_bad_tool_call_is_reported_to_the_model(example: Example, subtests: pytest.Subtests) -> None:
+    for call, result in BAD_CALLS:
+        with subtests.test(str(call)):
+            assert result in example("tool_calling_agent").use_tool(call)
 
 
 def test_the_agent_reports_that_no_server_answers(

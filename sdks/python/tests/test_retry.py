@@ -307,11 +307,12 @@ def test_a_deadline_covers_all_attempts() -> None:
     assert isinstance(second, Call) and second.timeout == 4.0
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"attempts": 0}, {"first_delay_seconds": -1}, {"max_delay_seconds": float("nan")}, {"patience_seconds": -1}],
-    ids=str,
-)
-def test_a_policy_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        RetryPolicy(**settings)
+def test_a_policy_that_makes_no_sense_is_refused(subtests: pytest.Subtests) -> None:
+    for settings in (
+        {"attempts": 0},
+        {"first_delay_seconds": -1},
+        {"max_delay_seconds": float("nan")},
+        {"patience_seconds": -1},
+    ):
+        with subtests.test(str(settings)), pytest.raises(InvalidArgument):
+            RetryPolicy(**settings)

@@ -96,22 +96,24 @@ def test_a_reply_cut_short_gets_the_end_of_its_turn(reply: str) -> None:
 MARKER_WORDS = ["Kqzwxjvbm", "Vhgtfyprd", "Kqzwxjvbmxx and Kqzwxjvbmx", "KqzwxjvbmKqzwxjvbm Vhgtfyprdxxxx Vhgtfyprd"]
 
 
-@pytest.mark.parametrize("words", MARKER_WORDS)
-def test_a_message_may_hold_any_word(words: str) -> None:
-    generated = [*encode(BYTE_LEVEL, "It is."), BYTE_LEVEL.convert_tokens_to_ids("<|im_end|>")]
-    history = tokens_for_chat([user("a")], BYTE_LEVEL) + generated
-    history += tokens_for_next_turn([user(words)], BYTE_LEVEL, after=generated)
-    assert history == tokens_for_chat([user("a"), assistant("It is."), user(words)], BYTE_LEVEL)
+def test_a_message_may_hold_any_word(subtests: pytest.Subtests) -> None:
+    for words in MARKER_WORDS:
+        with subtests.test(words):
+            generated = [*encode(BYTE_LEVEL, "It is."), BYTE_LEVEL.convert_tokens_to_ids("<|im_end|>")]
+            history = tokens_for_chat([user("a")], BYTE_LEVEL) + generated
+            history += tokens_for_next_turn([user(words)], BYTE_LEVEL, after=generated)
+            assert history == tokens_for_chat([user("a"), assistant("It is."), user(words)], BYTE_LEVEL)
 
 
-@pytest.mark.parametrize("words", MARKER_WORDS)
-def test_a_tool_and_an_option_may_hold_any_word(words: str) -> None:
-    written = "{{ tools[0].function.name }}{{ mood }}"
-    tokenizer = byte_level_tokenizer(written + CHATML)
-    options: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": words}}], "mood": words}
-    turn = tokens_for_next_turn([user("b")], tokenizer, after=[], **options)
-    assert turn == tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[])
-    assert end_of_turn_ids(tokenizer, **options) == end_of_turn_ids(BYTE_LEVEL)
+def test_a_tool_and_an_option_may_hold_any_word(subtests: pytest.Subtests) -> None:
+    for words in MARKER_WORDS:
+        with subtests.test(words):
+            written = "{{ tools[0].function.name }}{{ mood }}"
+            tokenizer = byte_level_tokenizer(written + CHATML)
+            options: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": words}}], "mood": words}
+            turn = tokens_for_next_turn([user("b")], tokenizer, after=[], **options)
+            assert turn == tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[])
+            assert end_of_turn_ids(tokenizer, **options) == end_of_turn_ids(BYTE_LEVEL)
 
 
 def test_nothing_generated_is_cut_short_too() -> None:
@@ -161,34 +163,34 @@ def test_a_template_that_reshapes_earlier_turns_does_not_touch_the_history(
 TURN = "{{ message.role + ':' + message.content + '<|im_end|>' }}"
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ("{% for message in messages if message.role == 'user' %}" + TURN + "{% endfor %}", "0 times"),
-        ("{% for message in messages %}" + TURN + TURN + "{% endfor %}", "2 times"),
-        (
-            "{% for m in messages %}{{ m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}{% endfor %}",
-            "goes on with",
-        ),
-        (
-            "{% for message in messages %}" + TURN + "{% endfor %}{{ messages | length }}",
-            "goes on with",
-        ),
-        (
-            "{% for message in messages %}" + TURN + "{% if not loop.last %}{{ loop.index }}{% endif %}{% endfor %}",
-            "depending on what came before",
-        ),
-        (
-            "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
-            "{% for message in messages %}" + TURN + "{% endfor %}",
-            "too long",
-        ),
-        ("{{ messages.nothing.at_all }}", "refuses"),
-    ],
-)
-def test_a_template_without_a_next_turn_is_named(template: str, problem: str) -> None:
-    with pytest.raises(kakeya.TemplateError, match=problem):
-        tokens_for_next_turn([user("b")], byte_level_tokenizer(template), after=[])
+NO_NEXT_TURN: list[tuple[str, str]] = [
+    ("{% for message in messages if message.role == 'user' %}" + TURN + "{% endfor %}", "0 times"),
+    ("{% for message in messages %}" + TURN + TURN + "{% endfor %}", "2 times"),
+    (
+        "{% for m in messages %}{{ m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}{% endfor %}",
+        "goes on with",
+    ),
+    (
+        "{% for message in messages %}" + TURN + "{% endfor %}{{ messages | length }}",
+        "goes on with",
+    ),
+    (
+        "{% for message in messages %}" + TURN + "{% if not loop.last %}{{ loop.index }}{% endif %}{% endfor %}",
+        "depending on what came before",
+    ),
+    (
+        "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+        "{% for message in messages %}" + TURN + "{% endfor %}",
+        "too long",
+    ),
+    ("{{ messages.nothing.at_all }}", "refuses"),
+]
+
+
+def test_a_template_without_a_next_turn_is_named(subtests: pytest.Subtests) -> None:
+    for template, problem in NO_NEXT_TURN:
+        with subtests.test(problem), pytest.raises(kakeya.TemplateError, match=problem):
+            tokens_for_next_turn([user("b")], byte_level_tokenizer(template), after=[])
 
 
 def test_a_tokenizer_that_joins_words_and_their_end_is_named(example: Callable[[str], ModuleType]) -> None:
@@ -211,12 +213,14 @@ def test_what_the_model_said_is_not_passed_again() -> None:
     assert caught.value.path == "messages[0].role"
 
 
-@pytest.mark.parametrize("messages", [[], "hello", {"role": "user"}, ["hello"]], ids=repr)
-def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
-    with pytest.raises(kakeya.InvalidMessages):
-        tokens_for_chat(messages, BYTE_LEVEL)
-    with pytest.raises(kakeya.InvalidMessages):
-        tokens_for_next_turn(messages, BYTE_LEVEL, after=[])
+def test_what_is_no_list_of_messages_is_refused(subtests: pytest.Subtests) -> None:
+    wrong: list[Any] = [[], "hello", {"role": "user"}, ["hello"]]
+    for messages in wrong:
+        with subtests.test(str(messages)):
+            with pytest.raises(kakeya.InvalidMessages):
+                tokens_for_chat(messages, BYTE_LEVEL)
+            with pytest.raises(kakeya.InvalidMessages):
+                tokens_for_next_turn(messages, BYTE_LEVEL, after=[])
 
 
 def test_end_ids_are_the_tokenizers_and_the_templates() -> None:
@@ -280,32 +284,33 @@ def call(arguments: object) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
 
 
-@pytest.mark.parametrize(
-    ("message", "path"),
-    [
-        ("hello", "messages[0]"),
-        ({"content": "a"}, "messages[0].role"),
-        ({"role": "robot", "content": "a"}, "messages[0].role"),
-        ({"role": ["user"], "content": "a"}, "messages[0].role"),
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "assistant", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": []}, "messages[0].content"),
-        ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, "messages[0].content[1]"),
-        ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[0].audio"),
-        ({"role": "tool", "content": "5"}, "messages[0].tool_call_id"),
-        (call("{"), "messages[0].tool_calls[0].function.arguments"),
-        (call("[1]"), "messages[0].tool_calls[0].function.arguments"),
-        (call(None), "messages[0].tool_calls[0].function.arguments"),
-        ({"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom"}]}, "messages[0].tool_calls[0]"),
-        ({"role": "user", "content": "a", "tool_calls": [1]}, "messages[0].tool_calls"),
-    ],
-)
-def test_openai_messages_that_cannot_be_rendered_are_named_by_path(message: Any, path: str) -> None:
-    with pytest.raises(kakeya.InvalidMessages) as caught:
-        from_openai_messages([message])
-    assert caught.value.path == path
+UNRENDERABLE: list[tuple[Any, str]] = [
+    ("hello", "messages[0]"),
+    ({"content": "a"}, "messages[0].role"),
+    ({"role": "robot", "content": "a"}, "messages[0].role"),
+    ({"role": ["user"], "content": "a"}, "messages[0].role"),
+    ({"role": "user"}, "messages[0].content"),
+    ({"role": "assistant", "content": None}, "messages[0].content"),
+    ({"role": "user", "content": []}, "messages[0].content"),
+    ({"role": "user", "content": 5}, "messages[0].content"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
+    ({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, "messages[0].content[1]"),
+    ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[0].audio"),
+    ({"role": "tool", "content": "5"}, "messages[0].tool_call_id"),
+    (call("{"), "messages[0].tool_calls[0].function.arguments"),
+    (call("[1]"), "messages[0].tool_calls[0].function.arguments"),
+    (call(None), "messages[0].tool_calls[0].function.arguments"),
+    ({"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom"}]}, "messages[0].tool_calls[0]"),
+    ({"role": "user", "content": "a", "tool_calls": [1]}, "messages[0].tool_calls"),
+]
+
+
+def test_openai_messages_that_cannot_be_rendered_are_named_by_path(subtests: pytest.Subtests) -> None:
+    for message, path in UNRENDERABLE:
+        with subtests.test(path):
+            with pytest.raises(kakeya.InvalidMessages) as caught:
+                from_openai_messages([message])
+            assert caught.value.path == path
 
 
 def test_messages_of_one_role_keep_their_order() -> None:
