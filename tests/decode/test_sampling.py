@@ -37,19 +37,20 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
     assert next_token(Sampler(Sampling(), 0), raw, 0) == 1
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 100, 48_000])
-def test_a_greedy_draw_by_itself_is_the_one_beside_others(bad: float | None, place: int) -> None:
+def test_a_greedy_draw_by_itself_is_the_one_beside_others(place: int, subtests: pytest.Subtests) -> None:
     """Alone it takes a shorter way."""
-    raw = torch.randn(3, 49_152, generator=torch.Generator().manual_seed(1)).round()  # with many equals
-    if bad is not None:
-        raw[1, place] = bad
-    greedy, random = Sampler(Sampling(), 0), Sampler(Sampling(temperature=1.0), 0)
-    one = Draw(indices=range(2), sampler=greedy, position=5, drafted=(7,))
-    (alone,) = draw_step(raw, [one])
-    beside, _ = draw_step(raw, [one, Draw(indices=range(2, 3), sampler=random, position=9)])
-    assert [sample.is_finite for sample in alone] == [True, bad is None]
-    assert alone == beside
+    for bad in [None, math.nan, math.inf, -math.inf]:
+        with subtests.test(str(bad)):
+            raw = torch.randn(3, 49_152, generator=torch.Generator().manual_seed(1)).round()  # with many equals
+            if bad is not None:
+                raw[1, place] = bad
+            greedy, random = Sampler(Sampling(), 0), Sampler(Sampling(temperature=1.0), 0)
+            one = Draw(indices=range(2), sampler=greedy, position=5, drafted=(7,))
+            (alone,) = draw_step(raw, [one])
+            beside, _ = draw_step(raw, [one, Draw(indices=range(2, 3), sampler=random, position=9)])
+            assert [sample.is_finite for sample in alone] == [True, bad is None]
+            assert alone == beside
 
 
 def test_a_draw_is_a_function_of_seed_and_position_alone() -> None:
@@ -142,29 +143,30 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert float(logprobs(raw[None], torch.tensor([4]))[0]) == pytest.approx(float(raw.log_softmax(0)[4]), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", 5e-324),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", math.nan),
-        ("min_p", -0.1),
-        ("min_p", math.nan),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", 1e-30),
-        ("repetition_penalty", math.inf),
-        ("top_k", -1),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {1: 1001.0}),
-        ("seed", -1),
-        ("seed", 2**64),
-    ],
-)
-def test_a_number_out_of_range_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(InvalidArgument) as refusal:
-        Sampling(**{field: value})  # type: ignore[arg-type]
-    assert refusal.value.field == field
+OUT_OF_RANGE: list[tuple[str, object]] = [
+    ("temperature", -0.1),
+    ("temperature", 5e-324),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0.0),
+    ("top_p", 1.1),
+    ("top_p", math.nan),
+    ("min_p", -0.1),
+    ("min_p", math.nan),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 1e-30),
+    ("repetition_penalty", math.inf),
+    ("top_k", -1),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: 1001.0}),
+    ("seed", -1),
+    ("seed", 2**64),
+]
+
+
+def test_a_number_out_of_range_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for field, value in OUT_OF_RANGE:
+        with subtests.test(field=field, value=value):
+            with pytest.raises(InvalidArgument) as refusal:
+                Sampling(**{field: value})  # type: ignore[arg-type]
+            assert refusal.value.field == field

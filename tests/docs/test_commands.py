@@ -65,12 +65,15 @@ def _problem_of_kakeya(words: list[str], parsers: dict[str, argparse.ArgumentPar
     return None
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_in_a_document_is_taken_by_its_parser(
-    document: Path, parsers: dict[str, argparse.ArgumentParser]
+    parsers: dict[str, argparse.ArgumentParser], subtests: pytest.Subtests
 ) -> None:
-    wrong = {command: problem for command in shown_commands(document) if (problem := problem_of(command, parsers))}
-    assert not wrong
+    for document in DOCUMENTS:
+        with subtests.test(str(document)):
+            wrong = {
+                command: problem for command in shown_commands(document) if (problem := problem_of(command, parsers))
+            }
+            assert not wrong
 
 
 def test_documents_show_commands_at_all() -> None:
@@ -78,9 +81,10 @@ def test_documents_show_commands_at_all() -> None:
     assert {"kakeya serve", "make demo"} <= set(shown)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_a_command_that_cannot_be_typed_is_found(
+    parsers: dict[str, argparse.ArgumentParser], subtests: pytest.Subtests
+) -> None:
+    for command in [
         "kakeya sreve",
         "kakeya serve --no-such-option",
         "kakeya evaluate needle --trials many",
@@ -88,7 +92,6 @@ def test_documents_show_commands_at_all() -> None:
         "make no-such-target",
         "make demo NOTHING=1",
         "make demo ARGS=--no-such-option",
-    ],
-)
-def test_a_command_that_cannot_be_typed_is_found(command: str, parsers: dict[str, argparse.ArgumentParser]) -> None:
-    assert problem_of(command, parsers)
+    ]:
+        with subtests.test(command):
+            assert problem_of(command, parsers)

@@ -63,9 +63,10 @@ def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site(site: Path) -> 
     ).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_relative_link_leads_somewhere_in_the_repository(document: Path) -> None:
-    assert not list(broken_links(document))
+def test_every_relative_link_leads_somewhere_in_the_repository(subtests: pytest.Subtests) -> None:
+    for document in documents():
+        with subtests.test(str(document)):
+            assert not list(broken_links(document))
 
 
 def test_a_link_to_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

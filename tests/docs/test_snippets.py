@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
-from scripts.check_links import ROOT, documents
+from scripts.check_links import documents
 
 # Reference pages show signatures, not programs; records say what made them, then.
 DOCUMENTS = [path for path in documents() if path.parent.name != "reference" and "results" not in path.parts]
@@ -30,17 +30,19 @@ def imported_names(program: str) -> Iterator[tuple[str, str]]:
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_in_documents_imports_what_is_there(document: Path) -> None:
-    for program in blocks(document, "python"):
-        for module, name in imported_names(program):
-            assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+def test_python_in_documents_imports_what_is_there(subtests: pytest.Subtests) -> None:
+    for document in DOCUMENTS:
+        with subtests.test(str(document)):
+            for program in blocks(document, "python"):
+                for module, name in imported_names(program):
+                    assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_settings_files_in_documents_have_known_settings(document: Path) -> None:
-    for text in blocks(document, "toml"):
-        assert tomllib.loads(text).keys() <= SETTINGS
+def test_settings_files_in_documents_have_known_settings(subtests: pytest.Subtests) -> None:
+    for document in DOCUMENTS:
+        with subtests.test(str(document)):
+            for text in blocks(document, "toml"):
+                assert tomllib.loads(text).keys() <= SETTINGS
 
 
 def test_a_name_that_is_not_there_is_seen() -> None:

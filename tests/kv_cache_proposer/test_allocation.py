@@ -31,12 +31,13 @@ def test_bits_never_rise_where_variances_fall() -> None:
     assert bits == sorted(bits, reverse=True)
 
 
-@pytest.mark.parametrize("total", [3, 4, 17, 40])
-def test_groups_get_whole_bytes_that_sum_to_the_total(total: int) -> None:
-    groups = [torch.logspace(2, -2, 31), torch.logspace(1, -2, 19), torch.full((13,), 1e-6)]
-    shares = allocate_bytes(groups, total, DISTORTIONS)
-    assert all(int(share.sum()) % 8 == 0 and int(share.sum()) > 0 for share in shares)
-    assert sum(int(share.sum()) for share in shares) == 8 * total
+def test_groups_get_whole_bytes_that_sum_to_the_total(subtests: pytest.Subtests) -> None:
+    for total in (3, 4, 17, 40):
+        with subtests.test(str(total)):
+            groups = [torch.logspace(2, -2, 31), torch.logspace(1, -2, 19), torch.full((13,), 1e-6)]
+            shares = allocate_bytes(groups, total, DISTORTIONS)
+            assert all(int(share.sum()) % 8 == 0 and int(share.sum()) > 0 for share in shares)
+            assert sum(int(share.sum()) for share in shares) == 8 * total
 
 
 def test_more_bits_than_components_can_take_are_refused() -> None:

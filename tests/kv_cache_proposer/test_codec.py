@@ -31,15 +31,16 @@ def test_the_leading_components_have_levels_with_long_tails_however_few_bits() -
             assert torch.equal(part.levels.values[first : first + size], levels(width, has_tails=place < LEADING))
 
 
-@pytest.mark.parametrize("bytes_per_token", [6, 7, 13, 24, 41])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_token_takes_exactly_the_bytes_asked_for(bytes_per_token: int, precision: str) -> None:
-    codec = make_codec(bytes_per_token, precision=precision)
-    entries = make_entries(37)
-    codes = codec.encode(entries.keys, entries.values)
-    assert codec.bytes_per_token == bytes_per_token
-    assert codes.shape == (37, bytes_per_token)
-    assert codes.dtype == torch.uint8
+def test_a_token_takes_exactly_the_bytes_asked_for(precision: str, subtests: pytest.Subtests) -> None:
+    for bytes_per_token in (6, 7, 13, 24, 41):
+        with subtests.test(str(bytes_per_token)):
+            codec = make_codec(bytes_per_token, precision=precision)
+            entries = make_entries(37)
+            codes = codec.encode(entries.keys, entries.values)
+            assert codec.bytes_per_token == bytes_per_token
+            assert codes.shape == (37, bytes_per_token)
+            assert codes.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("group_layers", [1, 2, 5])

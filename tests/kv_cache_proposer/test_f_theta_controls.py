@@ -68,17 +68,18 @@ def test_unweighted_importances_minimise_the_plain_error() -> None:
     assert relative_error(plain, entries) < relative_error(weighted, entries)
 
 
-@pytest.mark.parametrize("total_bytes", [2, 5, 17, 31])
-def test_uniform_bits_fill_the_bytes_exactly_with_one_width(total_bytes: int) -> None:
-    variances = [torch.linspace(9.0, 0.1, 37) ** 2, torch.linspace(4.0, 0.0, 23) ** 2]
-    shares = allocate_uniformly(variances, total_bytes, DISTORTIONS)
-    assert sum(int(share.sum()) for share in shares) == 8 * total_bytes
-    assert all(int(share.sum()) % 8 == 0 for share in shares)
-    width = max(int(share.max()) for share in shares)
-    for share in shares:
-        given = share[share > 0].tolist()
-        assert given == sorted(given, reverse=True)
-        assert all(bits == width for bits in given[:-1])
+def test_uniform_bits_fill_the_bytes_exactly_with_one_width(subtests: pytest.Subtests) -> None:
+    for total_bytes in (2, 5, 17, 31):
+        with subtests.test(str(total_bytes)):
+            variances = [torch.linspace(9.0, 0.1, 37) ** 2, torch.linspace(4.0, 0.0, 23) ** 2]
+            shares = allocate_uniformly(variances, total_bytes, DISTORTIONS)
+            assert sum(int(share.sum()) for share in shares) == 8 * total_bytes
+            assert all(int(share.sum()) % 8 == 0 for share in shares)
+            width = max(int(share.max()) for share in shares)
+            for share in shares:
+                given = share[share > 0].tolist()
+                assert given == sorted(given, reverse=True)
+                assert all(bits == width for bits in given[:-1])
 
 
 def test_bytes_that_no_width_can_take_are_refused() -> None:
@@ -146,6 +147,7 @@ def test_numbers_by_themselves_lose_no_more_than_they_must(bits: int, known: flo
     assert alone.distortion(bits) == pytest.approx(known, rel=1e-2)
 
 
-@pytest.mark.parametrize("bits", range(1, MAX_BITS + 1))
-def test_a_trellis_gains_at_every_number_of_bits(bits: int) -> None:
-    assert distortion(bits) < 0.9 * alone.distortion(bits)
+def test_a_trellis_gains_at_every_number_of_bits(subtests: pytest.Subtests) -> None:
+    for bits in range(1, MAX_BITS + 1):
+        with subtests.test(str(bits)):
+            assert distortion(bits) < 0.9 * alone.distortion(bits)

@@ -76,7 +76,7 @@ def test_several_sessions_are_drafted_for_in_order() -> None:
     assert [draft.tolist() for draft in NgramDrafter().propose(wanted)] == [[3], [], [4]]
 
 
-@pytest.mark.parametrize("setting", [{"min_ngram": 0}, {"min_ngram": 9}, {"longest": 0}, {"horizon": 4}])
-def test_settings_that_make_no_sense_are_refused(setting: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=str(next(iter(setting.values())))):
-        NgramDrafter(**setting)
+def test_settings_that_make_no_sense_are_refused(subtests: pytest.Subtests) -> None:
+    for setting in ({"min_ngram": 0}, {"min_ngram": 9}, {"longest": 0}, {"horizon": 4}):
+        with subtests.test(str(setting)), pytest.raises(ConfigError, match=str(next(iter(setting.values())))):
+            NgramDrafter(**setting)

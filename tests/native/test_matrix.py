@@ -135,19 +135,20 @@ def test_levels_are_what_the_processor_has(native: Native) -> None:
 
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
-@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (48, 64), (70, 100), (131, 320)])
 def test_products_are_those_of_the_numbers(
-    native: Native, form: Format, identity: Identity, shape: tuple[int, int]
+    native: Native, form: Format, identity: Identity, subtests: pytest.Subtests
 ) -> None:
-    packed = random_matrix(native, form, *shape)
-    weights = packed.numbers().astype(np.float64)
-    for count in (1, 3, 11, 21):
-        x = tokens(count, shape[1])
-        x[0, :32] = 0
-        exact = quantised(x) if identity is Identity.QUANTISED else x.astype(np.float64)
-        got = packed.product(x, identity)
-        bound = 2e-6 * (np.abs(exact) @ np.abs(weights).T) + 1e-6
-        assert (np.abs(got - exact @ weights.T) <= bound).all()
+    for shape in [(1, 1), (17, 33), (48, 64), (70, 100), (131, 320)]:
+        with subtests.test(str(shape)):
+            packed = random_matrix(native, form, *shape)
+            weights = packed.numbers().astype(np.float64)
+            for count in (1, 3, 11, 21):
+                x = tokens(count, shape[1])
+                x[0, :32] = 0
+                exact = quantised(x) if identity is Identity.QUANTISED else x.astype(np.float64)
+                got = packed.product(x, identity)
+                bound = 2e-6 * (np.abs(exact) @ np.abs(weights).T) + 1e-6
+                assert (np.abs(got - exact @ weights.T) <= bound).all()
 
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
@@ -189,14 +190,15 @@ def test_what_is_not_finite_stays_with_its_token(native: Native, form: Format, i
                 assert got[others].tobytes() == clean[others].tobytes()
 
 
-@pytest.mark.parametrize("form", QUANTISED_FORMATS)
-def test_activations_of_any_size_are_quantised(native: Native, form: Format) -> None:
-    packed = random_matrix(native, form, 16, 64)
-    for scale in (1e-44, 1e-38, 1e-31, 1e-20, 1e30, 3e36):
-        x = tokens(2, 64) * np.float32(scale)
-        results = {packed.product(x, Identity.QUANTISED, level).tobytes() for level in native.kernels}
-        assert len(results) == 1
-        assert np.isfinite(np.frombuffer(results.pop(), np.float32)).all()
+def test_activations_of_any_size_are_quantised(native: Native, subtests: pytest.Subtests) -> None:
+    for form in QUANTISED_FORMATS:
+        with subtests.test(form.name):
+            packed = random_matrix(native, form, 16, 64)
+            for scale in (1e-44, 1e-38, 1e-31, 1e-20, 1e30, 3e36):
+                x = tokens(2, 64) * np.float32(scale)
+                results = {packed.product(x, Identity.QUANTISED, level).tobytes() for level in native.kernels}
+                assert len(results) == 1
+                assert np.isfinite(np.frombuffer(results.pop(), np.float32)).all()
 
 
 # -- packing ----------------------------------------------------------------------------------------------------------
@@ -236,13 +238,14 @@ def test_blocks_are_packed_as_they_are(native: Native, source: Source, form: For
         assert (packed.numbers(level) == expected).all()
 
 
-@pytest.mark.parametrize("form", Format)
-def test_outputs_are_in_the_order_that_is_asked_for(native: Native, form: Format) -> None:
-    weights = np.random.default_rng(5).normal(size=(40, 50)).astype(np.float32)
-    order = np.random.default_rng(6).permutation(40)[:21].astype(np.int64)
-    packed = Packed(native, form, 21, 50)
-    assert packed.pack(Source.F32, as_bytes(weights), order) == 0
-    assert (packed.numbers() == of_floats(native, form, weights[order]).numbers()).all()
+def test_outputs_are_in_the_order_that_is_asked_for(native: Native, subtests: pytest.Subtests) -> None:
+    for form in Format:
+        with subtests.test(form.name):
+            weights = np.random.default_rng(5).normal(size=(40, 50)).astype(np.float32)
+            order = np.random.default_rng(6).permutation(40)[:21].astype(np.int64)
+            packed = Packed(native, form, 21, 50)
+            assert packed.pack(Source.F32, as_bytes(weights), order) == 0
+            assert (packed.numbers() == of_floats(native, form, weights[order]).numbers()).all()
 
 
 def test_floats_are_rounded_to_the_nearest(native: Native) -> None:

@@ -43,11 +43,12 @@ def test_a_call_without_an_id_is_not_remembered() -> None:
     assert len(kept) == 0
 
 
-@pytest.mark.parametrize("length", [1, 15, 17, 1000])
-def test_an_id_has_sixteen_bytes(length: int) -> None:
-    with pytest.raises(InvalidArgument, match=f"got {length}") as caught:
-        identify(bytes(length), owner="me")
-    assert caught.value.field == "request_id"
+def test_an_id_has_sixteen_bytes(subtests: pytest.Subtests) -> None:
+    for length in (1, 15, 17, 1000):
+        with subtests.test(str(length)):
+            with pytest.raises(InvalidArgument, match=f"got {length}") as caught:
+                identify(bytes(length), owner="me")
+            assert caught.value.field == "request_id"
 
 
 def test_the_same_call_is_recalled_and_the_same_id_with_another_content_refused() -> None:

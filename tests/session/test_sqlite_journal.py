@@ -202,14 +202,15 @@ def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_wo
 
 
 @pytest.mark.parametrize("order", "<>")
-@pytest.mark.parametrize("nbytes", [8, 24, 4096])
-def test_the_checksum_of_a_page_is_that_of_the_format(order: str, nbytes: int) -> None:
-    data = np.random.default_rng(nbytes).bytes(nbytes)
-    low, high = start = 0xFFFFFFFF, 0x12345678
-    for first, second in struct.iter_unpack(f"{order}2I", data):
-        low = (low + first + high) & 0xFFFFFFFF
-        high = (high + second + low) & 0xFFFFFFFF
-    assert wal_scan._checksum(order, data, start) == (low, high)
+def test_the_checksum_of_a_page_is_that_of_the_format(order: str, subtests: pytest.Subtests) -> None:
+    for nbytes in (8, 24, 4096):
+        with subtests.test(str(nbytes)):
+            data = np.random.default_rng(nbytes).bytes(nbytes)
+            low, high = start = 0xFFFFFFFF, 0x12345678
+            for first, second in struct.iter_unpack(f"{order}2I", data):
+                low = (low + first + high) & 0xFFFFFFFF
+                high = (high + second + low) & 0xFFFFFFFF
+            assert wal_scan._checksum(order, data, start) == (low, high)
 
 
 def test_a_damaged_log_is_refused_as_often_as_a_server_starts_with_whatever_durability(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def test_a_shape_that_is_none_is_refused(wrong: dict[str, float]) -> None:
         Shape(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("percent", "value"), [(50, 5.0), (90, 9.0), (99, 10.0), (1, 1.0)])
-def test_a_percentile_is_a_value_that_was_there(percent: float, value: float) -> None:
-    assert percentile([float(number) for number in range(10, 0, -1)], percent) == value
+def test_a_percentile_is_a_value_that_was_there() -> None:
+    for percent, value in ((50, 5.0), (90, 9.0), (99, 10.0), (1, 1.0)):
+        assert percentile([float(number) for number in range(10, 0, -1)], percent) == value
 
 
 def test_goodput_counts_tokens_in_the_seconds_they_came_and_none_before_or_after_the_phase() -> None:

@@ -223,15 +223,16 @@ def test_an_unknown_strategy_is_reported_with_those_there_are(capsys: pytest.Cap
     assert "there is no strategy 'nothing'; there are full, sink_window" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_has_help_and_a_main(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(("evaluate", name, "--help"))
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert f"usage: kakeya evaluate {name}" in shown
-    assert "--results DIR" in shown
-    assert callable(evaluate.module_of(EXPERIMENTS[name]).main)
+def test_every_experiment_has_help_and_a_main(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    for name in EXPERIMENTS:
+        with subtests.test(name):
+            with pytest.raises(SystemExit) as caught:
+                main(("evaluate", name, "--help"))
+            assert caught.value.code == 0
+            shown = capsys.readouterr().out
+            assert f"usage: kakeya evaluate {name}" in shown
+            assert "--results DIR" in shown
+            assert callable(evaluate.module_of(EXPERIMENTS[name]).main)
 
 
 def test_report_makes_the_index(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,11 +103,18 @@ def test_logits_that_are_not_finite_end_a_text_where_they_come() -> None:
 # -- counting ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "expected"), [([1, 2, 3], [1, 2, 4], 2), ([1], [2], 0), ([1, 2], [1, 2], 2), ([1, 2], [1], 1)]
-)
-def test_agreement_ends_at_the_first_other_token(first: list[int], second: list[int], expected: int) -> None:
-    assert agreed(first, second) == agreed(second, first) == expected
+AGREEMENTS: list[tuple[list[int], list[int], int]] = [
+    ([1, 2, 3], [1, 2, 4], 2),
+    ([1], [2], 0),
+    ([1, 2], [1, 2], 2),
+    ([1, 2], [1], 1),
+]
+
+
+def test_agreement_ends_at_the_first_other_token(subtests: pytest.Subtests) -> None:
+    for first, second, expected in AGREEMENTS:
+        with subtests.test(first=first, second=second, expected=expected):
+            assert agreed(first, second) == agreed(second, first) == expected
 
 
 def test_a_text_that_goes_round_has_few_distinct_runs() -> None:

@@ -80,13 +80,14 @@ def test_windowing_layers_moves_answers_and_keeping_all_does_not() -> None:
     assert none > 0
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_layers_are_ranked_by_facts_that_the_sweep_does_not_ask(name: str) -> None:
-    task = TASKS[name]
-    swept = {task.make(trial, 5).facts for trial in range(18)}
-    ranked = [_other_question(task, trial, 18, 5) for trial in range(6)]
-    assert not swept & {question.facts for question in ranked}
-    assert len({(question.facts, question.asked) for question in ranked}) == 6
+def test_layers_are_ranked_by_facts_that_the_sweep_does_not_ask(subtests: pytest.Subtests) -> None:
+    for name in TASKS:
+        with subtests.test(name):
+            task = TASKS[name]
+            swept = {task.make(trial, 5).facts for trial in range(18)}
+            ranked = [_other_question(task, trial, 18, 5) for trial in range(6)]
+            assert not swept & {question.facts for question in ranked}
+            assert len({(question.facts, question.asked) for question in ranked}) == 6
 
 
 def test_a_task_with_too_few_facts_for_both_is_refused(tiny_target: Target) -> None:

@@ -187,22 +187,23 @@ def test_records_that_give_nothing_to_compare_are_refused(tmp_path: Path) -> Non
         joined("--needle", path)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected", "tier"),
-    [
-        # Two of three layers look at everything: 2 KV heads of 16 numbers, K and V, in float32.
-        ("full", 2 * 2 * 2 * 16 * 4, 0),
-        ("full:codec=int8", 2 * 2 * 2 * (16 + 4), 0),
-        ("sink_window:window=64", 0, 0),
-        ("restored:window=64", 0, 0),
-        ("restored:window=64,source=latent,bytes_per_token=40", 40, 0),
-        ("restored:window=64,source=latent,bytes_per_token=40,resident_latent_bytes=4000", 0, 40),
-        ("layer_window:window=64,full_layers=1", 2 * 2 * 16 * 4, 0),
-        # The bounds of its blocks stay: a lowest and a highest key of 16 entries.
-        (TIERED, 2 * 2 * 2 * 16 * 4 // 16, 2 * 2 * 2 * 16 * 4),
-    ],
-)
-def test_a_further_token_takes_what_the_strategy_accounts_for_it(strategy: str, expected: int, tier: int) -> None:
-    geometry = tiny_forward().geometry(mode=Mode.BATCHED, **PAGES)
-    assert bytes_per_token(parse_strategy(strategy), geometry) == expected
-    assert tier_bytes_per_token(parse_strategy(strategy), geometry) == tier
+FURTHER: list[tuple[str, int, int]] = [
+    # Two of three layers look at everything: 2 KV heads of 16 numbers, K and V, in float32.
+    ("full", 2 * 2 * 2 * 16 * 4, 0),
+    ("full:codec=int8", 2 * 2 * 2 * (16 + 4), 0),
+    ("sink_window:window=64", 0, 0),
+    ("restored:window=64", 0, 0),
+    ("restored:window=64,source=latent,bytes_per_token=40", 40, 0),
+    ("restored:window=64,source=latent,bytes_per_token=40,resident_latent_bytes=4000", 0, 40),
+    ("layer_window:window=64,full_layers=1", 2 * 2 * 16 * 4, 0),
+    # The bounds of its blocks stay: a lowest and a highest key of 16 entries.
+    (TIERED, 2 * 2 * 2 * 16 * 4 // 16, 2 * 2 * 2 * 16 * 4),
+]
+
+
+def test_a_further_token_takes_what_the_strategy_accounts_for_it(subtests: pytest.Subtests) -> None:
+    for strategy, expected, tier in FURTHER:
+        with subtests.test(str(strategy)):
+            geometry = tiny_forward().geometry(mode=Mode.BATCHED, **PAGES)
+            assert bytes_per_token(parse_strategy(strategy), geometry) == expected
+            assert tier_bytes_per_token(parse_strategy(strategy), geometry) == tier

@@ -41,24 +41,24 @@ def base_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("length", [431, 509])
 def test_a_prompt_is_exactly_as_long_as_asked_and_its_fact_is_where_it_says(
-    kind: str, task: str, length: int, texts: Texts
+    kind: str, texts: Texts, subtests: pytest.Subtests
 ) -> None:
-    for trial in range(10):
-        made = prompt(task, trial, kind=kind, length=length, texts=texts)
-        assert len(made.token_ids) == length
-        planted = TOKENIZER.decode(made.token_ids[made.fact_at : made.fact_end])
-        needed = [made.question.facts[fact] for fact in made.question.needed]
-        assert planted.strip().startswith(needed[0]) and planted.strip().endswith(needed[-1])
-        assert all(fact in planted for fact in needed)
-        text = TOKENIZER.decode(made.token_ids)
-        assert all(fact in text for fact in made.question.facts)
-        tail = TOKENIZER.decode(made.token_ids[made.tail_at :])
-        assert tail.startswith(f"{END}\n{START}user\n" if kind == CHAT else "\n\n")
-        assert made.question.question in tail
-        assert tail.endswith(made.question.opening)
+    for task, length in itertools.product(TASKS, (431, 509)):
+        with subtests.test(task=task, length=length):
+            for trial in range(10):
+                made = prompt(task, trial, kind=kind, length=length, texts=texts)
+                assert len(made.token_ids) == length
+                planted = TOKENIZER.decode(made.token_ids[made.fact_at : made.fact_end])
+                needed = [made.question.facts[fact] for fact in made.question.needed]
+                assert planted.strip().startswith(needed[0]) and planted.strip().endswith(needed[-1])
+                assert all(fact in planted for fact in needed)
+                text = TOKENIZER.decode(made.token_ids)
+                assert all(fact in text for fact in made.question.facts)
+                tail = TOKENIZER.decode(made.token_ids[made.tail_at :])
+                assert tail.startswith(f"{END}\n{START}user\n" if kind == CHAT else "\n\n")
+                assert made.question.question in tail
+                assert tail.endswith(made.question.opening)
 
 
 def test_a_fact_in_a_conversation_is_said_in_a_turn(texts: Texts) -> None:
@@ -94,11 +94,12 @@ def test_a_base_model_is_refused_a_conversation_by_name() -> None:
         Prompts(Texts(base_tokenizer())).build(CHAT, 300, task.make(0, 0), (0.5,), 0)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_facts_sweep_the_depths_from_5_to_95_percent(task: str) -> None:
-    depths = sorted({depth for trial in range(40) for depth in TASKS[task].depths(trial, 40)})
-    assert [depths[0], depths[-1]] == pytest.approx([0.05, 0.95])
-    assert max(after - before for before, after in itertools.pairwise(depths)) < 0.05
+def test_facts_sweep_the_depths_from_5_to_95_percent(subtests: pytest.Subtests) -> None:
+    for task in TASKS:
+        with subtests.test(task):
+            depths = sorted({depth for trial in range(40) for depth in TASKS[task].depths(trial, 40)})
+            assert [depths[0], depths[-1]] == pytest.approx([0.05, 0.95])
+            assert max(after - before for before, after in itertools.pairwise(depths)) < 0.05
 
 
 def test_facts_are_planted_where_a_sentence_ends_nearest_to_the_depth() -> None:
@@ -117,14 +118,15 @@ def test_a_prompt_too_short_for_its_facts_is_refused_with_the_length_it_needs() 
         prompt(length=90)
 
 
-@pytest.mark.parametrize("segment_tokens", [16, 48])
 @pytest.mark.parametrize("window", [1, 16, 77, 300])
-def test_out_of_reach_means_that_no_query_of_the_question_sees_the_fact(window: int, segment_tokens: int) -> None:
-    sink = 4
-    for trial in range(10):
-        made = prompt(trial=trial, length=477)
-        seen: set[int] = set(range(sink))
-        for query in range(made.tail_at, len(made.token_ids) + 12):
-            seen.update(range(max(0, query - query % segment_tokens - window), query + 1))
-        expected = seen.isdisjoint(range(made.fact_at, made.fact_end))
-        assert made.is_out_of_reach(sink=sink, window=window, segment_tokens=segment_tokens) is expected
+def test_out_of_reach_means_that_no_query_of_the_question_sees_the_fact(window: int, subtests: pytest.Subtests) -> None:
+    for segment_tokens in (16, 48):
+        with subtests.test(str(segment_tokens)):
+            sink = 4
+            for trial in range(10):
+                made = prompt(trial=trial, length=477)
+                seen: set[int] = set(range(sink))
+                for query in range(made.tail_at, len(made.token_ids) + 12):
+                    seen.update(range(max(0, query - query % segment_tokens - window), query + 1))
+                expected = seen.isdisjoint(range(made.fact_at, made.fact_end))
+                assert made.is_out_of_reach(sink=sink, window=window, segment_tokens=segment_tokens) is expected

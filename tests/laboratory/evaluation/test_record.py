@@ -39,13 +39,14 @@ def test_one_sample_is_its_own_spread() -> None:
     assert record.summarize([3.0], "s") == {"unit": "s", "median": 3.0, "low": 3.0, "high": 3.0, "count": 1}
 
 
-@pytest.mark.parametrize("missing", record.REQUIRED)
-def test_a_record_that_lacks_something_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
-    incomplete = payload()
-    del incomplete[missing]
-    with pytest.raises(ValueError, match=missing):
-        record.write_record("anything", incomplete, results_dir=tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_a_record_that_lacks_something_is_refused_by_its_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for missing in record.REQUIRED:
+        with subtests.test(missing):
+            incomplete = payload()
+            del incomplete[missing]
+            with pytest.raises(ValueError, match=missing):
+                record.write_record("anything", incomplete, results_dir=tmp_path)
+            assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ def grade(task: str, answer: str, trial: int = 0) -> Grade:
     return TASKS[task].make(trial, 0).grade(answer)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_what_answers_rightly_is_exact_and_what_says_nothing_is_not(name: str) -> None:
-    for trial in range(8):
-        question = TASKS[name].make(trial, 1)
-        assert question.grade(question.answer) is Grade.EXACT
-        assert question.grade("") is question.grade(" I do not know.") is Grade.WRONG
-        assert question.asked in question.needed and question.needed[-1] < len(question.facts)
+def test_what_answers_rightly_is_exact_and_what_says_nothing_is_not(subtests: pytest.Subtests) -> None:
+    for name in TASKS:
+        with subtests.test(name):
+            for trial in range(8):
+                question = TASKS[name].make(trial, 1)
+                assert question.grade(question.answer) is Grade.EXACT
+                assert question.grade("") is question.grade(" I do not know.") is Grade.WRONG
+                assert question.asked in question.needed and question.needed[-1] < len(question.facts)
 
 
 def test_several_values_are_right_together_in_any_order_and_partly_right_apart() -> None:

@@ -8,13 +8,18 @@ from hypothesis import strategies as st
 
 from laboratory.evaluation.trials import pair, wilson
 
+INTERVALS: list[tuple[int, int, float, float]] = [
+    (0, 10, 0.0, 0.2775),
+    (10, 10, 0.7225, 1.0),
+    (38, 40, 0.8350, 0.9862),
+    (50, 100, 0.4038, 0.5962),
+]
 
-@pytest.mark.parametrize(
-    ("hits", "trials", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (38, 40, 0.8350, 0.9862), (50, 100, 0.4038, 0.5962)],
-)
-def test_intervals_are_those_of_the_published_formula(hits: int, trials: int, low: float, high: float) -> None:
-    assert wilson(hits, trials) == pytest.approx((low, high), abs=5e-5)
+
+def test_intervals_are_those_of_the_published_formula(subtests: pytest.Subtests) -> None:
+    for hits, trials, low, high in INTERVALS:
+        with subtests.test(hits=hits, trials=trials, low=low, high=high):
+            assert wilson(hits, trials) == pytest.approx((low, high), abs=5e-5)
 
 
 @given(trials=st.integers(1, 2000), data=st.data())
@@ -36,9 +41,11 @@ def test_trials_that_do_not_match_are_not_paired() -> None:
         pair([True], [True, False])
 
 
-@pytest.mark.parametrize(
-    ("baseline", "other", "p"), [(6, 0, 0.03125), (1, 0, 1.0), (0, 0, 1.0), (3, 3, 1.0), (1, 9, 0.021484375)]
-)
-def test_a_lopsided_split_is_less_likely_by_chance(baseline: int, other: int, p: float) -> None:
-    ours = [True] * baseline + [False] * other
-    assert pair(ours, [not hit for hit in ours]).p_value == p
+SPLITS: list[tuple[int, int, float]] = [(6, 0, 0.03125), (1, 0, 1.0), (0, 0, 1.0), (3, 3, 1.0), (1, 9, 0.021484375)]
+
+
+def test_a_lopsided_split_is_less_likely_by_chance(subtests: pytest.Subtests) -> None:
+    for baseline, other, p in SPLITS:
+        with subtests.test(baseline=baseline, other=other, p=p):
+            ours = [True] * baseline + [False] * other
+            assert pair(ours, [not hit for hit in ours]).p_value == p
