@@ -15,7 +15,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.native.library import KVType
 from inference_engine.types import GenerateParams, Mode
 from tests.laws.test_engine_laws import opened
-from tests.laws.variants import drain, each_strategy, text
+from tests.laws.variants import drain, each_strategy_with, text
 from tests.tiny import PAGES, SMALL, tiny_components, tiny_latent
 from tests.tiny_folder import save_tiny_model
 from tests.tiny_native import library, tiny_native
@@ -55,8 +55,7 @@ def test_a_dtype_that_there_is_not_is_refused() -> None:
         ModelConfig(kv_dtype="float8")
 
 
-@each_strategy
-@pytest.mark.parametrize("part", ["k_norm", "v_proj"])
+@each_strategy_with(part=["k_norm", "v_proj"])
 def test_an_entry_that_is_too_large_ends_in_an_error(strategy: KVStrategy, part: str) -> None:
     """Whatever a strategy does with it: it is read, archived, coded, summarised or moved."""
     forward = tiny_native(kv_type=KVType.FLOAT16, enlarged=part)
