@@ -22,6 +22,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mark, Mode, Sampling, Truncated
 from tests.laws.variants import (
+    FEW,
     LENGTH,
     MODES,
     all_strategies,
@@ -76,8 +77,8 @@ def test_a_session_in_a_batch_equals_the_session_alone(strategy: KVStrategy, mod
             opened(engine, neighbour, text(length, seed=length))
             for neighbour, length in ((Full(), 77), (SinkWindow(sink=2, window=9), 200), (Full(), 3), (Full(), 40))
         ]
-        running = [engine.generate(id_, GenerateParams(max_tokens=60)) for id_ in neighbours]
-        params = GenerateParams(max_tokens=24, sampling=SAMPLED, logprobs=True)
+        running = [engine.generate(id_, GenerateParams(max_tokens=30)) for id_ in neighbours]
+        params = GenerateParams(max_tokens=FEW, sampling=SAMPLED, logprobs=True)
         together = tokens(drain(engine.generate(session, params)))
         for generation in running:
             drain(generation)
@@ -102,13 +103,13 @@ def test_a_session_rebuilt_from_its_journal_goes_on_as_if_never_closed(strategy:
 
 @each_strategy_with(mode=MODES)
 def test_sampled_tokens_depend_on_seed_and_position_alone(strategy: KVStrategy, mode: Mode) -> None:
-    """One Generate of 20 tokens equals four of 5: no sampler state is carried."""
+    """One Generate of 12 tokens equals four of 3: no sampler state is carried."""
     with engine_for(mode) as engine:
-        once = generate(engine, opened(engine, strategy, text()), 20, sampling=SAMPLED)
+        once = generate(engine, opened(engine, strategy, text()), 12, sampling=SAMPLED)
         session = opened(engine, strategy, text())
-        pieces = [token for _ in range(4) for token in generate(engine, session, 5, sampling=SAMPLED)]
+        pieces = [token for _ in range(4) for token in generate(engine, session, 3, sampling=SAMPLED)]
         other_seed = generate(
-            engine, opened(engine, strategy, text()), 20, sampling=Sampling(temperature=0.9, top_p=0.95, seed=8)
+            engine, opened(engine, strategy, text()), 12, sampling=Sampling(temperature=0.9, top_p=0.95, seed=8)
         )
     assert same(once, pieces, mode)
     assert [token for token, _ in other_seed] != [token for token, _ in once]
@@ -320,13 +321,13 @@ def test_scored_tokens_are_read_as_generated_ones_are(strategy: KVStrategy, mode
     """Score: the same logits as sampling those tokens one by one gave, each predicted once, and the history goes on."""
     with engine_for(mode) as engine:
         sampled, scored = (opened(engine, strategy, text()) for _ in range(2))
-        given = generate(engine, sampled, 40)
+        given = generate(engine, sampled, 28)
         ids = [token for token, _ in given]
         seen: list[tuple[int, torch.Tensor]] = []
         drain(engine.score(scored, ids, lambda position, logits: seen.append((position, logits))))
         positions = [position + place for position, logits in seen for place in range(len(logits))]
-        assert positions == list(range(LENGTH, LENGTH + 40))
-        logprobs = torch.cat([logits for _, logits in seen]).log_softmax(-1)[range(40), ids].tolist()
+        assert positions == list(range(LENGTH, LENGTH + 28))
+        logprobs = torch.cat([logits for _, logits in seen]).log_softmax(-1)[range(28), ids].tolist()
         assert same(list(zip(ids, logprobs, strict=True)), given, Mode.BATCHED)
         assert same(generate(engine, sampled), generate(engine, scored), mode)
 

@@ -69,7 +69,7 @@ def test_a_fork_goes_on_as_a_session_built_from_scratch_and_its_parent_as_if_nev
         # Each says something else from here on.
         engine.append(fork.session_id, text(9, seed=5))
         engine.append(alone, text(9, seed=5))
-        assert same(generate(engine, fork.session_id, 20), generate(engine, alone, 20), mode)
+        assert same(generate(engine, fork.session_id, 12), generate(engine, alone, 12), mode)
         assert same(generate(engine, parent, 9), generate(engine, twin, 9), mode)
         # And the fork is a session like any other.
         engine.append(fork.session_id, text(30, seed=6))
@@ -117,7 +117,7 @@ def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mo
         engine.append(other, text(90, seed=20))
         generate(engine, other, 3)
         alone = from_scratch(engine, journal, grandchild)
-        assert same(generate(engine, grandchild, 20), generate(engine, alone, 20), mode)
+        assert same(generate(engine, grandchild, 12), generate(engine, alone, 12), mode)
         for session in (other, grandchild, alone):
             engine.close_session(session)
         assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Footprint
-from tests.laws.variants import each_strategy, each_strategy_with
+from tests.laws.variants import all_strategies, each_strategy, each_strategy_with
 from tests.tiny import LATENT_BYTES
 
 D, HKV, GROUP = 8, 2, 3
@@ -230,11 +231,11 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
 
 
 @each_strategy
-@pytest.mark.parametrize("length", [13, 30, 94], ids=lambda length: f"at {length}")
-def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, length: int) -> None:
+def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, subtests: pytest.Subtests) -> None:
     """Rejection: every byte of the buffers, the slot tables and the footprint, before eviction and long after."""
-    for accepted in (0, 1, 3):
-        check_a_rejected_draft(strategy, accepted, length)
+    for length, accepted in product((13, 30, 94), (0, 1, 3)):
+        with subtests.test(length=length, accepted=accepted):
+            check_a_rejected_draft(strategy, accepted, length)
 
 
 def check_a_rejected_draft(strategy: KVStrategy, accepted: int, length: int) -> None:
@@ -248,15 +249,15 @@ def check_a_rejected_draft(strategy: KVStrategy, accepted: int, length: int) -> 
     if kept:
         step(clean, drafts, kept, generated=True)
     step(speculative, drafts, count, commit=length + kept, generated=True)
-    assert (clean.length, clean.footprint()) == (speculative.length, speculative.footprint()), accepted
+    assert (clean.length, clean.footprint()) == (speculative.length, speculative.footprint())
     for one, other in zip(clean.groups, speculative.groups, strict=True):
-        assert np.array_equal(one.held, other.held), accepted
+        assert np.array_equal(one.held, other.held)
     for dim, buffer in clean.context.pool.buffers.items():
         other_buffer = speculative.context.pool.buffers[dim]
         # Vector 0 takes the writes of padding and is never read.
         # Compared as bytes, for codes read as numbers may be NaN.
         for ours, theirs in ((buffer.keys, other_buffer.keys), (buffer.values, other_buffer.values)):
-            assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8)), accepted
+            assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8))
 
 
 @each_strategy_with(quanta=QUANTA)
@@ -377,17 +378,18 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
         kv.release()
 
 
-@each_strategy
-def test_an_idle_session_holds_no_more_than_is_sustained(strategy: KVStrategy) -> None:
-    ctx = context()
-    kv = SessionKV(strategy, ctx, LIMIT)
-    for length in (1, 17, 60, 199):
-        assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
-        kv.wake(length)
-        feed(kv, Entries(LIMIT), length)
-        assert ctx.pool.reserved_bytes <= kv.bound.peak_bytes
-        kv.idle()
-        assert kv.footprint().total_bytes <= kv.bound.sustained_bytes
+def test_an_idle_session_holds_no_more_than_is_sustained(subtests: pytest.Subtests) -> None:
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            ctx = context()
+            kv = SessionKV(strategy, ctx, LIMIT)
+            for length in (1, 17, 60, 199):
+                assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
+                kv.wake(length)
+                feed(kv, Entries(LIMIT), length)
+                assert ctx.pool.reserved_bytes <= kv.bound.peak_bytes
+                kv.idle()
+                assert kv.footprint().total_bytes <= kv.bound.sustained_bytes
 
 
 @each_strategy_with(ends=[(15, 16, 17), (3, 64, 65, 100)])
@@ -408,31 +410,33 @@ def test_a_session_that_was_idle_reads_what_one_that_stayed_active_reads(
         torch.testing.assert_close(ours, expected[layer], atol=close(strategy), rtol=0)
 
 
-@each_strategy
-def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(strategy: KVStrategy) -> None:
-    ctx = context()
-    first = active(strategy, ctx)
-    expected = half_generated(first)
-    first.release()
-    first.release()
-    assert ctx.pool.reserved_bytes == 0
-    second = active(strategy, ctx)
-    again = half_generated(second)
-    assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(subtests: pytest.Subtests) -> None:
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            ctx = context()
+            first = active(strategy, ctx)
+            expected = half_generated(first)
+            first.release()
+            first.release()
+            assert ctx.pool.reserved_bytes == 0
+            second = active(strategy, ctx)
+            again = half_generated(second)
+            assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 
-@each_strategy
-def test_a_session_of_any_limit_gives_back_what_it_took(strategy: KVStrategy) -> None:
+def test_a_session_of_any_limit_gives_back_what_it_took(subtests: pytest.Subtests) -> None:
     """Also where the limit leaves nothing to code, and where no other session holds memory."""
-    for limit in (1, SEGMENT - 1, SEGMENT + 3, 3 * SEGMENT):
-        ctx = context()
-        kv = SessionKV(strategy, ctx, limit)
-        assert kv.wake(limit)
-        feed(kv, Entries(limit), limit)
-        kv.idle()
-        kv.release()
-        assert ctx.pool.reserved_bytes == 0, limit
-        assert SessionKV(Full(), ctx, LIMIT).bound.peak_bytes == ctx.pool.reserved_bytes, limit
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            for limit in (1, SEGMENT - 1, SEGMENT + 3, 3 * SEGMENT):
+                ctx = context()
+                kv = SessionKV(strategy, ctx, limit)
+                assert kv.wake(limit)
+                feed(kv, Entries(limit), limit)
+                kv.idle()
+                kv.release()
+                assert ctx.pool.reserved_bytes == 0, limit
+                assert SessionKV(Full(), ctx, LIMIT).bound.peak_bytes == ctx.pool.reserved_bytes, limit
 
 
 def test_a_session_that_does_not_fit_is_refused_and_takes_nothing() -> None:

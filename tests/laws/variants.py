@@ -142,8 +142,12 @@ def tokens(events: list[Event]) -> list[tuple[int, float | None]]:
     return [(event.token_id, event.logprob) for event in events if isinstance(event, TokenCommitted)]
 
 
+# From LENGTH on they cross the boundary of a segment, as any 16 would.
+FEW = 14
+
+
 def generate(
-    engine: Engine, session_id: str, count: int = 24, *, sampling: Sampling | None = None
+    engine: Engine, session_id: str, count: int = FEW, *, sampling: Sampling | None = None
 ) -> list[tuple[int, float | None]]:
     """Run a Generate to its end; its tokens with their log-probabilities, which show differences that ids hide."""
     params = GenerateParams(max_tokens=count, sampling=sampling or Sampling(), logprobs=True)
