@@ -67,11 +67,12 @@ def test_it_is_what_sorting_gives(count: int, k: int) -> None:
         assert topk_by_sorting(scores, k).tolist() == expected, distribution
 
 
-@pytest.mark.parametrize("capacity", [10, 11, 1000])
-def test_the_capacity_changes_nothing(capacity: int) -> None:
-    for distribution in DISTRIBUTIONS:
-        scores = draw(distribution, 4, 501)
-        assert found(topk(scores, 10, capacity=capacity)) == rows_by_definition(scores, 10), distribution
+def test_the_capacity_changes_nothing(subtests: pytest.Subtests) -> None:
+    for capacity in (10, 11, 1000):
+        with subtests.test(str(capacity)):
+            for distribution in DISTRIBUTIONS:
+                scores = draw(distribution, 4, 501)
+                assert found(topk(scores, 10, capacity=capacity)) == rows_by_definition(scores, 10), distribution
 
 
 def a_hint(kind: str, scores: Tensor, k: int) -> Tensor:
@@ -218,11 +219,12 @@ def test_a_perfect_hint_costs_one_count_and_the_collection() -> None:
     assert (unhinted.passes == unhinted.iterations + 2).all(), "statistics of all scores are a pass more"
 
 
-@pytest.mark.parametrize("kind", ["padding", "the worst", "partly out of range"])
-def test_the_search_is_short_even_when_the_hint_is_bad(kind: str) -> None:
-    for distribution in DISTRIBUTIONS:
-        scores = draw(distribution, 20, 3001)
-        assert topk(scores, 25, a_hint(kind, scores, 25)).iterations.max() <= 12, distribution
+def test_the_search_is_short_even_when_the_hint_is_bad(subtests: pytest.Subtests) -> None:
+    for kind in ("padding", "the worst", "partly out of range"):
+        with subtests.test(kind):
+            for distribution in DISTRIBUTIONS:
+                scores = draw(distribution, 20, 3001)
+                assert topk(scores, 25, a_hint(kind, scores, 25)).iterations.max() <= 12, distribution
 
 
 def compare_kernel() -> None:

@@ -12,7 +12,6 @@ from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
-from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
 from tests.facade import session_of, store_of
@@ -57,21 +56,22 @@ def test_a_fork_reserves_what_it_adds_and_reads_the_rest_where_it_is() -> None:
         assert engine.info().kv_reserved_bytes == whole + 5 * (200 - 104) * ENTRY_BYTES
 
 
-@pytest.mark.parametrize("strategy", all_strategies(), ids=str)
-def test_entries_are_shared_only_where_every_entry_stays_as_it_is(strategy: KVStrategy) -> None:
-    is_shared = strategy == Full()
-    with sharing_engine() as engine:
-        assert bool(engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes) is is_shared
-    with sharing_engine(windowed=True) as engine:
-        assert not engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes
-    if is_shared:
-        with sharing_engine(mode=Mode.FIXED_SHAPE) as engine:
-            assert not engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes
-        with sharing_engine() as engine:
-            few = parent_of(engine, 7)
-            assert not engine.fork_session(few).shared_bytes
-            full_layers = parent_of(engine, strategy=LayerWindow(window=16, full_layers=(0, 1, 2)))
-            assert engine.fork_session(full_layers).shared_bytes
+def test_entries_are_shared_only_where_every_entry_stays_as_it_is(subtests: pytest.Subtests) -> None:
+    for strategy in all_strategies():
+        with subtests.test(str(strategy)):
+            is_shared = strategy == Full()
+            with sharing_engine() as engine:
+                assert bool(engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes) is is_shared
+            with sharing_engine(windowed=True) as engine:
+                assert not engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes
+            if is_shared:
+                with sharing_engine(mode=Mode.FIXED_SHAPE) as engine:
+                    assert not engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes
+                with sharing_engine() as engine:
+                    few = parent_of(engine, 7)
+                    assert not engine.fork_session(few).shared_bytes
+                    full_layers = parent_of(engine, strategy=LayerWindow(window=16, full_layers=(0, 1, 2)))
+                    assert engine.fork_session(full_layers).shared_bytes
 
 
 def test_sharing_can_be_switched_off_and_changes_what_is_reserved_but_no_token() -> None:

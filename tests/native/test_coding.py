@@ -34,7 +34,6 @@ LAYERS, HEADS, COUNT = 3, 2, 37
 HEAD_DIMS = (16, 48, 64, 128)
 
 each_compressor = pytest.mark.parametrize("name", CODED)
-each_kv_type = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.name)
 
 
 def turn(keys: Tensor, shifts: Tensor, _: str) -> Tensor:
@@ -84,8 +83,13 @@ def vectors(head_dim: int, count: int) -> Tensor:
 
 
 @each_compressor
-@each_kv_type
-def test_decompressed_entries_are_equal_to_the_bit(name: str, kv_type: KVType) -> None:
+def test_decompressed_entries_are_equal_to_the_bit(name: str, subtests: pytest.Subtests) -> None:
+    for kv_type in KVType:
+        with subtests.test(kv_type.name):
+            check_decompressed_entries(name, kv_type)
+
+
+def check_decompressed_entries(name: str, kv_type: KVType) -> None:
     compressor, dtype, rng = make_compressor(name), KV_DTYPES[kv_type], np.random.default_rng(1)
     for head_dim, shifts in cases(compressor):
         given = vectors(head_dim, COUNT + 5)
@@ -113,8 +117,13 @@ def test_decompressed_entries_are_equal_to_the_bit(name: str, kv_type: KVType) -
 
 
 @each_compressor
-@each_kv_type
-def test_compressed_entries_are_equal_to_the_bit(name: str, kv_type: KVType) -> None:
+def test_compressed_entries_are_equal_to_the_bit(name: str, subtests: pytest.Subtests) -> None:
+    for kv_type in KVType:
+        with subtests.test(kv_type.name):
+            check_compressed_entries(name, kv_type)
+
+
+def check_compressed_entries(name: str, kv_type: KVType) -> None:
     compressor, dtype, rng = make_compressor(name), KV_DTYPES[kv_type], np.random.default_rng(1)
     for head_dim, shifts in cases(compressor):
         regions = vectors(head_dim, COUNT + 20).transpose(1, 2).to(dtype).contiguous()

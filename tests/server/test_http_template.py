@@ -52,14 +52,12 @@ def make() -> Iterator[Callable[..., ChatTemplate]]:
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, *IDIOMS.values()], ids=["tiny", *IDIOMS])
-@pytest.mark.parametrize("prompt", [True, False])
-def test_a_template_gives_what_transformers_makes_of_it(
-    make: Callable[..., ChatTemplate], template: str, prompt: bool
-) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    rendered = tokenizer.apply_chat_template(list(MESSAGES), tokenize=False, add_generation_prompt=prompt)
-    assert make(template).render(MESSAGES, add_generation_prompt=prompt) == rendered
+def test_a_template_gives_what_transformers_makes_of_it(make: Callable[..., ChatTemplate], template: str) -> None:
+    for prompt in (True, False):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        rendered = tokenizer.apply_chat_template(list(MESSAGES), tokenize=False, add_generation_prompt=prompt)
+        assert make(template).render(MESSAGES, add_generation_prompt=prompt) == rendered
 
 
 def test_what_a_template_refuses_is_the_callers_and_the_next_conversation_is_rendered(
