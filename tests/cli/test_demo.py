@@ -29,7 +29,7 @@ def test_the_demo_holds_a_conversation_with_the_real_model() -> None:
 
 @pytest.mark.real_model
 def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_session() -> None:
-    done = kakeya("demo", "--recall", "--latent=none")
+    done = kakeya("demo", "--recall", "--latent=none", "--max-tokens=24")
     assert (done.returncode, done.stderr) == (0, "")
     marks = re.findall(r"^ (Full|SinkWindow|Restored)\(.*([✓✗])", done.stdout, re.MULTILINE)
     assert dict(marks) == {"Full": "✓", "SinkWindow": "✗", "Restored": "✓"}
@@ -53,7 +53,7 @@ KILLED = r"\[process (\d+) killed by SIGKILL, process (\d+) started\]"
 
 @pytest.mark.real_model
 def test_an_answer_goes_on_after_its_server_was_killed() -> None:
-    done = kakeya("demo", "--kill")
+    done = kakeya("demo", "--kill", "--max-tokens=24")
     assert (done.returncode, done.stderr) == (0, "")
     (killed, started), *others = re.findall(KILLED, done.stdout)
     assert killed != started and not others

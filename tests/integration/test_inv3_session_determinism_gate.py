@@ -21,7 +21,7 @@ from tests.tiny import tiny_engine
 
 SPLITS = 50
 TURNS = (37, 5, 64)
-GENERATED = 6
+GENERATED = 3
 
 
 @contextmanager

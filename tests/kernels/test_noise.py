@@ -116,7 +116,8 @@ def compare_kernel() -> None:
     from inference_engine.kernels.triton.noise import noise_of_all as in_triton
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    keys = torch.tensor([key(seed, position) for seed in (0, 7, WORD) for position in (0, 1, 2**40)], device=device)
+    places = ((0, 0), (7, 1), (WORD, 2**40), (0, 2**40))
+    keys = torch.tensor([key(seed, position) for seed, position in places], device=device)
     for vocab in (1, 1023, 1024, 2500):
         found = in_triton(keys, vocab)
         assert found.dtype == torch.float64
