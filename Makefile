@@ -12,6 +12,8 @@ INSTALLED := $(VENV)/.installed
 export OMP_WAIT_POLICY := PASSIVE
 # A stray setting of the caller's shell must not lead imports out of the virtual environment.
 unexport PYTHONPATH PYTHONHOME
+# Nor make every process compile all modules anew: tests start many, and pytest rewrites what asserts.
+unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := inference_engine kv_cache_proposer laboratory scripts tests
 TYPED := inference_engine kv_cache_proposer laboratory sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
