@@ -172,7 +172,7 @@ def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVSt
             received = []
             for turn in range(3):
                 engine.append(session, text(40, seed=turn))
-                received += generate(engine, session, 21)
+                received += generate(engine, session, 9)
                 if turn == 1 and not guaranteed:
                     drop_entries(engine, session)
                     assert engine.session_info(session).reserved_bytes == 0

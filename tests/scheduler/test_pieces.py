@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +33,16 @@ AT_ONCE = 24  # not a multiple of a segment
 TOGETHER = DeviceOps(attends_together=True)  # the reference, as if it were a kernel
 
 
+@lru_cache(maxsize=2)
+def whole_model(windowed: bool) -> TorchForward:
+    return tiny_forward_on("cpu", windowed=windowed, ops=TOGETHER)
+
+
 class Pieces(TorchForward):
     """TinyModel on a device that says what it is at its best with; notes the tokens of each step."""
 
     def __init__(self, at_once: int | None, *, windowed: bool = True) -> None:
-        whole = tiny_forward_on("cpu", windowed=windowed, ops=TOGETHER)
+        whole = whole_model(windowed)
         super().__init__(whole.seam, whole.facts, whole.device, ops=TOGETHER)
         self._at_once, self.windowed = at_once, windowed
         self.steps: list[int] = []
