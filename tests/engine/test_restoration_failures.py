@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from torch import Tensor
@@ -155,8 +156,9 @@ def test_entries_restored_as_nan_are_named_and_nothing_is_generated_from_them(
         assert same(generate(engine, ill, 10), generate(engine, well, 10), Mode.BATCHED)
 
 
-@pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
-@pytest.mark.parametrize("well_before", [1, 2, 5, 9])
+@pytest.mark.parametrize(
+    ("strategy", "well_before"), [*product([HOLD], (1, 2, 4)), *product([STREAM], (1, 2, 5, 9))], ids=str
+)
 def test_tokens_reported_before_entries_came_back_as_nan_stand_and_no_more_are_reported(
     strategy: KVStrategy, well_before: int
 ) -> None:
@@ -166,13 +168,13 @@ def test_tokens_reported_before_entries_came_back_as_nan_stand_and_no_more_are_r
         ill, well = (engine.create_session(strategy=strategy).session_id for _ in range(2))
         for session in (ill, well):
             engine.append(session, text(60))
-        expected = [token for token, _ in generate(engine, well, 150)]
+        expected = [token for token, _ in generate(engine, well, 80)]
         codec.well_before, codec.fails_in = well_before, "numbers"
-        received, failure = until_it_fails(engine, ill, 150)
+        received, failure = until_it_fails(engine, ill, 80)
         assert "decoded by the codec hold NaN or infinity" in str(failure)
-        assert len(received) < 150
+        assert len(received) < 80
         assert received == expected[: len(received)]
         codec.fails_in = ""
         # Its entries are computed again from the tokens.
         assert engine.session_info(ill).history_length == 60 + len(received)
-        assert [token for token, _ in generate(engine, ill, 150 - len(received))] == expected[len(received) :]
+        assert [token for token, _ in generate(engine, ill, 80 - len(received))] == expected[len(received) :]
