@@ -100,7 +100,7 @@ def conversation(
             engine.append(session, text((5, 61, 30)[turn], seed=turn))
             running = [engine.generate(other, GenerateParams(max_tokens=20 + turn)) for other in neighbours]
             for sampling in (Sampling(), SAMPLED):
-                params = GenerateParams(max_tokens=9, sampling=sampling, logprobs=True)
+                params = GenerateParams(max_tokens=17, sampling=sampling, logprobs=True)
                 turns.append(tokens(drain(engine.generate(session, params))))
             for generation in running:
                 drain(generation)
