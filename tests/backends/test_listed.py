@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends import listed, torch_loading
+from inference_engine.backends.base import Forward
 from inference_engine.backends.listed import FusedAttend, FusedNorm, FusedProduct, ListedStep, fuse
 from inference_engine.backends.torch_loading import try_listed
 from inference_engine.backends.twin import admit_config, text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
+from inference_engine.errors import BackendError
 from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.models.step_list import (
     Add,
@@ -97,6 +100,48 @@ def test_a_model_says_whether_its_steps_are_listed(
         session = engine.create_session().session_id
         engine.append(session, history)
         assert [token for token, _ in generate(engine, session, 12)] == output[0, len(history) :].tolist()
+
+
+def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened_as(family: str, ops: DeviceOps, **settings: Any) -> Forward:
+        monkeypatch.setattr(torch_loading, "open_ops", lambda *_: ops)
+        folder = tmp_path / family
+        if not folder.exists():
+            write_model(folder, family, {**SIZES, **SERVED[family]})
+        asked = {"threads": 1, "linear": "plain", "backend": "torch", "numerics": "invariant", **settings}
+        return open_backend(ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), **asked))
+
+    used: list[str] = []
+
+    def invariant_products() -> Fused:
+        used.append("products")
+        return PLAIN
+
+    def invariant_attention(*given: Any, **options: Any) -> Tensor:
+        used.append("attention")
+        return attend_ragged(*given, **options)
+
+    ops = replace(
+        listed_ops(),
+        open_fused=lambda: pytest.fail("those of another identity"),
+        open_invariant=invariant_products,
+        attend_invariant=invariant_attention,
+    )
+    forward = opened_as("qwen3", ops)
+    assert forward.facts.numerics == "invariant"
+    assert "products" in used
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, text(40))
+        used.clear()
+        generate(engine, session, 3)
+    assert "attention" in used
+
+    assert opened_as("qwen3", listed_ops(), numerics="auto").facts.numerics == "listed"
+    with pytest.raises(BackendError, match=r"numerics=invariant.*no list of operations.*'cohere2'.*numerics=auto"):
+        opened_as("cohere2", listed_ops())
+    with pytest.raises(BackendError, match=r"numerics=invariant.*on cpu.*one by one.*numerics=auto"):
+        opened_as("qwen3", DeviceOps())
 
 
 def test_a_list_that_gives_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

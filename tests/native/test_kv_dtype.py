@@ -65,6 +65,12 @@ def test_an_entry_that_is_too_large_ends_in_an_error(strategy: KVStrategy, part:
             drain(engine.generate(session, GenerateParams(max_tokens=60)))
 
 
+def test_invariant_is_exact_here_which_has_its_property(folder: Path) -> None:
+    forward = open_backend(ModelConfig(model=str(folder), numerics="invariant", threads=1))
+
+    assert forward.facts.numerics == "exact, float16 K/V"
+
+
 @pytest.mark.parametrize("setting", [{"weights": "int8"}, {"numerics": "int8"}], ids=str)
 def test_torch_refuses_what_only_the_native_backend_has(folder: Path, setting: dict[str, Any]) -> None:
     """Also where `auto` goes to torch: a setting without effect would go unnoticed."""
