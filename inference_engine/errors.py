@@ -39,7 +39,7 @@ class ModelError(KakeyaError):
 
 class NonFiniteEntries(ModelError):
     """KV entries to be encoded, or decoded ones, hold NaN or infinity: in `layer`, in `part` ("keys", "values", or
-    "entries" for one of them)."""
+    "keys and values")."""
 
     def __init__(self, layer: int, part: str, *, come_back: bool = False) -> None:
         """come_back: the entries were decoded; else they are about to be encoded."""

@@ -17,9 +17,10 @@ from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory
+from inference_engine.backends.torch_coder import TorchCoder
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import Drawing, draw_all, start_drawing
-from inference_engine.kv.context import Compute, KVContext, compute_plainly
+from inference_engine.kv.context import Coder, Compute, KVContext, NoCoder, compute_plainly
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
@@ -153,6 +154,9 @@ class TorchForward:
             segment = geometry.segment_tokens
             # Beyond one segment, padding to the next size adds fewer entries than are wanted.
             compute = RecordedCompute((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
+        coder: Coder = NoCoder()
+        if self._ops.attends_together:
+            coder = TorchCoder(self.seam, self._ops.latents, self._device)
         return KVContext(
             geometry=geometry,
             pool=pool,
@@ -160,6 +164,7 @@ class TorchForward:
             device=self._device,
             ops=self._ops,
             compute=compute,
+            coder=coder,
             most_tokens_at_once=most_queries,
         )
 

@@ -394,6 +394,12 @@ class _ExactTokens:
         wanted = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [entries[place] for place in wanted], [entries[len(self.layers) + place] for place in wanted]
 
+    def analysers(self) -> None:
+        return None
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        raise AssertionError("it has no analysers")
+
     def decoder(self, layer: int) -> None:
         return None
 

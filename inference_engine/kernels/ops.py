@@ -15,6 +15,8 @@ import torch
 
 from inference_engine.errors import BackendError
 from inference_engine.kernels.fused import Fused
+from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
+from inference_engine.kernels.latents import LatentOps
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
 from inference_engine.kernels.topk import Largest, topk_by_sorting
@@ -25,6 +27,7 @@ _KERNELS = {
     "attend_ragged": ("ragged_attention", "attend_ragged"),
     "attend_invariant": ("ragged_attention", "attend_invariant"),
     "largest": ("topk", "largest"),
+    "latents": ("latents", "latents"),
     "noise_of_all": ("noise", "noise_of_all"),
     "open_fused": ("fused", "open_fused"),
     "open_invariant": ("fused", "open_invariant"),
@@ -38,10 +41,10 @@ class DeviceOps:
 
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
     drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. trellis: the coder of latents.
-    open_fused: makes what a step is made of, for one model. open_invariant: as that, so that no token's bits depend on
-    the others; attend_invariant is its attention. attends_together: are the queries of all sessions of a step attended
-    to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is no
-    kernel.
+    latents: between their numbers and entries. open_fused: makes what a step is made of, for one model.
+    open_invariant: as that, so that no token's bits depend on the others; attend_invariant is its attention.
+    attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
+    session is attended to by itself, which is better where there is no kernel.
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -49,6 +52,7 @@ class DeviceOps:
     noise_of_all: NoiseOfAll = noise_of_all
     largest: Largest = topk_by_sorting
     trellis: Trellis = PLAIN
+    latents: LatentOps = PLAIN_LATENTS
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
     attends_together: bool = False

@@ -58,9 +58,19 @@ class Coder(Protocol):
     def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
         """Is there an operation that restores entries of such codes?"""
 
-    def restore(self, codes: ArchivedCodes, rotary: str, first: int, keys: Tensor, values: Tensor) -> bool:
-        """Entries of consecutive positions, from `first` on, into keys, rotated, and values [Hkv, n, D] of the buffer's
-        dtype. False if one is not finite.
+    def restore(self, layers: Sequence[RestoredLayer], first: int) -> Tensor:
+        """Write entries of consecutive positions, from `first` on, to where each of `layers` is read, keys rotated.
+
+        Returns float32 [2, layers], anywhere: not finite where one of a layer's keys, or of its values, is not.
+        """
+
+    def analyses(self, rotary: str, head_dim: int) -> bool:
+        """Is there an operation that makes a latent's numbers of such entries?"""
+
+    def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:
+        """The numbers, float32 [n, C], of entries at consecutive positions, from `first` on, in a group's layers.
+
+        And float32 [2, layers]: as `restore` returns it.
         """
 
 
@@ -75,6 +85,25 @@ class CodedPlaces:
     slots: Positions
     shifts: Positions | None
     rotary: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RestoredLayer:
+    """What is restored, and where to: keys and values [Hkv, n, D] of the buffer's dtype; each head's are contiguous."""
+
+    codes: ArchivedCodes
+    rotary: str
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReadLayer:
+    """Entries of consecutive positions where attention reads them: keys, rotated, and values, [Hkv, n, D] each."""
+
+    rotary: str
+    keys: Tensor
+    values: Tensor
 
 
 class NoCoder:
@@ -92,7 +121,13 @@ class NoCoder:
     def restores(self, *_: object) -> bool:
         return False
 
-    def restore(self, *_: object) -> bool:
+    def restore(self, *_: object) -> Tensor:
+        raise AssertionError("it has no operation")
+
+    def analyses(self, *_: object) -> bool:
+        return False
+
+    def analyse(self, *_: object) -> tuple[Tensor, Tensor]:
         raise AssertionError("it has no operation")
 
 
@@ -121,6 +156,22 @@ class LayerDecoder:
     make_matrix: Callable[[], Tensor]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
+class GroupAnalyser:
+    """How entries of a group of layers become the numbers that are coded for it:
+
+        numbers [C] = sum over layers, heads, keys and values of (entries − means) · matrix         K unrotated
+
+    By layer of `layers`: means [Hkv, 2 · D] float32, K and V; make_matrix(index) makes the matrix of layer number
+    `index`, [Hkv, 2 · D, C] float32. count: C.
+    """
+
+    layers: tuple[int, ...]
+    count: int
+    means: tuple[Tensor, ...]
+    make_matrix: Callable[[int], Tensor]
+
+
 class TokenCodec(Protocol):
     """Calibrated for one model. Keys are unrotated; the code of a position depends on its entries alone, up to
     rounding.
@@ -147,6 +198,12 @@ class TokenCodec(Protocol):
 
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """K and V, float32 [n, Hkv, D], of each layer asked for (None: all), in that order."""
+
+    def analysers(self) -> Sequence[GroupAnalyser] | None:
+        """The first half of `encode`, as numbers: for each group; the same objects each time. None if it has none."""
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        """The second half: of each group's numbers, float32 [n, C], uint8 [n, bytes_per_token]."""
 
     def decoder(self, layer: int) -> LayerDecoder | None:
         """What `decode` does for one layer, as numbers; the same object for the same layer. None if it is no such

@@ -117,6 +117,10 @@ class Region:
         offset = (self.starts[layer] + first) * dim
         return states.as_strided((self.heads, count, dim), (self.region * dim, dim, 1), offset)
 
+    def pair(self, buffer: KVBuffer, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """`slots` of the keys and of the values."""
+        return self.slots(buffer.keys, layer, first, count), self.slots(buffer.values, layer, first, count)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseView:

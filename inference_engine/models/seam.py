@@ -240,6 +240,13 @@ class Seam:
         cos, sin = self._rotary(like, positions[None], _layer_type(name))
         return cos[0], sin[0]
 
+    def turns_to(self, positions: range, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The cosines and sines, float32 [n, d], by which `rotate` moves keys from position 0 to these."""
+        like = torch.empty(0, device=device)
+        by = torch.arange(positions.start, positions.stop, device=device)
+        cos, sin = self._moving(like, by, name, is_beyond_trained=positions.stop > self.trained_positions)
+        return cos[0], sin[0]
+
     def rotary_frequencies(self, name: str) -> tuple[NDArray[np.float32], float]:
         """A rotation table: the angle per position of each pair of numbers [d / 2], and the factor of cos and sin."""
         frequencies, factor = self._rotary.frequencies(name)
@@ -266,16 +273,20 @@ class Seam:
         wanted = (name, like.dtype, like.device, shifts.numpy().tobytes())
         found = self._turns.pop(wanted, None)
         if found is None:
-            self._now.is_beyond_trained = bool(shifts.max() >= self.trained_positions)
             by = shifts.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else shifts
-            cos, sin = self._rotary(like, by[None], _layer_type(name))
-            if (scale := self._rotary_scale(name)) != 1.0:
-                cos, sin = cos / scale, sin / scale
-            found = cos, sin
+            found = self._moving(like, by, name, is_beyond_trained=bool(shifts.max() >= self.trained_positions))
             if len(self._turns) >= _MOST_TURNS:
                 self._turns.pop(next(iter(self._turns)), None)
         self._turns[wanted] = found  # least recently used first
         return found
+
+    def _moving(self, like: Tensor, by: Tensor, name: str, *, is_beyond_trained: bool) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [1, n, d], of shifts [n], none of them negative."""
+        self._now.is_beyond_trained = is_beyond_trained
+        cos, sin = self._rotary(like, by[None], _layer_type(name))
+        if (scale := self._rotary_scale(name)) != 1.0:
+            cos, sin = cos / scale, sin / scale
+        return cos, sin
 
     def _rotary_device(self, name: str) -> torch.device:
         """Where the table is: the weights may be elsewhere, or nowhere."""

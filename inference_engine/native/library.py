@@ -211,7 +211,7 @@ class RestoredRun(ctypes.Structure):
         ("codes", Codes),
         ("turning", Turning),
         *((name, ctypes.c_void_p) for name in ("decoder", "keys", "values")),
-        *((name, ctypes.c_int64) for name in ("first", "count")),
+        *((name, ctypes.c_int64) for name in ("first", "count", "apart")),
         *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "kv_type", "reserved")),
     )
     count: int

@@ -90,6 +90,17 @@ class Basis:
         heads = heads.view(2, shape.kv_heads, shape.head_dim, -1)
         return (self.inverses[index].mT @ heads).transpose(0, 1).flatten(1, 2).contiguous()
 
+    def analysis_of(self, index: int) -> Tensor:
+        """[Hkv, 2 · D, C]: this layer's part of `analyse` as one product, of differences from the mean.
+
+        It makes coefficients ÷ deviations.
+        """
+        shape = self.group.shapes[index]
+        first = sum(2 * before.kv_heads for before in self.group.shapes[:index])
+        heads = (self.analysis or self.components).heads(first, first + 2 * shape.kv_heads) / self.deviations
+        heads = heads.view(2, shape.kv_heads, shape.head_dim, -1)
+        return (self.weights[index] @ heads).transpose(0, 1).flatten(1, 2).contiguous()
+
     def truncated(self, count: int) -> Basis:
         """The first `count` components."""
         return replace(

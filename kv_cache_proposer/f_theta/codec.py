@@ -24,7 +24,7 @@ from torch import Tensor
 
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.trellis import Levels, Trellis, make_levels
-from inference_engine.kv.context import LayerDecoder
+from inference_engine.kv.context import GroupAnalyser, LayerDecoder
 from kv_cache_proposer.f_theta import alone, levels
 from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
 from kv_cache_proposer.f_theta.basis import Basis
@@ -64,8 +64,21 @@ class GroupCoder:
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         vectors = join(self.basis.group, keys, values)
-        scale_codes, codes = self._coded(self.basis.analyse(vectors) / self.basis.deviations)
+        return self.encode_units(self.basis.analyse(vectors) / self.basis.deviations)
+
+    def encode_units(self, units: Tensor) -> Tensor:
+        """Coefficients ÷ deviations [n, C] → uint8 [n, packed_bytes]."""
+        scale_codes, codes = self._coded(units)
         return torch.cat((scale_codes, self.packing.pack(codes)), dim=1)
+
+    def analyser(self) -> GroupAnalyser:
+        shapes = self.basis.group.shapes
+        return GroupAnalyser(
+            layers=tuple(shape.layer for shape in shapes),
+            count=self.levels.count,
+            means=tuple(self.basis.means_of(index) for index in range(len(shapes))),
+            make_matrix=self.basis.analysis_of,
+        )
 
     def coefficients(self, packed: Tensor) -> Tensor:
         """uint8 [n, packed_bytes] → float32 [n, C]."""
@@ -116,6 +129,7 @@ class LatentCodec:
     # By bytes per token. Allocating bits takes longer than opening a session.
     _lower: dict[int, LatentCodec] = field(init=False, repr=False, default_factory=dict)
     _decoders: dict[int, LayerDecoder] = field(init=False, repr=False, default_factory=dict)  # by layer
+    _analysers: list[GroupAnalyser] = field(init=False, repr=False, default_factory=list)
 
     @property
     def bytes_per_token(self) -> int:
@@ -149,6 +163,16 @@ class LatentCodec:
         place, chosen = torch.device(device), kernels or self.kernels
         trellis = _trellis(self.quantiser, chosen, place)
         return replace(self, coders=tuple(part.to(place, trellis) for part in self.coders), kernels=chosen)
+
+    def analysers(self) -> Sequence[GroupAnalyser]:
+        if not self._analysers:
+            self._analysers.extend(part.analyser() for part in self.coders)
+        return self._analysers
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        """As `encode`, of what `analysers` make: coefficients ÷ deviations [n, C] of each group."""
+        parts = [part.encode_units(own) for part, own in zip(self.coders, numbers, strict=True)]
+        return torch.cat(parts, dim=1)
 
     def decoder(self, layer: int) -> LayerDecoder | None:
         """As `TokenCodec`. None for codes that are not chosen along a trellis."""

@@ -43,6 +43,12 @@ class Failing:
 
     least_bytes_per_token = 1
 
+    def analysers(self) -> None:
+        return None
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        raise AssertionError("it has no analysers")
+
     def decoder(self, layer: int) -> None:
         if self.fails_in == "decoder":
             raise ValueError("matrices of another codec")
@@ -150,7 +156,7 @@ def test_entries_restored_as_nan_are_named_and_nothing_is_generated_from_them(
         codec.fails_in = "numbers"
         received, failure = until_it_fails(engine, ill, 10)
         assert not received
-        assert "layer 1: keys decoded by the codec hold NaN or infinity" in str(failure)
+        assert "layer 1: keys and values decoded by the codec hold NaN or infinity" in str(failure)
         assert engine.session_info(ill).history_length == 65
         codec.fails_in = ""
         assert same(generate(engine, ill, 10), generate(engine, well, 10), Mode.BATCHED)

@@ -42,6 +42,12 @@ class Lossless:
     def __init__(self) -> None:
         self.keys: list[Tensor] = []  # [layers, n, Hkv, D]
 
+    def analysers(self) -> None:
+        return None
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        raise AssertionError("it has no analysers")
+
     def decoder(self, layer: int) -> None:
         return None
 

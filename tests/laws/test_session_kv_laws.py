@@ -90,6 +90,12 @@ class HalfTokens:
         places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [vectors[place] for place in places], [vectors[len(shapes) + place] for place in places]
 
+    def analysers(self) -> None:
+        return None
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        raise AssertionError("it has no analysers")
+
     def decoder(self, layer: int) -> None:
         return None
 

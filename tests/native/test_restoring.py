@@ -13,7 +13,7 @@ from inference_engine.backends.native.decoders import Turns, native_decoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.ragged_attention import COUNT, FLOOR, HEAD_SLOTS, RING
-from inference_engine.kv.context import ArchivedCodes, LayerDecoder, Slab
+from inference_engine.kv.context import ArchivedCodes, LayerDecoder, RestoredLayer, Slab
 from inference_engine.native.library import Identity, KVType, Matrix
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
@@ -157,9 +157,13 @@ def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
                 turned={"default": 24},
                 turns={"default": Turns.of(FREQUENCIES, 10_000)},
             )
-            entries = torch.full((2, HKV, end - first, D), torch.nan, dtype=KV_DTYPES[kv_type])
+            # Each head's entries lie in a longer region.
+            regions = torch.full((2, HKV, end - first + 7, D), torch.nan, dtype=KV_DTYPES[kv_type])
+            entries = regions[:, :, 3 : 3 + end - first]
             assert coder.restores(session.archived, "default")
-            assert coder.restore(session.archived, "default", first, *entries)
+            layer = RestoredLayer(codes=session.archived, rotary="default", keys=entries[0], values=entries[1])
+            assert coder.restore([layer], first).isfinite().all()
+            assert regions[:, :, :3].isnan().all() and regions[:, :, 3 + end - first :].isnan().all()
         return entries
 
     found = run(session.sink, GONE)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
 from inference_engine.kv.compressor import KVCompressor
-from inference_engine.kv.context import ArchivedCodes, CodedPlaces, Rotate
+from inference_engine.kv.context import ArchivedCodes, CodedPlaces, RestoredLayer, Rotate
 from inference_engine.kv.layout import Positions
 from inference_engine.native.library import (
     CodedAs,
@@ -58,23 +58,39 @@ class NativeCoder:
     def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
         return rotary in self.turns and codes.decoder.means.shape[1] % (2 * _LANES) == 0
 
-    def restore(self, codes: ArchivedCodes, rotary: str, first: int, keys: Tensor, values: Tensor) -> bool:
-        decoder, turns = native_decoder(codes.decoder, self.identity), self.turns[rotary]
-        heads, count, head_dim = keys.shape
-        assert keys.is_contiguous() and values.is_contiguous()
+    def restore(self, layers: Sequence[RestoredLayer], first: int) -> Tensor:
+        found = torch.zeros(2, len(layers))
+        for index, layer in enumerate(layers):
+            if not self._restore(layer, first):
+                found[:, index] = torch.nan
+        return found
+
+    def _restore(self, layer: RestoredLayer, first: int) -> bool:
+        """False if a number is not finite."""
+        decoder, turns = native_decoder(layer.codes.decoder, self.identity), self.turns[layer.rotary]
+        heads, count, head_dim = layer.keys.shape
+        apart = layer.keys.stride(0)
+        assert layer.keys.stride() == layer.values.stride() == (apart, head_dim, 1) and apart % head_dim == 0
         run = RestoredRun(
-            codes=native_codes(codes),
+            codes=native_codes(layer.codes),
             turning=turns.structure,
             decoder=ctypes.addressof(decoder.structure),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
+            keys=layer.keys.data_ptr(),
+            values=layer.values.data_ptr(),
             first=first,
             count=count,
+            apart=apart // head_dim,
             kv_heads=heads,
             head_dim=head_dim,
             kv_type=self.kv_type,
         )
         return self.kernels.restore(self.threads, run)
+
+    def analyses(self, rotary: str, head_dim: int) -> bool:
+        return False
+
+    def analyse(self, *_: object) -> tuple[Tensor, Tensor]:
+        raise AssertionError("it has no operation")
 
     def _entries(self, compressor: KVCompressor, places: CodedPlaces) -> tuple[CodedEntries, tuple[object, ...]]:
         """With what has to live as long as they are used."""

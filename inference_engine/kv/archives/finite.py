@@ -44,6 +44,11 @@ class FiniteCheck:
             extremes = (*keys.flatten(1).aminmax(dim=1), *values.flatten(1).aminmax(dim=1))
             self._questions.append(_Question(tuple(layers), come_back, extremes))
 
+    def note(self, layers: Sequence[int], found: Tensor, *, come_back: bool) -> None:
+        """What a device found in entries: [2, L], not finite where keys, or values, are not."""
+        extremes = (found[0], found[0], found[1], found[1])
+        self._questions.append(_Question(tuple(layers), come_back, extremes))
+
     def send(self) -> None:
         """Start the copy of the results to the host."""
         if self._questions:
@@ -69,7 +74,7 @@ def _look_at(answer: _Answer) -> None:
         least, greatest, least_value, greatest_value = (
             [next(are_finite) for _ in question.layers] for _ in question.extremes
         )
-        for part, lows, highs in (("keys", least, greatest), ("values", least_value, greatest_value)):
-            for layer, *ends in zip(question.layers, lows, highs, strict=True):
-                if not all(ends):
-                    raise NonFiniteEntries(layer, part, come_back=question.come_back)
+        for layer, *ends in zip(question.layers, least, greatest, least_value, greatest_value, strict=True):
+            broken = [part for part, pair in (("keys", ends[:2]), ("values", ends[2:])) if not all(pair)]
+            if broken:
+                raise NonFiniteEntries(layer, " and ".join(broken), come_back=question.come_back)

@@ -7,7 +7,7 @@ not in the latent. A `TokenCodec` makes the codes; `kv/archives/latent_codes.py`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -20,12 +20,21 @@ from torch import Tensor
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.latent_codes import LatentCodes, LatentPlaces
-from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Restorer
-from inference_engine.kv.context import ArchivedCodes, BatchFunction, KVContext, TokenCodec
+from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Pair, Restorer
+from inference_engine.kv.context import (
+    ArchivedCodes,
+    BatchFunction,
+    GroupAnalyser,
+    KVContext,
+    ReadLayer,
+    RestoredLayer,
+    TokenCodec,
+)
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.slots import LayerSlots, neighbours
 
 # By default, a latent is smaller than the entries in bfloat16 by this factor.
 DEFAULT_COMPRESSION = 20
@@ -162,6 +171,38 @@ class _LatentArchive(Archive):
         [codes] = self._compute("encode", partial(_encode, self._codec, self._places), entries)
         self._codes.put(self._place(blocks[0].positions[0]), codes)
 
+    def keep_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        leaving, analysers, coder = positions[0], self._codec.analysers(), self._context.coder
+        runs = {tuple(neighbours(slots.layout.slots(leaving))) for slots in regions}
+        if (
+            analysers is None
+            or len(runs) > 1
+            or not all(coder.analyses(slots.layer_set.rotary, slots.head_dim) for slots in regions)
+        ):
+            super().keep_from(regions, positions)
+            return
+        assert leaving[0] >= max(slots.layout.spare for slots in regions), "keys of the sink have been moved"
+        slots_of = {layer: slots for slots in regions for layer in slots.layer_set.layers}
+        numbers = [self._numbers(analyser, slots_of, int(leaving[0]), *runs) for analyser in analysers]
+        self._codes.put(self._place(leaving[0]), self._codec.encode_numbers(numbers))
+
+    def _numbers(
+        self, analyser: GroupAnalyser, slots_of: Mapping[int, LayerSlots], first: int, runs: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        """Of a group's entries at consecutive positions, from `first` on, in these runs of slots: float32 [n, C]."""
+        parts = []
+        for begin, end in runs:
+            layers = []
+            for layer in analyser.layers:
+                slots = slots_of[layer]
+                keys, values = slots.region.pair(slots.buffer, layer, begin, end - begin)
+                layers.append(ReadLayer(rotary=slots.layer_set.rotary, keys=keys, values=values))
+            numbers, found = self._context.coder.analyse(analyser, layers, first)
+            self._finite.note(analyser.layers, found, come_back=False)
+            parts.append(numbers)
+            first += end - begin
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         wanted = positions[0]
         if not len(wanted):
@@ -178,6 +219,37 @@ class _LatentArchive(Archive):
         for layers, block in zip(groups, blocks, strict=True):
             self._finite.ask(layers, block.keys, block.values, come_back=True)
         return blocks
+
+    def restores_directly(self, regions: Sequence[LayerSlots]) -> bool:
+        for slots in regions:
+            for layer in slots.layer_set.layers:
+                codes = self.decoded_by(layer)
+                if codes is None or not self._context.coder.restores(codes, slots.layer_set.rotary):
+                    return False
+        return True
+
+    def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        wanted = positions[0]
+        if not len(wanted) or not self.restores_directly(regions):
+            super().restore_into(regions, positions)
+            return
+        for slots in regions:
+            assert wanted[0] >= slots.layout.spare, "keys of the sink have been moved"
+            own, layers = slots.layout.slots(wanted), slots.layer_set.layers
+            first = int(wanted[0])
+            for begin, end in neighbours(own):
+                places = [slots.region.pair(slots.buffer, layer, begin, end - begin) for layer in layers]
+                self.restore_to(layers, slots.layer_set.rotary, places, first)
+                first += end - begin
+            slots.held[own] = wanted
+
+    def restore_to(self, layers: Sequence[int], rotary: str, places: Sequence[Pair], first: int) -> None:
+        restored = []
+        for layer, (keys, values) in zip(layers, places, strict=True):
+            codes = self.decoded_by(layer)
+            assert codes is not None, "restores_directly was not asked"
+            restored.append(RestoredLayer(codes=codes, rotary=rotary, keys=keys, values=values))
+        self._finite.note(layers, self._context.coder.restore(restored, first), come_back=True)
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         codes = self._codes_of(positions)

@@ -24,6 +24,8 @@ from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Need
 from inference_engine.kv.slots import LayerSlots
 
+Pair = tuple[Tensor, Tensor]  # keys and values
+
 
 @dataclass(frozen=True, slots=True)
 class EntryBlock:
@@ -121,6 +123,16 @@ class Archive(ABC):
         """Write archived entries into their slots, per set of layers, keys rotated to their positions."""
         for slots, block in zip(regions, self.restore(positions), strict=True):
             slots.write_unrotated(block.positions, block.keys, block.values)
+
+    def restores_directly(self, regions: Sequence[LayerSlots]) -> bool:
+        """Does the device restore entries of these layers where attention reads them, in one operation?"""
+        return False
+
+    def restore_to(self, layers: Sequence[int], rotary: str, places: Sequence[Pair], first: int) -> None:
+        """Only if so: write the entries of consecutive positions, from `first` on, to the keys and values of `places`,
+        [Hkv, n, D] each, one for each of `layers`.
+        """
+        raise AssertionError("the device has no operation")
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         """Entries of one layer, if the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from inference_engine.errors import NonFiniteEntries, RestorationFailed
+from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.restorer import Archive, chunk_demand
 from inference_engine.kv.context import KVContext
@@ -97,14 +97,12 @@ class StreamedEntries(ArchivedEntries):
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The entries of [first, last) in `layer`, as regions would hold them: [Hkv, n, D], in the buffer's dtype."""
         assert self._room is not None, "the session is idle"
-        regions, coder = self._set_of[layer].regions, self._context.coder
-        codes, rotary = self._archive.decoded_by(layer), regions.layer_set.rotary
+        regions = self._set_of[layer].regions
         try:
-            if codes is not None and coder.restores(codes, rotary):
-                keys, values = self._room.of(regions.kv_heads, last - first, regions.head_dim)
-                if not coder.restore(codes, rotary, first, keys, values):
-                    raise NonFiniteEntries(layer, "entries", come_back=True)
-                return keys, values
+            if self._archive.restores_directly(self.regions):
+                place = self._room.of(regions.kv_heads, last - first, regions.head_dim)
+                self._archive.restore_to([layer], regions.layer_set.rotary, [place], first)
+                return place
             positions = np.arange(first, last, dtype=np.int64)
             keys, values = self._archive.restore_layer(layer, positions)
             return self._room.hold(regions.moved(keys[None], positions)[0], values)

@@ -200,7 +200,7 @@ static bool restore_run(Threads& threads, const RestoredRun& run) {
       bool found = restoring::restore(
           run.codes, *run.decoder, run.turning, run.head_dim, run.kv_type, run.keys, run.values, count, 0, run.kv_heads,
           [&](int64_t i) { return run.first + first + i; },
-          [&](int head, int64_t i) { return head * run.count + first + i; });
+          [&](int head, int64_t i) { return head * run.apart + first + i; });
       if (!found) is_finite.store(false, std::memory_order_relaxed);
     }
   });

@@ -75,13 +75,14 @@ struct Turning {
   int64_t turned;
 };
 
-// Entries of consecutive tokens, from position `first` on, that are restored into keys and values [kv_heads][count].
+// Entries of consecutive tokens, from position `first` on, that are restored into keys and values [kv_heads][count], a
+// head every `apart` vectors.
 struct RestoredRun {
   Codes codes;
   Turning turning;
   const LayerDecoder* decoder;
   void *keys, *values;
-  int64_t first, count;
+  int64_t first, count, apart;
   int32_t kv_heads, head_dim, kv_type, reserved;
 };
 

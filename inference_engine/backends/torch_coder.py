@@ -1,0 +1,188 @@
+"""A GPU's own operations between a latent and KV entries, which are read and written where attention reads them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.latents import (
+    CodeTables,
+    LatentOps,
+    Synthesis,
+    Turn,
+    analysis_matrix,
+    operand_dtype,
+    padded,
+)
+from inference_engine.kv.compressor import KVCompressor
+from inference_engine.kv.context import (
+    ArchivedCodes,
+    CodedPlaces,
+    GroupAnalyser,
+    LayerDecoder,
+    ReadLayer,
+    RestoredLayer,
+)
+from inference_engine.kv.geometry import UNROTATED
+from inference_engine.models.seam import Seam
+
+_MOST_BYTES = 64 * 2**20  # of a group's numbers, unpacked at once
+_HEAD_DIMS = (32, 64, 128, 256)
+_FLOAT32_BYTES = 4
+_MOST_RATES = 4
+_TRIED = 7, 1_000  # positions
+_TOLERANCE = 1e-5
+
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decoder:
+    """A `LayerDecoder` on the device."""
+
+    tables: CodeTables
+    synthesis: Synthesis
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Analyser:
+    """A `GroupAnalyser` on the device: of each layer the matrix and the means."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchCoder:
+    """Implements Coder for latents; other codes have no operation here."""
+
+    seam: Seam
+    latents: LatentOps
+    device: torch.device
+    _analysers: OrderedDict[GroupAnalyser, _Analyser] = field(init=False, default_factory=OrderedDict)
+    _decoders: OrderedDict[LayerDecoder, _Decoder] = field(init=False, default_factory=OrderedDict)
+    _in_halves: dict[tuple[str, int], bool] = field(init=False, default_factory=dict)
+    _turns: dict[tuple[str, int, int], Turn] = field(init=False, default_factory=dict)
+
+    def codes(self, compressor: KVCompressor, head_dim: int) -> bool:
+        return False
+
+    def decompress(self, compressor: KVCompressor, places: CodedPlaces) -> None:
+        raise AssertionError("it has no operation")
+
+    def compress(self, compressor: KVCompressor, places: CodedPlaces) -> bool:
+        raise AssertionError("it has no operation")
+
+    def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
+        return self.analyses(rotary, codes.decoder.means.shape[1] // 2)
+
+    def restore(self, layers: Sequence[RestoredLayer], first: int) -> Tensor:
+        found = torch.zeros((len(layers), 2), device=self.device)
+        count = layers[0].keys.shape[1]
+        for start, alike in _groups(layers):
+            step = max(1, _MOST_BYTES // (_FLOAT32_BYTES * self._decoder(alike[0]).tables.padded))
+            for begin in range(0, count, step):
+                self._restore(alike, first + begin, slice(begin, min(count, begin + step)), found[start:])
+        return found.T
+
+    def analyses(self, rotary: str, head_dim: int) -> bool:
+        return head_dim in _HEAD_DIMS and (rotary == UNROTATED or self._turns_in_halves(rotary, head_dim))
+
+    def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:
+        count = layers[0].keys.shape[1]
+        numbers = torch.zeros((count, padded(analyser.count)), device=self.device)
+        found = torch.zeros((len(layers), 2), device=self.device)
+        for layer, (matrix, means), broken in zip(layers, self._analyser(analyser).layers, found, strict=True):
+            turn = self._turn(layer.rotary, first, count)
+            self.latents.analyse(layer.keys, layer.values, matrix, means, numbers, broken, turn=turn)
+        return numbers[:, : analyser.count], found.T
+
+    def _restore(self, layers: Sequence[RestoredLayer], first: int, own: slice, found: Tensor) -> None:
+        """Layers of one group. own: of the tokens, those to restore; the first of them is at position `first`."""
+        codes, count = layers[0].codes, own.stop - own.start
+        low, high = (half[first - codes.first :][:count] for half in codes.halves)
+        dtype = operand_dtype(layers[0].keys.dtype)
+        units = self.latents.units(low, high, self._decoder(layers[0]).tables, dtype)
+        turn = self._turn(layers[0].rotary, first, count)
+        for layer, broken in zip(layers, found, strict=False):
+            keys, values = layer.keys[:, own], layer.values[:, own]
+            self.latents.entries(units, self._decoder(layer).synthesis, keys, values, broken, turn=turn)
+
+    def _turn(self, rotary: str, first: int, count: int) -> Turn | None:
+        """Of the last call: neighbouring layers turn alike."""
+        if rotary == UNROTATED:
+            return None
+        wanted = (rotary, first, count)
+        if wanted not in self._turns:
+            self._turns.clear()
+            self._turns[wanted] = self.seam.turns_to(range(first, first + count), rotary, self.device)
+        return self._turns[wanted]
+
+    def _decoder(self, layer: RestoredLayer) -> _Decoder:
+        decoder = layer.codes.decoder
+        made = self._decoders.get(decoder)
+        if made is None:
+            tables = CodeTables.of(
+                decoder.widths,
+                decoder.tables.to(self.device),
+                decoder.levels,
+                decoder.scales,
+                chains=decoder.chains,
+                first_byte=decoder.first_byte,
+            )
+            matrix, means = decoder.make_matrix().to(self.device), decoder.means.to(self.device)
+            made = _Decoder(tables, Synthesis.of(matrix, means, layer.keys.dtype))
+            _remember(self._decoders, decoder, made, len(self.seam.layers))
+        return made
+
+    def _analyser(self, analyser: GroupAnalyser) -> _Analyser:
+        made = self._analysers.get(analyser)
+        if made is None:
+            pairs = [
+                (analysis_matrix(analyser.make_matrix(index).to(self.device)), means.to(self.device).float())
+                for index, means in enumerate(analyser.means)
+            ]
+            made = _Analyser(tuple((matrix, means.contiguous()) for matrix, means in pairs))
+            _remember(self._analysers, analyser, made, len(self.seam.layers))
+        return made
+
+    def _turns_in_halves(self, rotary: str, head_dim: int) -> bool:
+        """Is the model's rotation the one of `kernels/restoring.py`? Tried on some keys, once."""
+        known = self._in_halves.get((rotary, head_dim))
+        if known is None:
+            known = self._in_halves[rotary, head_dim] = self._try_turning(rotary, head_dim)
+        return known
+
+    def _try_turning(self, rotary: str, head_dim: int) -> bool:
+        generator = torch.Generator().manual_seed(1)
+        keys = torch.randn((1, len(_TRIED), head_dim), generator=generator).to(self.device)
+        expected = self.seam.rotate(keys, torch.tensor(_TRIED), rotary)
+        turns = [self.seam.turns_to(range(at, at + 1), rotary, self.device) for at in _TRIED]
+        cos, sin = (torch.cat(parts) for parts in zip(*turns, strict=True))
+        if cos.shape[1] != head_dim:
+            return False
+        lower, upper = keys.chunk(2, dim=-1)
+        found = keys * cos + torch.cat((-upper, lower), dim=-1) * sin
+        return bool((found - expected).abs().max() < _TOLERANCE)
+
+
+def _remember(known: OrderedDict[Key, Made], key: Key, made: Made, layers: int) -> None:
+    """Clients choose rates, each with matrices of its own: those of a few rates stay, for all layers."""
+    known[key] = made
+    while len(known) > _MOST_RATES * layers:
+        known.popitem(last=False)
+
+
+def _groups(layers: Sequence[RestoredLayer]) -> Iterator[tuple[int, Sequence[RestoredLayer]]]:
+    """Neighbours that share their codes and their rotation, and the index of the first of them."""
+    start = 0
+    for _, alike in groupby(layers, key=lambda layer: (layer.codes.decoder.first_byte, layer.rotary)):
+        own = list(alike)
+        yield start, own
+        start += len(own)

@@ -1,0 +1,199 @@
+"""Between KV entries of a layer and the numbers that a latent stores: the contracts are `GroupAnalyser` and
+`LayerDecoder`, in `kv/context.py`.
+
+    entries ── analyse ──▶ numbers [n, C] of a group ··· codes ··· ── units ──▶ numbers ── entries ──▶ K and V
+
+Entries are read and written where attention reads them, keys rotated. The layers of a group share their numbers: they
+are unpacked once, and each layer adds its part to them. The bits of a number or an entry follow from its token alone:
+neither from how many are computed at once nor from where they lie. The references below run anywhere;
+`triton/latents.py` has the same operations for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PADDED = 64  # the numbers of a token are padded with zeros to a multiple of it
+_MOST_BITS = 16  # of a code: with what stands before it in its first byte it has at most three bytes
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines [n, D] float32, of rotations in halves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CodeTables:
+    """How the codes of one group's tokens are read, C of them, on the device.
+
+    begins, widths, tables [C] int32: a code's first bit, counted from the byte behind the scale, how many it has, and
+    where its levels begin. levels, scales: float32. chains, first_byte: see `LayerDecoder`.
+    """
+
+    begins: Tensor
+    widths: Tensor
+    tables: Tensor
+    levels: Tensor
+    scales: Tensor
+    chains: int
+    first_byte: int
+
+    @staticmethod
+    def of(
+        widths: Tensor, tables: Tensor, levels: Tensor, scales: Tensor, *, chains: int, first_byte: int
+    ) -> CodeTables:
+        """On the device of `tables`."""
+        own, device = widths.cpu().int(), tables.device
+        assert int(own.max()) <= _MOST_BITS, "a code would have a fourth byte"
+        return CodeTables(
+            begins=(own.cumsum(0) - own).int().to(device),
+            widths=own.to(device),
+            tables=tables.int(),
+            levels=levels.float().to(device),
+            scales=scales.float().to(device),
+            chains=chains,
+            first_byte=first_byte,
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self.widths)
+
+    @property
+    def padded(self) -> int:
+        return padded(self.count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Synthesis:
+    """How numbers become entries of a layer: numbers · matrix · factors + means.
+
+    matrix: [Hkv, 2 · D, padded], float32, or float16 for entries in 16 bits, whose own rounding loses more. factors:
+    [Hkv, 2 · D] float32, so that no number of the matrix is larger than 1. means: [Hkv, 2 · D] float32.
+    """
+
+    matrix: Tensor
+    factors: Tensor
+    means: Tensor
+
+    @staticmethod
+    def of(matrix: Tensor, means: Tensor, dtype: torch.dtype) -> Synthesis:
+        """From a matrix [Hkv, 2 · D, C]. dtype: of the entries."""
+        factors = matrix.float().abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        small = matrix.float() / factors[..., None]
+        whole = F.pad(small, (0, -matrix.shape[-1] % PADDED)).contiguous()
+        return Synthesis(whole.to(operand_dtype(dtype)), factors.contiguous(), means.float().contiguous())
+
+
+def padded(count: int) -> int:
+    return -(-count // PADDED) * PADDED
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what entries of `dtype` are multiplied."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
+class Units(Protocol):
+    def __call__(self, low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> Tensor:
+        """The numbers of n tokens, scale · level of each code: [n, padded] of `dtype`, zeros behind the last.
+
+        low, high: the two halves of their codes, uint8 [n, half] each.
+        """
+
+
+class Entries(Protocol):
+    def __call__(
+        self, units: Tensor, synthesis: Synthesis, keys: Tensor, values: Tensor, found: Tensor, *, turn: Turn | None
+    ) -> None:
+        """Write entries into keys and values [Hkv, n, D]; each head's are contiguous.
+
+        units: [n, padded] in the dtype of the matrix. turn: by which keys are rotated; None: they are not. found:
+        float32 [2], becomes NaN where one of the keys, or of the values, is not finite.
+        """
+
+
+class Analyse(Protocol):
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        matrix: Tensor,
+        means: Tensor,
+        units: Tensor,
+        found: Tensor,
+        *,
+        turn: Turn | None,
+    ) -> None:
+        """Add a layer's part to the numbers of its group: units [n, padded] float32 += (entries − means) · matrix.
+
+        keys, values: [Hkv, n, D]; each head's are contiguous. matrix: [Hkv, 2, padded, D] float32. means: [Hkv, 2 · D]
+        float32. turn: by which keys have been rotated; None: they have not. found: see `Entries`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LatentOps:
+    """The operations, of one kind: `PLAIN`, or a device's own."""
+
+    units: Units
+    entries: Entries
+    analyse: Analyse
+
+
+def analysis_matrix(matrix: Tensor) -> Tensor:
+    """[Hkv, 2 · D, C] → [Hkv, 2, padded, D], float32."""
+    heads, width, count = matrix.shape
+    whole = F.pad(matrix.float(), (0, padded(count) - count))
+    return whole.view(heads, 2, width // 2, -1).mT.contiguous()
+
+
+def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> Tensor:
+    """See `Units`."""
+    own = torch.cat((low, high), dim=1)[:, tables.first_byte :]
+    octets = F.pad(own[:, 1:], (0, 3)).int()
+    threes = (octets[:, :-2] << 16) | (octets[:, 1:-1] << 8) | octets[:, 2:]
+    right = 24 - tables.begins % 8 - tables.widths
+    codes = (threes[:, (tables.begins // 8).long()] >> right) & ((1 << tables.widths) - 1)
+    ends = codes & 1
+    one, two, three = (F.pad(ends, (steps * tables.chains, 0))[:, : tables.count] for steps in (1, 2, 3))
+    level = tables.tables + ((codes >> 1) << 2) + (((ends ^ one ^ three) << 1) | two)
+    numbers = tables.levels[level.long()] * tables.scales[own[:, 0].long()][:, None]
+    return F.pad(numbers, (0, tables.padded - tables.count)).to(dtype)
+
+
+def entries(
+    units: Tensor, synthesis: Synthesis, keys: Tensor, values: Tensor, found: Tensor, *, turn: Turn | None
+) -> None:
+    """See `Entries`."""
+    products = units.float() @ synthesis.matrix.float().mT
+    both = products * synthesis.factors[:, None] + synthesis.means[:, None]
+    fresh, other = both.chunk(2, dim=-1)
+    for index, (place, states) in enumerate(((keys, _turned(fresh, turn)), (values, other))):
+        place.copy_(states)
+        if not place.isfinite().all():
+            found[index] = torch.nan
+
+
+def analyse(
+    keys: Tensor, values: Tensor, matrix: Tensor, means: Tensor, units: Tensor, found: Tensor, *, turn: Turn | None
+) -> None:
+    """See `Analyse`."""
+    back = None if turn is None else (turn[0], -turn[1])
+    for index, states in enumerate((_turned(keys.float(), back), values.float())):
+        own = means[:, index * states.shape[-1] :][:, None, : states.shape[-1]]
+        units += torch.einsum("hnd,hcd->nc", states - own, matrix[:, index])
+        if not states.isfinite().all():
+            found[index] = torch.nan
+
+
+def _turned(keys: Tensor, turn: Turn | None) -> Tensor:
+    if turn is None:
+        return keys
+    lower, upper = keys.chunk(2, dim=-1)
+    return keys * turn[0] + torch.cat((-upper, lower), dim=-1) * turn[1]
+
+
+PLAIN = LatentOps(units, entries, analyse)

@@ -1,0 +1,322 @@
+"""`units`, `entries` and `analyse` of `kernels/latents.py` in Triton.
+
+The numbers of a chunk are unpacked once for all layers of their group. A program of `_entries` makes the keys and the
+values of one head for a tile of tokens on tensor cores: both halves of a head lie in its registers, so that it rotates,
+rounds and writes them where attention reads them. `_analyse` does the same backwards. Sums run in one order, whatever
+the tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inference_engine.kernels.latents import PADDED, CodeTables, LatentOps, Synthesis, Turn
+
+_TOKENS, _CODES = 8, 256  # of a program that unpacks
+_STEP = 64  # numbers that a program of `_entries` takes at once
+_MANY = 1024  # tokens from which on larger tiles keep the device busy
+_ANALYSED = 64  # tokens of a program of `_analyse`
+
+
+def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> Tensor:
+    """See `kernels.latents.Units`."""
+    count, half = low.shape
+    found = torch.empty((count, tables.padded), dtype=dtype, device=low.device)
+    if count:
+        _units[(triton.cdiv(count, _TOKENS), triton.cdiv(tables.padded, _CODES))](
+            low,
+            high,
+            tables.begins,
+            tables.widths,
+            tables.tables,
+            tables.levels,
+            tables.scales,
+            found,
+            count,
+            half,
+            tables.first_byte,
+            tables.count,
+            tables.padded,
+            tables.chains,
+            TOKENS=_TOKENS,
+            BLOCK=_CODES,
+        )
+    return found
+
+
+def entries(
+    units: Tensor, synthesis: Synthesis, keys: Tensor, values: Tensor, found: Tensor, *, turn: Turn | None
+) -> None:
+    """See `kernels.latents.Entries`."""
+    heads, count, dim = keys.shape
+    assert keys.stride() == values.stride() == (keys.stride(0), dim, 1)
+    assert units.is_contiguous() and units.dtype == synthesis.matrix.dtype
+    if not count:
+        return
+    cos, sin = turn or (synthesis.factors, synthesis.factors)
+    is_exact = units.dtype == torch.float32
+    tile = 128 if count >= _MANY and dim <= 128 and not is_exact else 64
+    _entries[(triton.cdiv(count, tile), heads)](
+        units,
+        synthesis.matrix,
+        synthesis.factors,
+        synthesis.means,
+        cos,
+        sin,
+        keys,
+        values,
+        found,
+        count,
+        keys.stride(0),
+        NUMBERS=units.shape[1],
+        DIM=dim,
+        TURNS=turn is not None,
+        PRECISION="ieee" if is_exact else "tf32",
+        TILE=tile,
+        STEP=32 if is_exact else _STEP,
+        num_warps=8 if tile > 64 or dim > 128 else 4,
+        num_stages=2 if is_exact or dim > 128 else 3,
+    )
+
+
+def analyse(
+    keys: Tensor, values: Tensor, matrix: Tensor, means: Tensor, units: Tensor, found: Tensor, *, turn: Turn | None
+) -> None:
+    """See `kernels.latents.Analyse`."""
+    heads, count, dim = keys.shape
+    assert keys.stride() == values.stride() == (keys.stride(0), dim, 1)
+    assert units.is_contiguous() and matrix.is_contiguous() and means.is_contiguous()
+    if not count:
+        return
+    cos, sin = turn or (means, means)
+    _analyse[(triton.cdiv(count, _ANALYSED), units.shape[1] // PADDED)](
+        keys,
+        values,
+        matrix,
+        means,
+        cos,
+        sin,
+        units,
+        found,
+        count,
+        keys.stride(0),
+        units.shape[1],
+        HEADS=heads,
+        DIM=dim,
+        TURNS=turn is not None,
+        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        TILE=_ANALYSED,
+        BLOCK=PADDED,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+@triton.jit
+def _byte(p_low, p_high, place, half, index, live):
+    """Byte `index` of the codes at `place`, which lie in two halves."""
+    at = place * half + index
+    b_low = tl.load(p_low + at, mask=live & (index < half), other=0)
+    b_high = tl.load(p_high + at - half, mask=live & (index >= half) & (index < 2 * half), other=0)
+    return (b_low | b_high).to(tl.int32)
+
+
+@triton.jit
+def _units(
+    p_low,
+    p_high,
+    p_begins,
+    p_widths,
+    p_tables,
+    p_levels,
+    p_scales,
+    p_found,
+    tokens,
+    half,
+    first_byte,
+    count,
+    padded,
+    chains,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    o_code = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = o_code < count
+    b_begin = tl.load(p_begins + o_code, mask=live, other=0)
+    b_width = tl.load(p_widths + o_code, mask=live, other=1)
+    b_table = tl.load(p_tables + o_code, mask=live, other=0)
+    b_octet = first_byte + 1 + b_begin // 8
+    b_right = 24 - b_begin % 8 - b_width
+    b_mask = (1 << b_width) - 1
+    # The last bits of the codes that stand one, two and three steps before in the chain.
+    has_one = live & (o_code >= chains)
+    has_two = live & (o_code >= 2 * chains)
+    has_three = live & (o_code >= 3 * chains)
+    b_one = tl.load(p_begins + o_code - chains, mask=has_one, other=0)
+    b_one += tl.load(p_widths + o_code - chains, mask=has_one, other=1) - 1
+    b_two = tl.load(p_begins + o_code - 2 * chains, mask=has_two, other=0)
+    b_two += tl.load(p_widths + o_code - 2 * chains, mask=has_two, other=1) - 1
+    b_three = tl.load(p_begins + o_code - 3 * chains, mask=has_three, other=0)
+    b_three += tl.load(p_widths + o_code - 3 * chains, mask=has_three, other=1) - 1
+    behind = first_byte + 1
+    for token in range(TOKENS):
+        place = tl.program_id(0).to(tl.int64) * TOKENS + token
+        here = live & (place < tokens)
+        b_word = _byte(p_low, p_high, place, half, b_octet, here) << 16
+        b_word |= _byte(p_low, p_high, place, half, b_octet + 1, here) << 8
+        b_word |= _byte(p_low, p_high, place, half, b_octet + 2, here)
+        b_code = (b_word >> b_right) & b_mask
+        u_one = _byte(p_low, p_high, place, half, behind + b_one // 8, has_one & here) >> (7 - b_one % 8)
+        u_two = _byte(p_low, p_high, place, half, behind + b_two // 8, has_two & here) >> (7 - b_two % 8)
+        u_three = _byte(p_low, p_high, place, half, behind + b_three // 8, has_three & here) >> (7 - b_three % 8)
+        b_subset = (((b_code ^ u_one ^ u_three) & 1) << 1) | (u_two & 1)
+        b_level = tl.load(p_levels + b_table + ((b_code >> 1) << 2) + b_subset, mask=here, other=0.0)
+        inside = place < tokens
+        scale_code = tl.load(p_low + place * half + first_byte, mask=inside & (first_byte < half), other=0)
+        scale_code |= tl.load(p_high + place * half + first_byte - half, mask=inside & (first_byte >= half), other=0)
+        scale = tl.load(p_scales + scale_code.to(tl.int32))
+        b_number = (b_level * scale).to(p_found.dtype.element_ty)
+        tl.store(p_found + place * padded + o_code, b_number, mask=inside & (o_code < padded))
+
+
+@triton.jit
+def _entries(
+    p_units,
+    p_matrix,
+    p_factors,
+    p_means,
+    p_cos,
+    p_sin,
+    p_keys,
+    p_values,
+    p_found,
+    count,
+    stride,
+    NUMBERS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    HALF: tl.constexpr = DIM // 2
+    head = tl.program_id(1).to(tl.int64)
+    o_token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = o_token < count
+    o_number = tl.arange(0, STEP)
+    o_dim = tl.arange(0, HALF)
+    first = head * 2 * DIM
+    p_unit = p_units + o_token.to(tl.int64)[:, None] * NUMBERS + o_number[None, :]
+    p_part = p_matrix + first * NUMBERS + o_dim[:, None] * NUMBERS + o_number[None, :]
+    k_lower = tl.zeros([TILE, HALF], dtype=tl.float32)
+    k_upper = tl.zeros([TILE, HALF], dtype=tl.float32)
+    v_lower = tl.zeros([TILE, HALF], dtype=tl.float32)
+    v_upper = tl.zeros([TILE, HALF], dtype=tl.float32)
+    for _ in range(NUMBERS // STEP):
+        b_unit = tl.load(p_unit, mask=live[:, None], other=0.0)
+        k_lower = tl.dot(b_unit, tl.trans(tl.load(p_part)), k_lower, input_precision=PRECISION)
+        k_upper = tl.dot(b_unit, tl.trans(tl.load(p_part + HALF * NUMBERS)), k_upper, input_precision=PRECISION)
+        v_lower = tl.dot(b_unit, tl.trans(tl.load(p_part + 2 * HALF * NUMBERS)), v_lower, input_precision=PRECISION)
+        v_upper = tl.dot(b_unit, tl.trans(tl.load(p_part + 3 * HALF * NUMBERS)), v_upper, input_precision=PRECISION)
+        p_unit += STEP
+        p_part += STEP
+    o_out = o_dim + first
+    k_lower = k_lower * tl.load(p_factors + o_out)[None, :] + tl.load(p_means + o_out)[None, :]
+    k_upper = k_upper * tl.load(p_factors + o_out + HALF)[None, :] + tl.load(p_means + o_out + HALF)[None, :]
+    v_lower = v_lower * tl.load(p_factors + o_out + DIM)[None, :] + tl.load(p_means + o_out + DIM)[None, :]
+    o_out += DIM + HALF
+    v_upper = v_upper * tl.load(p_factors + o_out)[None, :] + tl.load(p_means + o_out)[None, :]
+    if TURNS:
+        at = o_token.to(tl.int64)[:, None] * DIM + o_dim[None, :]
+        b_cos = tl.load(p_cos + at, mask=live[:, None], other=1.0)
+        b_sin = tl.load(p_sin + at, mask=live[:, None], other=0.0)
+        b_turned = k_lower * b_cos - k_upper * b_sin
+        k_upper = k_upper * b_cos + k_lower * b_sin
+        k_lower = b_turned
+    out = head * stride + o_token.to(tl.int64)[:, None] * DIM + o_dim[None, :]
+    _put(p_keys + out, p_keys + out + HALF, k_lower, k_upper, live, p_found)
+    _put(p_values + out, p_values + out + HALF, v_lower, v_upper, live, p_found + 1)
+
+
+@triton.jit
+def _put(p_lower, p_upper, b_lower, b_upper, live, p_found):
+    """Round and write both halves of a head, and say if a number is not finite."""
+    b_low = b_lower.to(p_lower.dtype.element_ty)
+    b_high = b_upper.to(p_upper.dtype.element_ty)
+    tl.store(p_lower, b_low, mask=live[:, None])
+    tl.store(p_upper, b_high, mask=live[:, None])
+    _report(b_low.to(tl.float32), b_high.to(tl.float32), live, p_found, 0)
+
+
+@triton.jit
+def _report(b_lower, b_upper, live, p_found, turn):
+    # A number minus itself is 0, or it is not finite. Of programs that see the same numbers, one says so.
+    b_rest = tl.abs(b_lower - b_lower) + tl.abs(b_upper - b_upper)
+    broken = tl.sum(tl.sum(tl.where(live[:, None] & (b_rest != 0.0), 1, 0), axis=1), axis=0)
+    tl.store(p_found, float("nan"), mask=(broken > 0) & (turn == 0))
+
+
+@triton.jit
+def _analyse(
+    p_keys,
+    p_values,
+    p_matrix,
+    p_means,
+    p_cos,
+    p_sin,
+    p_units,
+    p_found,
+    count,
+    stride,
+    padded,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    HALF: tl.constexpr = DIM // 2
+    o_token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = o_token < count
+    o_number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_dim = tl.arange(0, HALF)
+    place = o_token.to(tl.int64)[:, None]
+    entry = place * DIM + o_dim[None, :]
+    p_part = p_matrix + o_number.to(tl.int64)[:, None] * DIM + o_dim[None, :]
+    b_cos = tl.full([TILE, HALF], 1.0, dtype=tl.float32)
+    b_sin = tl.zeros([TILE, HALF], dtype=tl.float32)
+    if TURNS:
+        b_cos = tl.load(p_cos + entry, mask=live[:, None], other=1.0)
+        b_sin = tl.load(p_sin + entry, mask=live[:, None], other=0.0)
+    p_out = p_units + place * padded + o_number[None, :]
+    b_unit = tl.load(p_out, mask=live[:, None], other=0.0)
+    for head in range(HEADS):
+        own = entry + tl.cast(head, tl.int64) * stride
+        b_lower = tl.load(p_keys + own, mask=live[:, None], other=0.0).to(tl.float32)
+        b_upper = tl.load(p_keys + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
+        _report(b_lower, b_upper, live, p_found, tl.program_id(1))
+        b_back = b_lower * b_cos + b_upper * b_sin
+        b_upper = b_upper * b_cos - b_lower * b_sin
+        b_unit = _add(b_unit, b_back, b_upper, p_means + head * 2 * DIM, p_part, o_dim, HALF, PRECISION)
+        p_part += padded * DIM
+        b_lower = tl.load(p_values + own, mask=live[:, None], other=0.0).to(tl.float32)
+        b_upper = tl.load(p_values + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
+        _report(b_lower, b_upper, live, p_found + 1, tl.program_id(1))
+        b_unit = _add(b_unit, b_lower, b_upper, p_means + head * 2 * DIM + DIM, p_part, o_dim, HALF, PRECISION)
+        p_part += padded * DIM
+    tl.store(p_out, b_unit, mask=live[:, None])
+
+
+@triton.jit
+def _add(b_unit, b_lower, b_upper, p_means, p_part, o_dim, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    b_lower -= tl.load(p_means + o_dim)[None, :]
+    b_upper -= tl.load(p_means + HALF + o_dim)[None, :]
+    b_unit = tl.dot(b_lower, tl.trans(tl.load(p_part)), b_unit, input_precision=PRECISION)
+    return tl.dot(b_upper, tl.trans(tl.load(p_part + HALF)), b_unit, input_precision=PRECISION)
+
+
+latents = LatentOps(units, entries, analyse)

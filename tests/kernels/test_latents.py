@@ -1,0 +1,231 @@
+"""Codes become entries, and entries numbers: what a decoder says, and in Triton what the references give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.latents import (
+    PLAIN,
+    CodeTables,
+    LatentOps,
+    Synthesis,
+    analysis_matrix,
+    operand_dtype,
+    padded,
+)
+from tests.kernels.own_process import run_with_triton
+
+# Tokens, codes, chains, Hkv, D.
+SIZES = [(3, 5, 1, 2, 32), (70, 37, 2, 3, 64), (1, 300, 37, 1, 32), (65, 64, 2, 2, 128)]
+FIRST_BYTE = 5
+
+
+def made_tables(count: int, chains: int, device: str) -> CodeTables:
+    generator = torch.Generator().manual_seed(count)
+    widths = torch.randint(1, 8, (count,), generator=generator, dtype=torch.int32)
+    sizes = 2 ** (widths + 1)
+    return CodeTables.of(
+        widths,
+        (sizes.cumsum(0) - sizes).int().to(device),
+        torch.randn(int(sizes.sum()), generator=generator),
+        torch.rand(256, generator=generator) + 0.5,
+        chains=chains,
+        first_byte=FIRST_BYTE,
+    )
+
+
+def made_codes(tokens: int, tables: CodeTables, device: str) -> tuple[Tensor, Tensor]:
+    """Two halves, with other bytes before and behind the group's own."""
+    width = FIRST_BYTE + 1 + -(-int(tables.widths.sum()) // 8) + 3
+    half = -(-width // 2)
+    codes = torch.randint(0, 256, (tokens, 2 * half), generator=torch.Generator().manual_seed(tokens))
+    return codes[:, :half].to(torch.uint8).to(device), codes[:, half:].to(torch.uint8).to(device)
+
+
+def units_one_by_one(low: Tensor, high: Tensor, tables: CodeTables) -> Tensor:
+    """As `LayerDecoder` describes them."""
+    found = []
+    for code in torch.cat((low, high), dim=1).tolist():
+        own = code[FIRST_BYTE:]
+        bits = "".join(f"{byte:08b}" for byte in own[1:])
+        begins, widths = tables.begins.tolist(), tables.widths.tolist()
+        codes = [int(bits[begin : begin + width], 2) for begin, width in zip(begins, widths, strict=True)]
+        lasts = [0] * (3 * tables.chains) + [number & 1 for number in codes]
+
+        def last(place: int, steps: int, lasts: list[int] = lasts) -> int:
+            return lasts[place + (3 - steps) * tables.chains]
+
+        places = [
+            int(tables.tables[at]) + 4 * (number >> 1) + ((last(at, 0) ^ last(at, 1) ^ last(at, 3)) << 1 | last(at, 2))
+            for at, number in enumerate(codes)
+        ]
+        found.append(tables.levels[places] * tables.scales[own[0]])
+    return torch.stack(found)
+
+
+def made_turn(tokens: int, dim: int, device: str) -> tuple[Tensor, Tensor]:
+    angles = torch.rand((tokens, dim // 2), generator=torch.Generator().manual_seed(dim)) * 6
+    both = angles.repeat(1, 2)
+    return both.cos().to(device), both.sin().to(device)
+
+
+def made_synthesis(size: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> Synthesis:
+    _, count, _, heads, dim = size
+    generator = torch.Generator().manual_seed(dim)
+    matrix = torch.randn((heads, 2 * dim, count), generator=generator) / count**0.5
+    means = torch.randn((heads, 2 * dim), generator=generator)
+    return Synthesis.of(matrix.to(device), means.to(device), dtype)
+
+
+def analysed(
+    operations: LatentOps, size: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, *, turns: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The numbers of a group of two layers, and what was found. Around the entries lies NaN."""
+    tokens, count, _, heads, dim = size
+    units, found = torch.zeros(tokens, padded(count), device=device), torch.zeros(2, device=device)
+    turn = made_turn(tokens, dim, device) if turns else None
+    for layer in range(2):
+        generator = torch.Generator().manual_seed(layer)
+        states = torch.randn((2, heads, tokens + 9, dim), generator=generator).to(device, dtype)
+        states[:, :, :4] = states[:, :, 4 + tokens :] = torch.nan
+        keys, values = states[:, :, 4 : 4 + tokens]
+        matrix = analysis_matrix(torch.randn((heads, 2 * dim, count), generator=generator) / (heads * dim) ** 0.5)
+        means = torch.randn((heads, 2 * dim), generator=generator).to(device)
+        operations.analyse(keys, values, matrix.to(device), means, units, found, turn=turn)
+    return units, found
+
+
+def restored(
+    operations: LatentOps, size: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, *, turns: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What lies in the regions of keys and of values afterwards, and what was found; the rest of a region is NaN."""
+    tokens, count, chains, heads, dim = size
+    tables = made_tables(count, chains, device)
+    units = operations.units(*made_codes(tokens, tables, device), tables, operand_dtype(dtype))
+    synthesis = made_synthesis(size, dtype, device)
+    keys, values = (torch.full((heads, tokens + 9, dim), torch.nan, dtype=dtype, device=device) for _ in range(2))
+    found = torch.zeros(2, device=device)
+    turn = made_turn(tokens, dim, device) if turns else None
+    own = slice(4, 4 + tokens)
+    operations.entries(units, synthesis, keys[:, own], values[:, own], found, turn=turn)
+    for states in (keys, values):
+        assert states[:, own].isfinite().all()
+        assert states[:, :4].isnan().all() and states[:, own.stop :].isnan().all()
+    return keys[:, own], values[:, own], found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_numbers_of_a_code_are_those_that_a_decoder_describes(size: tuple[int, int, int, int, int]) -> None:
+    tokens, count, chains, _, _ = size
+    tables = made_tables(count, chains, "cpu")
+    low, high = made_codes(tokens, tables, "cpu")
+
+    found = PLAIN.units(low, high, tables, torch.float32)
+
+    assert torch.equal(found[:, :count], units_one_by_one(low, high, tables))
+    assert not found[:, count:].any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(size: tuple[int, int, int, int, int]) -> None:
+    """And a rotation of the keys, to where they stand, is taken back before."""
+    tokens, count, _, heads, dim = size
+    generator = torch.Generator().manual_seed(1)
+    unrotated, values = torch.randn((2, heads, tokens, dim), generator=generator)
+    matrix = torch.randn((heads, 2 * dim, count), generator=generator)
+    means = torch.randn((heads, 2 * dim), generator=generator)
+    both = torch.cat((unrotated, values), dim=-1) - means[:, None]
+    expected = (both.transpose(0, 1).flatten(1).double() @ matrix.flatten(0, 1).double()).float()
+    turn = made_turn(tokens, dim, "cpu")
+    lower, upper = unrotated.chunk(2, dim=-1)
+    rotated = unrotated * turn[0] + torch.cat((-upper, lower), dim=-1) * turn[1]
+    units, found = torch.zeros(tokens, padded(count)), torch.zeros(2)
+
+    PLAIN.analyse(rotated, values, analysis_matrix(matrix), means, units, found, turn=turn)
+
+    torch.testing.assert_close(units[:, :count], expected, atol=1e-3, rtol=1e-4)
+    assert not units[:, count:].any()
+    assert found.isfinite().all()
+
+
+def test_an_entry_that_is_not_finite_is_found() -> None:
+    means = torch.zeros(1, 64)
+    means[0, 40] = torch.inf
+    synthesis = Synthesis.of(torch.ones(1, 64, 64), means, torch.float32)
+    found = torch.zeros(2)
+
+    PLAIN.entries(torch.ones(3, 64), synthesis, torch.empty(1, 3, 32), torch.empty(1, 3, 32), found, turn=None)
+
+    assert found.isnan().tolist() == [False, True]
+
+
+def compare_with_triton() -> None:
+    from inference_engine.kernels.triton.latents import latents as operations
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for size in SIZES:
+        tables = made_tables(size[1], size[2], device)
+        codes = made_codes(size[0], tables, device)
+        for dtype in (torch.float32, torch.float16):
+            assert torch.equal(operations.units(*codes, tables, dtype), PLAIN.units(*codes, tables, dtype)), size
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
+            for turns in (True, False):
+                for operation in (restored, analysed):
+                    found = operation(operations, size, dtype, device, turns=turns)
+                    expected = operation(PLAIN, size, dtype, device, turns=turns)
+                    for one, other in zip(found, expected, strict=True):
+                        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+    _compare_parts(operations, device)
+    _compare_broken(operations, device)
+
+
+def _compare_parts(operations: LatentOps, device: str) -> None:
+    """The bits of an entry, and of a number, do not depend on how many are computed at once."""
+    on_gpu = device == "cuda"
+    tokens, count, heads, dim = 1500 if on_gpu else 200, 100, 2, 64
+    tables, size = made_tables(count, 2, device), (tokens, count, 2, heads, dim)
+    cos, sin = made_turn(tokens, dim, device)
+    bounds = [(0, 1), (1, 77), (77, tokens)] if not on_gpu else [(0, 1), (1, 256), (256, 512), (512, tokens)]
+    for dtype in (torch.float32, torch.bfloat16):
+        units = operations.units(*made_codes(tokens, tables, device), tables, operand_dtype(dtype))
+        synthesis = made_synthesis(size, dtype, device)
+        matrix = analysis_matrix(torch.randn((heads, 2 * dim, count), generator=torch.Generator().manual_seed(1)))
+        results = []
+        for parts in ([(0, tokens)], bounds):
+            entries = torch.empty((2, heads, tokens, dim), dtype=dtype, device=device)
+            numbers, found = torch.zeros((tokens, padded(count)), device=device), torch.zeros(2, device=device)
+            for first, end in parts:
+                own = slice(first, end)
+                pair, turn = (entries[0][:, own], entries[1][:, own]), (cos[own], sin[own])
+                operations.entries(units[own], synthesis, *pair, found, turn=turn)
+                operations.analyse(*pair, matrix.to(device), synthesis.means, numbers[own], found, turn=turn)
+            results.append((entries, numbers))
+        # Interpreted, a product is numpy's, whose sums depend on where in a tile a token stands.
+        atol, rtol = (0.0, 0.0) if on_gpu else (2e-1, 2e-2)
+        torch.testing.assert_close(results[0], results[1], atol=atol, rtol=rtol)
+
+
+def _compare_broken(operations: LatentOps, device: str) -> None:
+    units, matrix = torch.ones((5, 64), device=device), torch.ones((1, 128, 64), device=device)
+    for place, broken in ((3, [True, False]), (70, [False, True])):
+        means = torch.zeros((1, 128), device=device)
+        means[0, place] = torch.inf
+        entries, found = torch.empty((2, 1, 5, 64), device=device), torch.zeros(2, device=device)
+        operations.entries(units, Synthesis.of(matrix, means, torch.float32), entries[0], entries[1], found, turn=None)
+        assert found.isnan().tolist() == broken
+        numbers, again = torch.zeros((5, 64), device=device), torch.zeros(2, device=device)
+        operations.analyse(
+            entries[0], entries[1], analysis_matrix(matrix), torch.zeros_like(means), numbers, again, turn=None
+        )
+        assert again.isnan().tolist() == broken
+    # What the entries' dtype cannot hold is not finite either.
+    halves, found = torch.empty((2, 1, 5, 64), dtype=torch.float16, device=device), torch.zeros(2, device=device)
+    wide = Synthesis.of(matrix, torch.full((1, 128), 1e6, device=device), torch.float16)
+    operations.entries(units.half(), wide, halves[0], halves[1], found, turn=None)
+    assert found.isnan().all()
+
+
+def test_triton_computes_the_same() -> None:
+    run_with_triton(compare_with_triton)
