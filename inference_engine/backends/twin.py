@@ -29,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference_engine.backends.base import Admitted, Forward, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_layers
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerTraits
@@ -393,6 +394,9 @@ class _ExactTokens:
         entries = [part.reshape(len(codes), *shape) for part, shape in zip(parts, self._shapes * 2, strict=True)]
         wanted = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [entries[place] for place in wanted], [entries[len(self.layers) + place] for place in wanted]
+
+    def using(self, trellis: Trellis) -> _ExactTokens:
+        return self
 
     def analysers(self) -> None:
         return None

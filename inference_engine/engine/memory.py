@@ -57,6 +57,8 @@ def open_memory(
         count=metrics.count_transfer,
     )
     placed = {layer: found.to(forward.device) for layer, found in (components or {}).items()}
+    if latent is not None:
+        latent = latent.using(opened.ops.trellis)
     context = replace(opened, latent=latent, components=placed, tier=tier, on_choice=on_choice)
     if drafter is not None:
         context = replace(context, draft_memories=drafter)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from inference_engine.kernels.components import IndexShape, KeyComponents, ModelComponents
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
+from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
@@ -189,6 +190,9 @@ class TokenCodec(Protocol):
     @property
     def least_bytes_per_token(self) -> int:
         """The smallest size that `at` accepts."""
+
+    def using(self, trellis: Trellis) -> TokenCodec:
+        """The same codec, if its codes are chosen along a trellis by a device's own operations."""
 
     def at(self, bytes_per_token: int) -> TokenCodec:
         """The same codec with fewer bytes per token."""

@@ -217,6 +217,16 @@ class RestoredRun(ctypes.Structure):
     count: int
 
 
+class TrellisCodes(ctypes.Structure):
+    """Numbers, and the codes to choose. Whoever fills this in keeps its arrays alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("numbers", "values", "weights", "first", "size", "codes")),
+        *((name, ctypes.c_int64) for name in ("vectors", "count", "chains")),
+    )
+    vectors: int
+
+
 class Archive(ctypes.Structure):
     """Archived tokens, and where those that were chosen are restored. Whoever fills this in keeps its arrays alive."""
 
@@ -397,6 +407,13 @@ class Kernels:
             raise MemoryError(f"no memory is left to restore {run.count} entries")
         return not fails
 
+    def choose(self, threads: Threads, codes: TrellisCodes) -> None:
+        """The codes of vectors that cost least (`kernels/trellis.py`). Raises MemoryError."""
+        with threads.lock:
+            fails = self._functions.kakeya_choose(self.address, threads.address, ctypes.byref(codes))
+        if fails:
+            raise MemoryError(f"no memory is left to choose the codes of {codes.vectors} tokens")
+
     def weigh(
         self, threads: Threads, rows: Sequence[Floats], scales: Floats, ids: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -446,7 +463,7 @@ class Library:
             )
         structures = (
             *(Matrix, Attention, Operation, Layer, Rotary, Step, CodedEntries),
-            *(KeyIndex, LayerDecoder, Archive, RestoredRun),
+            *(KeyIndex, LayerDecoder, Archive, RestoredRun, TrellisCodes),
         )
         sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
@@ -571,6 +588,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "decompress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
         "compress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
         "restore": (integer, (pointer, pointer, ctypes.POINTER(RestoredRun))),
+        "choose": (integer, (pointer, pointer, ctypes.POINTER(TrellisCodes))),
         "weigh": (integer, (pointer, pointer, pointer, pointer, long, long, long, pointer, pointer, pointer)),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),

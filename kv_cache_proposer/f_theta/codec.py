@@ -174,6 +174,11 @@ class LatentCodec:
         parts = [part.encode_units(own) for part, own in zip(self.coders, numbers, strict=True)]
         return torch.cat(parts, dim=1)
 
+    def using(self, trellis: Trellis) -> LatentCodec:
+        if self.quantiser != "trellis":
+            return self
+        return replace(self, coders=tuple(replace(part, trellis=trellis) for part in self.coders))
+
     def decoder(self, layer: int) -> LayerDecoder | None:
         """As `TokenCodec`. None for codes that are not chosen along a trellis."""
         if self.quantiser != "trellis":
@@ -201,6 +206,7 @@ class LatentCodec:
             )
         bases = tuple(part.basis for part in self.coders)
         lower = code(bases, bytes_per_token, bits=self.bits, quantiser=self.quantiser, kernels=self.kernels)
+        lower = lower.using(self.coders[0].trellis)
         self._lower[bytes_per_token] = lower
         for earlier in list(self._lower)[:-_MOST_RATES]:
             self._lower.pop(earlier, None)

@@ -16,6 +16,7 @@ from torch import Tensor
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
@@ -41,6 +42,9 @@ class Lossless:
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []  # [layers, n, Hkv, D]
+
+    def using(self, trellis: Trellis) -> Lossless:
+        return self
 
     def analysers(self) -> None:
         return None

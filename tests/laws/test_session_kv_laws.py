@@ -13,6 +13,7 @@ from torch import Tensor
 from inference_engine.errors import NoCapacity
 from inference_engine.kernels.components import KeyComponents
 from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
@@ -89,6 +90,9 @@ class HalfTokens:
         ]
         places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [vectors[place] for place in places], [vectors[len(shapes) + place] for place in places]
+
+    def using(self, trellis: Trellis) -> HalfTokens:
+        return self
 
     def analysers(self) -> None:
         return None

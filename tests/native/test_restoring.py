@@ -1,4 +1,4 @@
-"""Chosen tokens that have left the regions: restored to what the decoder says, once, and to the same bits each time."""
+"""Archived tokens: restored to what the decoder says, once, and to the same bits each time; and analysed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from inference_engine.backends.native.decoders import Turns, native_decoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.ragged_attention import COUNT, FLOOR, HEAD_SLOTS, RING
-from inference_engine.kv.context import ArchivedCodes, LayerDecoder, RestoredLayer, Slab
-from inference_engine.native.library import Identity, KVType, Matrix
+from inference_engine.kv.context import (
+    ArchivedCodes,
+    GroupAnalyser,
+    LayerDecoder,
+    ReadLayer,
+    RestoredLayer,
+    Rotate,
+    Slab,
+)
+from inference_engine.native.library import Identity, KVType, Matrix, Threads
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
 
@@ -41,6 +49,25 @@ def make_decoder(count: int = 37, chains: int = 2) -> LayerDecoder:
 
 def no_rotation(keys: Tensor, shifts: Tensor, rotary: str) -> Tensor:
     raise AssertionError("restoring rotates by itself")
+
+
+def made_coder(
+    threads: Threads,
+    *,
+    level: str = "auto",
+    kv_type: KVType = KVType.FLOAT32,
+    identity: Identity = Identity.EXACT,
+    turn: Rotate = no_rotation,
+) -> NativeCoder:
+    return NativeCoder(
+        kernels=library().kernels(level),
+        threads=threads,
+        kv_type=kv_type,
+        identity=identity,
+        rotate=turn,
+        turned={"default": 24},
+        turns={"default": Turns.of(FREQUENCIES, 10_000)},
+    )
 
 
 def units_of(decoder: LayerDecoder, code: list[int]) -> Tensor:
@@ -148,15 +175,7 @@ def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
     def run(first: int, end: int, level: str = "auto", threads: int = 1) -> Tensor:
         lib = library()
         with lib.open_threads(threads) as opened:
-            coder = NativeCoder(
-                kernels=lib.kernels(level),
-                threads=opened,
-                kv_type=kv_type,
-                identity=Identity.EXACT,
-                rotate=no_rotation,
-                turned={"default": 24},
-                turns={"default": Turns.of(FREQUENCIES, 10_000)},
-            )
+            coder = made_coder(opened, level=level, kv_type=kv_type)
             # Each head's entries lie in a longer region.
             regions = torch.full((2, HKV, end - first + 7, D), torch.nan, dtype=KV_DTYPES[kv_type])
             entries = regions[:, :, 3 : 3 + end - first]
@@ -172,6 +191,40 @@ def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
     for level in library().levels():
         assert torch.equal(run(100, 371, level, threads=2), found[:, :, 97:368]), level
+
+
+@pytest.mark.parametrize("identity", [Identity.EXACT, Identity.QUANTISED])
+def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(identity: Identity) -> None:
+    """Of two layers, read where they lie: keys are rotated back first."""
+    first, count, outputs = 40, 70, 90
+    draw = torch.Generator().manual_seed(1)
+    unrotated, values = torch.randn(2, 2, HKV, count, D, generator=draw)
+    matrices = torch.randn(2, HKV, 2 * D, outputs, generator=draw)
+    means = torch.randn(2, HKV, 2 * D, generator=draw)
+    both = torch.cat((unrotated, values), dim=-1) - means[:, :, None]
+    expected = torch.einsum("lhnd,lhdc->nc", both, matrices)
+    analyser = GroupAnalyser(
+        layers=(3, 5), count=outputs, means=tuple(means), make_matrix=lambda index: matrices[index]
+    )
+    positions = torch.arange(first, first + count)
+    regions = torch.full((2, 2, HKV, count + 5, D), torch.nan)
+    for layer in range(2):
+        regions[layer, 0, :, 2 : 2 + count] = rotate(unrotated[layer], positions)
+        regions[layer, 1, :, 2 : 2 + count] = values[layer]
+    layers = [
+        ReadLayer(rotary="default", keys=own[0, :, 2 : 2 + count], values=own[1, :, 2 : 2 + count]) for own in regions
+    ]
+    with library().open_threads(2) as threads:
+        coder = made_coder(threads, identity=identity, turn=lambda keys, shifts, _: rotate(keys, shifts))
+        assert coder.analyses("default", D) and not coder.analyses("other", D)
+
+        numbers, found = coder.analyse(analyser, layers, first)
+
+        assert found.isfinite().all()
+        lost = (numbers - expected).square().mean() / expected.square().mean()
+        assert lost < (1e-3 if identity is Identity.QUANTISED else 1e-6)
+        regions[1, 1, 0, 9, 3] = torch.inf
+        assert coder.analyse(analyser, layers, first)[1].isfinite().tolist() == [[True, True], [True, False]]
 
 
 def test_what_a_slab_holds_changes_no_bit() -> None:

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
+from inference_engine.backends.native.decoders import Turns, native_analyser, native_codes, native_decoder
+from inference_engine.kernels.trellis import Levels
 from inference_engine.kv.compressor import KVCompressor
-from inference_engine.kv.context import ArchivedCodes, CodedPlaces, RestoredLayer, Rotate
+from inference_engine.kv.context import ArchivedCodes, CodedPlaces, GroupAnalyser, ReadLayer, RestoredLayer, Rotate
 from inference_engine.kv.layout import Positions
 from inference_engine.native.library import (
     CodedAs,
@@ -26,10 +27,39 @@ from inference_engine.native.library import (
     KVType,
     RestoredRun,
     Threads,
+    TrellisCodes,
 )
 
 _LANES = 16
 _KINDS = {None: CodedAs.LEVELS, torch.float32: CodedAs.FLOAT32, torch.bfloat16: CodedAs.BFLOAT16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeChoice:
+    """Implements `kernels.trellis.Choose`: the same codes."""
+
+    kernels: Kernels
+    threads: Threads
+
+    def __call__(self, numbers: Tensor, levels: Levels) -> Tensor:
+        own = numbers.float().contiguous()
+        codes = torch.empty(own.shape, dtype=torch.int32)
+        tables = [levels.values, levels.weights, levels.first, levels.size]
+        assert all(table.is_contiguous() for table in tables)
+        values, weights, first, size = (table.data_ptr() for table in tables)
+        given = TrellisCodes(
+            numbers=own.data_ptr(),
+            values=values,
+            weights=weights,
+            first=first,
+            size=size,
+            codes=codes.data_ptr(),
+            vectors=len(own),
+            count=levels.count,
+            chains=levels.chains,
+        )
+        self.kernels.choose(self.threads, given)
+        return codes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,10 +117,20 @@ class NativeCoder:
         return self.kernels.restore(self.threads, run)
 
     def analyses(self, rotary: str, head_dim: int) -> bool:
-        return False
+        return rotary in self.turns
 
-    def analyse(self, *_: object) -> tuple[Tensor, Tensor]:
-        raise AssertionError("it has no operation")
+    def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:
+        made, count = native_analyser(analyser, self.identity), layers[0].keys.shape[1]
+        numbers, part = torch.zeros(count, analyser.count), np.empty((count, analyser.count), np.float32)
+        back = -torch.arange(first, first + count)
+        found = torch.zeros(2, len(layers))
+        for index, (layer, (matrix, means)) in enumerate(zip(layers, made.layers, strict=True)):
+            keys, values = self.rotate(layer.keys.float(), back, layer.rotary), layer.values.float()
+            entries = torch.cat((keys, values), dim=-1).transpose(0, 1).reshape(count, -1)  # K and V of each head
+            self.kernels.linear(self.threads, matrix, self.identity, (entries - means).numpy(), part)
+            numbers += torch.from_numpy(part)
+            found[0, index], found[1, index] = (0 * keys).sum(), (0 * values).sum()  # NaN if one is not finite
+        return numbers, found
 
     def _entries(self, compressor: KVCompressor, places: CodedPlaces) -> tuple[CodedEntries, tuple[object, ...]]:
         """With what has to live as long as they are used."""

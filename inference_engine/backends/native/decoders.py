@@ -8,9 +8,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from inference_engine.errors import BackendError
-from inference_engine.kv.context import ArchivedCodes, LayerDecoder
+from inference_engine.kv.context import ArchivedCodes, GroupAnalyser, LayerDecoder
 from inference_engine.native.library import Codes, Format, Identity, Matrix, PackError, Source, Turning, load
 from inference_engine.native.library import LayerDecoder as NativeLayerDecoder
 
@@ -63,23 +64,59 @@ def native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
     return made[identity]
 
 
-def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeAnalyser:
+    """A `GroupAnalyser` as the library multiplies: of each layer a matrix [C, 2 · Hkv · D] and the means [2 · Hkv · D].
+
+    Inputs are ordered head by head, K and V of each. arrays: what the matrices point to.
+    """
+
+    layers: tuple[tuple[Matrix, Tensor], ...]
+    arrays: tuple[object, ...]
+
+
+_analysers: WeakKeyDictionary[GroupAnalyser, dict[Identity, NativeAnalyser]] = WeakKeyDictionary()
+
+
+def native_analyser(analyser: GroupAnalyser, identity: Identity) -> NativeAnalyser:
+    """Made once, for all sessions. identity: of the model; products are as exact as its own."""
+    made = _analysers.setdefault(analyser, {})
+    if identity not in made:
+        made[identity] = _native_analyser(analyser, identity)
+    return made[identity]
+
+
+def _native_analyser(analyser: GroupAnalyser, identity: Identity) -> NativeAnalyser:
+    layers, arrays = [], []
+    for index, means in enumerate(analyser.means):
+        matrix = analyser.make_matrix(index).cpu().flatten(0, 1).T.contiguous().numpy()
+        # A number that lies between two codes would get the other one.
+        packed, tiles = _packed(matrix, Format.INT8 if identity is Identity.QUANTISED else Format.FLOAT32)
+        layers.append((packed, means.cpu().float().flatten().contiguous()))
+        arrays.append(tiles)
+    return NativeAnalyser(tuple(layers), tuple(arrays))
+
+
+def _packed(matrix: Floats, kind: Format) -> tuple[Matrix, NDArray[np.uint8]]:
+    """A matrix [outputs, inputs] as the library has it, with its memory. Raises BackendError."""
     library = load()
     assert library is not None, "a native model has it"
-    matrix = decoder.make_matrix().cpu().numpy()
-    heads, outputs, count = matrix.shape
+    outputs, inputs = matrix.shape
+    tiles = np.empty(library.packed_bytes(kind, outputs, inputs), np.uint8)
+    data = np.ascontiguousarray(matrix, np.float32).view(np.uint8).reshape(-1)
+    error = library.pack(kind, Source.F32, data, (outputs, inputs), None, tiles)
+    if error is not PackError.PACKED:
+        raise BackendError(f"the latent codec's matrix of {outputs} by {inputs} cannot be packed: {error.name}")
+    return Matrix(format=kind, outputs=outputs, inputs=inputs, tiles=tiles.ctypes.data), tiles
+
+
+def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
     # In 16 bits a matrix loses next to nothing. In bytes, what it is multiplied with, too, a ten-thousandth of the
     # squared deviations of entries is lost; a latent loses hundredths.
     kind = Format.INT8 if identity is Identity.QUANTISED else Format.FLOAT16
-    tiles = np.empty((heads, library.packed_bytes(kind, outputs, count)), np.uint8)
-    for own, packed in zip(matrix, tiles, strict=True):
-        data = np.ascontiguousarray(own, np.float32).view(np.uint8).reshape(-1)
-        error = library.pack(kind, Source.F32, data, (outputs, count), None, packed)
-        if error is not PackError.PACKED:
-            raise BackendError(f"the latent codec's matrix of {outputs} by {count} cannot be packed: {error.name}")
-    matrices = (Matrix * heads)(
-        *(Matrix(format=kind, outputs=outputs, inputs=count, tiles=own.ctypes.data) for own in tiles)
-    )
+    packed = [_packed(own, kind) for own in decoder.make_matrix().cpu().numpy()]
+    matrices = (Matrix * len(packed))(*(matrix for matrix, _ in packed))
+    tiles = [own for _, own in packed]
     widths = decoder.widths.cpu().int().contiguous()
     begins = (widths.cumsum(0) - widths).int()
     octets, lefts, rights = begins // 8, begins % 8, _WORD - widths
@@ -95,7 +132,7 @@ def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
         scales=scales.data_ptr(),
         means=means.data_ptr(),
         matrices=ctypes.addressof(matrices),
-        count=count,
+        count=len(widths),
         chains=decoder.chains,
         first_byte=decoder.first_byte,
         bytes=1 - (-int(widths.sum()) // 8),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.native.choosing import NativeIndexes
-from inference_engine.backends.native.coding import NativeCoder
+from inference_engine.backends.native.coding import NativeChoice, NativeCoder
 from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.program import Program
@@ -34,6 +34,7 @@ from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.sampling import draw_all
+from inference_engine.kernels.trellis import Trellis, levels_of
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
@@ -60,7 +61,8 @@ class NativeForward:
         self._kv_dtype = KV_DTYPES[program.kv_type]
         layers = described.layers
         attention = NativeAttention(program.kernels, program.threads)
-        self._ops = replace(REFERENCE, attend_ragged=attention, attends_together=True)
+        trellis = Trellis(NativeChoice(program.kernels, program.threads), levels_of)
+        self._ops = replace(REFERENCE, attend_ragged=attention, trellis=trellis, attends_together=True)
         tables = described.rotary_tables()
         turns = {name: Turns.of(table.frequencies, described.trained_positions) for name, table in tables.items()}
         self._coder = NativeCoder(

@@ -81,7 +81,8 @@ const char* kakeya_sources() { return FINGERPRINT; }
 void kakeya_sizes(int64_t* sizes) {
   const int64_t found[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation),
                            sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(CodedEntries),
-                           sizeof(KeyIndex), sizeof(LayerDecoder), sizeof(Archive), sizeof(RestoredRun)};
+                           sizeof(KeyIndex), sizeof(LayerDecoder), sizeof(Archive), sizeof(RestoredRun),
+                           sizeof(TrellisCodes)};
   memcpy(sizes, found, sizeof found);
 }
 
@@ -137,6 +138,10 @@ int32_t kakeya_restore(const Kernels* kernels, void* threads, const RestoredRun*
   bool is_finite = true;
   int32_t fails = guarded([&] { is_finite = kernels->restore(*(Threads*)threads, *run); });
   return fails ? fails : !is_finite;
+}
+
+int32_t kakeya_choose(const Kernels* kernels, void* threads, const TrellisCodes* codes) {
+  return guarded([&] { kernels->choose(*(Threads*)threads, *codes); });
 }
 
 void* kakeya_open_program(const Kernels* kernels, void* threads, int32_t identity, int32_t kv_type,

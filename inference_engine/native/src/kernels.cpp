@@ -9,6 +9,7 @@
 #include "restoring.h"
 #include "selection.h"
 #include "step.h"
+#include "trellis.h"
 #include "weigh.h"
 
 #define PASTE(a, b) a##b
@@ -23,6 +24,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::decompress,
       KERNELS::compress,
       KERNELS::restore_run,
+      KERNELS::choose_codes,
       KERNELS::weigh,
       KERNELS::run,
   };

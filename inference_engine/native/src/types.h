@@ -86,6 +86,15 @@ struct RestoredRun {
   int32_t kv_heads, head_dim, kv_type, reserved;
 };
 
+// The numbers of vectors, [vectors][count], and their codes, as many. By number: where its levels begin in `values`, how
+// many they are, and what a squared error costs (`Levels` of `inference_engine/kernels/trellis.py`).
+struct TrellisCodes {
+  const float *numbers, *values, *weights;
+  const int32_t *first, *size;
+  int32_t* codes;
+  int64_t vectors, count, chains;
+};
+
 // Archived tokens of one session and layer, and the slab in which those that were chosen stay restored. `held`: which
 // position each slot holds, -1 for none; `used`: when it was chosen last, by the clock of its head.
 struct Archive {
@@ -207,6 +216,7 @@ struct Kernels {
   void (*decompress)(Threads&, const CodedEntries&);
   bool (*compress)(Threads&, const CodedEntries&);
   bool (*restore)(Threads&, const RestoredRun&);
+  void (*choose)(Threads&, const TrellisCodes&);
   // Of each row of logits [width]: its heavy ids, ascending, at most `room` [count][room]; how many there are [count]; and
   // what the others weigh together [count]. scales: [count], 1 / temperature.
   void (*weigh)(Threads&, const float* const* rows, const float* scales, int64_t count, int64_t width, int64_t room,
