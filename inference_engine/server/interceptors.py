@@ -205,8 +205,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async def refuse_if_connected(messages: Any, context: Context) -> None:
                 if self._door.has_dropped(context.peer()):
                     # The client is gone. Hundreds of such calls may be in gRPC's queue, ahead of other clients' calls.
-                    await context.abort(grpc.StatusCode.UNAUTHENTICATED)
-                await guarded(messages, context)
+                    await _abort(context, grpc.StatusCode.UNAUTHENTICATED, "")
+                else:
+                    await guarded(messages, context)
 
             found = grpc.stream_stream_rpc_method_handler(refuse_if_connected)
             self._refusals[method] = found
