@@ -140,7 +140,7 @@ def remembered_appends(engine: Engine) -> int:
 
 
 def remembered_generates(engine: Engine) -> list[Transcript]:
-    return [reply.reply for reply in engine._generates._remembered._replies.values()]
+    return [reply for _, reply, _ in engine._generates._remembered._replies.values()]
 
 
 @contextmanager

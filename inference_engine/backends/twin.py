@@ -7,7 +7,7 @@
                  with keys that the model itself computes: the text has extra tokens at the other positions.
 
 The twins have the same class and small sizes; every window and context field is cut to 8, so that windows matter within
-48 tokens. All their weights are random, norms and biases too, so that nothing cancels by chance. An architecture that
+80 tokens. All their weights are random, norms and biases too, so that nothing cancels by chance. An architecture that
 attends, rotates or normalises in an unsupported way differs here, before it could give wrong answers. The model's
 weights are not needed.
 """
@@ -29,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference_engine.backends.base import Admitted, Forward, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.kernels.components import KeyComponents
 from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_layers
 from inference_engine.kv.context import KVContext
@@ -46,7 +47,7 @@ from inference_engine.types import Mode, ModelFacts
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = 48
+_LENGTH = 80
 _SEGMENT = 16
 _POOL_BYTES = 2**24
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "local_attention_window")
@@ -349,6 +350,7 @@ def _in_segments(twin: Twin, strategy: KVStrategy) -> Tensor:
         rotate=opened.rotate,
         device=opened.device,
         latent=_ExactTokens(twin.geometry),
+        components=_plain_components(twin.geometry),
         tier=HostTier(_POOL_BYTES),
     )
     session = SessionKV(strategy, context, _LENGTH)
@@ -406,6 +408,20 @@ class _ExactTokens:
 
     def decoder(self, layer: int) -> None:
         return None
+
+
+def _plain_components(geometry: Geometry) -> dict[int, KeyComponents]:
+    """The channels of keys as their components, in every layer that may choose tokens."""
+    found = {}
+    for index, layer in enumerate(geometry.layers):
+        if layer.native_window is None:
+            heads, head_dim = layer.kv_heads, layer.head_dim
+            found[index] = KeyComponents(
+                mean=torch.zeros(heads, head_dim),
+                basis=torch.eye(head_dim).expand(heads, -1, -1).contiguous(),
+                deviations=torch.ones(heads, head_dim),
+            )
+    return found
 
 
 # -- plain attention under a rule --------------------------------------------------------------------------------------

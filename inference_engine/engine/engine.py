@@ -190,8 +190,8 @@ class Engine:
         )
         replies = self._store.replies
         self._opened: Replies[SessionOpened] = replies.page()
-        self._appended: Replies[HistoryLength] = replies.page()
-        self._closed: Replies[HistoryLength] = replies.page()
+        self._appended: Replies[HistoryLength] = replies.page(pack=_tokens_of, unpack=_length_of)
+        self._closed: Replies[HistoryLength] = replies.page(pack=_tokens_of, unpack=_length_of)
         self._forked: Replies[SessionForked] = replies.page(most_per_session=1)
         # By their names in the journal; calls of some are an owner's, those of others a session's.
         self._pages: dict[str, Replies[Any]] = {
@@ -760,3 +760,11 @@ class Engine:
         if self.is_stalled():
             raise EngineStalled
         self._journal.refuse_when_full()
+
+
+def _tokens_of(length: HistoryLength) -> int:
+    return length.tokens
+
+
+def _length_of(tokens: int) -> HistoryLength:
+    return HistoryLength(tokens=tokens)

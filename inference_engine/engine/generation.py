@@ -171,6 +171,8 @@ class Generates:
                 self._scheduler.submit(request, refuse_late=refuse_late)
             except BaseException as error:
                 transcript.refuse(error)
+                # At once: the error's traceback holds this reader, and the session's set of readers the error.
+                reader.leave()
                 request.trace.end(error=getattr(error, "reason", "INTERNAL"), outcome="refused")
                 if not reader.is_replayed:
                     with self._store.locked():
@@ -206,6 +208,7 @@ class Generates:
                 return known, known.attach(position=resume_from, is_replayed=True, listener=listener), None
             self._refuse()
             self._store.acquire(session, Operation.GENERATE)
+            reader: Reader | None = None
             try:
                 if known is not None:
                     check_length(session, known.end_position)
@@ -218,6 +221,8 @@ class Generates:
                 self._follow(request)
                 self._remembered.remember(call, transcript, session_id=session.session_id)
             except BaseException:
+                if reader is not None:
+                    reader.leave()
                 self._store.free(session)
                 raise
             return transcript, reader, request

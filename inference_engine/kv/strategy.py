@@ -136,7 +136,7 @@ class KVStrategy(ABC):
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[KVStrategy, ...]:
-        """Small variants to test a model with: 48 positions in segments of 16 are enough to use every mechanism.
+        """Small variants to test a model with: 80 positions in segments of 16 are enough to use every mechanism.
 
         Codes are exact and budgets hold every entry, so the logits are those of plain attention under each layer's
         rule.

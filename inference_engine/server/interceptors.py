@@ -34,6 +34,7 @@ ROUTE_HEADER = "kakeya-route"
 OUR_METHODS = "/kakeya.v1."
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Trailers: TypeAlias = tuple[tuple[str, bytes], ...]
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
@@ -74,6 +75,20 @@ async def all_saved(engine: Engine) -> None:
 
     engine.when_saved(wake)
     await saved
+
+
+async def _abort(context: Context, code: grpc.StatusCode, text: str, trailers: Trailers = ()) -> None:
+    """End the call with this status. Returns: gRPC raises by itself once the handler has returned.
+
+    gRPC keeps its error with the call, and through its traceback all frames of the call, which hold the call. Only the
+    garbage collector frees such a cycle; with thousands of refusals it takes 0.2 s, in which nobody gets a token.
+    """
+    try:
+        await context.abort(code, text, trailers)
+    except grpc.aio.AbortError as abort:
+        error: BaseException | None = abort
+        while error is not None:
+            error.__traceback__, error = None, error.__context__
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -190,8 +205,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async def refuse_if_connected(messages: Any, context: Context) -> None:
                 if self._door.has_dropped(context.peer()):
                     # The client is gone. Hundreds of such calls may be in gRPC's queue, ahead of other clients' calls.
-                    await context.abort(grpc.StatusCode.UNAUTHENTICATED)
-                await guarded(messages, context)
+                    await _abort(context, grpc.StatusCode.UNAUTHENTICATED, "")
+                else:
+                    await guarded(messages, context)
 
             found = grpc.stream_stream_rpc_method_handler(refuse_if_connected)
             self._refusals[method] = found
@@ -244,28 +260,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 raise
             except TransportError as error:
                 code = error.code
-                await context.abort(code, error.text)
+                await _abort(context, code, error.text)
             except (asyncio.CancelledError, grpc.aio.InternalError):
                 # The client is gone (a write may fail before the cancellation arrives), or the server stops.
                 # Either way the call must end here: grpc hangs if a handler's own CancelledError reaches it.
                 if self._ending is None:
                     code = grpc.StatusCode.CANCELLED
-                    await context.abort(code, "the call was cancelled")
+                    await _abort(context, code, "the call was cancelled")
                 else:
                     code, reason = code_of(self._ending), reason_of(self._ending)
-                    await context.abort(code, self._ending.message, to_trailers(self._ending))
+                    await _abort(context, code, self._ending.message, to_trailers(self._ending))
             except Exception as error:  # noqa: BLE001 - the last place that can answer the client
-                known = as_request_error(error, name)
-                code = code_of(known)
-                reason = reason_of(known)
-                if must_wait and known.tells and not await self._is_saved():
-                    if self._ending is None:
-                        code, reason = grpc.StatusCode.CANCELLED, ""
-                        await context.abort(code, "the call was cancelled")
-                    assert self._ending is not None, "abort raises"
+                known: RequestError | None = as_request_error(error, name)
+                if must_wait and known is not None and known.tells and not await self._is_saved():
                     known = self._ending
+                if known is None:
+                    code = grpc.StatusCode.CANCELLED
+                    await _abort(context, code, "the call was cancelled")
+                else:
                     code, reason = code_of(known), reason_of(known)
-                await context.abort(code, known.message, to_trailers(known))
+                    await _abort(context, code, known.message, to_trailers(known))
             finally:
                 self._end(task)
                 seconds.observe(perf_counter() - began)

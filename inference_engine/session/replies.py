@@ -58,14 +58,31 @@ def identify(request_id: bytes, *content: object, owner: str, session_id: str = 
     return Call(owner, session_id, request_id, hashlib.sha256(repr(_plain(content)).encode()).digest())
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 class Replies(Generic[R]):
     """The replies to one kind of call. Every method is called with the store's lock held."""
 
-    def __init__(self, clock: Callable[[], float], *, most_per_session: int, keep_seconds: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        most_per_session: int,
+        keep_seconds: float,
+        pack: Callable[[R], Any] = _as_it_is,
+        unpack: Callable[[Any], R] = _as_it_is,
+    ) -> None:
+        """pack, unpack: between a reply and what is stored of it. There may be tens of thousands: if that is a number
+        or bytes, the garbage collector need not scan them, which would keep everybody waiting.
+        """
         self._clock = clock
         self._most_per_session = most_per_session
         self._keep_seconds = keep_seconds
-        self._replies: dict[tuple[str, str, bytes], _Reply[R]] = {}
+        self._pack, self._unpack = pack, unpack
+        # By the call's key: its digest, the reply as it is packed, the session. Plain tuples, for the same reason.
+        self._replies: dict[tuple[str, str, bytes], tuple[bytes, Any, str]] = {}
         self._of_session: dict[str, OrderedDict[tuple[str, str, bytes], None]] = {}  # oldest first
         self._ended: dict[str, OrderedDict[str, float]] = {}  # owner -> session id -> when it ended, oldest first
         self._ended_count: dict[str, int] = {}  # owner -> replies of those sessions
@@ -79,9 +96,10 @@ class Replies(Generic[R]):
         """The earlier reply to this call, if any. Raises RequestIdReused if the content was another."""
         if call is None or (found := self._replies.get(call.key)) is None:
             return None
-        if found.digest != call.digest:
+        digest, packed, _ = found
+        if digest != call.digest:
             raise RequestIdReused
-        return found.reply
+        return self._unpack(packed)
 
     def remember(self, call: Call | None, reply: R, *, session_id: str) -> None:
         """Keep the reply with its session; the oldest of its kind goes if there are too many."""
@@ -89,7 +107,7 @@ class Replies(Generic[R]):
             return
         self.forget(call)
         kept = self._of_session.setdefault(session_id, OrderedDict())
-        self._replies[call.key] = _Reply(call.digest, reply, session_id)
+        self._replies[call.key] = call.digest, self._pack(reply), session_id
         kept[call.key] = None
         if session_id in self._ended.get(call.owner, ()):
             self._ended_count[call.owner] += 1
@@ -148,7 +166,7 @@ class Replies(Generic[R]):
             self._ended_count[owner] -= 1
 
     def _drop(self, key: tuple[str, str, bytes]) -> None:
-        session_id = self._replies.pop(key).session_id
+        _, _, session_id = self._replies.pop(key)
         kept = self._of_session[session_id]
         del kept[key]
         if session_id in self._ended.get(key[0], ()):
@@ -164,9 +182,18 @@ class ReplyBook:
         self._clock = clock
         self._pages: list[Replies[Any]] = []
 
-    def page(self, *, most_per_session: int = MOST_PER_SESSION, keep_seconds: float = KEEP_SECONDS) -> Replies[Any]:
-        """The replies of one more kind of call."""
-        page: Replies[Any] = Replies(self._clock, most_per_session=most_per_session, keep_seconds=keep_seconds)
+    def page(
+        self,
+        *,
+        most_per_session: int = MOST_PER_SESSION,
+        keep_seconds: float = KEEP_SECONDS,
+        pack: Callable[[Any], Any] = _as_it_is,
+        unpack: Callable[[Any], Any] = _as_it_is,
+    ) -> Replies[Any]:
+        """The replies of one more kind of call; see `Replies`."""
+        page: Replies[Any] = Replies(
+            self._clock, most_per_session=most_per_session, keep_seconds=keep_seconds, pack=pack, unpack=unpack
+        )
         self._pages.append(page)
         return page
 
@@ -190,13 +217,6 @@ class ReplyBook:
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply(Generic[R]):
-    digest: bytes
-    reply: R
-    session_id: str
 
 
 def _plain(value: object) -> object:

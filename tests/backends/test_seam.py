@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -69,6 +70,9 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
+from inference_engine.kv.layout import Positions
+from inference_engine.kv.parts.component_index import ComponentView
+from inference_engine.kv.parts.selected import SelectedEntries
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.layer_traits import find_traits
@@ -163,6 +167,29 @@ def test_strategies_that_would_move_keys_wrongly_are_refused_by_name(
     refused = dict(admit_config(config).refused)
     assert "sink_window" in refused and "full" not in refused
     assert "differ" in refused["sink_window"]
+
+
+def test_strategies_that_read_other_tokens_than_they_choose_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """The trials of choosing can fail: here tokens of choice are left out, or restored in the place of others."""
+
+    def without_choice(view: ComponentView, *given: Any) -> Tensor:
+        return torch.full_like(choose(view, *given), -1)
+
+    def always_the_first(entries: SelectedEntries, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
+        return some(entries, layer, np.full_like(positions, positions[0]))
+
+    choose, some = ComponentView._choose, SelectedEntries.some
+    for owner, name, faulty, refused in (
+        (ComponentView, "_choose", without_choice, {"gather": "scorer=components", "restored": "mode=select"}),
+        (SelectedEntries, "some", always_the_first, {"restored": "mode=select"}),
+    ):
+        with subtests.test(faulty=faulty.__name__), monkeypatch.context() as patched:
+            patched.setattr(owner, name, faulty)
+            found = dict(admit_config(LlamaConfig(num_hidden_layers=2)).refused)
+            assert set(found) == set(refused)
+            assert all(variant in found[name] and "differ" in found[name] for name, variant in refused.items())
 
 
 @pytest.mark.parametrize(

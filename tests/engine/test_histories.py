@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
-from inference_engine.errors import HistoryLimit, QuotaExceeded, RequestError
+from inference_engine.errors import HistoryLimit, Overloaded, QuotaExceeded, RequestError
 from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.scheduler.transcript import Reader
 from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
@@ -251,6 +253,22 @@ def test_a_gauge_says_how_many_replies_are_remembered_and_no_session_passes_its_
         assert remembered() == 0
 
 
+def test_replies_to_appends_are_nothing_to_scan_for_the_garbage_collector() -> None:
+    """A server at its caps remembers 65,000: scanning an object of each would keep everybody waiting for 50 ms."""
+
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    with scripted_engine() as engine:
+        session = opened(engine)
+        before = objects()
+        for number in range(MOST_PER_SESSION):
+            engine.append_once(session, [1], request_id=number.to_bytes(16, "big"))
+        assert objects() - before < MOST_PER_SESSION / 2
+        assert engine.append_once(session, [1], request_id=bytes(16)).is_replayed
+
+
 def test_a_fork_has_no_part_in_what_is_remembered_of_calls_on_its_parent() -> None:
     with scripted_engine() as engine:
         session = opened(engine)
@@ -340,6 +358,27 @@ def test_of_a_session_whose_generates_were_read_nothing_is_kept() -> None:
         while store_of(engine).expire():
             pass
         assert store_of(engine).held_history().nbytes == 0
+
+
+def test_of_a_generate_that_is_refused_nothing_is_kept() -> None:
+    """Its session is open, and its owner may ask as often as it likes."""
+
+    def readers() -> int:
+        gc.collect()
+        return sum(type(found) is Reader for found in gc.get_objects())
+
+    with scripted_engine(max_running=1, max_queued=1, stall_seconds=60.0) as engine:
+        sessions = [opened(engine, 20) for _ in range(3)]
+        running, waiting = (engine.generate(session, GenerateParams(max_tokens=10_000)) for session in sessions[:2])
+        before = readers()
+        for request_id in (b"", *(number.to_bytes(16, "big") for number in range(20))):
+            with pytest.raises(Overloaded):
+                engine.generate(sessions[2], GenerateParams(max_tokens=5), request_id=request_id)
+        assert readers() == before
+        for generation in (running, waiting):
+            generation.cancel()
+        drain(running), drain(waiting)
+        assert len(said(engine, sessions[2], 3)) == 3
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------

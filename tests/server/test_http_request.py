@@ -19,8 +19,9 @@ from openai.types.chat.completion_create_params import (
 )
 
 from inference_engine.errors import InvalidArgument
+from inference_engine.server.http import request as request_module
 from inference_engine.server.http.errors import BadJson
-from inference_engine.server.http.request import HONOURED, ChatRequest, read_request
+from inference_engine.server.http.request import HONOURED, MAX_VALUES, ChatRequest, count_values, read_request
 from inference_engine.types import Sampling
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -213,6 +214,40 @@ JSON: Any = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
+
+
+@pytest.mark.parametrize("crumb", ["[]", "{}", "1", '{"":[]}', '"\\\\"'])
+def test_a_body_of_crumbs_is_refused_before_it_is_parsed(crumb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser holds the interpreter's lock to its end: 4 MiB of empty lists keep every stream waiting for 0.2 s."""
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    count = 2**22 // (len(crumb) + 1)
+    with pytest.raises(BadJson, match=f"JSON values; the limit is {MAX_VALUES}"):
+        read_request(f'{{"messages":[{",".join([crumb] * count)}]}}'.encode())
+
+
+def test_a_long_text_may_be_of_any_characters() -> None:
+    content = '\\",[{' * 100_000
+    message = {"role": "user", "content": content}
+    assert read(messages=[message]).messages == (message,)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('"\\,[]{}aé')),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('"\\,[{a')), inner),
+)
+
+
+@given(json_values, st.integers(1, 9))
+def test_the_values_of_a_body_are_counted_and_empty_ones_twice(value: Any, piece_bytes: int) -> None:
+    """However its pieces cut through strings and escapes."""
+
+    def counted(one: Any) -> int:
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else "a value"
+        return 1 + (not inner) + (0 if inner == "a value" else sum(map(counted, inner)))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(request_module, "_PIECE_BYTES", piece_bytes)
+        assert count_values(json.dumps(value).encode()) == counted(value)
 
 
 @given(parameters=st.dictionaries(st.sampled_from(HONOURED), JSON, max_size=6))

@@ -13,9 +13,11 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,18 +29,21 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.scheduler.commit import Settling
 from inference_engine.scheduler.lifecycle import Beginnings
+from inference_engine.server.auth import Key
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Mark
 from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.ngram import NgramDrafter
+from laboratory.scripted import Script
 from tests.facade import session_of, store_of
 from tests.load.scripted import scripted_engine
-from tests.server.wire import Client, refused, until_free
+from tests.server.wire import Client, connected, refused, serving, until_free
 from tests.server_thread import server_thread
 
 MOST_SECONDS = 0.005
 TRIES = 5  # caches and the processor's clock are shared with others: what takes long each time takes long
 APPEND = 65_536
+KEY = "alice-has-a-long-key-of-her-own-0123456789"
 # What holds the engine's thread at a Generate's beginning and end, between steps, and in each step, but for the model.
 ENGINES_WORK: tuple[tuple[type, str], ...] = (
     (Beginnings, "begin"),
@@ -192,3 +197,68 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
                 watch.keep_shortest(once)
     assert set(watch.longest) == set(steps)
     assert not watch.too_long()
+
+
+async def test_a_call_that_is_refused_leaves_no_frames_to_the_garbage_collector(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """A frame holds all of its call. After thousands of refusals the collector would keep everybody waiting."""
+    path = tmp_path / "keys"
+    path.write_text(Key.of(KEY, "alice").line, encoding="utf-8")
+    script, go_on = Script(), threading.Event()
+    script.on_step = lambda _: assert_came(go_on)
+    with scripted_engine(script=script, max_running=1, max_queued=1, stall_seconds=600.0) as engine:
+        async with serving(engine, api_key_file=str(path), busy_wait_seconds=0.0) as handle:
+            as_alice = [("authorization", f"Bearer {KEY}")]
+            async with connected(handle) as stranger, connected(handle, metadata=as_alice) as client:
+                busy, waits, session = [await client.open() for _ in range(3)]
+                streams = [
+                    client.stream(pb.GenerateRequest(session_id=each, max_tokens=9, progress=True))
+                    for each in (busy, waits)
+                ]
+                for stream in streams:
+                    assert (await stream.read()).WhichOneof("payload") == "accepted"
+                calls: dict[str, Callable[[], Awaitable[object]]] = {
+                    "UNAUTHENTICATED UNAUTHENTICATED": lambda: stranger.info(session),
+                    "NOT_FOUND SESSION_NOT_FOUND": lambda: client.info("nobody's"),
+                    "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE": lambda: client.append(session, [2**31]),
+                    "INVALID_ARGUMENT INVALID_ARGUMENT": lambda: client.generate(session, 0),
+                    "ABORTED SESSION_BUSY": lambda: client.append(busy, [1]),
+                    "RESOURCE_EXHAUSTED OVERLOADED": lambda: client.generate(session, 5),
+                }
+                for reason, call in calls.items():
+                    with subtests.test(reason):
+                        with collecting() as garbage:
+                            for _ in range(5):
+                                assert (await refused(call())).reason == reason
+                        assert [
+                            found for found in garbage if isinstance(found, types.FrameType) and is_ours(found)
+                        ] == []
+                go_on.set()
+                for stream in streams:
+                    stream.cancel()
+
+
+@contextmanager
+def collecting() -> Iterator[list[object]]:
+    """What became garbage within, and only the collector could free."""
+    gc.collect()
+    gc.disable()
+    garbage: list[object] = []
+    try:
+        yield garbage
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        garbage += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def is_ours(found: object) -> bool:
+    return isinstance(found, types.FrameType) and "inference_engine" in Path(found.f_code.co_filename).parts
+
+
+def assert_came(event: threading.Event) -> None:
+    assert event.wait(60)

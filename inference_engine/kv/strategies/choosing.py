@@ -21,6 +21,11 @@ def default_rank(geometry: Geometry) -> int:
     return min(largest, max(LEAST_RANK, largest // _CHANNELS_OF_RANK))
 
 
+def trial_rank(geometry: Geometry) -> int:
+    """A rank that every layer can have."""
+    return min(4, *(layer.head_dim for layer in geometry.layers))
+
+
 def require_index(bits: int | None, run: int | None) -> None:
     require(bits is None or 1 <= bits <= MOST_BITS, "bits", f"must be from 1 to {MOST_BITS}, got {bits}")
     require(run is None or run in RUNS, "run", f"must be one of {RUNS}, got {run}")

@@ -35,6 +35,7 @@ from inference_engine.kv.strategies.choosing import (
     require_index,
     require_rank,
     require_window,
+    trial_rank,
 )
 from inference_engine.kv.strategy import COMPONENTS, KVStrategy, require
 
@@ -158,7 +159,9 @@ class Gather(KVStrategy):
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[Gather, ...]:
-        return (cls(block=4, sink=4, window=16, budget=64),)
+        blocks = cls(scorer="bounds", block=4, sink=4, window=16, budget=96)
+        tokens = cls(scorer="components", sink=4, window=16, budget=96, rank=trial_rank(geometry), bits=4, run=1)
+        return blocks, tokens
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         if self.by_tokens:

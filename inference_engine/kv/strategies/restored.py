@@ -47,6 +47,7 @@ from inference_engine.kv.strategies.choosing import (
     require_index,
     require_rank,
     require_window,
+    trial_rank,
 )
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import LATENT, LATENT_AND_COMPONENTS, KVStrategy, require
@@ -182,10 +183,13 @@ class Restored(KVStrategy):
         exact = exact_bytes_per_token(geometry)
         if not exact:
             return (cls(sink=2, window=8),)
+        latent = cls(sink=2, window=8, source="latent", bytes_per_token=exact)
+        rank = trial_rank(geometry)
         return (
             cls(sink=2, window=8),
-            cls(sink=2, window=8, source="latent", bytes_per_token=exact),
-            cls(sink=2, window=8, source="latent", bytes_per_token=exact, mode="stream"),
+            latent,
+            replace(latent, mode="stream"),
+            replace(latent, window=16, mode="select", budget=96, rank=rank, bits=4, run=1),
         )
 
     def restorer(self) -> Restorer:

@@ -60,7 +60,7 @@ class Tiered(KVStrategy):
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[Tiered, ...]:
-        return (cls(block=4, sink=4, window=16, budget=64, resident_tokens=16),)
+        return (cls(block=4, sink=4, window=16, budget=96, resident_tokens=16),)
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         return replace(self._reading().rule(layer, geometry), resident=self.resident_tokens)

@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
+
 from inference_engine.errors import InvalidArgument
 from inference_engine.server.http.errors import BadJson
 from inference_engine.types import Sampling
 
 MAX_MESSAGES = 4096
+# Values in a body: that many messages with a text part each, and a quarter more. Parsing holds the interpreter's lock:
+# 4 MiB of empty lists would keep every stream waiting for a fifth of a second.
+MAX_VALUES = 2**15
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 ROLES = ("system", "user", "assistant")
@@ -48,6 +53,8 @@ _OFF: dict[str, Any] = {
     "store": False,
 }
 
+
+_PIECE_BYTES = 2**16
 
 # An escape of half a surrogate pair; most are followed by the other half.
 _MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -90,6 +97,12 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _object(body: bytes) -> dict[str, Any]:
+    # Fewer bytes hold no more values.
+    if len(body) > MAX_VALUES and (count := count_values(body)) > MAX_VALUES:
+        raise BadJson(
+            f"the body has {count} JSON values; the limit is {MAX_VALUES}. A request has at most {MAX_MESSAGES} "
+            "messages; send fewer, or longer ones"
+        )
     try:
         value = json.loads(body.decode(), parse_constant=_no_constant)
         if _MAY_BE_HALF.search(body):
@@ -101,6 +114,33 @@ def _object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadJson(f"the body must be a JSON object, got {type(value).__name__}")
     return value
+
+
+def count_values(body: bytes) -> int:
+    """How many values JSON has, without parsing it: commas and opening brackets outside strings, and one.
+
+    At least as many as there are, where empty lists and objects count twice. Anything for what is no JSON. The
+    interpreter's lock is not held.
+    """
+    found, in_string, is_escaped = 1, False, False
+    for first in range(0, len(body), _PIECE_BYTES):
+        piece = np.frombuffer(body, dtype=np.uint8, count=min(_PIECE_BYTES, len(body) - first), offset=first)
+        quotes = piece == ord('"')
+        backslashes = piece == ord("\\")
+        if is_escaped or backslashes.any():
+            # A character is escaped after an odd number of backslashes in a row.
+            index = np.arange(1, len(piece) + 1, dtype=np.int32)
+            others = np.maximum.accumulate(np.where(backslashes, np.int32(0), index))
+            run = index - others + is_escaped * (others == 0)
+            odd = (run & 1).astype(np.bool_)
+            quotes[1:] &= ~odd[:-1]
+            quotes[0] &= not is_escaped
+            is_escaped = bool(odd[-1])
+        inside = np.logical_xor.accumulate(quotes) ^ in_string
+        marks = (piece == ord(",")) | (piece == ord("[")) | (piece == ord("{"))
+        found += int(np.count_nonzero(marks & ~inside))
+        in_string = bool(inside[-1])
+    return found
 
 
 def _refuse_half_names(value: object) -> None:
