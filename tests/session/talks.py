@@ -48,7 +48,7 @@ class Talk:
             said, rng = self.said[number], self.rng
             mark = Mark(rng.randrange(2))
             ids = np.array([rng.randrange(50_000) for _ in range(rng.choice([1, 1, 1, 3, 300]))], dtype=np.uint32)
-            began = GenerateRecord(len(said), rng.randbytes(16), rng.randbytes(32), rng.getrandbits(64))
+            began = GenerateRecord(len(said), rng.randbytes(16), rng.randbytes(8), rng.getrandbits(64))
             self.journal.append(
                 record_of(number).session_id, len(said), ids, mark, began=began if mark is Mark.GENERATED else None
             )
