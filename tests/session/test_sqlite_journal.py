@@ -336,6 +336,13 @@ def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_wo
     assert outcomes["last"] <= 2, outcomes
 
 
+def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
+    """The control: so many flips are enough to notice that checksums and the look through the log are needed."""
+    outcomes = flip_bits(tmp_path, seed=1, count=60, is_checked=False)
+    assert outcomes["wrong"], outcomes
+    assert outcomes["shorter"], outcomes
+
+
 @pytest.mark.parametrize("order", "<>")
 def test_the_checksum_of_a_page_is_that_of_the_format(order: str, subtests: pytest.Subtests) -> None:
     for nbytes in (8, 24, 4096):
