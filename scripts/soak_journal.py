@@ -243,11 +243,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--forms", nargs="+", choices=tuple(FORMS), help="of kills (default: all, the last if its SDK is built)"
     )
+    parser.add_argument("--commit", help="that runs, where there is no repository")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args(arguments)
     logging.disable()
     began = time.monotonic()
-    commit = record.commit()
+    commit = record.running_commit(args.commit)
     soak = Soak(args.processes, began + 60 * args.minutes)
     forms = args.forms or [form for form in FORMS if form != "typescript" or has_node_agents()]
     before = signal.signal(signal.SIGTERM, lambda *_: soak.stop.set())
@@ -267,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"soak_{args.what}",
         {
             "commit": commit,
-            "command": record.command_line(without=("--results",)),
+            "command": record.command_line(without=("--results", "--commit")),
             "config": config,
             "seeds": [min(soak.seeds), max(soak.seeds)] if soak.seeds else [args.seed],
             "values": soak.values,

@@ -216,7 +216,7 @@ class Lives:
         self._seed, self._lives = seed, 0
 
     def live(self, seconds: float | None, *, is_from_fork: bool = False) -> None:
-        """Kill a life so long after what it first told, or after its fork; None: let it end what was begun, and stop."""
+        """Kill a life so long after what it first told, or after its fork; None: let it end what was begun."""
         self._lives += 1
         reader, writer = os.pipe()
         if (life := os.fork()) == 0:
