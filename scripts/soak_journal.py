@@ -156,6 +156,8 @@ def kill_part(
     given: dict[str, Any] = {"kills": size, "agents": AGENTS, "seed": seed, "is_early": is_early, "is_over": is_over}
     if form in OF:
         given["of"] = OF[form]
+    if is_early:  # a control runs also where a soak is stopped
+        given["is_over"] = lambda: False
     counts, wrong = kill(state, durability, **given)
     if is_early:
         return form, Counter(kills=counts["kills"] if wrong else -1), []
@@ -171,14 +173,15 @@ def summed(found: Sequence[tuple[str, Counter[str]]]) -> dict[str, Counter[str]]
 
 def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
     shares = sum(FORMS[form][1] for form in forms)
+    durabilities = ("process", "power")
+    for form in forms:
+        early = iter([(form, seed, CONTROL_KILLS, {"durability": "process", "is_early": True})])
+        caught = soak.in_parts(early, "kills")[0][1]["kills"]
+        soak.count(f"{CAUGHT}, {FORMS[form][0]}", caught, "kills")
+        if caught < 0:
+            soak.wrong.append(f"{FORMS[form][0]}: the control was not caught")
     for form in forms:
         what, share, _ = FORMS[form]
-        durabilities = ("process", "power")
-        early = soak.in_parts(iter([(form, seed, CONTROL_KILLS, {"durability": "process", "is_early": True})]), "kills")
-        caught = early[0][1]["kills"]
-        soak.count(f"{CAUGHT}, {what}", caught, "kills")
-        if caught < 0:
-            soak.wrong.append(f"{what}: the control was not caught")
         parts: Iterator[Call] = (
             (form, number, size, {"durability": durabilities[index % 2]})
             for index, (number, size) in enumerate(
