@@ -33,6 +33,7 @@ from inference_engine.cli.child import ChildServer
 from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import GenerateRecord, ReplyRecord, SessionRecord
+from inference_engine.session.replies import DIGEST_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
 from kakeya import AsyncClient, AsyncSession, Client
@@ -49,8 +50,8 @@ SYNC_BYTES = 16384  # about a commit
 IDS = 8192  # of each session
 # Ids appended and generated in a turn.
 TURNS = ((8000, 192), (1000, 500), (200, 100), (30, 24), (1, 1))
-MOST_TURNS = 100  # of a session
-TURNED_IDS = 800_000  # of all sessions together
+TURNED_IDS, MOST_TURNS = 800_000, 65_536  # of all sessions together
+TURNED_VOCABULARY = 151_936  # ids of three bytes; models with less than 65,536 need two
 GOALS = {
     "goodput, power ÷ none": ("at least", 0.95),
     "goodput, process ÷ none": ("at least", 0.98),
@@ -273,7 +274,7 @@ def fill(folder: Path, count: int) -> list[str]:
         found = []
         for number in range(count):
             session_id = f"{like.session_id[:-16]}{secrets.token_hex(8)}"
-            put(journal, replace(like, session_id=session_id), [(IDS, 0)], rng)
+            list(put(journal, replace(like, session_id=session_id), [(IDS, 0)], rng))
             found.append(session_id)
             if number % 64 == 0:
                 assert journal._writer.flush(60.0)
@@ -281,28 +282,32 @@ def fill(folder: Path, count: int) -> list[str]:
 
 
 def put(
-    journal: SQLiteJournal, kept: SessionRecord, turns: Sequence[tuple[int, int]], rng: np.random.Generator
-) -> None:
-    """A session of some turns, as a server records them: ids that were generated come one by one."""
+    journal: SQLiteJournal,
+    kept: SessionRecord,
+    turns: Sequence[tuple[int, int]],
+    rng: np.random.Generator,
+    vocabulary: int = VOCABULARY,
+) -> Iterator[None]:
+    """A session of some turns, as a server records them: ids that were generated come one by one. Yields after each."""
     journal.open(kept)
     position = 0
     for appended, generated in turns:
-        ids = rng.integers(0, VOCABULARY, appended + generated).astype(np.uint32)
+        ids = rng.integers(0, vocabulary, appended + generated).astype(np.uint32)
         with journal.unit():
             journal.append(kept.session_id, position, ids[:appended], Mark.APPENDED)
             position += appended
             reply = ReplyRecord(
-                kept.session_id, kept.owner, "appended", rng.bytes(16), rng.bytes(32), position, str(position)
+                kept.session_id, kept.owner, "appended", rng.bytes(16), rng.bytes(DIGEST_BYTES), position, str(position)
             )
             journal.reply(reply)
-        began = GenerateRecord(position, rng.bytes(16), rng.bytes(32), int(rng.integers(2**62)))
+        began = GenerateRecord(position, rng.bytes(16), rng.bytes(DIGEST_BYTES), int(rng.integers(2**62)))
         for number in range(appended, appended + generated):
             one = ids[number : number + 1]
             is_first = number == appended
             journal.append(kept.session_id, position, one, Mark.GENERATED, began=began if is_first else None)
             position += 1
         journal.rest(kept.session_id)
-        assert not generated or journal._writer.flush(60.0)  # as the next turn comes later
+        yield
     journal.leave(kept.session_id)
 
 
@@ -316,6 +321,15 @@ def journal_of(folder: Path) -> Iterator[SQLiteJournal]:
         journal.stop()
 
 
+def folded(journal: SQLiteJournal) -> None:
+    """Returns once all that was recorded is written, and turns that ended are folded."""
+    assert journal._writer.flush(60.0)
+    while journal._to_fold:
+        time.sleep(0.001)
+    with journal._db_lock:
+        pass
+
+
 def out_of_memory(folder: Path) -> None:
     """The system forgets what it holds of the files, which have to be read from the disk next."""
     if hasattr(os, "posix_fadvise"):
@@ -326,18 +340,29 @@ def out_of_memory(folder: Path) -> None:
 
 
 def sizes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes of the database for each byte of ids, of sessions that talked in turns of several sizes."""
+    """Bytes of the database for each byte of ids, of sessions that talked in turn, in turns of several sizes."""
     values = {}
     rng = np.random.default_rng(2)
     for appended, generated in TURNS:
         state = folder / f"{appended}-{generated}"
-        turns = min(IDS // (appended + generated), MOST_TURNS)
+        turns = IDS // (appended + generated)
         ids = turns * (appended + generated)
-        count = max(1, min(TURNED_IDS // ids, 200))
+        count = max(1, min(TURNED_IDS // ids, MOST_TURNS // turns))
         with journal_of(state) as journal:
-            for number in range(count):
-                kept = SessionRecord(f"session-{number:04}", "", "full", None, (0,))
-                put(journal, kept, [(appended, generated)] * turns, rng)
+            talks = [
+                put(
+                    journal,
+                    SessionRecord(f"session-{number:04}", "", "full", None, (0,)),
+                    [(appended, generated)] * turns,
+                    rng,
+                    TURNED_VOCABULARY,
+                )
+                for number in range(count)
+            ]
+            for _ in range(turns + 1):
+                for talk in talks:
+                    next(talk, None)
+                    folded(journal)  # as the next turn comes later
         ratio = (state / FILE).stat().st_size / (4 * count * ids)
         values[f"database ÷ ids, turns of {appended:,} + {generated:,}"] = record.exact(ratio, "ratio")
     return values

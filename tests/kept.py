@@ -22,7 +22,8 @@ def sqlite_journal(
     folder: Path, durability: Durability = Durability.PROCESS, *, weights: str = WEIGHTS, **settings: Any
 ) -> SQLiteJournal:
     folder.mkdir(mode=0o700, exist_ok=True)
-    return SQLiteJournal(folder, durability, **{"weights": weights, "metrics": EngineMetrics(), **settings})
+    metrics = settings.pop("metrics", None) or EngineMetrics()  # making them takes longer than to open the journal
+    return SQLiteJournal(folder, durability, weights=weights, metrics=metrics, **settings)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from inference_engine.session.history import History
 
 UNFINISHED = ".part"
 _DTYPES = {
+    "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,

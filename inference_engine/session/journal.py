@@ -28,6 +28,7 @@ from inference_engine.session.history import History, Holdings, Leaves, TokenIds
 from inference_engine.types import Durability, Mark
 
 Logprobs = NDArray[np.float32]
+APPENDED = "appended"  # the kind of replies to appends; those of the other kinds are few
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from inference_engine.types import Durability
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 _APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _SCHEMA = """
 create table sessions (
@@ -40,6 +40,11 @@ _COPIES_SCHEMA = """
 create table copies (
     session integer primary key, file text unique not null, length integer not null, bytes integer not null,
     header_crc integer not null, crc integer not null);
+"""
+# What format 2 did not have. Its rows of `tokens` are read as they are.
+_ENDS_SCHEMA = """
+create table ends (session integer primary key, position integer, mark integer, ids blob, logprobs blob, crc integer);
+create table appends (session integer primary key, replies blob, crc integer);
 """
 
 
@@ -93,9 +98,10 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
             db.execute(_SCHEMA)
             db.execute("insert into facts values ('weights', ?)", (weights,))
             db.execute(f"pragma application_id={_APPLICATION}")
-    if next(db.execute("pragma user_version"))[0] < FORMAT:
+    if (version := next(db.execute("pragma user_version"))[0]) < FORMAT:
         with db:
-            db.execute(_COPIES_SCHEMA)
+            for schema in (_COPIES_SCHEMA, _ENDS_SCHEMA)[max(0, version - 1) :]:
+                db.execute(schema)
             db.execute(f"pragma user_version={FORMAT}")
 
 

@@ -7,15 +7,32 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import apsw
 import numpy as np
 
 from inference_engine.errors import HistoryCorrupt
-from inference_engine.session.journal import CopyRecord, ReplyRecord, SessionRecord, TokensRecord
+from inference_engine.session.journal import APPENDED, CopyRecord, ReplyRecord, SessionRecord, TokensRecord
+from inference_engine.session.replies import DIGEST_BYTES, MOST_PER_SESSION, REQUEST_ID_BYTES
 from inference_engine.types import Mark
 
-FOLD_TOKENS = 498  # of a row; two such rows fill a page of the database
+ROW_BYTES = 1992  # of ids, marks and log-probabilities in a row; two such rows fill a page of the database
+_MIXED = 2  # a row's tokens have several marks
+_APPEND = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}sIH")  # of a packed reply; 64 of them fill half a page
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Tokens as a row of `tokens` or `ends` has them. mark, ids: see `unpacked`. is_full: no more fit."""
+
+    position: int
+    mark: int
+    ids: bytes
+    logprobs: bytes | None
+    tokens: int
+    is_full: bool
 
 
 @contextmanager
@@ -61,22 +78,83 @@ def tokens_record(position: int, mark: int, ids: bytes, logprobs: bytes | None) 
     return TokensRecord(position, np.frombuffer(ids, dtype=np.uint32), Mark(mark), values)
 
 
-def in_whole_rows(rows: Sequence[TokensRecord]) -> Iterator[TokensRecord]:
-    """The same tokens in rows of FOLD_TOKENS, as far as neighbours came the same way."""
-    run: list[TokensRecord] = []
-    for row in [*rows, None]:
-        is_next = row is not None and bool(run) and _kind(row) == _kind(run[0])
-        if run and not is_next:
-            ids = np.concatenate([one.token_ids for one in run])
-            logprobs = None if run[0].logprobs is None else np.concatenate([one.logprobs for one in run])
-            for start in range(0, len(ids), FOLD_TOKENS):
-                part = slice(start, start + FOLD_TOKENS)
-                values = None if logprobs is None else logprobs[part]
-                yield TokensRecord(run[0].position + start, ids[part], run[0].mark, values)
-            run = []
-        if row is not None:
-            run.append(row)
+def unpacked(position: int, mark: int, ids: bytes, logprobs: bytes | None) -> list[TokensRecord]:
+    """The tokens of a row of `tokens` or `ends`, one record for each stretch of equal mark.
+
+    mark: the tokens' Mark, or _MIXED, plus four times the bytes of an id (0, of older rows, stands for four). ids:
+    little-endian; of _MIXED after one bit of each token's mark. Raises TypeError or ValueError for what is no such row.
+    """
+    nbytes, kind = mark >> 2 or 4, mark & 3
+    # With the bits, whose bytes are rounded up, one length is that of one count only.
+    count = 8 * len(ids) // (8 * nbytes + 1) if kind == _MIXED else len(ids) // nbytes
+    bits = -(-count // 8) if kind == _MIXED else 0
+    if nbytes > 4 or kind > _MIXED or bits + count * nbytes != len(ids):
+        raise ValueError(f"no row: mark {mark}, {len(ids)} bytes")
+    wide = np.zeros((count, 4), dtype=np.uint8)
+    wide[:, :nbytes] = np.frombuffer(ids, dtype=np.uint8, offset=bits).reshape(count, nbytes)
+    found = wide.view(np.uint32)[:, 0]
+    values = None if logprobs is None else np.frombuffer(logprobs, dtype=np.float32)
+    if kind != _MIXED:
+        return [TokensRecord(position, found, Mark(kind), values)]
+    marks = np.unpackbits(np.frombuffer(ids[:bits], dtype=np.uint8), count=count)
+    edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), count]
+    return [
+        TokensRecord(
+            position + start, found[start:end], Mark(int(marks[start])), None if values is None else values[start:end]
+        )
+        for start, end in pairwise(edges)
+    ]
 
 
-def _kind(row: TokensRecord) -> tuple[Mark, bool]:
-    return row.mark, row.logprobs is None
+def packed(records: Sequence[TokensRecord]) -> Iterator[PackedRow]:
+    """The same tokens, which follow each other, in rows of ROW_BYTES. Rows end where log-probabilities begin or end."""
+    for has_logprobs, of_kind in groupby(records, lambda record: record.logprobs is not None):
+        run = list(of_kind)
+        ids = np.concatenate([record.token_ids for record in run]).astype("<u4", copy=False)
+        marks = np.repeat([int(record.mark) for record in run], [len(record.token_ids) for record in run])
+        values = np.concatenate(
+            [record.logprobs for record in run if record.logprobs is not None] or [np.empty(0, dtype=np.float32)]
+        )
+        nbytes = max(1, -(-int(ids.max()).bit_length() // 8)) if len(ids) else 1
+        of_token = nbytes + 4 * has_logprobs
+        start = 0
+        while start < len(ids):
+            most = ROW_BYTES // of_token
+            is_mixed = bool(np.ptp(marks[start : start + most]))
+            if is_mixed:
+                most = 8 * ROW_BYTES // (8 * of_token + 1)
+            part = slice(start, start + most)
+            data = ids[part].view(np.uint8).reshape(-1, 4)[:, :nbytes].tobytes()
+            bits = np.packbits(marks[part].astype(np.uint8)).tobytes() if is_mixed else b""
+            yield PackedRow(
+                run[0].position + start,
+                (_MIXED if is_mixed else int(marks[start])) + 4 * nbytes,
+                bits + data,
+                values[part].tobytes() if has_logprobs else None,
+                tokens=len(ids[part]),
+                is_full=start + most <= len(ids),
+            )
+            start += most
+
+
+def appends_crc(number: int, replies: bytes) -> int:
+    return zlib.crc32(replies, number & 0xFFFFFFFF)
+
+
+def packed_append(record: ReplyRecord) -> bytes:
+    """The reply to an append in few bytes. It says how long the history was then."""
+    high, low = divmod(record.position, 2**32)
+    return _APPEND.pack(record.request_id, record.digest[:DIGEST_BYTES], low, high)
+
+
+def most_recent(replies: bytes) -> bytes:
+    """Of packed replies, oldest first, those that are kept."""
+    return replies[-_APPEND.size * MOST_PER_SESSION :]
+
+
+def unpacked_appends(session_id: str, owner: str, replies: bytes) -> list[ReplyRecord]:
+    found = []
+    for request_id, digest, low, high in _APPEND.iter_unpack(replies):
+        position = (high << 32) + low
+        found.append(ReplyRecord(session_id, owner, APPENDED, request_id, digest, position, str(position)))
+    return found

@@ -1,8 +1,10 @@
 """The journal in a folder: sessions outlive the process.
 
     tail        one row for each step of a session, in the order in which they came; a step adds rows at its end only
-    tokens      the same, folded when a Generate ends: at most FOLD_TOKENS ids of one mark a row, by position
+    tokens      the same, folded when a Generate ends: full rows, by position
+    ends        what did not fill a row, one row a session; the next fold takes it up again
     sessions    how each began, and how many of its tokens are folded; also generates, replies
+    appends     the last replies to a session's appends, folded too, one row a session
     copies      the files with copies of sessions' K/V, which are in a folder of their own (`hibernation.py`)
 
 One connection, which a lock shares: the writer's thread commits, others read what is not in memory. Every row of a
@@ -24,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from inference_engine.errors import ConfigError, EngineStalled, HistoryCorrupt, 
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import (
+    APPENDED,
     CopyBook,
     CopyRecord,
     GenerateRecord,
@@ -48,17 +51,22 @@ from inference_engine.session.journal import (
 from inference_engine.session.journal_database import open_database
 from inference_engine.session.journal_folder import check_private, take_folder
 from inference_engine.session.journal_rows import (
+    appends_crc,
     copy_crc,
     crc_of,
     damage_is_refused,
-    in_whole_rows,
+    most_recent,
+    packed,
+    packed_append,
     reply_crc,
     session_crc,
     session_record,
     tokens_crc,
     tokens_record,
+    unpacked,
+    unpacked_appends,
 )
-from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
+from inference_engine.session.replies import DIGEST_BYTES, KEEP_SECONDS
 from inference_engine.session.writer import Change, DiskFull, Words, Writer
 from inference_engine.types import Durability, Mark
 
@@ -397,6 +405,9 @@ class SQLiteJournal:
                 "order by position",
                 (number, parent),
             )
+            for position, mark, ids, logprobs, crc in self._end_rows(parent):
+                if crc == tokens_crc(position, mark, ids, logprobs, parent):  # else the fork lacks it, and is refused
+                    self._put_end(number, position, mark, ids, logprobs)
         body = json.dumps({**asdict(record), "eos_token_ids": list(record.eos_token_ids)})
         self._db.execute(
             "insert into sessions values (?, ?, ?, ?, ?, ?, ?)",
@@ -459,8 +470,11 @@ class SQLiteJournal:
         self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), number))
 
     def _end_session(self, number: int) -> None:
-        for table in ("sessions", "tokens", "generates"):
-            self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the three above
+        for session_id, owner in list(self._db.execute("select id, owner from sessions where session = ?", (number,))):
+            for record in unpacked_appends(session_id, owner, self._packed_appends(number)):
+                self._put_reply(number, record)
+        for table in ("sessions", "tokens", "ends", "generates", "appends"):
+            self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the five above
         for entry in self._tail_of(number):
             self._delete_tail(number, entry)
         self._forget_copy(number)
@@ -483,18 +497,19 @@ class SQLiteJournal:
             return
         _, owner, body, length = found[0]
         try:
-            rows = self._read_tail(number, entries, length)
+            records = self._read_end(number, length)
+            records += self._read_tail(number, entries, length)
         except HistoryCorrupt as damage:
             logger.error("records of a session are damaged, and kept as they are: %s", damage)
             return
-        for row in in_whole_rows(rows):
-            values = None if row.logprobs is None else row.logprobs.tobytes()
-            ids, mark = row.token_ids.tobytes(), int(row.mark)
-            crc = tokens_crc(row.position, mark, ids, values)
-            self._db.execute(
-                "insert into tokens values (?, ?, ?, ?, ?, ?)", (number, row.position, mark, ids, values, crc)
-            )
-            length = row.position + len(row.token_ids)
+        self._db.execute("delete from ends where session = ?", (number,))
+        for row in packed(records):
+            length = row.position + row.tokens
+            values = (row.position, row.mark, row.ids, row.logprobs)
+            if not row.is_full and length == records[-1].position + len(records[-1].token_ids):
+                self._put_end(number, *values)
+            else:
+                self._db.execute("insert into tokens values (?, ?, ?, ?, ?, ?)", (number, *values, tokens_crc(*values)))
         for entry in entries:
             self._delete_tail(number, entry)
         self._db.execute(
@@ -513,11 +528,32 @@ class SQLiteJournal:
             "order by before.position desc limit 1), x'') = x''",
             (number,),
         )
-        self._db.execute(
-            "delete from replies where session = ?1 and kind = 'appended' and position < (select position from replies "
-            "where session = ?1 and kind = 'appended' order by position desc limit 1 offset ?2)",
-            (number, MOST_PER_SESSION - 1),
-        )
+        self._fold_appends(number)
+
+    def _put_end(self, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None) -> None:
+        crc = tokens_crc(position, mark, ids, logprobs, number)
+        self._db.execute("insert into ends values (?, ?, ?, ?, ?, ?)", (number, position, mark, ids, logprobs, crc))
+
+    def _fold_appends(self, number: int) -> None:
+        """Move the replies to a session's appends into one row, and forget all but the last."""
+        found = self._replies("session = ? and kind = ? order by position", (number, APPENDED))
+        for record in found:
+            self._db.execute(
+                "delete from replies where owner = ? and request_id = ? and kind = ? and id = ?",
+                (record.owner, record.request_id, record.kind, record.session_id),
+            )
+        if found:
+            replies = most_recent(self._packed_appends(number) + b"".join(map(packed_append, found)))
+            self._db.execute(
+                "insert or replace into appends values (?, ?, ?)", (number, replies, appends_crc(number, replies))
+            )
+
+    def _packed_appends(self, number: int) -> bytes:
+        """Damaged ones are as if they had been forgotten."""
+        for replies, crc in self._db.execute("select replies, crc from appends where session = ?", (number,)):
+            if isinstance(replies, bytes) and crc == appends_crc(number, replies):
+                return replies
+        return b""
 
     def _expire(self) -> None:
         now = self._wall_clock()
@@ -572,14 +608,15 @@ class SQLiteJournal:
             tokens = self._tokens(number)
             saved = Saved(sum(len(one.token_ids) for one in tokens))
             generates = [
-                GenerateRecord(position, request_id, digest, int.from_bytes(seed, "little"))
+                GenerateRecord(position, request_id, digest[:DIGEST_BYTES], int.from_bytes(seed, "little"))
                 for position, request_id, digest, seed, kept in self._db.execute(
                     "select position, request_id, digest, seed, crc from generates where session = ? order by position",
                     (number,),
                 )
                 if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
             ]
-            replies = self._replies("session = ? order by position", (number,))
+            replies = unpacked_appends(session_id, owner, self._packed_appends(number))
+            replies += self._replies("session = ? order by position", (number,))
             self._numbers[session_id] = number
             self._note(number, saved, saved.tokens)
             return SessionKept(session_record(body), used_at, tokens, generates, replies, saved)
@@ -666,17 +703,36 @@ class SQLiteJournal:
     def _tokens(self, number: int) -> list[TokensRecord]:
         """The history of a session. Raises HistoryCorrupt."""
         (length,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
-        rows, position = [], 0
+        rows, known, position = list[TokensRecord](), 0, 0
         for first, mark, ids, logprobs, crc in self._db.execute(
             "select position, mark, ids, logprobs, crc from tokens where session = ? order by position", (number,)
         ):
             if first != position or crc != tokens_crc(first, mark, ids, logprobs):
                 raise HistoryCorrupt(position)
-            rows.append(tokens_record(first, mark, ids, logprobs))
-            position += len(ids) // 4
-        if position != length:
+            rows += unpacked(first, mark, ids, logprobs)
+            position += sum(len(record.token_ids) for record in rows[known:])
+            known = len(rows)
+        end = self._read_end(number, length)
+        if position != (end[0].position if end else length):
             raise HistoryCorrupt(position)
-        return rows + self._read_tail(number, self._tails.get(number, ()), length)
+        return rows + end + self._read_tail(number, self._tails.get(number, ()), length)
+
+    def _end_rows(self, number: int) -> list[tuple[Any, ...]]:
+        return list(
+            self._db.execute("select position, mark, ids, logprobs, crc from ends where session = ?", (number,))
+        )
+
+    def _read_end(self, number: int, length: int) -> list[TokensRecord]:
+        """The tokens that did not fill a row, the last of `length` that are folded. Raises HistoryCorrupt."""
+        for position, mark, ids, logprobs, crc in self._end_rows(number):
+            with damage_is_refused(position if isinstance(position, int) else 0):
+                if crc != tokens_crc(position, mark, ids, logprobs, number):
+                    raise HistoryCorrupt(position)
+                records = unpacked(position, mark, ids, logprobs)
+                if position + sum(len(record.token_ids) for record in records) != length:
+                    raise HistoryCorrupt(position)
+                return records
+        return []
 
     def _read_tail(self, number: int, entries: Sequence[int], position: int) -> list[TokensRecord]:
         """Rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
@@ -701,7 +757,8 @@ class SQLiteJournal:
             values,
         )
         found = [(ReplyRecord(*fields), crc) for *fields, crc in rows]
-        return [record for record, crc in found if crc == reply_crc(record)]
+        # An older server's digests were longer.
+        return [replace(one, digest=one.digest[:DIGEST_BYTES]) for one, crc in found if crc == reply_crc(one)]
 
     def _value(self, question: str) -> Any:
         return next(self._db.execute(question))[0]

@@ -39,7 +39,7 @@ def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: p
     state = tmp_path / "state"
     damaged, whole = sessions_in(state, "one", "two")
     db = apsw.Connection(str(state / FILE))
-    for table in ("tail", "tokens"):
+    for table in ("tail", "ends"):
         db.execute(
             f"update {table} set ids = zeroblob(length(ids)) where session = "
             "(select session from sessions where id = ?)",

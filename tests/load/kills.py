@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,9 +14,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from inference_engine.config import child_environment
 from inference_engine.kv.strategies.full import Full
@@ -22,6 +25,9 @@ from kakeya import Client, RetryPolicy
 from tests.load.scripted import solo_of
 
 ROOT = Path(__file__).parents[2]
+SDK = ROOT / "sdks" / "typescript"
+NODE = shutil.which("node") or ""
+LAW = solo_of(Full())
 PATIENT = RetryPolicy(first_delay_seconds=0.02, max_delay_seconds=0.1, patience_seconds=60.0)
 MOST_TOKENS = 250  # of one session
 
@@ -121,7 +127,7 @@ class Agents:
 
     def _talk(self, client: Client, rng: random.Random) -> None:
         """One session, from its creation to its end."""
-        law, history = solo_of(Full()), list[int]()
+        history = list[int]()
         session = client.create_session()
         self.counts["sessions"] += 1
         while len(history) < MOST_TOKENS and not self._is_over.is_set():
@@ -135,11 +141,78 @@ class Agents:
             done = stream.result()
             history += told
             assert (len(told), done.history_length) == (most, len(history)), (len(told), most, done.history_length)
-            expected = law.tokens(history[:-1], first, seed=done.seed if is_drawn else None)
+            expected = LAW.tokens(history[:-1], first, seed=done.seed if is_drawn else None)
             assert told == expected, f"from {first}: {told}, and the law says {expected}"
             self.counts["tokens"] += len(told)
         assert session.info().history_length == len(history)
         assert session.close() == len(history)
+
+
+class NodeAgents:
+    """The same, of the TypeScript SDK, in a process of Node.js. Built by `npm ci` and `npm run build` in its folder."""
+
+    def __init__(self, target: str, count: int, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._histories: dict[int, list[int]] = {}
+        self._is_over = False
+        assert has_node_agents(), f"{SDK} is not built: npm ci && npm run build there, with Node.js 20 or newer"
+        command = [NODE, str(Path(__file__).with_name("agents.mjs")), target, str(count), str(seed)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment()
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def finish(self, seconds: float) -> None:
+        """Let each end the session that it is at."""
+        self._is_over = True
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._reader.join(seconds)
+        if self._reader.is_alive():
+            self.wrong.append("an agent hangs")
+            self._process.kill()
+        status = self._process.wait(30)
+        self._reader.join()
+        self._process.stdout.close()
+        if status:
+            self.wrong.append(f"the agents ended with status {status}")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            line = json.loads(text)
+            agent = line["agent"]
+            try:
+                self._learn(agent, line)
+            except AssertionError as error:
+                self.wrong.append(f"agent {agent} of Node.js: {error}")
+        if not self._is_over:
+            self.wrong.append("the agents ended by themselves")
+
+    def _learn(self, agent: int, line: dict[str, Any]) -> None:
+        assert "wrong" not in line, line["wrong"]
+        if "created" in line:
+            self._histories[agent] = []
+            self.counts["sessions"] += 1
+            return
+        history = self._histories[agent]
+        if "told" in line:
+            first, told = len(history), line["told"]
+            history += told
+            assert len(told) == line["most"], f"{len(told)} tokens of {line['most']}"
+            law = LAW.tokens(history[:-1], first, seed=None if line["seed"] is None else int(line["seed"]))
+            assert told == law, f"from {first}: {told}, and the law says {law}"
+            self.counts["tokens"] += len(told)
+        history += line.get("appended", ())
+        length = line.get("closed", line.get("length"))
+        assert length == len(history), f"the server says {length}, and the history has {len(history)}"
+
+
+def has_node_agents() -> bool:
+    return bool(NODE) and (SDK / "dist" / "index.js").exists()
 
 
 @contextmanager
@@ -154,19 +227,33 @@ def lives(folder: Path, durability: str, *, is_early: bool = False) -> Iterator[
 
 
 def kill_often(
-    folder: Path, durability: str, *, kills: int, agents: int, seed: int, is_early: bool = False
+    folder: Path,
+    durability: str,
+    *,
+    kills: int,
+    agents: int,
+    seed: int,
+    is_early: bool = False,
+    of: type[Agents] | type[NodeAgents] = Agents,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Counter[str], list[str]]:
-    """Kill a server so many times, at random moments, under agents. What they did, and what was wrong."""
+    """Kill a server so many times, at random moments, under agents. What they did, and what was wrong.
+
+    is_over: asked before each kill; True ends it early.
+    """
     rng = random.Random(seed)
     with lives(folder, durability, is_early=is_early) as server:
         server.begin()
-        talking = Agents(server.target, agents, seed)
+        talking = of(server.target, agents, seed)
         for _ in range(kills):
+            if is_over():
+                break
             time.sleep(rng.uniform(0.02, 0.5))
             server.kill()
             server.begin()
             talking.counts["kills"] += 1
             if talking.wrong:
                 break
-        talking.finish(120.0)
-        return talking.counts, talking.wrong
+        found = list(talking.wrong)
+        talking.finish(1.0 if found else 120.0)  # others may wait for what is not there any more
+        return talking.counts, found or talking.wrong

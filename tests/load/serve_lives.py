@@ -8,10 +8,7 @@ the input's end, ends all. `early` is the control: it answers before anything is
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,38 +18,12 @@ from inference_engine.server.run import serve
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Durability
 from laboratory.scripted import Script
+from tests.load.early import Early
 from tests.load.scripted import scripted_engine
 
 port, folder, durability = sys.argv[1:4]
 is_early = sys.argv[4:] == ["early"]
 torch.set_num_threads(1)
-
-
-class Early(SQLiteJournal):
-    """Answers at once, and records a little later."""
-
-    is_saved = True
-
-    def say(self, words: Callable[[], object]) -> None:
-        words()
-
-    def open(self, record: Any) -> Any:
-        return self._all_sent(super().open(record))
-
-    def load(self, session_id: str, owner: str) -> Any:
-        kept = super().load(session_id, owner)
-        if kept is not None:
-            self._all_sent(kept.saved)
-        return kept
-
-    def _commit(self, changes: Any) -> None:
-        time.sleep(0.02)
-        super()._commit(changes)
-
-    @staticmethod
-    def _all_sent(saved: Any) -> Any:
-        saved.tokens = sys.maxsize
-        return saved
 
 
 def live() -> None:

@@ -17,10 +17,11 @@ import pytest
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import wal_scan
-from inference_engine.session.journal import GenerateRecord
+from inference_engine.session.journal import GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import FORMAT
 from inference_engine.session.journal_folder import LOCK, take_folder
-from inference_engine.session.journal_rows import FOLD_TOKENS
+from inference_engine.session.journal_rows import ROW_BYTES, reply_crc, tokens_crc, unpacked
+from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
@@ -43,7 +44,7 @@ def test_what_was_recorded_is_read_again_after_a_kill_folded_or_not(tmp_path: Pa
     assert talk.check(tmp_path) == "whole"
     with closing(apsw.Connection(str(tmp_path / FILE))) as db:
         assert next(db.execute("select count(*) from tokens"))[0]
-        assert next(db.execute("select max(length(ids)) from tokens"))[0] <= 4 * FOLD_TOKENS
+        assert next(db.execute("select max(length(ids)) from tokens"))[0] <= ROW_BYTES
 
 
 def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path: Path) -> None:
@@ -88,6 +89,140 @@ def test_generates_that_no_call_can_name_leave_nothing_behind_but_where_others_e
     journal.stop()
     assert kept is not None
     assert [record.position for record in kept.generates] == [5, 6, 7, 30, 31]
+
+
+@pytest.mark.parametrize("largest", [200, 60_000, 150_000, 2**32 - 1], ids=str)
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_turns_of_any_size_are_read_again_as_they_were(tmp_path: Path, largest: int, *, has_logprobs: bool) -> None:
+    rng = np.random.default_rng(largest)
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+    ids, marks, values = list[int](), list[int](), list[float]()
+    for turn in range(60):
+        for mark in (Mark.APPENDED, Mark.GENERATED):
+            some = rng.integers(0, largest, rng.choice([1, 3, 40, 700]), endpoint=True).astype(np.uint32)
+            logprobs = rng.random(len(some), dtype=np.float32) if has_logprobs and mark is Mark.GENERATED else None
+            journal.append("session-0", len(ids), some, mark, logprobs=logprobs)
+            ids += some.tolist()
+            marks += [int(mark)] * len(some)
+            values += [np.nan] * len(some) if logprobs is None else logprobs.tolist()
+        journal.rest("session-0")
+        assert journal._writer.flush(20)
+        if turn % 20 == 5:
+            journal.leave("session-0")
+            journal.stop()
+            journal = open_journal(tmp_path)
+            assert journal.load("session-0", "alice") is not None
+    journal.fork(record_of(1), "session-0")
+    journal.stop()
+    journal = open_journal(tmp_path)
+    for number in range(2):
+        kept = journal.load(f"session-{number}", "alice")
+        assert kept is not None
+        assert [row.position for row in kept.tokens] == np.cumsum([0, *(len(one.token_ids) for one in kept.tokens)])[
+            :-1
+        ].tolist()
+        assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids
+        assert [int(row.mark) for row in kept.tokens for _ in row.token_ids] == marks
+        found = [np.full(len(one.token_ids), np.nan) if one.logprobs is None else one.logprobs for one in kept.tokens]
+        np.testing.assert_array_equal(np.concatenate(found), values)
+    journal.stop()
+
+
+def test_short_turns_fill_rows(tmp_path: Path) -> None:
+    """One id a turn: a row of its own for each would take ten times the ids."""
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+    one = np.full(1, 100_000, dtype=np.uint32)
+    for position in range(2000):
+        journal.append("session-0", position, one, Mark(position % 2))
+        journal.rest("session-0")
+        if position % 50 == 0:
+            assert journal._writer.flush(20)
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        rows = [next(db.execute(f"select count(*) from {table}"))[0] for table in ("tokens", "ends", "tail")]
+    assert rows == [3, 1, 0]
+
+
+def test_the_last_appends_are_remembered_in_one_row_and_after_the_session_s_end(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+
+    def reply(number: int) -> ReplyRecord:
+        key = number.to_bytes(2, "big")
+        return ReplyRecord("session-0", "alice", "appended", key * 8, key * 4, number + 1, str(number + 1))
+
+    for number in range(100):
+        with journal.unit():
+            journal.append("session-0", number, np.ones(1, dtype=np.uint32), Mark.APPENDED)
+            journal.reply(reply(number))
+        if number % 30 == 5:
+            journal.rest("session-0")
+            assert journal._writer.flush(20)
+    journal.leave("session-0")
+    journal.stop()
+    journal = open_journal(tmp_path)
+    kept = journal.load("session-0", "alice")
+    assert kept is not None
+    assert list(kept.replies) == [reply(number) for number in range(100 - MOST_PER_SESSION, 100)]
+    journal.close("session-0")
+    assert journal.replies_to("alice", reply(99).request_id) == [reply(99)]
+    assert journal.replies_to("alice", reply(100 - MOST_PER_SESSION).request_id)
+    assert not journal.replies_to("alice", reply(0).request_id)
+    journal.stop()
+
+
+def as_format_2(folder: Path, rows: int) -> None:
+    """What the version before this format would have written: one mark and ids of four bytes in a row."""
+    with closing(apsw.Connection(str(folder / FILE))) as db, db:
+        packed_rows = [
+            row
+            for table in ("tokens", "ends")
+            for row in db.execute(f"select position, mark, ids, logprobs from {table} order by position")
+        ]
+        records = [record for row in packed_rows for record in unpacked(*row)]
+        db.execute("delete from tokens")
+        for record in records:
+            for start in range(0, len(record.token_ids), rows):
+                ids = record.token_ids[start : start + rows].tobytes()
+                values = (record.position + start, int(record.mark), ids, None)
+                db.execute("insert into tokens values (1, ?, ?, ?, ?, ?)", (*values, tokens_crc(*values)))
+        db.execute("drop table ends")
+        db.execute("drop table appends")
+        request_id, digest = bytes([7]) * 16, bytes(range(32))
+        reply = ReplyRecord("session-0", "alice", "appended", request_id, digest, 600, "600")
+        db.execute(
+            "insert into replies values (1, 'session-0', 'alice', 'appended', ?, ?, 600, '600', ?, null)",
+            (request_id, digest, reply_crc(reply)),
+        )
+        db.execute("pragma user_version = 2")
+
+
+def test_a_folder_of_the_format_before_is_read_and_written_on(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+    ids = np.random.default_rng(3).integers(0, 2**32, 900).astype(np.uint32)
+    journal.append("session-0", 0, ids[:600], Mark.APPENDED)
+    journal.append("session-0", 600, ids[600:800], Mark.GENERATED)
+    journal.leave("session-0")
+    journal.stop()
+    as_format_2(tmp_path, 498)
+    journal = open_journal(tmp_path)
+    kept = journal.load("session-0", "alice")
+    assert kept is not None
+    assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids[:800].tolist()
+    assert [(one.request_id, one.digest) for one in kept.replies] == [(bytes([7]) * 16, bytes(range(8)))]
+    journal.append("session-0", 800, ids[800:], Mark.APPENDED)
+    journal.leave("session-0")
+    journal.stop()
+    journal = open_journal(tmp_path)
+    kept = journal.load("session-0", "alice")
+    assert kept is not None
+    assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids.tolist()
+    assert [one.request_id for one in kept.replies] == [bytes([7]) * 16]
+    assert not journal.check()
+    journal.stop()
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
@@ -201,6 +336,13 @@ def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_wo
     assert outcomes["last"] <= 2, outcomes
 
 
+def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
+    """The control: so many flips are enough to notice that checksums and the look through the log are needed."""
+    outcomes = flip_bits(tmp_path, seed=1, count=60, is_checked=False)
+    assert outcomes["wrong"], outcomes
+    assert outcomes["shorter"], outcomes
+
+
 @pytest.mark.parametrize("order", "<>")
 def test_the_checksum_of_a_page_is_that_of_the_format(order: str, subtests: pytest.Subtests) -> None:
     for nbytes in (8, 24, 4096):
@@ -250,17 +392,17 @@ def test_what_a_server_did_not_sync_is_safe_before_one_that_does_is_ready(tmp_pa
     assert talk.check(folder) == "whole"
 
 
-@pytest.mark.parametrize("table", ["tokens", "tail"])
+@pytest.mark.parametrize("table", ["tokens", "ends", "tail"])
 @pytest.mark.parametrize("values", ["logprobs = 0", "ids = cast(x'ff00ff00' as text)", "ids = 7", "mark = null"])
 def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, table: str, values: str) -> None:
     """One flipped bit of a row's header does that, and its checksum may still be right."""
     journal = open_journal(tmp_path)
-    one = np.ones(1, dtype=np.uint32)
+    some = np.ones(3000, dtype=np.uint32)  # a full row, and what does not fill one
     for number in range(2):
         journal.open(record_of(number))
-        journal.append(f"session-{number}", 0, one, Mark.APPENDED)
+        journal.append(f"session-{number}", 0, some, Mark.APPENDED)
     assert journal._writer.flush(20)
-    if table == "tokens":
+    if table != "tail":
         journal.rest("session-0")
         journal.leave("session-0")
         assert journal._writer.flush(20)

@@ -1,0 +1,64 @@
+// Agents of the TypeScript SDK, which talk on while their server is killed; `kills.py` holds what they say against the law.
+//
+//     node tests/load/agents.mjs <target> <agents> <seed>
+//
+// Each line on standard output is what an agent was told. The end of standard input lets each end its session.
+import { Client } from "../../sdks/typescript/dist/index.js";
+
+const MOST_TOKENS = 250; // of one session
+const RETRY = { firstDelaySeconds: 0.02, maxDelaySeconds: 0.1, patienceSeconds: 60 };
+
+const [target, agents, seed] = [process.argv[2], Number(process.argv[3]), Number(process.argv[4])];
+let isOver = false;
+process.stdin.on("end", () => (isOver = true)).resume();
+
+/** Numbers below `end`, the same for the same seed (xorshift32). */
+function numbers(seed) {
+  let state = seed >>> 0 || 1;
+  return (end) => {
+    state ^= state << 13;
+    state ^= state >>> 17;
+    state ^= state << 5;
+    return (state >>> 0) % end;
+  };
+}
+
+function tell(agent, line) {
+  process.stdout.write(`${JSON.stringify({ agent, ...line })}\n`);
+}
+
+/** One session, from its creation to its end. */
+async function talk(client, agent, below) {
+  const session = await client.createSession();
+  tell(agent, { created: session.id });
+  let length = 0;
+  while (length < MOST_TOKENS && !isOver) {
+    const ids = Array.from({ length: 1 + below(29) }, () => below(256));
+    tell(agent, { appended: ids, length: (length = await session.append(ids)) });
+    const most = 1 + below(39);
+    const isDrawn = below(2) === 1;
+    const stream = session.generate(most, isDrawn ? { temperature: 1 } : {});
+    const told = [];
+    for await (const token of stream) told.push(token);
+    const done = await stream.result();
+    length = done.historyLength;
+    tell(agent, { told, most, seed: isDrawn ? String(done.seed) : null, length });
+  }
+  tell(agent, { length: (await session.info()).historyLength });
+  tell(agent, { closed: await session.close() });
+}
+
+async function run(agent) {
+  const below = numbers(seed * 1000 + agent * 7919 + 1);
+  for (let warm = 0; warm < 8; warm++) below(1);
+  const client = new Client(target, { retry: RETRY, timeoutSeconds: 120 });
+  try {
+    while (!isOver) await talk(client, agent, below);
+  } catch (error) {
+    tell(agent, { wrong: `${error.name}: ${error.message}` });
+  } finally {
+    await client.close();
+  }
+}
+
+await Promise.all(Array.from({ length: agents }, (_, agent) => run(agent)));
