@@ -54,6 +54,11 @@ class IndexShape:
     run: int
 
     @property
+    def number(self) -> int:
+        """A number of its own, positive, by which plan lines name it."""
+        return (self.rank << 16) + (self.bits << 8) + self.run
+
+    @property
     def tile(self) -> int:
         """Tokens of a tile."""
         return RUNS_OF_TILE * self.run
@@ -76,6 +81,18 @@ class IndexShape:
     def tile_bytes(self) -> int:
         """Bytes of a tile of one KV head."""
         return self.words * LANES * 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChoice:
+    """What a device's operation needs to know of the queries of a step that choose tokens by indexes of one shape.
+
+    tokens: the most that one chooses from. rows: the queries that may do so are among the first so many of the step.
+    """
+
+    shape: IndexShape
+    tokens: int
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
