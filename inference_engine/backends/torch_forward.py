@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.backends.choosing import DeviceIndexes
 from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.quanta import probe_quanta
@@ -118,7 +119,7 @@ class TorchForward:
 
     @property
     def indexes_keys(self) -> bool:
-        return False
+        return self._ops.key_indexes is not None and self._ops.attends_together
 
     @property
     def has_address_space(self) -> bool:
@@ -153,7 +154,7 @@ class TorchForward:
             segment = geometry.segment_tokens
             # Beyond one segment, padding to the next size adds fewer entries than are wanted.
             compute = RecordedCompute((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
-        return KVContext(
+        context = KVContext(
             geometry=geometry,
             pool=pool,
             rotate=self.seam.rotate,
@@ -162,6 +163,13 @@ class TorchForward:
             compute=compute,
             most_tokens_at_once=most_queries,
         )
+        if not self.indexes_keys:
+            return context
+        assert self._ops.key_indexes is not None
+        indexes = DeviceIndexes(
+            self.seam, self._ops.key_indexes, self._device, trained_positions=geometry.trained_positions
+        )
+        return replace(context, open_index=indexes.open, open_tiles=indexes.open_tiles)
 
     @property
     def launcher(self) -> TorchForward:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from inference_engine.errors import BackendError
+from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
@@ -24,6 +25,7 @@ from inference_engine.kernels.trellis import PLAIN, Trellis
 _KERNELS = {
     "attend_ragged": ("ragged_attention", "attend_ragged"),
     "attend_invariant": ("ragged_attention", "attend_invariant"),
+    "key_indexes": ("components", "key_indexes"),
     "largest": ("topk", "largest"),
     "noise_of_all": ("noise", "noise_of_all"),
     "open_fused": ("fused", "open_fused"),
@@ -37,7 +39,8 @@ class DeviceOps:
     """What a device computes with. Without arguments: the references, which run anywhere.
 
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
-    drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. trellis: the coder of latents.
+    drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. key_indexes: by which queries of
+    `attend_ragged` choose tokens; None: it knows none, and plain operations choose. trellis: the coder of latents.
     open_fused: makes what a step is made of, for one model. open_invariant: as that, so that no token's bits depend on
     the others; attend_invariant is its attention. attends_together: are the queries of all sessions of a step attended
     to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is no
@@ -48,6 +51,7 @@ class DeviceOps:
     attend_invariant: RaggedAttention = attend_ragged
     noise_of_all: NoiseOfAll = noise_of_all
     largest: Largest = topk_by_sorting
+    key_indexes: KeyIndexes | None = None
     trellis: Trellis = PLAIN
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused

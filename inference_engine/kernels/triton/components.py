@@ -35,12 +35,11 @@ An index is known by the address of these numbers on the device, all 64 bits wid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -58,7 +57,9 @@ _CHOSEN = 32  # parts of what was chosen
 _NEAR_SLOTS, _CHOSEN_SLOTS = 64, 32  # that a program reads at once
 _BUCKETS = 512
 _EQUALS = 1024  # tokens of one bucket that a program holds
-_MOST_SCRATCH = 2**28  # bytes; more queries take turns
+_SCORE_WARPS = 4
+_SCORE_REGISTERS: int | None = None  # of a thread, at most
+_MOST_SCRATCH = 2**29  # bytes; more queries take turns
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 
 
@@ -77,61 +78,99 @@ def pairs_of(head_dim: int, turned: int) -> tuple[Tensor, Tensor]:
     return first, torch.cat([half + torch.arange(half), turned + still + torch.arange(still)])
 
 
-class TurnTables:
+class Turns(NamedTuple):
     """The rotations of one kind of key: see `middles`, `distances` and `offsets` of the module."""
 
-    def __init__(
-        self, frequencies: NDArray[np.float64], head_dim: int, shape: IndexShape, tokens: int, device: torch.device
-    ) -> None:
-        """frequencies: radians a position, of each pair of channels that is rotated. tokens: of the longest history."""
-        width = _half(head_dim)
-        self.turned = len(frequencies)
-        speeds = np.zeros(width)
-        speeds[: len(frequencies)] = frequencies
-        chunk = chunk_tokens(shape)
-        middles = (np.arange(-(-tokens // chunk)) + 0.5) * chunk - 0.5
-        distances = (np.arange(DISTANCES) + 0.5) * shape.run
-        offsets = np.arange(chunk) - (chunk - 1) / 2
-        # A run has the mean rotation of its positions: that of its middle, shrunk by the mean cosine of its offsets.
-        shrunk = np.cos((np.arange(shape.run) - (shape.run - 1) / 2)[:, None] * speeds).mean(0)
-        turns = distances[:, None] * speeds
-        self.middles = _on_device(_turns(middles, speeds), device)
-        self.distances = _on_device(np.stack([np.cos(turns) * shrunk, np.sin(turns) * shrunk]), device)
-        self.offsets = _on_device(_turns(offsets, speeds), device)
+    middles: Tensor
+    distances: Tensor
+    offsets: Tensor
+    turned: int  # pairs
 
 
-def _turns(positions: NDArray[np.float64], speeds: NDArray[np.float64]) -> NDArray[np.float64]:
-    turns = positions[:, None] * speeds
-    return np.stack([np.cos(turns), np.sin(turns)], axis=1)
-
-
-def _on_device(numbers: NDArray[np.float64], device: torch.device) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.float32)).to(device)
-
-
-class RowTables:
+class Rows(NamedTuple):
     """What a layer's components are to the kernels: see `rows`, `scales`, `projection` and `means` of the module."""
 
-    def __init__(self, components: KeyComponents, shape: IndexShape, turned: int, device: torch.device) -> None:
+    rows: Tensor
+    scales: Tensor
+    projection: Tensor
+    means: Tensor
+
+
+class TritonIndexes:
+    """Implements KeyIndexes."""
+
+    def turns(self, frequencies: Tensor, head_dim: int, shape: IndexShape, tokens: int, device: torch.device) -> Turns:
+        speeds = torch.zeros(_half(head_dim), dtype=torch.float64)
+        speeds[: len(frequencies)] = frequencies
+        chunk = chunk_tokens(shape)
+        middles = (torch.arange(-(-tokens // chunk), dtype=torch.float64) + 0.5) * chunk - 0.5
+        distances = (torch.arange(DISTANCES, dtype=torch.float64) + 0.5) * shape.run
+        offsets = torch.arange(chunk, dtype=torch.float64) - (chunk - 1) / 2
+        in_run = torch.arange(shape.run, dtype=torch.float64) - (shape.run - 1) / 2
+        # A run has the mean rotation of its positions: that of its middle, shrunk by the mean cosine of its offsets.
+        shrunk = (in_run[:, None] * speeds).cos().mean(0)
+        return Turns(
+            middles=_turns(middles, speeds).float().to(device),
+            distances=(_turns(distances, speeds) * shrunk).transpose(0, 1).contiguous().float().to(device),
+            offsets=_turns(offsets, speeds).float().to(device),
+            turned=len(frequencies),
+        )
+
+    def rows(self, components: KeyComponents, shape: IndexShape, turned: int, device: torch.device) -> Rows:
         heads, head_dim = components.mean.shape
-        pairs = pairs_of(head_dim, turned)
         basis = components.basis[..., : shape.rank].double().cpu()
         steps = components.steps(shape).double().cpu()
-        rows = (basis * steps[:, None] * shape.levels).mT  # [Hkv, r, D]
         means = components.mean.double().cpu()[:, None]
-        scales = [part.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny) for part in (rows, means)]
+        rows = (basis * steps[:, None] * shape.levels).mT  # [Hkv, r, D]
+        scales = [part.abs().amax((1, 2)).clamp(min=1e-30) for part in (rows, means)]
+        scaled = [part / scale[:, None, None] for part, scale in zip((rows, means), scales, strict=True)]
         rank, width = rank_width(shape), _half(head_dim)
-        # The mean comes behind the rows, whose number is rounded up.
         table = torch.zeros(heads, 2, rank + 1, width, dtype=torch.float64)
         projection = torch.zeros(heads, 2, rank, width, dtype=torch.float64)
         paired = torch.zeros(heads, 2, width, dtype=torch.float64)
-        for place, channels in enumerate(pairs):
-            table[:, place, : shape.rank, : len(channels)] = rows[..., channels] / scales[0][:, None, None]
-            table[:, place, rank, : len(channels)] = means[:, 0, channels] / scales[1][:, None]
-            projection[:, place, : shape.rank, : len(channels)] = (basis / steps[:, None]).mT[..., channels]
-            paired[:, place, : len(channels)] = means[:, 0, channels]
-        self.rows, self.projection, self.means = (part.float().to(device) for part in (table, projection, paired))
-        self.scales = torch.stack(scales, dim=1).float().to(device)
+        for place, channels in enumerate(pairs_of(head_dim, turned)):
+            count = len(channels)
+            table[:, place, : shape.rank, :count] = scaled[0][..., channels]
+            table[:, place, rank, :count] = scaled[1][:, 0, channels]
+            projection[:, place, : shape.rank, :count] = (basis / steps[:, None]).mT[..., channels]
+            paired[:, place, :count] = means[:, 0, channels]
+        ours = (table, torch.stack(scales, dim=1), projection, paired)
+        return Rows(*(part.float().contiguous().to(device) for part in ours))
+
+    def numbers(self, halves: Sequence[Tensor], rows: Rows, turns: Turns) -> Tensor:
+        tensors = (*halves, rows.rows, rows.scales, *turns[:3], rows.projection, rows.means)
+        numbers = [*(tensor.data_ptr() for tensor in tensors), turns.turned]
+        return torch.tensor(numbers, dtype=torch.int64).to(halves[0].device)
+
+    def write_tiles(
+        self, keys: Tensor, table: Tensor, *, kv_heads: int, region: int, first: int, end: int, shape: IndexShape
+    ) -> None:
+        head_dim = keys.shape[-1]
+        _write_tile[(end - first, kv_heads, len(table))](
+            keys,
+            table,
+            first,
+            region,
+            RUN=shape.run,
+            RANK=shape.rank,
+            BITS=shape.bits,
+            WORDS=shape.words,
+            BLOCK_W=int(triton.next_power_of_2(shape.words)),
+            LEVELS=shape.levels,
+            D=head_dim,
+            H=_half(head_dim),
+            R=rank_width(shape),
+            num_warps=4,
+        )
+
+
+key_indexes = TritonIndexes()
+
+
+def _turns(positions: Tensor, speeds: Tensor) -> Tensor:
+    """[n, 2, H], cosines and sines."""
+    turns = positions[:, None] * speeds
+    return torch.stack([turns.cos(), turns.sin()], dim=1)
 
 
 def rank_width(shape: IndexShape) -> int:
@@ -140,16 +179,6 @@ def rank_width(shape: IndexShape) -> int:
 
 def _half(head_dim: int) -> int:
     return max(_LEAST, int(triton.next_power_of_2(head_dim // 2)))
-
-
-def index_numbers(halves: Sequence[Tensor], rows: RowTables, turns: TurnTables) -> Tensor:
-    """The numbers that a line's chooser is the address of; everything given must outlive their use."""
-    tensors = (
-        *(halves[0], halves[1], rows.rows, rows.scales, turns.middles, turns.distances, turns.offsets),
-        *(rows.projection, rows.means),
-    )
-    numbers = [*(tensor.data_ptr() for tensor in tensors), turns.turned]
-    return torch.tensor(numbers, dtype=torch.int64).to(halves[0].device)
 
 
 # -- attention ----------------------------------------------------------------------------------------------------------
@@ -270,8 +299,9 @@ class Choosing:
             G=self.width,
             H=self.half,
             R=self.rank_width,
-            num_warps=max(4, min(16, self.rank_width * self.width // 32)),
+            num_warps=_SCORE_WARPS if self.width <= 16 else 2 * _SCORE_WARPS,
             num_stages=1,
+            maxnreg=_SCORE_REGISTERS,
         )
 
     def weigh(self) -> None:
@@ -398,29 +428,37 @@ def _table(p_index, number: tl.constexpr):
 
 @triton.jit
 def _codes(
-    p_tile, o_run, offset, m_s, RANK: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr
+    p_tile,
+    o_run,
+    offset,
+    m_s,
+    group,
+    RANK: tl.constexpr,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """The components [rows, R] of the token at `offset` of each run o_run of a tile: (code + ½) / levels − ½."""
+    """Codes [rows, AT_ONCE], the group of that number, of the token at `offset` of each run o_run of a tile.
+
+    They come as 1 + code / levels.
+    """
+    IN_WINDOW: tl.constexpr = AT_ONCE if BITS * AT_ONCE <= 32 else AT_ONCE // 2  # codes in 32 bits in a row
     p_words = p_tile + tl.where(o_run < 16, 15 - o_run, o_run - 16)
     o_v = 2 * offset + (o_run < 16).to(tl.int32)
-    # So many fields begin in a window of 32 bits, and end in it.
-    FIELDS_AT_ONCE: tl.constexpr = 8 if BITS <= 4 else 4
-    o_j = tl.arange(0, R)
-    b_fields = tl.zeros((o_v.shape[0], R), tl.int32)
-    for k in tl.static_range(0, (RANK + FIELDS_AT_ONCE - 1) // FIELDS_AT_ONCE):
-        o_bit = (o_v * RANK + k * FIELDS_AT_ONCE) * BITS
+    o_j = tl.arange(0, AT_ONCE)
+    b_codes = tl.zeros((o_run.shape[0], AT_ONCE), tl.int32)
+    for window in tl.static_range(0, AT_ONCE // IN_WINDOW):
+        o_bit = (o_v * RANK + group * AT_ONCE + window * IN_WINDOW) * BITS
         o_word = o_bit >> 5
-        shift = o_bit & 31
+        b_shift = o_bit & 31
         b_low = tl.load(p_words + o_word * 16, mask=m_s & (o_word < WORDS), other=0)
         b_high = tl.load(p_words + o_word * 16 + 16, mask=m_s & (o_word + 1 < WORDS), other=0)
-        b_low = (b_low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
-        b_window = b_low | ((b_high << (31 - shift)) << 1)
-        b_fields = tl.where((o_j // FIELDS_AT_ONCE == k)[None, :], b_window[:, None], b_fields)
-    o_shift = (o_j % FIELDS_AT_ONCE) * BITS
-    b_codes = (b_fields >> o_shift[None, :]) & ((1 << BITS) - 1)
-    # The numbers from 1 to 2 whose leading bits are the code: converting would take longer.
-    b_floats = (b_codes << (23 - BITS) | 0x3F800000).to(tl.float32, bitcast=True)
-    return b_floats - (1.5 - 0.5 / (1 << BITS))
+        b_low = (b_low.to(tl.uint32, bitcast=True) >> b_shift.to(tl.uint32)).to(tl.int32, bitcast=True)
+        b_window = b_low | ((b_high << (31 - b_shift)) << 1)
+        b_codes = tl.where((o_j // IN_WINDOW == window)[None, :], b_window[:, None], b_codes)
+    b_codes = (b_codes >> ((o_j % IN_WINDOW) * BITS)[None, :]) & ((1 << BITS) - 1)
+    # The numbers from 1 to 2 whose leading bits are the code: to convert them would take longer.
+    return ((b_codes << (23 - BITS)) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -531,6 +569,20 @@ def _score(
 
 
 @triton.jit
+def _spectra(b_first, b_second, b_rows_a, b_rows_b, FACTOR: tl.constexpr):
+    """What cosines and sines of distances are multiplied with, [H, components · G] each.
+
+    b_first, b_second: of the queries [1, G, H]. b_rows_a, b_rows_b: of components [n, H].
+    """
+    b_even = b_first * b_rows_a[:, None, :] + b_second * b_rows_b[:, None, :]
+    b_odd = b_second * b_rows_a[:, None, :] - b_first * b_rows_b[:, None, :]
+    COLUMNS: tl.constexpr = b_even.shape[0] * b_even.shape[1]
+    b_even = tl.reshape(b_even, (COLUMNS, b_even.shape[2])).to(FACTOR)
+    b_odd = tl.reshape(b_odd, (COLUMNS, b_odd.shape[2])).to(FACTOR)
+    return tl.trans(b_even), tl.trans(b_odd)
+
+
+@triton.jit
 def _score_part(
     p_query,
     p_line,
@@ -559,6 +611,8 @@ def _score_part(
     IS_EXACT: tl.constexpr = p_scores.dtype.element_ty == tl.float32
     FACTOR: tl.constexpr = tl.float32 if IS_EXACT else tl.float16
     PRECISION: tl.constexpr = "ieee" if IS_EXACT else "tf32"
+    AT_ONCE: tl.constexpr = 8  # components
+    MIDDLE: tl.constexpr = 1.5 - 0.5 / (1 << BITS)
     MEANS: tl.constexpr = 16 // G if G < 16 else 1  # columns that a product needs at least
     first, end, _, first_chunk, end_chunk = _choices(p_line, RUN, SHAPE)
     chunk_begin, chunk_end, _ = _chunks_of(part, first_chunk, end_chunk, PARTS)
@@ -575,91 +629,92 @@ def _score_part(
         turned = tl.load(p_index + 9).to(tl.int32)
         o_f = tl.arange(0, H)
         o_g = tl.arange(0, G)
-        o_j = tl.arange(0, R)
         o_d = tl.arange(0, 64)
         o_a = tl.where(o_f < turned, o_f, o_f + turned)
         o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
-        m_q = (o_f < D // 2)[:, None] & (o_g < GROUP)[None, :]
-        b_a = tl.load(p_query + o_g[None, :] * D + o_a[:, None], mask=m_q, other=0.0).to(tl.float32)
-        b_b = tl.load(p_query + o_g[None, :] * D + o_b[:, None], mask=m_q, other=0.0).to(tl.float32)
-        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=0), tl.max(tl.abs(b_b), axis=0))
+        m_q = (o_g < GROUP)[:, None] & (o_f < D // 2)[None, :]
+        b_a = tl.load(p_query + o_g[:, None] * D + o_a[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_b = tl.load(p_query + o_g[:, None] * D + o_b[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=1), tl.max(tl.abs(b_b), axis=1))
         b_size = tl.where(b_size > 0, b_size, 1.0)
-        b_a = b_a / b_size[None, :]
-        b_b = b_b / b_size[None, :]
+        b_a = b_a / b_size[:, None]
+        b_b = b_b / b_size[:, None]
         to_power = scaling * 1.4426950408889634
         b_scale = b_size * tl.load(p_scales)
         b_mean_scale = b_size * tl.load(p_scales + 1)
 
         b_cosines = tl.load(p_distances + o_d[:, None] * H + o_f[None, :]).to(FACTOR)
         b_sines = tl.load(p_distances + 64 * H + o_d[:, None] * H + o_f[None, :]).to(FACTOR)
-        o_rows = o_j[None, :] * H + o_f[:, None]
+        o_rows = tl.arange(0, AT_ONCE)[:, None] * H + o_f[None, :]
         b_top = tl.full((G,), float("-inf"), tl.float32)
         b_sum = tl.zeros((G,), tl.float32)
         for chunk in range(chunk_begin, chunk_end):
-            b_cos = tl.load(p_middles + chunk * 2 * H + o_f)[:, None]
-            b_sin = tl.load(p_middles + chunk * 2 * H + H + o_f)[:, None]
-            b_first = b_a * b_cos + b_b * b_sin
-            b_second = b_b * b_cos - b_a * b_sin
-            b_means_a = tl.load(p_rows + R * H + o_f)[:, None]
-            b_means_b = tl.load(p_rows + (2 * R + 1) * H + o_f)[:, None]
-            b_even = b_first * b_means_a + b_second * b_means_b
-            b_odd = b_second * b_means_a - b_first * b_means_b
-            if MEANS > 1:
-                m_one = (tl.arange(0, MEANS) == 0)[None, :, None]
-                b_even = tl.reshape(tl.where(m_one, b_even[:, None, :], 0.0), (H, MEANS * G))
-                b_odd = tl.reshape(tl.where(m_one, b_odd[:, None, :], 0.0), (H, MEANS * G))
-            b_even = tl.dot(b_cosines, b_even.to(FACTOR), input_precision=PRECISION)
-            b_odd = tl.dot(b_sines, b_odd.to(FACTOR), input_precision=PRECISION)
+            b_cos = tl.load(p_middles + chunk * 2 * H + o_f)[None, :]
+            b_sin = tl.load(p_middles + chunk * 2 * H + H + o_f)[None, :]
+            b_first = (b_a * b_cos + b_b * b_sin)[None, :, :]
+            b_second = (b_b * b_cos - b_a * b_sin)[None, :, :]
+            # The mean is the first of as many components as a product needs at least; the others are nothing.
+            m_mean = (tl.arange(0, MEANS) == 0)[:, None] & (o_f < D // 2)[None, :]
+            p_means = p_rows + R * H + tl.zeros((MEANS, 1), tl.int32) + o_f[None, :]
+            b_even, b_odd = _spectra(
+                b_first,
+                b_second,
+                tl.load(p_means, mask=m_mean, other=0.0),
+                tl.load(p_means + (R + 1) * H, mask=m_mean, other=0.0),
+                FACTOR,
+            )
+            b_even = tl.dot(b_cosines, b_even, input_precision=PRECISION)
+            b_odd = tl.dot(b_sines, b_odd, input_precision=PRECISION)
             b_means_behind = b_even + b_odd
             b_means_before = b_even - b_odd
-            if MEANS > 1:
-                b_means_behind = tl.sum(tl.reshape(b_means_behind, (64, MEANS, G)), axis=1)
-                b_means_before = tl.sum(tl.reshape(b_means_before, (64, MEANS, G)), axis=1)
+            b_means_behind = tl.sum(tl.reshape(b_means_behind, (64, MEANS, G)), axis=1)
+            b_means_before = tl.sum(tl.reshape(b_means_before, (64, MEANS, G)), axis=1)
             b_means_behind *= b_mean_scale[None, :]
             b_means_before *= b_mean_scale[None, :]
 
-            b_rows_a = tl.load(p_rows + o_rows)[:, :, None]
-            b_rows_b = tl.load(p_rows + (R + 1) * H + o_rows)[:, :, None]
-            b_even = b_first[:, None, :] * b_rows_a + b_second[:, None, :] * b_rows_b
-            b_odd = b_second[:, None, :] * b_rows_a - b_first[:, None, :] * b_rows_b
-            b_even = tl.reshape(b_even, (H, R * G)).to(FACTOR)
-            b_odd = tl.reshape(b_odd, (H, R * G)).to(FACTOR)
-            b_even = tl.dot(b_cosines, b_even, input_precision=PRECISION)
-            b_odd = tl.dot(b_sines, b_odd, input_precision=PRECISION)
-            b_behind = tl.reshape(b_even + b_odd, (64, R, G))
-            b_before = tl.reshape(b_even - b_odd, (64, R, G))
-
             slices = ()
-            b_chunk_top = tl.full((64, G), float("-inf"), tl.float32)
             for number in tl.static_range(0, 2 * RUN):
-                if number % 2 == 0:
-                    o_run = 64 + o_d
-                    b_scores = b_means_behind
-                    b_turned = b_behind
-                else:
-                    o_run = 63 - o_d
-                    b_scores = b_means_before
-                    b_turned = b_before
+                slices = slices + (b_means_behind if number % 2 == 0 else b_means_before,)
+            for group in tl.static_range(0, (RANK + AT_ONCE - 1) // AT_ONCE):
+                p_some = p_rows + group * AT_ONCE * H + o_rows
+                b_even, b_odd = _spectra(b_first, b_second, tl.load(p_some), tl.load(p_some + (R + 1) * H), FACTOR)
+                b_even = tl.dot(b_cosines, b_even, input_precision=PRECISION)
+                b_odd = tl.dot(b_sines, b_odd, input_precision=PRECISION)
+                b_behind = tl.reshape(b_even + b_odd, (64, AT_ONCE, G)) * b_scale[None, None, :]
+                b_before = tl.reshape(b_even - b_odd, (64, AT_ONCE, G)) * b_scale[None, None, :]
+                # A component is (code + ½) / levels − ½; codes come as 1 + code / levels.
+                b_middle_behind = tl.sum(b_behind, axis=1) * MIDDLE
+                b_middle_before = tl.sum(b_before, axis=1) * MIDDLE
+                added = ()
+                for number in tl.static_range(0, 2 * RUN):
+                    o_run = 64 + o_d if number % 2 == 0 else 63 - o_d
+                    o_s = (chunk * 128 + o_run) * RUN + number // 2
+                    o_tile = chunk * 4 + o_run // 32
+                    p_tile = tl.where(o_tile % 2 == 0, p_even, p_odd)
+                    p_tile += ((o_tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
+                    b_codes = _codes(p_tile, o_run % 32, number // 2, o_s < end, group, RANK, BITS, WORDS, AT_ONCE)
+                    b_some = tl.sum((b_behind if number % 2 == 0 else b_before) * b_codes[:, :, None], axis=1)
+                    b_some -= b_middle_behind if number % 2 == 0 else b_middle_before
+                    added = added + (slices[number] + b_some,)
+                slices = added
+            b_chunk_top = tl.full((64, G), float("-inf"), tl.float32)
+            powers = ()
+            for number in tl.static_range(0, 2 * RUN):
+                o_run = 64 + o_d if number % 2 == 0 else 63 - o_d
                 o_s = (chunk * 128 + o_run) * RUN + number // 2
-                m_s = (o_s >= first) & (o_s < end)
-                o_tile = chunk * 4 + o_run // 32
-                p_tile = tl.where(o_tile % 2 == 0, p_even, p_odd)
-                p_tile += ((o_tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
-                b_codes = _codes(p_tile, o_run % 32, number // 2, m_s, RANK, BITS, WORDS, R)
-                b_scores = b_scores + tl.sum(b_turned * b_codes[:, :, None], axis=1) * b_scale[None, :]
                 if HAS_CAP:
-                    b_scores = _capped(b_scores * scaling, softcap) * 1.4426950408889634
+                    b_scores = _capped(slices[number] * scaling, softcap) * 1.4426950408889634
                 else:
-                    b_scores *= to_power
-                b_scores = tl.where(m_s[:, None], b_scores, float("-inf"))
+                    b_scores = slices[number] * to_power
+                b_scores = tl.where(((o_s >= first) & (o_s < end))[:, None], b_scores, float("-inf"))
                 b_chunk_top = tl.maximum(b_chunk_top, b_scores)
-                slices = slices + (b_scores,)
+                powers = powers + (b_scores,)
             b_chunk = tl.max(b_chunk_top, axis=0)
             b_safe = tl.where(b_chunk == float("-inf"), 0.0, b_chunk)
             b_sums = tl.zeros((64, G), tl.float32)
             o_chunk = chunk * (128 * RUN * G)
             for number in tl.static_range(0, 2 * RUN):
-                b_less = slices[number] - b_safe[None, :]
+                b_less = powers[number] - b_safe[None, :]
                 b_sums += tl.exp2(b_less)
                 o_scores = o_chunk + (number * 64 + o_d)[:, None] * G + o_g[None, :]
                 tl.store(p_scores + o_scores, b_less.to(p_scores.dtype.element_ty))
@@ -998,32 +1053,6 @@ def _merge(
 
 
 # -- the index ----------------------------------------------------------------------------------------------------------
-
-
-def write_tiles(
-    keys: Tensor, table: Tensor, *, kv_heads: int, region: int, first: int, end: int, shape: IndexShape
-) -> None:
-    """Write the tiles [first, end) of all layers of the table from their keys, which are in slots that are positions.
-
-    keys: [R, D], the buffer. table: [layers, 2] int64, the number of each layer's index and where its regions begin.
-    """
-    head_dim = keys.shape[-1]
-    _write_tile[(end - first, kv_heads, len(table))](
-        keys,
-        table,
-        first,
-        region,
-        RUN=shape.run,
-        RANK=shape.rank,
-        BITS=shape.bits,
-        WORDS=shape.words,
-        BLOCK_W=int(triton.next_power_of_2(shape.words)),
-        LEVELS=shape.levels,
-        D=head_dim,
-        H=_half(head_dim),
-        R=rank_width(shape),
-        num_warps=4,
-    )
 
 
 @triton.jit(do_not_specialize=["first"])
