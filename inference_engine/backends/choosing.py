@@ -52,9 +52,7 @@ class DeviceIndexes:
         table = torch.tensor([numbers, starts], dtype=torch.int64).T.contiguous().to(self._device)
 
         def write(keys: Tensor, first: int, end: int) -> None:
-            self._indexes.write_tiles(
-                keys, table, kv_heads=kv_heads, region=region, first=first, end=end, shape=shape
-            )
+            self._indexes.write_tiles(keys, table, kv_heads=kv_heads, region=region, first=first, end=end, shape=shape)
 
         return write
 

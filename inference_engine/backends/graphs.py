@@ -68,7 +68,8 @@ class StepGraphs:
         memory: GraphMemory,
         listed: ListedStep | None = None,
     ) -> None:
-        """Records all steps except those that read selected blocks or tokens, so that no request waits for a recording later.
+        """Records all steps except those that read selected blocks or tokens, so that no request waits for a recording
+        later.
 
         tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules.
         Raises BackendError for a model that cannot be recorded.
@@ -106,8 +107,8 @@ class StepGraphs:
     def can_run(self, step: Step) -> bool:
         """Is the step recorded? Tokens past the trained positions are rotated by operations that are not.
 
-        The first step of its size with selected blocks or tokens is recorded now. If that fails, such steps run unrecorded from
-        then on, and the requests of this step are not affected.
+        The first step of its size with selected blocks or tokens is recorded now. If that fails, such steps run
+        unrecorded from then on, and the requests of this step are not affected.
         """
         plan = step.plan
         if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:

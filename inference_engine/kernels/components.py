@@ -140,7 +140,10 @@ class KeyIndexes(Protocol):
         """What indexes of the same layer share. turned: channels that are rotated."""
 
     def numbers(self, halves: Sequence[Tensor], rows: Any, turns: Any) -> Tensor:
-        """An index, whose address is the chooser of plan lines. halves: its bytes in K and in V, [pairs, Hkv, bytes]."""
+        """An index, whose address is the chooser of plan lines.
+
+        halves: its bytes in K and in V, [pairs of tiles, Hkv, tile_bytes] uint8. All that is given must outlive it.
+        """
 
     def write_tiles(
         self, keys: Tensor, table: Tensor, *, kv_heads: int, region: int, first: int, end: int, shape: IndexShape

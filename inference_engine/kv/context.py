@@ -286,8 +286,8 @@ class KVContext:
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
     Longer steps are faster in pieces. None: there is no such length. on_choice: called with the blocks that generated
     tokens read, if plain operations choose them. open_index: makes an index of keys known to the operation over
-    regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent codec, components of keys by layer, memory for a
-    drafter, and a second tier for entries, if there are any.
+    regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent codec, components of
+    keys by layer, memory for a drafter, and a second tier for entries, if there are any.
     """
 
     geometry: Geometry

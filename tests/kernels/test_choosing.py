@@ -61,7 +61,7 @@ class Model:
 
     @property
     def scaling(self) -> float:
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
     def rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
         half = self.turned // 2
@@ -169,7 +169,10 @@ def histories(
         keys[own] = model.rotate(unrotated, torch.arange(length)).view(-1, model.head_dim).to(device, dtype)
         values[own] = torch.randn(size, generator=generator).view(-1, model.head_dim).to(device, dtype)
         stored = (-(-(length // shape.tile) // 2), model.kv_heads, shape.tile_bytes)
-        halves = (torch.zeros(stored, dtype=torch.uint8, device=device), torch.zeros(stored, dtype=torch.uint8).to(device))
+        halves = (
+            torch.zeros(stored, dtype=torch.uint8, device=device),
+            torch.zeros(stored, dtype=torch.uint8).to(device),
+        )
         rows = key_indexes.rows(model.components(shape.rank), shape, model.turned, device)
         turns = key_indexes.turns(model.frequencies, model.head_dim, shape, length + 500, device)
         one = History(
@@ -211,12 +214,29 @@ def small_parts() -> torch.device:
     return device
 
 
+def attended(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    regions: Tensor,
+    choices: list[TokenChoice],
+    options: dict[str, Any],
+    some: slice = slice(None),
+    *,
+    operation: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged
+
+    operation = operation or attend_ragged
+    return operation(queries[some], keys, values, regions[some], choices=choices, **options)
+
+
 def compare_choosing() -> None:
     """What a child process runs: sessions of several shapes and lengths in one step, over memory full of rubbish, one
     that reads all it sees and padding between them.
     """
     from inference_engine.kernels.triton import components
-    from inference_engine.kernels.triton.ragged_attention import attend_invariant, attend_ragged
+    from inference_engine.kernels.triton.ragged_attention import attend_invariant
 
     device = small_parts()
     setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
@@ -238,28 +258,23 @@ def compare_choosing() -> None:
         shapes = dict.fromkeys(one.shape for one in own)
         choices = [TokenChoice(shape=shape, tokens=900, rows=len(lines)) for shape in shapes]
 
-        def attend(
-            some: slice, operation: Callable[..., Tensor] = attend_ragged, asked: list[TokenChoice] = choices
-        ) -> Tensor:
-            options = {"kv_heads": model.kv_heads, "scaling": model.scaling, "softcap": softcap}
-            return operation(queries[some], keys, values, regions[some], choices=asked, **options)
-
+        options: dict[str, Any] = {"kv_heads": model.kv_heads, "scaling": model.scaling, "softcap": softcap}
+        attend = partial(attended, queries, keys, values, regions, choices, options)
         expected = torch.zeros_like(queries)
         rows = [row for row in range(len(lines)) if row not in (2, 4)]
         for row, (index, position) in zip(rows, wanted, strict=True):
             expected[row] = own[index].expected(queries[row : row + 1], position, codes[index], softcap)[0]
-        expected[4] = attend_by_reference(
-            queries[4:5], keys, values, regions[4:5].cpu(), kv_heads=model.kv_heads, scaling=model.scaling, softcap=softcap
-        )[0]
+        expected[4] = attend_by_reference(queries[4:5], keys, values, regions[4:5].cpu(), **options)[0]
+        together = attend()
         together = attend(slice(None))
         torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
         if number == 0:
             for row in (0, 3, 7):
                 alone = attend(slice(row, row + 1))
                 assert torch.equal(alone[0], together[row]), "a query's bits depend on what is beside it"
-            torch.testing.assert_close(attend(slice(None), attend_invariant), expected, atol=2e-5, rtol=2e-5)
-            first = [TokenChoice(shape=own[0].shape, tokens=900, rows=1)]
-            assert torch.equal(attend(slice(0, 1), asked=first)[0], together[0]), "one shape alone gives other bits"
+            torch.testing.assert_close(attend(operation=attend_invariant), expected, atol=2e-5, rtol=2e-5)
+            choices[:] = [TokenChoice(shape=own[0].shape, tokens=900, rows=1)]
+            assert torch.equal(attend(slice(0, 1))[0], together[0]), "one shape alone gives other bits"
 
 
 def compare_equals() -> None:
@@ -281,9 +296,7 @@ def compare_equals() -> None:
         # The components' mean would make a difference.
         rows = own.alive[0]
         rows.rows.zero_()
-        out = attend_ragged(
-            query, keys, values, line, kv_heads=model.kv_heads, scaling=model.scaling, choices=[choice]
-        )
+        out = attend_ragged(query, keys, values, line, kv_heads=model.kv_heads, scaling=model.scaling, choices=[choice])
         if first is None:
             read = [*range(own.sink + own.kept), *range(int(line[0, LOCAL]), 300)]
             expected = own.values[:, read].mean(1)
@@ -327,18 +340,9 @@ def compare_tiles() -> None:
         keys[own[1].start + 40, 2] = float("inf")
         table = torch.tensor([[one.numbers.data_ptr(), one.start] for one in own], device=device)
 
-        def write(first: int, end: int) -> None:
-            key_indexes.write_tiles(
-                keys,
-                table,
-                kv_heads=model.kv_heads,
-                region=kind["length"],
-                first=first,
-                end=end,
-                shape=shape,
-            )
-
-        write(0, 5)
+        region = own[0].length
+        write = partial(key_indexes.write_tiles, keys, table, kv_heads=model.kv_heads, region=region, shape=shape)
+        write(first=0, end=5)
         at_once = [half.clone() for one in own for half in one.halves]
         for one in own:
             found = [half.clone() for half in one.halves]
@@ -350,7 +354,7 @@ def compare_tiles() -> None:
             for half in one.halves:
                 half.zero_()
         for tile in (3, 0, 4, 1, 2):
-            write(tile, tile + 1)
+            write(first=tile, end=tile + 1)
         for half, whole in zip((half for one in own for half in one.halves), at_once, strict=True):
             assert torch.equal(half, whole), "a tile's bits depend on how tokens were grouped"
 

@@ -1,7 +1,6 @@
 """Attention over the tokens that components of keys choose, and their index: `kernels/components.py` in Triton.
 
-    near ┐
-    score┴▶ scores, state of sink and window ─ weigh ─▶ weights, histogram ─ list ─▶ tokens ─ read ─▶ parts ─ merge ─▶ out
+    score, near ─▶ scores, parts ─ weigh ─▶ weights, counts ─ list ─▶ tokens ─ read ─▶ parts ─ merge ─▶ out
 
     score   a chunk is 128 runs of tokens. Two runs at a distance d from its middle are the sum and the difference of an
             even and an odd function of d, so that a chunk is two products with a table of 64 distances. The chunk's
@@ -181,7 +180,7 @@ def _half(head_dim: int) -> int:
     return max(_LEAST, int(triton.next_power_of_2(head_dim // 2)))
 
 
-# -- attention ----------------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def attend_choosing(
@@ -262,7 +261,13 @@ class Choosing:
         self.sums = made(group, _NEAR + _CHOSEN)
         self.shape, self.serves_all = shape, serves_all
         self.has_cap = softcap is not None
-        self.constants = {"FIELDS": FIELDS, "RUN": shape.run, "SHAPE": shape.number, "CHUNKS": chunks, **chained(device)}
+        self.constants = {
+            "FIELDS": FIELDS,
+            "RUN": shape.run,
+            "SHAPE": shape.number,
+            "CHUNKS": chunks,
+            **chained(device),
+        }
         self.rows = {
             "RANK": shape.rank,
             "BITS": shape.bits,
@@ -376,9 +381,7 @@ class Choosing:
             self.sums,
             out,
             self.given[3],
-            self.found,
-            **self.constants,
-            GROUP=group,
+            **{name: number for name, number in self.constants.items() if name != "CHUNKS"},
             NEAR=_NEAR,
             CHOSEN=_CHOSEN,
             NEAR_SLOTS=_NEAR_SLOTS if self.rows["BLOCK_D"] <= 128 else _NEAR_SLOTS // 2,
@@ -447,7 +450,7 @@ def _codes(
     o_v = 2 * offset + (o_run < 16).to(tl.int32)
     o_j = tl.arange(0, AT_ONCE)
     b_codes = tl.zeros((o_run.shape[0], AT_ONCE), tl.int32)
-    for window in tl.static_range(0, AT_ONCE // IN_WINDOW):
+    for window in tl.static_range(AT_ONCE // IN_WINDOW):
         o_bit = (o_v * RANK + group * AT_ONCE + window * IN_WINDOW) * BITS
         o_word = o_bit >> 5
         b_shift = o_bit & 31
@@ -673,9 +676,9 @@ def _score_part(
             b_means_before *= b_mean_scale[None, :]
 
             slices = ()
-            for number in tl.static_range(0, 2 * RUN):
-                slices = slices + (b_means_behind if number % 2 == 0 else b_means_before,)
-            for group in tl.static_range(0, (RANK + AT_ONCE - 1) // AT_ONCE):
+            for number in tl.static_range(2 * RUN):
+                slices += (b_means_behind if number % 2 == 0 else b_means_before,)  # type: ignore[assignment]
+            for group in tl.static_range((RANK + AT_ONCE - 1) // AT_ONCE):
                 p_some = p_rows + group * AT_ONCE * H + o_rows
                 b_even, b_odd = _spectra(b_first, b_second, tl.load(p_some), tl.load(p_some + (R + 1) * H), FACTOR)
                 b_even = tl.dot(b_cosines, b_even, input_precision=PRECISION)
@@ -686,7 +689,7 @@ def _score_part(
                 b_middle_behind = tl.sum(b_behind, axis=1) * MIDDLE
                 b_middle_before = tl.sum(b_before, axis=1) * MIDDLE
                 added = ()
-                for number in tl.static_range(0, 2 * RUN):
+                for number in tl.static_range(2 * RUN):
                     o_run = 64 + o_d if number % 2 == 0 else 63 - o_d
                     o_s = (chunk * 128 + o_run) * RUN + number // 2
                     o_tile = chunk * 4 + o_run // 32
@@ -695,11 +698,11 @@ def _score_part(
                     b_codes = _codes(p_tile, o_run % 32, number // 2, o_s < end, group, RANK, BITS, WORDS, AT_ONCE)
                     b_some = tl.sum((b_behind if number % 2 == 0 else b_before) * b_codes[:, :, None], axis=1)
                     b_some -= b_middle_behind if number % 2 == 0 else b_middle_before
-                    added = added + (slices[number] + b_some,)
+                    added += (slices[number] + b_some,)  # type: ignore[assignment]
                 slices = added
             b_chunk_top = tl.full((64, G), float("-inf"), tl.float32)
             powers = ()
-            for number in tl.static_range(0, 2 * RUN):
+            for number in tl.static_range(2 * RUN):
                 o_run = 64 + o_d if number % 2 == 0 else 63 - o_d
                 o_s = (chunk * 128 + o_run) * RUN + number // 2
                 if HAS_CAP:
@@ -708,12 +711,12 @@ def _score_part(
                     b_scores = slices[number] * to_power
                 b_scores = tl.where(((o_s >= first) & (o_s < end))[:, None], b_scores, float("-inf"))
                 b_chunk_top = tl.maximum(b_chunk_top, b_scores)
-                powers = powers + (b_scores,)
+                powers += (b_scores,)  # type: ignore[assignment]
             b_chunk = tl.max(b_chunk_top, axis=0)
             b_safe = tl.where(b_chunk == float("-inf"), 0.0, b_chunk)
             b_sums = tl.zeros((64, G), tl.float32)
             o_chunk = chunk * (128 * RUN * G)
-            for number in tl.static_range(0, 2 * RUN):
+            for number in tl.static_range(2 * RUN):
                 b_less = powers[number] - b_safe[None, :]
                 b_sums += tl.exp2(b_less)
                 o_scores = o_chunk + (number * 64 + o_d)[:, None] * G + o_g[None, :]
@@ -955,7 +958,9 @@ def _read(
         b_order = tl.full((EQUALS,), -2147483648, tl.int32)
         low = tl.full((), 0, tl.int32)
         above_low = tl.full((), 0, tl.int32)
-        last = tl.minimum(kept, (kept - 1 - part * BLOCK_S) // (PARTS * BLOCK_S) * (PARTS * BLOCK_S) + (part + 1) * BLOCK_S)
+        last = tl.minimum(
+            kept, (kept - 1 - part * BLOCK_S) // (PARTS * BLOCK_S) * (PARTS * BLOCK_S) + (part + 1) * BLOCK_S
+        )
         if (last > above) & ~is_plain:
             if count <= EQUALS:
                 b_equal = tl.load(p_equal + o_e, mask=o_e < count, other=0)
@@ -1013,12 +1018,9 @@ def _merge(
     p_sums,
     p_out,
     p_regions,
-    p_found,
     FIELDS: tl.constexpr,
     RUN: tl.constexpr,
     SHAPE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GROUP: tl.constexpr,
     NEAR: tl.constexpr,
     CHOSEN: tl.constexpr,
     NEAR_SLOTS: tl.constexpr,
@@ -1052,7 +1054,7 @@ def _merge(
     tl.store(p_out + o_head * D + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
 
 
-# -- the index ----------------------------------------------------------------------------------------------------------
+# -- the index ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -1098,7 +1100,7 @@ def _write_tile(
     b_basis_a = tl.load(p_projection + o_j[None, :] * H + o_f[:, None])
     b_basis_b = tl.load(p_projection + R * H + o_j[None, :] * H + o_f[:, None])
     b_words = tl.zeros((16, BLOCK_W), tl.int32)
-    for v in range(0, 2 * RUN):
+    for v in range(2 * RUN):
         o_run = tl.where(v % 2 == 0, 16 + o_l, 15 - o_l)
         o_t = o_run * RUN + v // 2
         o_key = (own + tile * (32 * RUN) + o_t)[:, None] * D
@@ -1119,8 +1121,8 @@ def _write_tile(
         b_codes = tl.where((o_j < RANK)[None, :], b_steps.to(tl.int32), 0)
         # Where each code begins, from the first bit of each word: it may be in two of them.
         o_bit = ((v * RANK + o_j) * BITS)[:, None] - 32 * o_w[None, :]
-        b_left = (b_codes[:, :, None] << tl.minimum(tl.maximum(o_bit, 0), 31)[None, :, :])
-        b_right = (b_codes[:, :, None] >> tl.minimum(tl.maximum(-o_bit, 0), 31)[None, :, :])
+        b_left = b_codes[:, :, None] << tl.minimum(tl.maximum(o_bit, 0), 31)[None, :, :]
+        b_right = b_codes[:, :, None] >> tl.minimum(tl.maximum(-o_bit, 0), 31)[None, :, :]
         m_left = (o_bit >= 0) & (o_bit < 32)
         m_right = (o_bit < 0) & (o_bit > -BITS)
         b_bits = tl.where(m_left[None, :, :], b_left, tl.where(m_right[None, :, :], b_right, 0))
