@@ -59,25 +59,32 @@ class DeviceIndexes:
     def _frequencies_of(self, rotary: str, head_dim: int) -> Tensor | None:
         kind = (rotary, head_dim)
         if kind not in self._frequencies:
-            self._frequencies[kind] = self._tried(rotary, head_dim)
+            self._frequencies[kind] = frequencies_of(self._seam, rotary, head_dim, self._device)
         return self._frequencies[kind]
 
-    def _tried(self, rotary: str, head_dim: int) -> Tensor | None:
-        """The frequencies, if the model rotates keys as they say: the halves of what is rotated by one angle each."""
-        if rotary == IMMOVABLE or head_dim % 2:
-            return None
-        if rotary == UNROTATED:
-            return torch.zeros(0, dtype=torch.float64)
-        frequencies = torch.from_numpy(self._seam.rotary_frequencies(rotary)[0]).double()
-        half = len(frequencies)
-        keys = torch.randn(1, len(_SHIFTS), head_dim, generator=torch.Generator().manual_seed(0))
-        shifts = torch.tensor(_SHIFTS)
-        found = self._seam.rotate(keys.to(self._device), shifts, rotary).cpu().double()
-        angles = shifts[:, None] * frequencies
-        first, second, rest = torch.split(keys.double(), [half, half, head_dim - 2 * half], dim=-1)
-        turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin(), rest)
-        is_alike = bool((found - torch.cat(turned, dim=-1)).abs().max() < _ROTATES_ALIKE)
-        return frequencies if is_alike else None
+
+def can_index(seam: Seam, device: torch.device) -> bool:
+    """Can all keys be indexed that queries may choose from?"""
+    kinds = {(layer.rotary, layer.head_dim) for layer in seam.layers if layer.native_window is None}
+    return all(frequencies_of(seam, *kind, device) is not None for kind in kinds)
+
+
+def frequencies_of(seam: Seam, rotary: str, head_dim: int, device: torch.device) -> Tensor | None:
+    """Radians a position, if the model rotates keys as they say: two halves of a head, or of a part of it, together."""
+    if rotary == IMMOVABLE or head_dim % 2:
+        return None
+    if rotary == UNROTATED:
+        return torch.zeros(0, dtype=torch.float64)
+    frequencies = torch.from_numpy(seam.rotary_frequencies(rotary)[0]).double()
+    half = len(frequencies)
+    keys = torch.randn(1, len(_SHIFTS), head_dim, generator=torch.Generator().manual_seed(0))
+    shifts = torch.tensor(_SHIFTS)
+    found = seam.rotate(keys.to(device), shifts, rotary).cpu().double()
+    angles = shifts[:, None] * frequencies
+    first, second, rest = torch.split(keys.double(), [half, half, head_dim - 2 * half], dim=-1)
+    turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin(), rest)
+    is_alike = bool((found - torch.cat(turned, dim=-1)).abs().max() < _ROTATES_ALIKE)
+    return frequencies if is_alike else None
 
 
 class DeviceIndex:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.choosing import DeviceIndexes
+from inference_engine.backends.choosing import DeviceIndexes, can_index
 from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.quanta import probe_quanta
@@ -117,9 +117,10 @@ class TorchForward:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_host_bytes()
 
-    @property
+    @cached_property
     def indexes_keys(self) -> bool:
-        return self._ops.key_indexes is not None and self._ops.attends_together
+        is_able = self._ops.key_indexes is not None and self._ops.attends_together
+        return is_able and can_index(self.seam, self._device)
 
     @property
     def has_address_space(self) -> bool:
