@@ -20,9 +20,10 @@ are kept in float16, less the largest one of their chunk. Both are finer than th
 An index is known by the address of these numbers on the device, all 64 bits wide:
 
     even, odd     tiles 0, 2, 4, … and 1, 3, 5, …, as `kv/parts/component_index.py` lays them out
-    rows          [Hkv, 2, R + 1, H], what codes are multiplied with, then the mean; by pairs of channels that are
-                  rotated together, first and second of each pair; R and H are rounded up to powers of two
-    scales        [Hkv, 2], what rows, and the mean, were divided by
+    rows          [Hkv, 2, R + 1, H], what codes are multiplied with, then what is added to them all; by pairs of
+                  channels that are rotated together, first and second of each pair; R and H are rounded up to powers
+                  of two
+    scales        [Hkv, 2], what rows, and the last row, were divided by
     middles       [chunks, 2, H], cosines and sines of the rotation to a chunk's middle
     distances     [2, 64, H], those of runs at 64 distances from there, mean over a run
     offsets       [chunk, 2, H], those of each token from there
@@ -120,9 +121,11 @@ class TritonIndexes:
         basis = components.basis[..., : shape.rank].double().cpu()
         steps = components.steps(shape).double().cpu()
         means = components.mean.double().cpu()[:, None]
-        rows = (basis * steps[:, None] * shape.levels).mT  # [Hkv, r, D]
-        scales = [part.abs().amax((1, 2)).clamp(min=1e-30) for part in (rows, means)]
-        scaled = [part / scale[:, None, None] for part, scale in zip((rows, means), scales, strict=True)]
+        rows = (basis * steps[:, None]).mT  # [Hkv, r, D]
+        # What a key of zeros as codes is: codes are counted from the middle of all levels.
+        lowest = means + (0.5 - shape.levels / 2) * rows.sum(1, keepdim=True)
+        scales = [part.abs().amax((1, 2)).clamp(min=1e-30) for part in (rows, lowest)]
+        scaled = [part / scale[:, None, None] for part, scale in zip((rows, lowest), scales, strict=True)]
         rank, width = rank_width(shape), _half(head_dim)
         table = torch.zeros(heads, 2, rank + 1, width, dtype=torch.float64)
         projection = torch.zeros(heads, 2, rank, width, dtype=torch.float64)
@@ -434,7 +437,6 @@ def _codes(
     p_tile,
     o_run,
     offset,
-    m_s,
     group,
     RANK: tl.constexpr,
     BITS: tl.constexpr,
@@ -443,7 +445,8 @@ def _codes(
 ):
     """Codes [rows, AT_ONCE], the group of that number, of the token at `offset` of each run o_run of a tile.
 
-    They come as 1 + code / levels.
+    As the smallest numbers that there are: to convert them would take longer. Their bits stay where half a window of 32
+    bits has them, so code j is worth 2 ** (−149 + bits · (j modulo so many)).
     """
     IN_WINDOW: tl.constexpr = AT_ONCE if BITS * AT_ONCE <= 32 else AT_ONCE // 2  # codes in 32 bits in a row
     p_words = p_tile + tl.where(o_run < 16, 15 - o_run, o_run - 16)
@@ -454,14 +457,16 @@ def _codes(
         o_bit = (o_v * RANK + group * AT_ONCE + window * IN_WINDOW) * BITS
         o_word = o_bit >> 5
         b_shift = o_bit & 31
-        b_low = tl.load(p_words + o_word * 16, mask=m_s & (o_word < WORDS), other=0)
-        b_high = tl.load(p_words + o_word * 16 + 16, mask=m_s & (o_word + 1 < WORDS), other=0)
+        # Behind the last word no code goes on.
+        b_low = tl.load(p_words + tl.minimum(o_word, WORDS - 1) * 16)
+        b_high = tl.load(p_words + tl.minimum(o_word + 1, WORDS - 1) * 16)
         b_low = (b_low.to(tl.uint32, bitcast=True) >> b_shift.to(tl.uint32)).to(tl.int32, bitcast=True)
         b_window = b_low | ((b_high << (31 - b_shift)) << 1)
-        b_codes = tl.where((o_j // IN_WINDOW == window)[None, :], b_window[:, None], b_codes)
-    b_codes = (b_codes >> ((o_j % IN_WINDOW) * BITS)[None, :]) & ((1 << BITS) - 1)
-    # The numbers from 1 to 2 whose leading bits are the code: to convert them would take longer.
-    return ((b_codes << (23 - BITS)) | 0x3F800000).to(tl.float32, bitcast=True)
+        b_rest = b_window >> (IN_WINDOW // 2 * BITS)
+        b_codes = tl.where((o_j // (IN_WINDOW // 2) == 2 * window)[None, :], b_window[:, None], b_codes)
+        b_codes = tl.where((o_j // (IN_WINDOW // 2) == 2 * window + 1)[None, :], b_rest[:, None], b_codes)
+    o_mask = ((1 << BITS) - 1) << ((o_j % (IN_WINDOW // 2)) * BITS)
+    return (b_codes & o_mask[None, :]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -573,16 +578,16 @@ def _score(
 
 @triton.jit
 def _spectra(b_first, b_second, b_rows_a, b_rows_b, FACTOR: tl.constexpr):
-    """What cosines and sines of distances are multiplied with, [H, components · G] each.
+    """What cosines and sines of distances are multiplied with, [H, n · G] each.
 
-    b_first, b_second: of the queries [1, G, H]. b_rows_a, b_rows_b: of components [n, H].
+    b_first, b_second: of the queries [1, H, G]. b_rows_a, b_rows_b: of n components [n, H].
     """
-    b_even = b_first * b_rows_a[:, None, :] + b_second * b_rows_b[:, None, :]
-    b_odd = b_second * b_rows_a[:, None, :] - b_first * b_rows_b[:, None, :]
-    COLUMNS: tl.constexpr = b_even.shape[0] * b_even.shape[1]
-    b_even = tl.reshape(b_even, (COLUMNS, b_even.shape[2])).to(FACTOR)
-    b_odd = tl.reshape(b_odd, (COLUMNS, b_odd.shape[2])).to(FACTOR)
-    return tl.trans(b_even), tl.trans(b_odd)
+    b_even = b_first * b_rows_a[:, :, None] + b_second * b_rows_b[:, :, None]
+    b_odd = b_second * b_rows_a[:, :, None] - b_first * b_rows_b[:, :, None]
+    COLUMNS: tl.constexpr = b_even.shape[0] * b_even.shape[2]
+    b_even = tl.reshape(tl.permute(b_even.to(FACTOR), (1, 0, 2)), (b_even.shape[1], COLUMNS))
+    b_odd = tl.reshape(tl.permute(b_odd.to(FACTOR), (1, 0, 2)), (b_odd.shape[1], COLUMNS))
+    return b_even, b_odd
 
 
 @triton.jit
@@ -615,7 +620,7 @@ def _score_part(
     FACTOR: tl.constexpr = tl.float32 if IS_EXACT else tl.float16
     PRECISION: tl.constexpr = "ieee" if IS_EXACT else "tf32"
     AT_ONCE: tl.constexpr = 8  # components
-    MIDDLE: tl.constexpr = 1.5 - 0.5 / (1 << BITS)
+    IN_HALF: tl.constexpr = 4 if BITS * AT_ONCE <= 32 else 2
     MEANS: tl.constexpr = 16 // G if G < 16 else 1  # columns that a product needs at least
     first, end, _, first_chunk, end_chunk = _choices(p_line, RUN, SHAPE)
     chunk_begin, chunk_end, _ = _chunks_of(part, first_chunk, end_chunk, PARTS)
@@ -635,25 +640,30 @@ def _score_part(
         o_d = tl.arange(0, 64)
         o_a = tl.where(o_f < turned, o_f, o_f + turned)
         o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
-        m_q = (o_g < GROUP)[:, None] & (o_f < D // 2)[None, :]
-        b_a = tl.load(p_query + o_g[:, None] * D + o_a[None, :], mask=m_q, other=0.0).to(tl.float32)
-        b_b = tl.load(p_query + o_g[:, None] * D + o_b[None, :], mask=m_q, other=0.0).to(tl.float32)
-        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=1), tl.max(tl.abs(b_b), axis=1))
+        m_q = (o_f < D // 2)[:, None] & (o_g < GROUP)[None, :]
+        b_a = tl.load(p_query + o_g[None, :] * D + o_a[:, None], mask=m_q, other=0.0).to(tl.float32)
+        b_b = tl.load(p_query + o_g[None, :] * D + o_b[:, None], mask=m_q, other=0.0).to(tl.float32)
+        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=0), tl.max(tl.abs(b_b), axis=0))
         b_size = tl.where(b_size > 0, b_size, 1.0)
-        b_a = b_a / b_size[:, None]
-        b_b = b_b / b_size[:, None]
+        b_a = b_a / b_size[None, :]
+        b_b = b_b / b_size[None, :]
         to_power = scaling * 1.4426950408889634
         b_scale = b_size * tl.load(p_scales)
         b_mean_scale = b_size * tl.load(p_scales + 1)
+        # See `_codes` for what codes are worth.
+        b_code_scale = b_scale * 549755813888.0  # 2 ** 39, of the 149
+        o_power = 110 - BITS * (tl.arange(0, AT_ONCE) % IN_HALF)
+        b_worth = ((127 + o_power) << 23).to(tl.float32, bitcast=True)
 
         b_cosines = tl.load(p_distances + o_d[:, None] * H + o_f[None, :]).to(FACTOR)
         b_sines = tl.load(p_distances + 64 * H + o_d[:, None] * H + o_f[None, :]).to(FACTOR)
+        last_tile = end // (32 * RUN) - 1  # what is behind it is no candidate
         o_rows = tl.arange(0, AT_ONCE)[:, None] * H + o_f[None, :]
         b_top = tl.full((G,), float("-inf"), tl.float32)
         b_sum = tl.zeros((G,), tl.float32)
         for chunk in range(chunk_begin, chunk_end):
-            b_cos = tl.load(p_middles + chunk * 2 * H + o_f)[None, :]
-            b_sin = tl.load(p_middles + chunk * 2 * H + H + o_f)[None, :]
+            b_cos = tl.load(p_middles + chunk * 2 * H + o_f)[:, None]
+            b_sin = tl.load(p_middles + chunk * 2 * H + H + o_f)[:, None]
             b_first = (b_a * b_cos + b_b * b_sin)[None, :, :]
             b_second = (b_b * b_cos - b_a * b_sin)[None, :, :]
             # The mean is the first of as many components as a product needs at least; the others are nothing.
@@ -683,22 +693,19 @@ def _score_part(
                 b_even, b_odd = _spectra(b_first, b_second, tl.load(p_some), tl.load(p_some + (R + 1) * H), FACTOR)
                 b_even = tl.dot(b_cosines, b_even, input_precision=PRECISION)
                 b_odd = tl.dot(b_sines, b_odd, input_precision=PRECISION)
-                b_behind = tl.reshape(b_even + b_odd, (64, AT_ONCE, G)) * b_scale[None, None, :]
-                b_before = tl.reshape(b_even - b_odd, (64, AT_ONCE, G)) * b_scale[None, None, :]
-                # A component is (code + ½) / levels − ½; codes come as 1 + code / levels.
-                b_middle_behind = tl.sum(b_behind, axis=1) * MIDDLE
-                b_middle_before = tl.sum(b_before, axis=1) * MIDDLE
+                b_even = tl.reshape(b_even, (64, AT_ONCE, G))
+                b_odd = tl.reshape(b_odd, (64, AT_ONCE, G))
+                b_behind = (b_even + b_odd) * b_worth[None, :, None]
+                b_before = (b_even - b_odd) * b_worth[None, :, None]
                 added = ()
                 for number in tl.static_range(2 * RUN):
                     o_run = 64 + o_d if number % 2 == 0 else 63 - o_d
-                    o_s = (chunk * 128 + o_run) * RUN + number // 2
-                    o_tile = chunk * 4 + o_run // 32
+                    o_tile = tl.minimum(chunk * 4 + o_run // 32, last_tile)
                     p_tile = tl.where(o_tile % 2 == 0, p_even, p_odd)
                     p_tile += ((o_tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
-                    b_codes = _codes(p_tile, o_run % 32, number // 2, o_s < end, group, RANK, BITS, WORDS, AT_ONCE)
+                    b_codes = _codes(p_tile, o_run % 32, number // 2, group, RANK, BITS, WORDS, AT_ONCE)
                     b_some = tl.sum((b_behind if number % 2 == 0 else b_before) * b_codes[:, :, None], axis=1)
-                    b_some -= b_middle_behind if number % 2 == 0 else b_middle_before
-                    added += (slices[number] + b_some,)  # type: ignore[assignment]
+                    added += (slices[number] + b_some * b_code_scale[None, :],)  # type: ignore[assignment]
                 slices = added
             b_chunk_top = tl.full((64, G), float("-inf"), tl.float32)
             powers = ()
