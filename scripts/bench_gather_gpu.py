@@ -483,6 +483,11 @@ def swept_choice(chosen: Chosen) -> dict[str, float]:
             for stage in ("score", "weigh", "list"):
                 found[f"{stage}, {parts} parts"] = microseconds(partial(other.stage, stage), copies)
             found[f"whole, {parts} parts"] = microseconds(other.whole, copies)
+    with patch.object(components, "DISTANCES", 128):
+        other = Chosen(chosen.case, *chosen.buffers)
+        for stage in ("score", "weigh", "list"):
+            found[f"{stage}, 128 distances"] = microseconds(partial(other.stage, stage), copies)
+        found["whole, 128 distances"] = microseconds(other.whole, copies)
     for slots in (16, 64):
         with patch.object(components, "_CHOSEN_SLOTS", slots):
             found[f"read, {slots} slots"] = microseconds(partial(chosen.stage, "read"), copies)

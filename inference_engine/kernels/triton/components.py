@@ -2,8 +2,8 @@
 
     score, near ─▶ scores, parts ─ weigh ─▶ weights, counts ─ list ─▶ tokens ─ read ─▶ parts ─ merge ─▶ out
 
-    score   a chunk is 128 runs of tokens. Two runs at a distance d from its middle are the sum and the difference of an
-            even and an odd function of d, so that a chunk is two products with a table of 64 distances. The chunk's
+    score   a chunk is some runs of tokens. Two runs at a distance d from its middle are the sum and the difference of an
+            even and an odd function of d, so that a chunk is two products with a table of distances. The chunk's
             own query, rotated back to its middle, is multiplied with the components first
     near    programs beside those that score attend to the sink and the window, whose log-sum-exp is in every weight
     weigh   weights are counted by their leading bits
@@ -25,7 +25,7 @@ An index is known by the address of these numbers on the device, all 64 bits wid
                   of two
     scales        [Hkv, 2], what rows, and the last row, were divided by
     middles       [chunks, 2, H], cosines and sines of the rotation to a chunk's middle
-    distances     [2, 64, H], those of runs at 64 distances from there, mean over a run
+    distances     [2, DISTANCES, H], those of runs at these distances from there, mean over a run
     offsets       [chunk, 2, H], those of each token from there
     projection    [Hkv, 2, R, H], components divided by their steps
     means         [Hkv, 2, H]
@@ -43,14 +43,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.components import IndexShape, KeyComponents, TokenChoice
+from inference_engine.kernels.components import RUNS_OF_TILE, IndexShape, KeyComponents, TokenChoice
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.gather import attend_reads, reads_of, with_tile
 from inference_engine.kernels.triton.topk import in_order, lowest_of, places_of
 
-DISTANCES = 64
-CHUNK_RUNS = 2 * DISTANCES
+DISTANCES = 64  # of runs from the middle of what is scored at once; a multiple of 32
 _PARTS = 128  # that a history is scored and listed in
 _NEAR = 32  # parts of what is read anyway
 _CHOSEN = 32  # parts of what was chosen
@@ -64,8 +63,8 @@ _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 
 
 def chunk_tokens(shape: IndexShape) -> int:
-    """Tokens that are scored by one program at a time: four tiles."""
-    return CHUNK_RUNS * shape.run
+    """Tokens that are scored by one program at a time, a few tiles."""
+    return 2 * DISTANCES * shape.run
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -154,6 +153,7 @@ class TritonIndexes:
             first,
             region,
             RUN=shape.run,
+            TILES=2 * DISTANCES // RUNS_OF_TILE,
             RANK=shape.rank,
             BITS=shape.bits,
             WORDS=shape.words,
@@ -221,7 +221,7 @@ def attend_choosing(
 class Choosing:
     """The stages for some queries [n, Hq, D], and what each leaves to the next.
 
-    scores: [n, Hkv, chunks, 2 · run, 64, group], less `tops` [n, Hkv, chunks, group]; both as powers of two.
+    scores: [n, Hkv, chunks, 2 · run, DISTANCES, group], less `tops` [n, Hkv, chunks, group]; both as powers of two.
     weights: [n, Hkv, tokens], by position. above, equal: [n, Hkv, tokens], positions. found: [n, Hkv, 4], how many are
     listed above, how many of those in the bucket are chosen, how many it has, and whether these are all alike.
     """
@@ -267,6 +267,7 @@ class Choosing:
         self.constants = {
             "FIELDS": FIELDS,
             "RUN": shape.run,
+            "M": DISTANCES,
             "SHAPE": shape.number,
             "CHUNKS": chunks,
             **chained(device),
@@ -307,7 +308,7 @@ class Choosing:
             G=self.width,
             H=self.half,
             R=self.rank_width,
-            num_warps=_SCORE_WARPS if self.width <= 16 else 2 * _SCORE_WARPS,
+            num_warps=_SCORE_WARPS * max(1, DISTANCES // 64) if self.width <= 16 else 2 * _SCORE_WARPS,
             num_stages=1,
             maxnreg=_SCORE_REGISTERS,
         )
@@ -402,13 +403,13 @@ def _chooses(p_line, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _choices(p_line, RUN: tl.constexpr, SHAPE: tl.constexpr):
+def _choices(p_line, RUN: tl.constexpr, M: tl.constexpr, SHAPE: tl.constexpr):
     """A line's candidates are the positions [first, end), and how many of them it keeps; none if it does not choose
     tokens, or by another shape of index, which is another launch's.
 
     They lie in the chunks [first_chunk, end_chunk).
     """
-    CHUNK: tl.constexpr = 128 * RUN
+    CHUNK: tl.constexpr = 2 * M * RUN
     sink = tl.load(p_line + 3).to(tl.int32)
     local = tl.load(p_line + 11).to(tl.int32)
     chooses = _chooses(p_line, SHAPE)
@@ -492,6 +493,7 @@ def _score(
     softcap,
     FIELDS: tl.constexpr,
     RUN: tl.constexpr,
+    M: tl.constexpr,
     SHAPE: tl.constexpr,
     CHUNKS: tl.constexpr,
     RANK: tl.constexpr,
@@ -553,7 +555,7 @@ def _score(
         _score_part(
             p_queries + row * GROUP * D,
             p_line,
-            p_scores + row * CHUNKS * 128 * RUN * G,
+            p_scores + row * CHUNKS * (2 * M * RUN) * G,
             p_tops + row * CHUNKS * G,
             p_states + (row * PARTS + number - NEAR) * 2 * G,
             head,
@@ -562,6 +564,7 @@ def _score(
             scaling,
             softcap,
             RUN,
+            M,
             SHAPE,
             RANK,
             BITS,
@@ -603,6 +606,7 @@ def _score_part(
     scaling,
     softcap,
     RUN: tl.constexpr,
+    M: tl.constexpr,
     SHAPE: tl.constexpr,
     RANK: tl.constexpr,
     BITS: tl.constexpr,
@@ -622,7 +626,7 @@ def _score_part(
     AT_ONCE: tl.constexpr = 8  # components
     IN_HALF: tl.constexpr = 4 if BITS * AT_ONCE <= 32 else 2
     MEANS: tl.constexpr = 16 // G if G < 16 else 1  # columns that a product needs at least
-    first, end, _, first_chunk, end_chunk = _choices(p_line, RUN, SHAPE)
+    first, end, _, first_chunk, end_chunk = _choices(p_line, RUN, M, SHAPE)
     chunk_begin, chunk_end, _ = _chunks_of(part, first_chunk, end_chunk, PARTS)
     if chunk_begin < chunk_end:
         p_index = tl.load(p_line + 13).to(tl.pointer_type(tl.int64))
@@ -637,7 +641,7 @@ def _score_part(
         turned = tl.load(p_index + 9).to(tl.int32)
         o_f = tl.arange(0, H)
         o_g = tl.arange(0, G)
-        o_d = tl.arange(0, 64)
+        o_d = tl.arange(0, M)
         o_a = tl.where(o_f < turned, o_f, o_f + turned)
         o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
         m_q = (o_f < D // 2)[:, None] & (o_g < GROUP)[None, :]
@@ -656,7 +660,7 @@ def _score_part(
         b_worth = ((127 + o_power) << 23).to(tl.float32, bitcast=True)
 
         b_cosines = tl.load(p_distances + o_d[:, None] * H + o_f[None, :]).to(FACTOR)
-        b_sines = tl.load(p_distances + 64 * H + o_d[:, None] * H + o_f[None, :]).to(FACTOR)
+        b_sines = tl.load(p_distances + M * H + o_d[:, None] * H + o_f[None, :]).to(FACTOR)
         last_tile = end // (32 * RUN) - 1  # what is behind it is no candidate
         o_rows = tl.arange(0, AT_ONCE)[:, None] * H + o_f[None, :]
         b_top = tl.full((G,), float("-inf"), tl.float32)
@@ -680,8 +684,8 @@ def _score_part(
             b_odd = tl.dot(b_sines, b_odd, input_precision=PRECISION)
             b_means_behind = b_even + b_odd
             b_means_before = b_even - b_odd
-            b_means_behind = tl.sum(tl.reshape(b_means_behind, (64, MEANS, G)), axis=1)
-            b_means_before = tl.sum(tl.reshape(b_means_before, (64, MEANS, G)), axis=1)
+            b_means_behind = tl.sum(tl.reshape(b_means_behind, (M, MEANS, G)), axis=1)
+            b_means_before = tl.sum(tl.reshape(b_means_before, (M, MEANS, G)), axis=1)
             b_means_behind *= b_mean_scale[None, :]
             b_means_before *= b_mean_scale[None, :]
 
@@ -693,25 +697,25 @@ def _score_part(
                 b_even, b_odd = _spectra(b_first, b_second, tl.load(p_some), tl.load(p_some + (R + 1) * H), FACTOR)
                 b_even = tl.dot(b_cosines, b_even, input_precision=PRECISION)
                 b_odd = tl.dot(b_sines, b_odd, input_precision=PRECISION)
-                b_even = tl.reshape(b_even, (64, AT_ONCE, G))
-                b_odd = tl.reshape(b_odd, (64, AT_ONCE, G))
+                b_even = tl.reshape(b_even, (M, AT_ONCE, G))
+                b_odd = tl.reshape(b_odd, (M, AT_ONCE, G))
                 b_behind = (b_even + b_odd) * b_worth[None, :, None]
                 b_before = (b_even - b_odd) * b_worth[None, :, None]
                 added = ()
                 for number in tl.static_range(2 * RUN):
-                    o_run = 64 + o_d if number % 2 == 0 else 63 - o_d
-                    o_tile = tl.minimum(chunk * 4 + o_run // 32, last_tile)
+                    o_run = M + o_d if number % 2 == 0 else M - 1 - o_d
+                    o_tile = tl.minimum(chunk * (M // 16) + o_run // 32, last_tile)
                     p_tile = tl.where(o_tile % 2 == 0, p_even, p_odd)
                     p_tile += ((o_tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
                     b_codes = _codes(p_tile, o_run % 32, number // 2, group, RANK, BITS, WORDS, AT_ONCE)
                     b_some = tl.sum((b_behind if number % 2 == 0 else b_before) * b_codes[:, :, None], axis=1)
                     added += (slices[number] + b_some * b_code_scale[None, :],)  # type: ignore[assignment]
                 slices = added
-            b_chunk_top = tl.full((64, G), float("-inf"), tl.float32)
+            b_chunk_top = tl.full((M, G), float("-inf"), tl.float32)
             powers = ()
             for number in tl.static_range(2 * RUN):
-                o_run = 64 + o_d if number % 2 == 0 else 63 - o_d
-                o_s = (chunk * 128 + o_run) * RUN + number // 2
+                o_run = M + o_d if number % 2 == 0 else M - 1 - o_d
+                o_s = (chunk * 2 * M + o_run) * RUN + number // 2
                 if HAS_CAP:
                     b_scores = _capped(slices[number] * scaling, softcap) * 1.4426950408889634
                 else:
@@ -721,12 +725,12 @@ def _score_part(
                 powers += (b_scores,)  # type: ignore[assignment]
             b_chunk = tl.max(b_chunk_top, axis=0)
             b_safe = tl.where(b_chunk == float("-inf"), 0.0, b_chunk)
-            b_sums = tl.zeros((64, G), tl.float32)
-            o_chunk = chunk * (128 * RUN * G)
+            b_sums = tl.zeros((M, G), tl.float32)
+            o_chunk = chunk * (2 * M * RUN * G)
             for number in tl.static_range(2 * RUN):
                 b_less = powers[number] - b_safe[None, :]
                 b_sums += tl.exp2(b_less)
-                o_scores = o_chunk + (number * 64 + o_d)[:, None] * G + o_g[None, :]
+                o_scores = o_chunk + (number * M + o_d)[:, None] * G + o_g[None, :]
                 tl.store(p_scores + o_scores, b_less.to(p_scores.dtype.element_ty))
             tl.store(p_tops + chunk * G + o_g, b_safe)
             b_new = tl.maximum(b_top, b_chunk)
@@ -757,6 +761,7 @@ def _weigh(
     p_reached,
     FIELDS: tl.constexpr,
     RUN: tl.constexpr,
+    M: tl.constexpr,
     SHAPE: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -768,14 +773,14 @@ def _weigh(
     G: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    CHUNK: tl.constexpr = 128 * RUN
+    CHUNK: tl.constexpr = 2 * M * RUN
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
-    first, end, _, first_chunk, end_chunk = _choices(p_line, RUN, SHAPE)
+    first, end, _, first_chunk, end_chunk = _choices(p_line, RUN, M, SHAPE)
     chunk_begin, chunk_end, parts = _chunks_of(part, first_chunk, end_chunk, PARTS)
     if chunk_begin < chunk_end:
         o_g = tl.arange(0, G)
@@ -795,8 +800,8 @@ def _weigh(
         b_all = tl.reshape(b_safe, (G,)) + tl.log2(b_all)
 
         o_i = tl.arange(0, CHUNK)
-        o_slice = o_i // 64
-        o_run = tl.where(o_slice % 2 == 0, 64 + o_i % 64, 63 - o_i % 64)
+        o_slice = o_i // M
+        o_run = tl.where(o_slice % 2 == 0, M + o_i % M, M - 1 - o_i % M)
         o_in = o_run * RUN + o_slice // 2
         b_counts = tl.zeros((BUCKETS,), tl.int32)
         p_row = p_weights + row * (CHUNKS * CHUNK)
@@ -828,6 +833,7 @@ def _list(
     p_found,
     FIELDS: tl.constexpr,
     RUN: tl.constexpr,
+    M: tl.constexpr,
     SHAPE: tl.constexpr,
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -835,14 +841,14 @@ def _list(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    CHUNK: tl.constexpr = 128 * RUN
+    CHUNK: tl.constexpr = 2 * M * RUN
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
-    first, end, kept, first_chunk, end_chunk = _choices(p_line, RUN, SHAPE)
+    first, end, kept, first_chunk, end_chunk = _choices(p_line, RUN, M, SHAPE)
     chunk_begin, chunk_end, parts = _chunks_of(part, first_chunk, end_chunk, PARTS)
     if chunk_begin < chunk_end:
         o_b = tl.arange(0, BUCKETS)
@@ -920,6 +926,7 @@ def _read(
     softcap,
     FIELDS: tl.constexpr,
     RUN: tl.constexpr,
+    M: tl.constexpr,
     SHAPE: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -934,13 +941,13 @@ def _read(
     EQUALS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    CHUNK: tl.constexpr = 128 * RUN
+    CHUNK: tl.constexpr = 2 * M * RUN
     part = tl.program_id(0)
     head = tl.program_id(1)
     query = tl.program_id(2).to(tl.int64)
     row = query * tl.num_programs(1) + head
     p_line = p_regions + query * FIELDS
-    _, _, kept, _, _ = _choices(p_line, RUN, SHAPE)
+    _, _, kept, _, _ = _choices(p_line, RUN, M, SHAPE)
     own = tl.load(p_line) + head * tl.load(p_line + 1)
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
@@ -1027,6 +1034,7 @@ def _merge(
     p_regions,
     FIELDS: tl.constexpr,
     RUN: tl.constexpr,
+    M: tl.constexpr,
     SHAPE: tl.constexpr,
     NEAR: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -1040,7 +1048,7 @@ def _merge(
     query = tl.program_id(2).to(tl.int64)
     o_head = query * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + query * FIELDS
-    _, _, kept, _, _ = _choices(p_line, RUN, SHAPE)
+    _, _, kept, _, _ = _choices(p_line, RUN, M, SHAPE)
     _, _, near = reads_of(p_line, SERVES_ALL)
     o_p = tl.arange(0, NEAR + CHOSEN)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -1071,6 +1079,7 @@ def _write_tile(
     first,
     region,
     RUN: tl.constexpr,
+    TILES: tl.constexpr,
     RANK: tl.constexpr,
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -1087,7 +1096,7 @@ def _write_tile(
     p_index = tl.load(p_own).to(tl.pointer_type(tl.int64))
     own = tl.load(p_own + 1) + head.to(tl.int64) * region
     p_half = tl.load(p_index + tile % 2).to(tl.pointer_type(tl.int32))
-    p_middle = _table(p_index, 4) + (tile // 4) * 2 * H
+    p_middle = _table(p_index, 4) + (tile // TILES) * 2 * H
     p_offsets = _table(p_index, 6)
     p_projection = _table(p_index, 7) + head * 2 * R * H
     p_means = _table(p_index, 8) + head * 2 * H
@@ -1113,7 +1122,7 @@ def _write_tile(
         o_key = (own + tile * (32 * RUN) + o_t)[:, None] * D
         b_a = tl.load(p_keys + o_key + o_a[None, :], mask=m_f[None, :], other=0.0).to(tl.float32)
         b_b = tl.load(p_keys + o_key + o_b[None, :], mask=m_f[None, :], other=0.0).to(tl.float32)
-        o_offset = ((tile % 4) * (32 * RUN) + o_t)[:, None] * (2 * H) + o_f[None, :]
+        o_offset = ((tile % TILES) * (32 * RUN) + o_t)[:, None] * (2 * H) + o_f[None, :]
         b_cos_by = tl.load(p_offsets + o_offset)
         b_sin_by = tl.load(p_offsets + o_offset + H)
         b_c = b_cos * b_cos_by - b_sin * b_sin_by
