@@ -1,11 +1,13 @@
 """The kernels of `gather` on a GPU: checked against their references, then timed stage by stage beside dense attention.
 
-    python scripts/bench_gather_gpu.py [--out FOLDER]     prints a table, and writes gather.json into the folder
+    python scripts/bench_gather_gpu.py                writes results/gather_cuda_bfloat16/<date>-<machine>/
+    python scripts/bench_gather_gpu.py --tries        prints times with other tiles, of Top-K and of reading all, too
 
-Each operation of a timed graph has entries of its own, as many as fit, so that nothing is read from the cache of the
-operation before it. A stage is timed in a graph of its own, so stages add up to more than the whole: there, a kernel is
-started while the one before it ends. On a machine without a GPU the script only checks a few small sizes; it must be
-started with TRITON_INTERPRET=1 there.
+A step's queries choose blocks by bounds, or tokens by components, or read everything. Each operation of a timed graph
+has entries of its own, as many as fit, so that nothing is read from the cache of the operation before it; the graphs
+take turns. A stage is timed in a graph of its own, so stages add up to more than the whole: there, a kernel is started
+while the one before it ends. On a machine without a GPU the script only checks a few small sizes; it must be started
+with TRITON_INTERPRET=1 there.
 """
 
 from __future__ import annotations
@@ -26,11 +28,20 @@ from torch import Tensor
 
 from inference_engine.kernels import ragged_attention as fields
 from inference_engine.kernels.bounds import bounds_scores
+from inference_engine.kernels.components import (
+    IndexShape,
+    KeyComponents,
+    TokenChoice,
+    component_scores,
+    token_weights,
+    unpack,
+)
 from inference_engine.kernels.gather import always_read, gather_attend
 from inference_engine.kernels.topk import topk_by_sorting
-from inference_engine.kernels.triton import gather, topk
+from inference_engine.kernels.triton import components, gather, topk
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
-from inference_engine.kv.layout import BlockSelector
+from inference_engine.kv.layout import BlockSelector, TokenSelector
+from laboratory.evaluation import record
 from tests.kernels.test_ragged_attention import device_of_kernels
 
 HAS_GPU = torch.cuda.is_available()
@@ -44,6 +55,11 @@ CASES = (
     [(1, 8192), (1, 32768), (1, 131072), (1, 1 << 20), (8, 131072), (8, 1 << 20)] if HAS_GPU else [(1, 333), (2, 450)]
 )
 KEPT = 32 if HAS_GPU else 3
+# As `gather` chooses by default.
+SHAPE = IndexShape(rank=16, bits=3, run=4) if HAS_GPU else IndexShape(rank=5, bits=3, run=1)
+WINDOW, KEPT_TOKENS = (512, 512) if HAS_GPU else (40, 20)
+MOST_TOKENS = 131072  # of a history whose choice is compared with the reference's
+ROUNDS = 15
 # Query heads, KV heads, head size, sessions and length where every entry is read.
 READ_ALL = [
     *((28, 4, 128, 1, 1024), (28, 4, 128, 1, 8192), (28, 4, 128, 16, 1024), (28, 4, 128, 16, 8192)),
@@ -169,27 +185,165 @@ def checked(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
     return {"score": worst_score, "out": worst_out}
 
 
-def microseconds(run: Callable[[int], Any], copies: int) -> float:
-    """Median time of `run` of one copy, in a graph over all copies."""
+class Chosen:
+    """An operation whose queries choose tokens, and its stages; over the entries of a case."""
+
+    def __init__(self, case: Case, keys: Tensor, values: Tensor) -> None:
+        self.case, self.buffers = case, (keys, values)
+        # A recorded step is made for the longest history that the model was trained for.
+        self.choice = TokenChoice(shape=SHAPE, tokens=max(case.length, 131072), rows=case.sessions)
+        generator = torch.Generator().manual_seed(2)
+        basis = torch.linalg.qr(torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q[..., : SHAPE.rank]
+        mean = torch.randn(KV_HEADS, HEAD_DIM, generator=generator) / 4
+        self.components = KeyComponents(mean=mean, basis=basis, deviations=torch.ones(KV_HEADS, SHAPE.rank))
+        indexes = components.key_indexes
+        self.frequencies = 1e6 ** -(torch.arange(HEAD_DIM // 2, dtype=torch.float64) / (HEAD_DIM // 2))
+        self.alive: list[Any] = [
+            indexes.rows(self.components, SHAPE, HEAD_DIM, DEVICE),
+            indexes.turns(self.frequencies, HEAD_DIM, SHAPE, self.choice.tokens, DEVICE),
+        ]
+        selector = TokenSelector(shape=SHAPE, sink=SINK, window=WINDOW, count=KEPT_TOKENS)
+        self.tiles = case.length // SHAPE.tile
+        self.halves: list[list[tuple[Tensor, Tensor]]] = []
+        lines = case.regions.cpu().clone()
+        table = []
+        for copy in range(case.copies):
+            self.halves.append([])
+            for session in range(case.sessions):
+                size = (-(-self.tiles // 2), KV_HEADS, SHAPE.tile_bytes)
+                halves = (
+                    torch.zeros(size, dtype=torch.uint8).to(DEVICE),
+                    torch.zeros(size, dtype=torch.uint8).to(DEVICE),
+                )
+                numbers = indexes.numbers(halves, *self.alive[:2])
+                self.halves[-1].append(halves)
+                self.alive.append(numbers)
+                lines[copy, session, fields.CHOOSER] = numbers.data_ptr()
+                table.append([numbers.data_ptr(), int(case.starts[copy, session])])
+        lines[..., fields.SINK], lines[..., fields.BLOCK], lines[..., fields.KEPT] = SINK, 1, KEPT_TOKENS
+        lines[..., fields.BOUNDS] = SHAPE.number
+        lines[..., fields.LOCAL] = int(selector.local_starts(torch.tensor([case.length - 1]).numpy())[0])
+        self.local = int(lines[0, 0, fields.LOCAL])
+        self.regions = lines.to(DEVICE)
+        self.table = torch.tensor(table, device=DEVICE)
+        self.write(0, self.tiles)
+        self.stages = self.made(0)
+        for stage in ("score", "weigh", "list", "read"):
+            getattr(self.stages, stage)()
+        self.out = torch.full_like(case.queries, float("nan"))
+
+    def made(self, copy: int) -> components.Choosing:
+        return components.Choosing(
+            self.case.queries, *self.buffers, self.regions[copy], KV_HEADS, SCALING, None, self.choice, serves_all=True
+        )
+
+    def write(self, first: int, end: int) -> None:
+        """Tiles of all copies and sessions: what as many layers write at once."""
+        components.key_indexes.write_tiles(
+            self.buffers[0], self.table, kv_heads=KV_HEADS, region=self.case.region, first=first, end=end, shape=SHAPE
+        )
+
+    def stage(self, name: str, copy: int) -> None:
+        """Of the first copy's results, over the lines of this one."""
+        self.stages.given = (self.case.queries, *self.buffers, self.regions[copy])
+        if name == "merge":
+            self.stages.merge(self.out)
+        else:
+            getattr(self.stages, name)()
+
+    def whole(self, copy: int) -> Tensor:
+        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "choices": (self.choice,)}
+        return attend_ragged(self.case.queries, *self.buffers, self.regions[copy], **options)
+
+    def rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
+        angles = (shifts[:, None].double() * self.frequencies).to(DEVICE)
+        cosines, sines = angles.cos().float(), angles.sin().float()
+        left, right = vectors.chunk(2, dim=-1)
+        return torch.cat([left * cosines - right * sines, right * cosines + left * sines], dim=-1)
+
+    def checked(self) -> dict[str, float]:
+        """The first copy against the references. Raises AssertionError."""
+        case, out = self.case, self.whole(0)
+        found = {"weight": 0.0, "chosen otherwise": 0.0, "out": 0.0}
+        positions = torch.tensor([case.length - 1]).numpy()
+        always = always_read(positions, positions * 0 + self.local, sink=SINK, device=DEVICE)
+        for session in range(case.sessions):
+            own, other = case.entries(self.buffers[0], 0, session), case.entries(self.buffers[1], 0, session)
+            weights = self.stages.weights[session, :, : self.local].clone()
+            places = torch.arange(self.local, device=DEVICE)
+            candidates = (places >= SINK).expand(KV_HEADS, -1)
+            chosen = topk_by_sorting(weights, KEPT_TOKENS, candidates=candidates)
+            above, count = self.stages.above[session].long(), self.stages.found[session, :, 0].tolist()
+            for head, number in enumerate(count):
+                assert set(above[head, :number].tolist()) <= set(chosen[head].tolist()), (session, head)
+            given = (case.queries[session : session + 1].float(), own[:, : case.length], other[:, : case.length])
+            attended, _ = gather_attend(*given, chosen[None], always, block=1, scaling=SCALING)
+            worst = float((out[session] - attended[0]).abs().max() / attended.abs().max())
+            found["out"] = max(found["out"], worst)
+            if case.length > MOST_TOKENS:
+                continue
+            expected = self.reference(session, given[0], own, always)
+            theirs = topk_by_sorting(expected, KEPT_TOKENS, candidates=candidates)
+            differs = weights[:, SINK:] / expected[:, SINK:].clamp(min=1e-30) - 1
+            found["weight"] = max(
+                found["weight"], float(differs.abs().quantile(0.99)) if differs.numel() < 2**24 else 0.0
+            )
+            same = sum(len(set(ours.tolist()) & set(its.tolist())) for ours, its in zip(chosen, theirs, strict=True))
+            found["chosen otherwise"] = max(found["chosen otherwise"], 1 - same / theirs.numel())
+        assert found["out"] < 1e-2 and found["chosen otherwise"] < 0.05, (case.sessions, case.length, found)
+        again = self.whole(0)
+        assert torch.equal(out, again), "a second run differs"
+        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "choices": (self.choice,)}
+        alone = attend_ragged(case.queries[-1:], *self.buffers, self.regions[0, -1:], **options)
+        assert torch.equal(out[-1:], alone), "beside others a session gets other bits"
+        return found
+
+    def reference(self, session: int, query: Tensor, keys: Tensor, always: Any) -> Tensor:
+        """Weights [Hkv, N] of one session's tokens before the window."""
+        tiles = self.local // SHAPE.tile
+        stored = keys.new_empty(tiles, KV_HEADS, SHAPE.tile_bytes, dtype=torch.uint8)
+        for number, half in enumerate(self.halves[0][session]):
+            stored[number::2] = half[: len(stored[number::2])]
+        words = stored.view(torch.int32).view(tiles, KV_HEADS, SHAPE.words, -1)
+        codes = unpack(words, SHAPE).transpose(0, 1).flatten(1, 2)
+        rows = self.components.rows(SHAPE).to(DEVICE)
+        scores = component_scores(query, codes, rows, SHAPE, self.rotate, SCALING)
+        near = always.positions[0]
+        grouped = query.view(KV_HEADS, GROUP, HEAD_DIM)
+        lse = (grouped @ keys[:, near].float().mT * SCALING).logsumexp(-1).view(1, -1)
+        candidates = torch.arange(self.local, device=DEVICE)[None] >= SINK
+        return token_weights(scores, candidates, lse, KV_HEADS)[0]
+
+
+def in_turns(runs: dict[str, Callable[[int], Any]], copies: int) -> dict[str, list[float]]:
+    """Times of one operation of each, in microseconds: a graph over all copies for each, replayed in turns."""
     new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
     new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
     stream = new_stream()
+    times: dict[str, list[float]] = {name: [] for name in runs}
     with torch.cuda.stream(stream):
-        run(0)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for copy in range(copies):
-                run(copy)
-        graph.replay()
-        times: list[float] = []
-        for _ in range(15):
-            begin, end = new_event(enable_timing=True), new_event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    return 1e3 * float(statistics.median(times)) / copies
+        graphs = {}
+        for name, run in runs.items():
+            run(0)
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name], stream=stream):
+                for copy in range(copies):
+                    run(copy)
+            graphs[name].replay()
+        for _ in range(ROUNDS):
+            for name, graph in graphs.items():
+                begin, end = new_event(enable_timing=True), new_event(enable_timing=True)
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times[name].append(1e3 * begin.elapsed_time(end) / copies)
+    return times
+
+
+def microseconds(run: Callable[[int], Any], copies: int) -> float:
+    """Median time of `run` of one copy, in a graph over all copies."""
+    return statistics.median(in_turns({"": run}, copies)[""])
 
 
 def dense(case: Case, keys: Tensor, values: Tensor, copy: int) -> Tensor:
@@ -316,9 +470,111 @@ def _largest_of(rows: Sequence[Tensor], kept: int, copy: int) -> Tensor:
     return topk.largest(rows[copy], kept)
 
 
+def swept_choice(chosen: Chosen) -> dict[str, float]:
+    """The time of stages with other numbers of warps and parts."""
+    found, copies = {}, chosen.case.copies
+    for warps, registers in ((4, None), (4, 168), (4, 128), (8, None), (8, 128)):
+        with patch.object(components, "_SCORE_WARPS", warps), patch.object(components, "_SCORE_REGISTERS", registers):
+            run = partial(chosen.stage, "score")
+            found[f"score, {warps} warps, {registers} registers"] = microseconds(run, copies)
+    for parts in (64, 256):
+        with patch.object(components, "_PARTS", parts):
+            other = Chosen(chosen.case, *chosen.buffers)
+            for stage in ("score", "weigh", "list"):
+                found[f"{stage}, {parts} parts"] = microseconds(partial(other.stage, stage), copies)
+            found[f"whole, {parts} parts"] = microseconds(other.whole, copies)
+    with patch.object(components, "DISTANCES", 128):
+        other = Chosen(chosen.case, *chosen.buffers)
+        for stage in ("score", "weigh", "list"):
+            found[f"{stage}, 128 distances"] = microseconds(partial(other.stage, stage), copies)
+        found["whole, 128 distances"] = microseconds(other.whole, copies)
+    for slots in (16, 64):
+        with patch.object(components, "_CHOSEN_SLOTS", slots):
+            found[f"read, {slots} slots"] = microseconds(partial(chosen.stage, "read"), copies)
+            found[f"whole, {slots} slots read"] = microseconds(chosen.whole, copies)
+    return found
+
+
+def of_case(case: Case, keys: Tensor, values: Tensor, *, tries: bool) -> dict[str, Any]:
+    """Checked, and on a GPU timed: by name, samples in microseconds; other things are no lists."""
+    found: dict[str, Any] = {"copies": case.copies, "bounds, differences": checked(case, keys, values)}
+    chosen = Chosen(case, keys, values)
+    found["components, differences"] = chosen.checked()
+    if not HAS_GPU:
+        return found
+    stages = Stages(case, keys, values)
+    runs: dict[str, Callable[[int], Any]] = {
+        "bounds": stages.whole,
+        "components": chosen.whole,
+        "dense": partial(dense, case, keys, values),
+    }
+    found |= in_turns(runs, case.copies)
+    runs = {f"bounds, {name}": getattr(stages, name) for name in ("score", "select", "read")}
+    names = ("score", "weigh", "list", "read", "merge")
+    runs |= {f"components, {name}": partial(chosen.stage, name) for name in names}
+    found |= in_turns(runs, case.copies)
+    if tries:
+        with patch.object(gather, "chained", lambda _device: {"CHAINED": False}):
+            found["bounds, unchained"] = microseconds(stages.whole, case.copies)
+        with patch.object(components, "chained", lambda _device: {"CHAINED": False}):
+            found["components, unchained"] = microseconds(chosen.whole, case.copies)
+        if (case.sessions, case.length) in ((1, 131072), (8, 131072)):
+            found["bounds, tries"], found["components, tries"] = swept(case, keys, values), swept_choice(chosen)
+    # A tile is written once in so many steps: of as many layers as there are copies.
+    last = chosen.tiles - 1
+    writing = in_turns({"": lambda _copy: chosen.write(last, last + 1)}, 1)[""]
+    found["components, a tile written"] = [each / case.copies for each in writing]
+    return found
+
+
+def write(cells: dict[str, dict[str, Any]], left_out: dict[str, str], arguments: argparse.Namespace) -> Path:
+    values: dict[str, Any] = {}
+    for where, cell in cells.items():
+        for name, samples in cell.items():
+            if isinstance(samples, list):
+                values[f"{name}, {where}"] = record.summarize(samples, "us")
+        for name in ("bounds", "components"):
+            ratios = [ours / theirs for ours, theirs in zip(cell[name], cell["dense"], strict=True)]
+            values[f"time, {name} ÷ dense, {where}"] = record.summarize(ratios, "ratio")
+        otherwise = cell["components, differences"]["chosen otherwise"]
+        values[f"tokens chosen otherwise than by the reference, {where}"] = record.exact(otherwise, "share")
+    return record.write_record(
+        "gather_cuda_bfloat16",
+        {
+            "command": record.command_line(without=("--results", "--commit")),
+            "commit": arguments.commit,
+            "machine": record.describe_machine(("torch", "triton")),
+            "config": {
+                "device": torch.cuda.get_device_name(),
+                "KV heads, group, head size": [KV_HEADS, GROUP, HEAD_DIM],
+                "sink": SINK,
+                "bounds": f"{KEPT} blocks of {BLOCK}, window {LOCAL}",
+                "components": f"{KEPT_TOKENS} tokens by {SHAPE}, window {WINDOW}",
+                "operations in a graph": {where: cell["copies"] for where, cell in cells.items()},
+                "rounds": ROUNDS,
+            },
+            "seeds": [0, 2],
+            "values": values,
+            "tables": {
+                "us of one operation": [
+                    {"sessions x tokens": where}
+                    | {name: round(statistics.median(part), 2) for name, part in cell.items() if isinstance(part, list)}
+                    for where, cell in cells.items()
+                ]
+            },
+            "left_out": left_out,
+            "baseline": "attention to all entries by torch's fused operation, in turns",
+        },
+        **({"results_dir": arguments.results} if arguments.results else {}),
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a folder for gather.json")
+    parser = argparse.ArgumentParser(description="The kernels of gather on a GPU, stage by stage.")
+    parser.add_argument("--tries", action="store_true", help="also print times with other tiles, of Top-K and of all")
+    parser.add_argument("--cases", nargs="+", metavar="SESSIONSxTOKENS", default=[f"{a}x{b}" for a, b in CASES])
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
     arguments = parser.parse_args()
     began = time.perf_counter()
     torch.manual_seed(0)
@@ -326,43 +582,30 @@ def main() -> None:
     if HAS_GPU:
         vectors = int(min(0.8 * torch.cuda.mem_get_info()[0], 2**36) / (2 * 2 * HEAD_DIM))
     keys, values = (torch.empty(vectors, HEAD_DIM, device=DEVICE, dtype=DTYPE).normal_() for _ in range(2))
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name() if HAS_GPU else "cpu, interpreted", "cases": {}}
+    cells: dict[str, dict[str, Any]] = {}
+    left_out: dict[str, str] = {}
     with torch.inference_mode():
-        for sessions, length in CASES:
+        for asked in arguments.cases:
+            sessions, length = (int(number) for number in asked.split("x"))
             name = f"{sessions} x {length}"
             if HAS_GPU and sessions * KV_HEADS * length * 1.01 > vectors:
-                print(f"{name}: does not fit", flush=True)
+                left_out[name] = "it does not fit into the memory"
                 continue
-            case = made_case(keys, values, sessions, length, KEPT)
-            row: dict[str, Any] = {"copies": case.copies, "worst": checked(case, keys, values)}
-            results["cases"][name] = row
+            cells[name] = found = of_case(
+                made_case(keys, values, sessions, length, KEPT), keys, values, tries=arguments.tries
+            )
+            shown = {key: statistics.median(part) if isinstance(part, list) else part for key, part in found.items()}
+            print(name, json.dumps(shown), f"{time.perf_counter() - began:.0f} s", flush=True)
             if HAS_GPU:
-                stages = Stages(case, keys, values)
-                for stage in ("whole", "score", "select", "read"):
-                    row[stage] = microseconds(getattr(stages, stage), case.copies)
-                with patch.object(gather, "chained", lambda _device: {"CHAINED": False}):
-                    row["whole, unchained"] = microseconds(stages.whole, case.copies)
-                row["dense"] = microseconds(partial(dense, case, keys, values), case.copies)
-                if (sessions, length) in ((1, 131072), (1, 1 << 20), (8, 131072)):
-                    row["sweep"] = swept(case, keys, values)
-            print(name, json.dumps(row), f"{time.perf_counter() - began:.0f} s", flush=True)
-        results["all"] = {}
-        for shape in READ_ALL:
-            results["all"][str(shape)] = row = read_all(keys, values, *shape)
-            print("all", shape, json.dumps(row), f"{time.perf_counter() - began:.0f} s", flush=True)
-        results["topk"] = {}
-        for count, kept in [(8192, 2048), (131072, 2048), (1 << 20, 2048)] if HAS_GPU else [(500, 40)]:
-            results["topk"][f"{kept} of {count}"] = row = topk_row(count, kept)
-            print("topk", count, json.dumps(row), f"{time.perf_counter() - began:.0f} s", flush=True)
-    results["seconds"] = time.perf_counter() - began
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "gather.json").write_text(json.dumps(results, indent=1))
-    if HAS_GPU:
-        print(f"\n{'us':>12} {'whole':>8} {'unchained':>10} {'score':>7} {'select':>7} {'read':>7} {'dense':>8}")
-        for name, row in results["cases"].items():
-            times = [row[key] for key in ("whole", "whole, unchained", "score", "select", "read", "dense")]
-            print(f"{name:>12} " + " ".join(f"{each:9.2f}" for each in times))
+                write(cells, left_out, arguments)
+        if arguments.tries or not HAS_GPU:
+            for shape in READ_ALL:
+                print("all", shape, json.dumps(read_all(keys, values, *shape)), flush=True)
+            for count, kept in [(8192, 2048), (131072, 2048), (1 << 20, 2048)] if HAS_GPU else [(500, 40)]:
+                print("topk", count, json.dumps(topk_row(count, kept)), flush=True)
+    if cells and HAS_GPU:
+        path = write(cells, left_out, arguments)  # with all that was left out
+        print(path if arguments.results else path.relative_to(record.ROOT))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
+from inference_engine.kernels.components import IndexShape, TokenChoice
 from inference_engine.kernels.ragged_attention import RaggedAttention
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -31,11 +32,12 @@ from inference_engine.models.seam import Seam
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
-MOST_SELECTING = 64  # tokens of a step in which some read selected blocks
+MOST_SELECTING = 64  # tokens of a step in which some read selected blocks or tokens
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None]]
-Kind = tuple[int, tuple[int, ...], bool]  # tokens, tap layers, whether some read selected blocks
+# Tokens, tap layers, whether some read selected blocks, and the indexes by which some choose tokens.
+Kind = tuple[int, tuple[int, ...], bool, tuple[IndexShape, ...]]
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -66,7 +68,8 @@ class StepGraphs:
         memory: GraphMemory,
         listed: ListedStep | None = None,
     ) -> None:
-        """Records all steps except those that read selected blocks, so that no request waits for a recording later.
+        """Records all steps except those that read selected blocks or tokens, so that no request waits for a recording
+        later.
 
         tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules.
         Raises BackendError for a model that cannot be recorded.
@@ -78,18 +81,20 @@ class StepGraphs:
         self._refused: set[Kind] = set()
         # The largest first: the others reuse its temporary memory.
         self._recorded: dict[Kind, Recorded] = {
-            (size, taps, False): self._record(pool, size, taps, selects=False)
+            (size, taps, False, ()): self._record(pool, (size, taps, False, ()))
             for size in reversed(SIZES)
             for taps in self._taps
         }
 
-    def _record(self, pool: Pool, size: int, taps: tuple[int, ...], *, selects: bool) -> Recorded:
+    def _record(self, pool: Pool, kind: Kind) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
+        size, taps, selects, shapes = kind
+        choices = [TokenChoice(shape=shape, tokens=geometry.trained_positions, rows=size) for shape in shapes]
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
-            tables = StepTables.over(rest, geometry, pool, attention, tokens=size, selects=selects)
+            tables = StepTables.over(rest, geometry, pool, attention, tokens=size, selects=selects, choices=choices)
             return _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
 
         nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)
@@ -102,13 +107,13 @@ class StepGraphs:
     def can_run(self, step: Step) -> bool:
         """Is the step recorded? Tokens past the trained positions are rotated by operations that are not.
 
-        The first step of its size with selected blocks is recorded now. If that fails, such steps run unrecorded from
-        then on, and the requests of this step are not affected.
+        The first step of its size with selected blocks or tokens is recorded now. If that fails, such steps run
+        unrecorded from then on, and the requests of this step are not affected.
         """
         plan = step.plan
         if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
             return False
-        if plan.query_count > (MOST_SELECTING if plan.selects else SIZES[-1]):
+        if plan.query_count > (MOST_SELECTING if plan.selects or plan.chosen_by else SIZES[-1]):
             return False
         return bool(plan.positions.max() < self._seam.trained_positions) and self._is_recorded(step)
 
@@ -116,9 +121,9 @@ class StepGraphs:
         kind = _kind(step)
         if kind not in self._recorded and kind not in self._refused:
             try:
-                self._recorded[kind] = self._record(step.plan.pool, kind[0], kind[1], selects=kind[2])
+                self._recorded[kind] = self._record(step.plan.pool, kind)
             except BackendError:
-                logger.exception("steps of %d tokens with selected blocks run unrecorded", kind[0])
+                logger.exception("steps of %d tokens, some of which select what they read, run unrecorded", kind[0])
                 self._refused.add(kind)
         return kind in self._recorded
 
@@ -137,7 +142,8 @@ class StepGraphs:
 
 
 def _kind(step: Step) -> Kind:
-    return SIZES[bisect_left(SIZES, step.plan.query_count)], step.tap_layers, step.plan.selects
+    plan = step.plan
+    return SIZES[bisect_left(SIZES, plan.query_count)], step.tap_layers, plan.selects, plan.chosen_by
 
 
 def _logits(size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.backends.choosing import DeviceIndexes, can_index
 from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.quanta import probe_quanta
@@ -117,9 +118,10 @@ class TorchForward:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_host_bytes()
 
-    @property
+    @cached_property
     def indexes_keys(self) -> bool:
-        return False
+        is_able = self._ops.key_indexes is not None and self._ops.attends_together
+        return is_able and can_index(self.seam, self._device)
 
     @property
     def has_address_space(self) -> bool:
@@ -157,7 +159,7 @@ class TorchForward:
         coder: Coder = NoCoder()
         if self._ops.attends_together:
             coder = TorchCoder(self.seam, self._ops.latents, self._device)
-        return KVContext(
+        context = KVContext(
             geometry=geometry,
             pool=pool,
             rotate=self.seam.rotate,
@@ -167,6 +169,13 @@ class TorchForward:
             coder=coder,
             most_tokens_at_once=most_queries,
         )
+        if not self.indexes_keys:
+            return context
+        assert self._ops.key_indexes is not None
+        indexes = DeviceIndexes(
+            self.seam, self._ops.key_indexes, self._device, trained_positions=geometry.trained_positions
+        )
+        return replace(context, open_index=indexes.open, open_tiles=indexes.open_tiles)
 
     @property
     def launcher(self) -> TorchForward:

@@ -6,6 +6,7 @@ As `ragged_attention.py` has it, which takes query by query; queries that select
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend
+from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.ragged_attention import (
     BASE,
     BLOCK,
@@ -41,8 +43,10 @@ def attend_by_session(
     scaling: float,
     softcap: float | None = None,
     blocks: int = 0,
+    choices: Sequence[TokenChoice] = (),
 ) -> Tensor:
     """Implements RaggedAttention, on a CPU."""
+    assert not choices, "it knows no index of keys"
     out = torch.zeros_like(queries)
     alike = regions[:, [START, HEAD_SLOTS, COUNT, BLOCK]]
     ends = torch.nonzero((alike[1:] != alike[:-1]).any(1)).flatten() + 1

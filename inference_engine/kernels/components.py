@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ class IndexShape:
     run: int
 
     @property
+    def number(self) -> int:
+        """A number of its own, positive, by which plan lines name it."""
+        return (self.rank << 16) + (self.bits << 8) + self.run
+
+    @property
     def tile(self) -> int:
         """Tokens of a tile."""
         return RUNS_OF_TILE * self.run
@@ -76,6 +82,18 @@ class IndexShape:
     def tile_bytes(self) -> int:
         """Bytes of a tile of one KV head."""
         return self.words * LANES * 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChoice:
+    """What a device's operation needs to know of the queries of a step that choose tokens by indexes of one shape.
+
+    tokens: the most that one chooses from. rows: the queries that may do so are among the first so many of the step.
+    """
+
+    shape: IndexShape
+    tokens: int
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,6 +125,35 @@ class KeyComponents:
         scaled = self.basis[..., : shape.rank].mT * self.steps(shape)[..., None]
         middle = 0.5 - shape.levels / 2
         return torch.cat([scaled, (self.mean + middle * scaled.sum(1))[:, None]], dim=1)
+
+
+class KeyIndexes(Protocol):
+    """A device's own tables for indexes of keys. All that is given or returned lies on the device."""
+
+    def turns(self, frequencies: Tensor, head_dim: int, shape: IndexShape, tokens: int, device: torch.device) -> Any:
+        """What all indexes of keys that are rotated alike share, for histories of up to `tokens`.
+
+        frequencies: [turned / 2] float64 on the host, radians a position of each pair of channels, halves apart.
+        """
+
+    def rows(self, components: KeyComponents, shape: IndexShape, turned: int, device: torch.device) -> Any:
+        """What indexes of the same layer share. turned: channels that are rotated."""
+
+    def numbers(self, halves: Sequence[Tensor], rows: Any, turns: Any) -> Tensor:
+        """An index, whose address is the chooser of plan lines.
+
+        halves: its bytes in K and in V, [pairs of tiles, Hkv, tile_bytes] uint8. All that is given must outlive it.
+        """
+
+    def write_tiles(
+        self, keys: Tensor, table: Tensor, *, kv_heads: int, region: int, first: int, end: int, shape: IndexShape
+    ) -> None:
+        """Write the tiles [first, end) of every layer of the table from its keys in the buffer [R, D], one at each
+        position. As `pack(encode(…))` of the keys rotated back, up to rounding, and each tile by itself.
+
+        table: [layers, 2] int64, the addresses of the indexes, and the first buffer vectors of the regions, which have
+        `region` vectors for each KV head.
+        """
 
 
 # Components by layer: of every layer whose queries may read all entries.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from inference_engine.errors import BackendError
+from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
 from inference_engine.kernels.latents import LatentOps
@@ -26,6 +27,7 @@ from inference_engine.kernels.trellis import PLAIN, Trellis
 _KERNELS = {
     "attend_ragged": ("ragged_attention", "attend_ragged"),
     "attend_invariant": ("ragged_attention", "attend_invariant"),
+    "key_indexes": ("components", "key_indexes"),
     "largest": ("topk", "largest"),
     "latents": ("latents", "latents"),
     "noise_of_all": ("noise", "noise_of_all"),
@@ -40,7 +42,8 @@ class DeviceOps:
     """What a device computes with. Without arguments: the references, which run anywhere.
 
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
-    drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. trellis: the coder of latents.
+    drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. key_indexes: by which queries of
+    `attend_ragged` choose tokens; None: it knows none, and plain operations choose. trellis: the coder of latents.
     latents: between their numbers and entries. open_fused: makes what a step is made of, for one model.
     open_invariant: as that, so that no token's bits depend on the others; attend_invariant is its attention.
     attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
@@ -51,6 +54,7 @@ class DeviceOps:
     attend_invariant: RaggedAttention = attend_ragged
     noise_of_all: NoiseOfAll = noise_of_all
     largest: Largest = topk_by_sorting
+    key_indexes: KeyIndexes | None = None
     trellis: Trellis = PLAIN
     latents: LatentOps = PLAIN_LATENTS
     open_fused: Callable[[], Fused] = Fused

@@ -16,7 +16,7 @@ region, from slot `bounds` on. Slots are positions there. A line whose block siz
 A line with a block size and a `chooser` reads selected tokens (`kernels/components.py`): of what it sees the sink,
 everything from `local` on, and the `kept` tokens of largest weight between them. The chooser is the number by which a
 device's operation knows the index of the layer's keys (`KVContext.open_index`); an operation that knows none gets no
-such lines.
+such lines. Its `bounds` is the number of the index's shape.
 
 The first entries of a fork lie in another session's region: slots before `base` are in a region of `prefix_region`
 vectors for each KV head from `prefix_start` on, and the fork's own region begins with slot `base`.
@@ -26,6 +26,7 @@ This is the reference, query by query in plain torch, and the contract; `triton/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import bounds_scores
+from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.gather import masked_attend, select
 
 START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS = range(13)
@@ -44,7 +46,8 @@ FIELDS = 16
 class RaggedAttention(Protocol):
     """`kv_heads`: Hkv. A query whose count is 0 gets zeros. Returns [N, Hq, D] in the dtype of `queries`.
 
-    blocks: the most blocks that a query selects from; 0 if none selects any.
+    blocks: the most blocks that a query selects from; 0 if none selects any. choices: by which indexes queries select
+    tokens, a shape of index each; () if none selects any, or the operation need not know before.
     """
 
     def __call__(
@@ -58,6 +61,7 @@ class RaggedAttention(Protocol):
         scaling: float,
         softcap: float | None = None,
         blocks: int = 0,
+        choices: Sequence[TokenChoice] = (),
     ) -> Tensor: ...
 
 
@@ -71,8 +75,10 @@ def attend_ragged(
     scaling: float,
     softcap: float | None = None,
     blocks: int = 0,
+    choices: Sequence[TokenChoice] = (),
 ) -> Tensor:
     """The reference of RaggedAttention."""
+    assert not choices, "it knows no index of keys"
     out = torch.zeros_like(queries)
     for query, numbers in enumerate(regions.tolist()):
         start, region, count = numbers[START], numbers[HEAD_SLOTS], numbers[COUNT]

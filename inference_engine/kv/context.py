@@ -268,11 +268,25 @@ class OpenIndex(Protocol):
         """Have all entries been finite that it restored into this slab?"""
 
 
+class TileWriter(Protocol):
+    """Writes tiles of the indexes of some layers of one session, from keys that are in slots that are positions."""
+
+    def __call__(self, keys: Tensor, first: int, end: int) -> None:
+        """The tiles [first, end). keys: the buffer [R, D]. Does not wait for the device."""
+
+
 OpenLayerIndex = Callable[[LayerIndex], OpenIndex | None]
+# open_tiles(numbers of the indexes of alike layers, the first buffer vector of each layer's regions, KV heads, vectors
+# of a KV head's region, shape of the indexes)
+OpenTiles = Callable[[Sequence[int], Sequence[int], int, int, IndexShape], TileWriter | None]
 
 
 def open_no_index(_index: LayerIndex) -> None:
     """For a device whose operation over regions knows no index of keys: queries that choose tokens read by views."""
+
+
+def open_no_tiles(*_: object) -> None:
+    """For a device without an operation that writes tiles: plain operations do."""
 
 
 class DraftMemory(Part):
@@ -333,8 +347,8 @@ class KVContext:
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
     Longer steps are faster in pieces. None: there is no such length. on_choice: called with the blocks that generated
     tokens read, if plain operations choose them. open_index: makes an index of keys known to the operation over
-    regions. latent, components, draft_memories, tier: a latent codec, components of keys by layer, memory for a
-    drafter, and a second tier for entries, if there are any.
+    regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent codec, components of
+    keys by layer, memory for a drafter, and a second tier for entries, if there are any.
     """
 
     geometry: Geometry
@@ -347,6 +361,7 @@ class KVContext:
     most_tokens_at_once: int | None = None
     on_choice: OnChoice | None = None
     open_index: OpenLayerIndex = open_no_index
+    open_tiles: OpenTiles = open_no_tiles
     latent: TokenCodec | None = None
     components: ModelComponents = field(default_factory=dict)
     draft_memories: DraftMemories = field(default_factory=NoDraftMemories)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
+from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kernels.ragged_attention import (
     BASE,
@@ -139,6 +140,7 @@ class StepTables:
     pool: Pool
     attention: RaggedAttention
     blocks: int  # as RaggedAttention has it
+    choices: tuple[TokenChoice, ...]  # as RaggedAttention has them
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     regions: Tensor
 
@@ -151,6 +153,7 @@ class StepTables:
         *,
         tokens: int,
         selects: bool = False,
+        choices: Sequence[TokenChoice] = (),
     ) -> StepTables:
         """Views of `numbers`, which lie on the device as StepNumbers has them. selects: as in StepReads."""
         writes, regions = _split(numbers, geometry, tokens)
@@ -165,6 +168,7 @@ class StepTables:
             pool=pool,
             attention=attention,
             blocks=most_blocks(geometry) if selects else 0,
+            choices=tuple(choices),
             writes=ordered,
             regions=regions,
         )
@@ -194,6 +198,7 @@ class StepTables:
             scaling=scaling,
             softcap=softcap,
             blocks=self.blocks,
+            choices=self.choices,
         )
 
     def attend(
@@ -305,6 +310,7 @@ def choose_tokens(
     chosen[..., BLOCK] = 1
     chosen[..., KEPT] = selector.count
     chosen[..., LOCAL] = selector.local_starts(queries[generated])
+    chosen[..., BOUNDS] = selector.shape.number
     chosen[..., CHOOSER] = np.array(choosers, dtype=np.int64)[:, None]
     lines[:, generated] = chosen
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
+from inference_engine.kernels.components import IndexShape, TokenChoice
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -101,6 +102,11 @@ class StepPlan:
         """Does a query that reads by numbers choose blocks?"""
         return self._reads.selects
 
+    @property
+    def chosen_by(self) -> tuple[IndexShape, ...]:
+        """The shapes of indexes by which queries that read by numbers choose tokens, always in the same order."""
+        return tuple(sorted(self._reads.choosing, key=lambda shape: shape.number))
+
     def following(self) -> StepPlan:
         """The plan of the next step of the same sessions, each of which has committed its token and staged another.
 
@@ -138,8 +144,21 @@ class StepPlan:
         """The numbers on the device."""
         numbers = torch.from_numpy(self.numbers.all).to(self._device)
         return StepTables.over(
-            numbers, self._geometry, self.pool, self._attend_ragged, tokens=self.query_count, selects=self.selects
+            numbers,
+            self._geometry,
+            self.pool,
+            self._attend_ragged,
+            tokens=self.query_count,
+            selects=self.selects,
+            choices=[self._choice(shape) for shape in self.chosen_by],
         )
+
+    def _choice(self, shape: IndexShape) -> TokenChoice:
+        # Few numbers, since an operation may be compiled for each.
+        tokens, longest = self._geometry.trained_positions, int(self.positions.max()) + 1
+        while tokens < longest:
+            tokens *= 2
+        return TokenChoice(shape=shape, tokens=tokens, rows=self._reads.choosing[shape])
 
     def attend(
         self,

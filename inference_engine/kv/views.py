@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend, attend_causal
+from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
@@ -85,7 +86,8 @@ class StepReads:
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
     largest: chooses blocks for queries that read by views. on_choice: called with these blocks.
-    selects: does a query that reads by numbers choose blocks?
+    selects: does a query that reads by numbers choose blocks? choosing: by the shape of their index, the end of the
+    last tokens of the step that read by numbers and choose tokens; a device's operation may have to know.
     """
 
     geometry: Geometry
@@ -97,6 +99,7 @@ class StepReads:
     largest: Largest = topk_by_sorting
     on_choice: OnChoice | None = None
     selects: bool = False
+    choosing: dict[IndexShape, int] = field(default_factory=dict)
 
     @property
     def is_fixed_shape(self) -> bool:

@@ -161,7 +161,14 @@ def test_neighbours_change_no_bit_of_a_session(strategy: KVStrategy, variant: st
 @pytest.mark.skipif(not ON_GPU, reason="torch's products on a CPU depend on the number of tokens")
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.startswith("invariant")])
 @pytest.mark.parametrize(
-    "strategy", [Full(), SinkWindow(sink=3, window=20), Gather(block=4, sink=4, window=16, budget=64)], ids=str
+    "strategy",
+    [
+        Full(),
+        SinkWindow(sink=3, window=20),
+        Gather(block=4, sink=4, window=16, budget=64),
+        Gather(scorer="components", sink=3, window=16, budget=75, rank=5, bits=3, run=1),
+    ],
+    ids=str,
 )
 def test_neither_chunks_nor_drafts_change_a_bit_of_what_reads_regions(strategy: KVStrategy, variant: str) -> None:
     plain = conversation(variant, strategy)

@@ -29,6 +29,7 @@ from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
+from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.few_candidates import Heavy
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.ops import REFERENCE
@@ -249,6 +250,7 @@ class NativeAttention:
         scaling: float,
         softcap: float | None = None,
         blocks: int = 0,
+        choices: Sequence[TokenChoice] = (),
     ) -> Tensor:
         count, heads, head_dim = queries.shape
         queries, regions = queries.contiguous(), regions.contiguous()

@@ -220,18 +220,22 @@ def _width(head_dim: int) -> int:
 
 @triton.jit
 def _candidates(p_line):
-    """A line's block size, at least 1, its first candidate, and the block after its last; none if it selects none."""
+    """A line's block size, at least 1, its first candidate, and the block after its last; none if it selects none.
+
+    A line that selects tokens (`triton/components.py`) selects no block; the size is one that its sink may be cut at.
+    """
     sink = tl.load(p_line + 3)
     block = tl.load(p_line + 9)
     local = tl.load(p_line + 11)
-    size = tl.maximum(block, 1)
+    by_tokens = (block > 0) & (tl.load(p_line + 13) != 0)
+    size = tl.where(by_tokens, 1024, tl.maximum(block, 1))
     first = sink // size
-    end = tl.where((block > 0) & (sink < local), tl.cdiv(local, size), first)
+    end = tl.where((block > 0) & (sink < local) & ~by_tokens, tl.cdiv(local, size), first)
     return size.to(tl.int32), first.to(tl.int32), end.to(tl.int32)
 
 
 @triton.jit
-def _reads(p_line, SERVES_ALL: tl.constexpr):
+def reads_of(p_line, SERVES_ALL: tl.constexpr):
     """How a line's reads are counted through: those of the sink, then of listed blocks, and all. See the module."""
     size, first, end = _candidates(p_line)
     count = tl.load(p_line + 2)
@@ -399,7 +403,7 @@ def _list_of(b_order, o_b, p_listed, first, kept, low, high):
 
 
 @triton.jit
-def _with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP: tl.constexpr):
+def with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP: tl.constexpr):
     """Attention so far, to which a tile is added: its keys and values [slots, D], and which of them are seen."""
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
     if HAS_CAP:
@@ -439,8 +443,61 @@ def _attend_part(
     BLOCK_S: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    # Everything but the list was written before the scores were.
-    part = tl.program_id(0)
+    attend_reads(
+        p_queries,
+        p_keys,
+        p_values,
+        p_regions,
+        p_listed,
+        p_parts,
+        p_sums,
+        scaling,
+        softcap,
+        tl.program_id(0),
+        FIELDS,
+        BLOCKS,
+        PARTS,
+        PARTS,
+        SERVES_ALL,
+        GROUP,
+        D,
+        HAS_CAP,
+        BLOCK_G,
+        BLOCK_D,
+        BLOCK_S,
+        CHAINED,
+    )
+
+
+@triton.jit
+def attend_reads(
+    p_queries,
+    p_keys,
+    p_values,
+    p_regions,
+    p_listed,
+    p_parts,
+    p_sums,
+    scaling,
+    softcap,
+    part,
+    FIELDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HELD: tl.constexpr,
+    SERVES_ALL: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One of PARTS parts of what a line reads (see the module); its state is the one of that number, of HELD.
+
+    CHAINED: the kernel before wrote the list and nothing else that is read here.
+    """
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     query = tl.program_id(2).to(tl.int64)
@@ -458,7 +515,7 @@ def _attend_part(
     begin = tl.load(p_line + 15)
     block = tl.load(p_line + 9)
     size, _, _ = _candidates(p_line)
-    to_listed, to_local, end = _reads(p_line, SERVES_ALL)
+    to_listed, to_local, end = reads_of(p_line, SERVES_ALL)
 
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
@@ -499,7 +556,7 @@ def _attend_part(
             m_kv = m_s[:, None] & m_d[None, :]
             b_k = tl.load(p_keys + o_first + o_tile, mask=m_kv, other=0.0)
             b_v = tl.load(p_values + o_first + o_tile, mask=m_kv, other=0.0)
-            b_top, b_sum, b_out = _with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
+            b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
     else:
         for r in range(part * BLOCK_S, end, PARTS * BLOCK_S):
             o_r = r + o_i
@@ -518,11 +575,11 @@ def _attend_part(
             m_kv = m_s[:, None] & m_d[None, :]
             b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
             b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-            b_top, b_sum, b_out = _with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
+            b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
 
     if part * BLOCK_S < end:
         b_some = tl.where(b_sum > 0, b_sum, 1.0)
-        o_part = ((query * heads + head) * GROUP + o_g) * PARTS + part
+        o_part = ((query * heads + head) * GROUP + o_g) * HELD + part
         tl.store(
             p_parts + o_part[:, None] * D + o_d[None, :], b_out / b_some[:, None], mask=m_g[:, None] & m_d[None, :]
         )
@@ -547,7 +604,7 @@ def _merge_parts(
     query = tl.program_id(2).to(tl.int64)
     o_head = query * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + query * FIELDS
-    _, _, end = _reads(p_line, SERVES_ALL)
+    _, _, end = reads_of(p_line, SERVES_ALL)
     o_p = tl.arange(0, BLOCK_P)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_p = (o_p < PARTS) & (o_p * BLOCK_S < end)

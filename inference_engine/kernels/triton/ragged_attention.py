@@ -16,14 +16,18 @@ queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.components import attend_choosing
 from inference_engine.kernels.triton.fused import shared_bytes
 from inference_engine.kernels.triton.gather import attend_selecting
 
@@ -48,13 +52,16 @@ def attend_ragged(
     scaling: float,
     softcap: float | None = None,
     blocks: int = 0,
+    choices: Sequence[TokenChoice] = (),
 ) -> Tensor:
     """See `RaggedAttention`."""
     queries, regions = queries.contiguous(), regions.contiguous()
     query_count = len(queries)
     out = torch.empty_like(queries)
     is_few = query_count <= _FEW_QUERIES
-    if not (blocks and is_few):
+    # Where some queries choose tokens, the operation that does it serves the others, too, if they are few.
+    chooses_alone = is_few and not blocks and len(choices) == 1
+    if not (blocks and is_few) and not chooses_alone:
         _attend_all(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
     if blocks:
         attend_selecting(
@@ -69,6 +76,19 @@ def attend_ragged(
             blocks=blocks,
             serves_all=is_few,
         )
+    for choice in choices:
+        attend_choosing(
+            queries,
+            keys,
+            values,
+            regions,
+            out,
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            choice=choice,
+            serves_all=chooses_alone,
+        )
     return out
 
 
@@ -82,8 +102,9 @@ def attend_invariant(
     scaling: float,
     softcap: float | None = None,
     blocks: int = 0,
+    choices: Sequence[TokenChoice] = (),
 ) -> Tensor:
-    """As `attend_ragged`; queries that select blocks, too, are served in one way, however many there are."""
+    """As `attend_ragged`; queries that select blocks or tokens, too, are served in one way, however many there are."""
     queries, regions = queries.contiguous(), regions.contiguous()
     out = torch.empty_like(queries)
     _attend_all(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
@@ -99,6 +120,19 @@ def attend_invariant(
             scaling=scaling,
             softcap=softcap,
             blocks=blocks,
+            serves_all=False,
+        )
+    for choice in choices:
+        attend_choosing(
+            queries,
+            keys,
+            values,
+            regions,
+            out,
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            choice=choice,
             serves_all=False,
         )
     return out

@@ -32,7 +32,7 @@ from inference_engine.kernels.components import (
     unpack,
 )
 from inference_engine.kernels.gather import Always, always_read, attend_entries, gather_attend, gather_vectors, select
-from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, Slab
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, Slab, TileWriter
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
 from inference_engine.kv.memory.pool import Demand, KVBuffer
@@ -95,6 +95,11 @@ class ComponentIndex(LayoutPart):
             for layer, components, halves in zip(layers, self._components, self._halves, strict=True)
         ]
         self._numbers = [0 if opened is None else opened.number for opened in self._opened]
+        # What writes tiles, where keys stay in slots that are their positions and the device has it.
+        self._write: TileWriter | None = None
+        if all(self._numbers) and slots.layout.window is None and not slots.layout.base:
+            starts, region = slots.starts.tolist(), slots.layout.region
+            self._write = context.open_tiles(self._numbers, starts, slots.kv_heads, region, self._shape)
         self._restores = False
 
     @staticmethod
@@ -149,6 +154,17 @@ class ComponentIndex(LayoutPart):
         lines = step.numbers.regions[layers, queries.real]
         choose_tokens(lines, self._selector, queries.staged, self._numbers, queries.generated)
         step.numbers.regions[layers, queries.real] = lines
+        end = max(step.choosing.get(self._shape, 0), queries.real.stop)
+        step.choosing[self._shape] = end
+
+    def quiet_until(self, position: int) -> int:
+        """A full tile is written."""
+        return (position // self._shape.tile + 1) * self._shape.tile
+
+    def amends_until(self, position: int) -> int:
+        """The window begins with whole tiles."""
+        tile, window = self._shape.tile, self._selector.window
+        return window + max(1, (position - window) // tile + 1) * tile
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:
@@ -196,6 +212,10 @@ class ComponentIndex(LayoutPart):
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
         tile, slots = self._shape.tile, self._slots
+        if self._write is not None:
+            if length // tile > before // tile:
+                self._write(slots.buffer.keys, before // tile, length // tile)
+            return
         for index in range(before // tile, length // tile):
             positions = np.arange(index * tile, (index + 1) * tile, dtype=np.int64)
             keys = slots.gather(slots.buffer.keys, slots.layout.slots(positions))

@@ -1,0 +1,179 @@
+"""Decode steps of one session at growing lengths: strategies that read part of a history beside the one that reads all.
+
+    python scripts/bench_long_steps.py          writes results/long_steps_cuda_bfloat16/<date>-<machine>/
+
+The model has the shape of a real one and random weights, made in memory, and components of its keys are calibrated on
+random ids: times are measured, and nothing about answers. One engine records its steps and launches them ahead. At each
+length every strategy has a session with the same history; they take turns in every round, and ratios are taken within a
+round. The record is written anew after every length: a run that is cut off keeps what it has.
+
+With `--device cpu --dtype float32 --shape tiny` everything runs by the references: a trial of this script, no
+measurement of anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch
+
+from inference_engine.backends.torch_loading import serve_loaded
+from inference_engine.backends.twin import admit_config
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument, NoCapacity
+from inference_engine.kernels.ops import open_ops
+from inference_engine.kv.strategies import parse_strategy
+from laboratory.evaluation import record
+from laboratory.evaluation.sessions import append_all, opened, turned
+from laboratory.evaluation.timing import start, step_seconds
+from laboratory.training.components import fit_components
+from scripts.bench_gpu import SEED, SHAPES, made_model
+
+STRATEGIES = ("full", "gather:scorer=bounds", "gather:scorer=components")
+CALIBRATED = (4, 512)  # sequences of random ids, and their tokens
+
+
+def opened_engine(arguments: argparse.Namespace, stack: ExitStack) -> Engine:
+    device = torch.device(arguments.device)
+    config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
+    ops = replace(open_ops("auto", device), attends_together=True)
+    loaded = made_model(arguments.shape, arguments.device, arguments.dtype)
+    forward = serve_loaded(loaded, config, admit_config(SHAPES[arguments.shape]()), ops=ops)
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = forward.facts.vocab_size
+    components = fit_components(forward, torch.randint(5, vocabulary - 5, CALIBRATED, generator=generator))
+    kv_bytes = arguments.kv_bytes or int(0.8 * forward.free_bytes())
+    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=4, overlap="on")
+    return stack.enter_context(Engine(forward, settings, components=components))
+
+
+def measure(engine: Engine, length: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of a step in each round, by strategy. Raises InvalidArgument or NoCapacity for what does not fit."""
+    generator = torch.Generator().manual_seed(SEED)
+    prompt = torch.randint(5, engine.info().facts.vocab_size - 5, (length,), generator=generator).tolist()
+    found: dict[str, list[float]] = {name: [] for name in arguments.strategies}
+    with ExitStack() as stack:
+        limit = length + 2 + (arguments.rounds + 1) * arguments.tokens
+        sessions = {
+            name: stack.enter_context(opened(engine, parse_strategy(name), limit)) for name in arguments.strategies
+        }
+        for session in sessions.values():
+            append_all(engine, session, prompt)
+            start(engine, [session], tokens=1)[0].wait()
+        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
+            for name in turned(list(sessions), number):
+                (watch,) = start(engine, [sessions[name]], tokens=arguments.tokens, reads_bytes=False)
+                watch.wait()
+                if number:
+                    found[name].append(1e3 * step_seconds([watch.token_times]))
+    return found
+
+
+def values_of(cells: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    shortest = min(cells)
+    for length, cell in cells.items():
+        baseline = next(iter(cell))
+        for name, samples in cell.items():
+            values[f"decode step, {name}, at {length}"] = record.summarize(samples, "ms")
+            if name != baseline:
+                ratios = [ours / theirs for ours, theirs in zip(samples, cell[baseline], strict=True)]
+                values[f"time of a step, {name} ÷ {baseline}, at {length}"] = record.summarize(ratios, "ratio")
+            if length != shortest:
+                ratio = statistics.median(samples) / statistics.median(cells[shortest][name])
+                values[f"time of a step, {name}, at {length} ÷ at {shortest}"] = record.exact(ratio, "ratio")
+    return values
+
+
+def write(cells: dict[int, dict[str, list[float]]], left_out: dict[str, str], arguments: argparse.Namespace) -> Path:
+    on_gpu = arguments.device != "cpu"
+    return record.write_record(
+        f"long_steps_{arguments.device.partition(':')[0]}_{arguments.dtype}",
+        {
+            "command": record.command_line(without=("--results", "--commit")),
+            "commit": arguments.commit,
+            "machine": record.describe_machine(("torch", "transformers", "triton")),
+            "config": {
+                "shape": arguments.shape,
+                "weights": "random, made in memory; components calibrated on random ids",
+                "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+                "dtype": arguments.dtype,
+                "rounds": arguments.rounds,
+                "tokens": arguments.tokens,
+                "strategies": arguments.strategies,
+            },
+            "seeds": [SEED],
+            "values": values_of(cells),
+            "tables": {
+                "ms of a step": [
+                    {"length": length, **{name: round(statistics.median(each), 4) for name, each in cell.items()}}
+                    for length, cell in cells.items()
+                ]
+            },
+            "left_out": left_out,
+            "baseline": f"{arguments.strategies[0]}, in the same engine, in turns",
+        },
+        **({"results_dir": arguments.results} if arguments.results else {}),
+    )
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Decode steps of one session at growing lengths.")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-7b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="the first is the baseline")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 130_000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="no length begins after so many")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="0: as much as fits")
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.tokens < 4:
+        parser.error("at least one round of 4 tokens is needed")
+    return arguments
+
+
+def main() -> None:
+    arguments, began = parsed(), time.monotonic()
+    cells: dict[int, dict[str, list[float]]] = {}
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        engine = opened_engine(arguments, stack)
+        for length in sorted(arguments.lengths):
+            if time.monotonic() - began > arguments.seconds:
+                left_out[f"at {length}"] = f"{arguments.seconds:g} seconds were over"
+                continue
+            try:
+                cells[length] = measure(engine, length, arguments)
+            except (InvalidArgument, NoCapacity) as refusal:
+                left_out[f"at {length}"] = str(refusal)
+                continue
+            for name, value in values_of(cells).items():
+                if name.endswith(f"at {length}") or f"at {length} ÷" in name:
+                    print(f"{name}: {value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})", flush=True)
+            path = write(cells, left_out, arguments)
+    for where, why in left_out.items():
+        print(f"left out: {where}: {why}")
+    if not cells:
+        raise SystemExit("nothing was measured")
+    path = write(cells, left_out, arguments)  # with all that was left out
+    print(path if arguments.results else path.relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""The operation of a device that chooses tokens by their components reads what the reference reads, and indexes keys as
+the reference does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.components import (
+    IndexShape,
+    KeyComponents,
+    TokenChoice,
+    component_scores,
+    encode,
+    pack,
+    token_weights,
+)
+from inference_engine.kernels.gather import always_read, attend_entries, gather_attend, gather_vectors, select
+from inference_engine.kernels.ragged_attention import (
+    BLOCK,
+    BOUNDS,
+    CHOOSER,
+    COUNT,
+    FIELDS,
+    HEAD_SLOTS,
+    KEPT,
+    LAST,
+    LOCAL,
+    SINK,
+    START,
+    UPTO,
+)
+from inference_engine.kernels.ragged_attention import attend_ragged as attend_by_reference
+from inference_engine.kv.layout import TokenSelector
+from tests.kernels.own_process import run_with_triton
+from tests.kernels.test_ragged_attention import Poisoned, device_of_kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes of a layer. turned: channels of a head that are rotated."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    turned: int
+    base: float = 1000.0
+
+    @property
+    def frequencies(self) -> Tensor:
+        half = self.turned // 2
+        return self.base ** -(torch.arange(half, dtype=torch.float64) / half)
+
+    @property
+    def scaling(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
+        half = self.turned // 2
+        angles = (shifts[:, None].double() * self.frequencies).to(vectors.dtype).to(vectors.device)
+        left, right, rest = torch.split(vectors, [half, half, self.head_dim - self.turned], dim=-1)
+        turned = (left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin(), rest)
+        return torch.cat(turned, dim=-1)
+
+    def components(self, rank: int) -> KeyComponents:
+        generator = torch.Generator().manual_seed(5)
+        size = (self.kv_heads, self.head_dim, self.head_dim)
+        basis = torch.linalg.qr(torch.randn(size, generator=generator)).Q[..., :rank]
+        mean = torch.randn(self.kv_heads, self.head_dim, generator=generator)
+        return KeyComponents(mean=mean, basis=basis, deviations=torch.ones(self.kv_heads, rank))
+
+
+@dataclass(kw_only=True)
+class History:
+    """One session's entries and index in a buffer of many. Its bytes in K and V may be used before they are written."""
+
+    model: Model
+    shape: IndexShape
+    sink: int
+    window: int
+    kept: int
+    length: int
+    start: int
+    keys: Tensor  # [Hkv, length, D], views of the buffer
+    values: Tensor
+    halves: tuple[Tensor, Tensor]
+    numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
+    alive: tuple[Any, ...] = ()
+
+    @property
+    def selector(self) -> TokenSelector:
+        return TokenSelector(shape=self.shape, sink=self.sink, window=self.window, count=self.kept)
+
+    @property
+    def tiles(self) -> int:
+        return self.length // self.shape.tile
+
+    def codes(self) -> Tensor:
+        """Of all whole tiles, by the reference: [Hkv, n, r]."""
+        count = self.tiles * self.shape.tile
+        keys = self.model.rotate(self.keys[:, :count].float(), -torch.arange(count))
+        components = self.model.components(self.shape.rank).to(keys.device)
+        return encode(keys, components, self.shape)
+
+    def write(self, codes: Tensor) -> None:
+        """Write tiles of these codes into the index."""
+        words = pack(codes.view(len(codes), self.tiles, self.shape.tile, -1).transpose(0, 1), self.shape)
+        stored = words.reshape(self.tiles, len(codes), -1).view(torch.uint8).view(self.tiles, len(codes), -1)
+        for number, half in enumerate(self.halves):
+            half[: len(stored[number::2])] = stored[number::2]
+
+    def line(self, position: int) -> list[int]:
+        numbers = dict.fromkeys(range(FIELDS), 0)
+        local = int(self.selector.local_starts(np.array([position]))[0])
+        numbers |= {START: self.start, HEAD_SLOTS: self.length, COUNT: self.length, LAST: self.length - 1}
+        numbers |= {SINK: self.sink, UPTO: position, BLOCK: 1, KEPT: self.kept, LOCAL: local}
+        numbers |= {CHOOSER: self.numbers.data_ptr(), BOUNDS: self.shape.number}
+        return [numbers[number] for number in range(FIELDS)]
+
+    def expected(self, query: Tensor, position: int, codes: Tensor, softcap: float | None = None) -> Tensor:
+        """[1, Hq, D]: the reference's attention over what it chooses."""
+        positions, heads, scaling = np.array([position]), self.model.kv_heads, self.model.scaling
+        starts = self.selector.local_starts(positions)
+        always = always_read(positions, starts, sink=self.sink, device=query.device)
+        rows = self.model.components(self.shape.rank).rows(self.shape).to(query.device)
+        count = int(starts[0])
+        scores = component_scores(query, codes[:, :count], rows, self.shape, self.model.rotate, scaling)
+        places = torch.arange(count, device=query.device)[None]
+        candidates = places >= self.sink
+        near = always.positions[:, None].expand(-1, heads, -1)
+        read = partial(gather_vectors, indices=near.clamp(min=0))
+        keys, values = self.keys.float(), self.values.float()
+        _, lse = attend_entries(query, read(keys), read(values), near >= 0, scaling, softcap)
+        weights = token_weights(scores, candidates, lse, heads, softcap)
+        chosen = select(weights, candidates, self.kept, searched=False).blocks
+        out, _ = gather_attend(query, keys, values, chosen, always, block=1, scaling=scaling, softcap=softcap)
+        return out
+
+
+def histories(
+    model: Model, kinds: list[dict[str, Any]], dtype: torch.dtype, device: torch.device
+) -> tuple[list[History], Tensor, Tensor]:
+    """Sessions of these shapes, sinks, windows, numbers of chosen tokens and lengths, and the buffers they are in.
+
+    Their indexes have addresses and no tile yet. `key` of a kind: keys are all that number before rotation.
+    """
+    from inference_engine.kernels.triton.components import key_indexes
+
+    generator = torch.Generator().manual_seed(11)
+    total = sum(kind["length"] for kind in kinds) * model.kv_heads + 3
+    keys = torch.full((total, model.head_dim), float("nan"), dtype=dtype, device=device)
+    values = torch.full_like(keys, float("nan"))
+    found, start = [], 3
+    for kind in kinds:
+        options = {name: kind[name] for name in ("shape", "sink", "window", "kept", "length")}
+        shape, length, size = options["shape"], options["length"], (model.kv_heads, kind["length"], model.head_dim)
+        own = slice(start, start + model.kv_heads * length)
+        unrotated = torch.randn(size, generator=generator) * 1.5
+        if "key" in kind:
+            unrotated[:] = kind["key"]
+        keys[own] = model.rotate(unrotated, torch.arange(length)).view(-1, model.head_dim).to(device, dtype)
+        values[own] = torch.randn(size, generator=generator).view(-1, model.head_dim).to(device, dtype)
+        stored = (-(-(length // shape.tile) // 2), model.kv_heads, shape.tile_bytes)
+        halves = (
+            torch.zeros(stored, dtype=torch.uint8, device=device),
+            torch.zeros(stored, dtype=torch.uint8).to(device),
+        )
+        rows = key_indexes.rows(model.components(shape.rank), shape, model.turned, device)
+        turns = key_indexes.turns(model.frequencies, model.head_dim, shape, length + 500, device)
+        one = History(
+            model=model,
+            start=start,
+            keys=keys[own].view(size),
+            values=values[own].view(size),
+            halves=halves,
+            numbers=key_indexes.numbers(halves, rows, turns),
+            alive=(rows, turns),
+            **options,
+        )
+        found.append(one)
+        start += model.kv_heads * length
+    return found, keys, values
+
+
+KINDS: list[dict[str, Any]] = [
+    {"shape": IndexShape(rank=5, bits=3, run=2), "sink": 70, "window": 40, "kept": 33, "length": 407},
+    {"shape": IndexShape(rank=5, bits=3, run=2), "sink": 5, "window": 70, "kept": 0, "length": 300},
+    {"shape": IndexShape(rank=9, bits=6, run=1), "sink": 0, "window": 30, "kept": 17, "length": 333},
+    {"shape": IndexShape(rank=5, bits=3, run=2), "sink": 3, "window": 33, "kept": 400, "length": 500},
+    {"shape": IndexShape(rank=5, bits=3, run=2), "sink": 3, "window": 33, "kept": 21, "length": 90},
+]
+MODELS = [
+    Model(kv_heads=2, group=3, head_dim=24, turned=24),
+    Model(kv_heads=1, group=7, head_dim=32, turned=16),
+    Model(kv_heads=3, group=1, head_dim=64, turned=64),
+]
+
+
+def small_parts() -> torch.device:
+    """The device of the kernels; where they are interpreted, histories are cut into few parts."""
+    device = device_of_kernels()
+    if device.type != "cuda":
+        from inference_engine.kernels.triton import components
+
+        components._PARTS, components._NEAR, components._CHOSEN, components._EQUALS = 4, 4, 4, 16
+    return device
+
+
+def attended(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    regions: Tensor,
+    choices: list[TokenChoice],
+    options: dict[str, Any],
+    some: slice = slice(None),
+    *,
+    operation: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged
+
+    operation = operation or attend_ragged
+    return operation(queries[some], keys, values, regions[some], choices=choices, **options)
+
+
+def compare_choosing() -> None:
+    """What a child process runs: sessions of several shapes and lengths in one step, over memory full of rubbish, one
+    that reads all it sees and padding between them.
+    """
+    from inference_engine.kernels.triton import components
+    from inference_engine.kernels.triton.ragged_attention import attend_invariant
+
+    device = small_parts()
+    setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
+    for number, model in enumerate(MODELS if device.type == "cuda" else MODELS[:2]):
+        softcap = 4.0 if number == 1 else None
+        own, keys, values = histories(model, KINDS, torch.float32, device)
+        codes = [one.codes() for one in own]
+        for one, its in zip(own, codes, strict=True):
+            one.write(its)
+        wanted = [(0, 406), (3, 499), (0, 300), (2, 332), (1, 299), (4, 89), (4, 30), (3, 211)]
+        lines = [own[index].line(position) for index, position in wanted]
+        lines.insert(2, [0] * FIELDS)
+        lines.insert(4, list(own[4].line(89)))
+        for name in (BLOCK, KEPT, LOCAL, CHOOSER, BOUNDS):
+            lines[4][name] = 0
+        regions = torch.tensor(lines, device=device)
+        generator = torch.Generator().manual_seed(3)
+        queries = torch.randn(len(lines), model.kv_heads * model.group, model.head_dim, generator=generator).to(device)
+        shapes = dict.fromkeys(one.shape for one in own)
+        choices = [TokenChoice(shape=shape, tokens=900, rows=len(lines)) for shape in shapes]
+
+        options: dict[str, Any] = {"kv_heads": model.kv_heads, "scaling": model.scaling, "softcap": softcap}
+        attend = partial(attended, queries, keys, values, regions, choices, options)
+        expected = torch.zeros_like(queries)
+        rows = [row for row in range(len(lines)) if row not in (2, 4)]
+        for row, (index, position) in zip(rows, wanted, strict=True):
+            expected[row] = own[index].expected(queries[row : row + 1], position, codes[index], softcap)[0]
+        expected[4] = attend_by_reference(queries[4:5], keys, values, regions[4:5].cpu(), **options)[0]
+        together = attend()
+        together = attend(slice(None))
+        torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
+        if number == 0:
+            for row in (0, 3, 7):
+                alone = attend(slice(row, row + 1))
+                assert torch.equal(alone[0], together[row]), "a query's bits depend on what is beside it"
+            torch.testing.assert_close(attend(operation=attend_invariant), expected, atol=2e-5, rtol=2e-5)
+            choices[:] = [TokenChoice(shape=own[0].shape, tokens=900, rows=1)]
+            assert torch.equal(attend(slice(0, 1))[0], together[0]), "one shape alone gives other bits"
+
+
+def compare_equals() -> None:
+    """What a child process runs: tokens of one weight, more of them than a program holds; the first ones are read."""
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged
+
+    device, model = small_parts(), MODELS[0]
+    kind = {"shape": IndexShape(rank=5, bits=3, run=1), "sink": 6, "window": 33, "kept": 41, "length": 300}
+    # Keys that are nothing, so that all weigh the same; and ones that weigh nothing beside the window.
+    for key, first in ((0.0, None), (0.0, 4.0)):
+        (own,), keys, values = histories(model, [{**kind, "key": key}], torch.float32, device)
+        own.write(torch.full_like(own.codes(), 3))
+        if first is not None:
+            own.keys[:, 290:] = 100.0
+        query = torch.zeros(1, model.kv_heads * model.group, model.head_dim, device=device)
+        query += 0.0 if first is None else first
+        line = torch.tensor([own.line(299)], device=device)
+        choice = TokenChoice(shape=own.shape, tokens=300, rows=1)
+        # The components' mean would make a difference.
+        rows = own.alive[0]
+        rows.rows.zero_()
+        out = attend_ragged(query, keys, values, line, kv_heads=model.kv_heads, scaling=model.scaling, choices=[choice])
+        if first is None:
+            read = [*range(own.sink + own.kept), *range(int(line[0, LOCAL]), 300)]
+            expected = own.values[:, read].mean(1)
+        else:
+            expected = own.values[:, 290:].mean(1)
+        torch.testing.assert_close(out[0], expected.repeat_interleave(model.group, dim=0), atol=1e-5, rtol=1e-5)
+
+
+def compare_rounded() -> None:
+    """What a child process runs: 16-bit entries, whose scores are rounded: nearly what the reference reads."""
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged
+
+    device, model = small_parts(), MODELS[0]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
+    kind = {"shape": IndexShape(rank=8, bits=4, run=2), "sink": 6, "window": 33, "kept": 60, "length": 500}
+    (own,), keys, values = histories(model, [kind], dtype, device)
+    codes = own.codes()
+    own.write(codes)
+    positions = range(490, 496)
+    queries = torch.randn(len(positions), model.kv_heads * model.group, model.head_dim).to(device, dtype)
+    regions = torch.tensor([own.line(position) for position in positions], device=device)
+    choice = TokenChoice(shape=own.shape, tokens=500, rows=len(positions))
+    out = attend_ragged(
+        queries, keys, values, regions, kv_heads=model.kv_heads, scaling=model.scaling, choices=[choice]
+    )
+    for row, position in enumerate(positions):
+        expected = own.expected(queries[row : row + 1].float(), position, codes)
+        assert (out[row].float() - expected[0]).abs().mean() < 0.01, "other tokens are read"
+
+
+def compare_tiles() -> None:
+    """What a child process runs: the tiles of several layers, at once and one by one."""
+    from inference_engine.kernels.triton.components import key_indexes
+
+    device = small_parts()
+    shapes = [IndexShape(rank=5, bits=3, run=2), IndexShape(rank=16, bits=3, run=4), IndexShape(rank=3, bits=8, run=1)]
+    for model, shape in zip(MODELS, shapes, strict=True):
+        kind = {"shape": shape, "sink": 3, "window": 33, "kept": 9, "length": 5 * shape.tile + 7}
+        own, keys, _ = histories(model, [kind, kind], torch.float32, device)
+        keys[own[1].start + 9, 1] = float("nan")
+        keys[own[1].start + 40, 2] = float("inf")
+        table = torch.tensor([[one.numbers.data_ptr(), one.start] for one in own], device=device)
+
+        region = own[0].length
+        write = partial(key_indexes.write_tiles, keys, table, kv_heads=model.kv_heads, region=region, shape=shape)
+        write(first=0, end=5)
+        at_once = [half.clone() for one in own for half in one.halves]
+        for one in own:
+            found = [half.clone() for half in one.halves]
+            one.write(one.codes())
+            differs = [ours != theirs for ours, theirs in zip(found, one.halves, strict=True)]
+            # A key between two codes may get either: sums are rounded in another order. NaN and infinity rotate alike.
+            share = sum(int(part.sum()) for part in differs) / sum(part.numel() for part in differs)
+            assert share < (0.002 if one is own[0] else 0.02), (shape, share)
+            for half in one.halves:
+                half.zero_()
+        for tile in (3, 0, 4, 1, 2):
+            write(first=tile, end=tile + 1)
+        for half, whole in zip((half for one in own for half in one.halves), at_once, strict=True):
+            assert torch.equal(half, whole), "a tile's bits depend on how tokens were grouped"
+
+
+@pytest.mark.parametrize("compare", [compare_choosing, compare_equals, compare_rounded, compare_tiles])
+def test_the_kernels_do_what_the_references_do(compare: Callable[[], None]) -> None:
+    run_with_triton(compare)
