@@ -48,6 +48,9 @@ WORST = 2e-2  # of an output in 16 bits, as a share of its largest number
 RING, BAND = 1024, 256  # of MAC, as its source has them at 120k
 
 Row = dict[str, Any]
+# Samples in µs of each contender, what was left out and why, and the bytes that the operation reads.
+Measured = tuple[dict[str, list[float]], dict[str, str], int]
+Measure = Callable[[], Measured]
 
 
 class Contenders:
@@ -102,10 +105,8 @@ def differs(found: Tensor, expected: Tensor) -> str:
     return "" if worst < WORST else f"differs from the reference by {worst:.3g} of its largest number"
 
 
-def attention_case(
-    sessions: int, length: int, buffers: tuple[Tensor, Tensor], ops: DeviceOps, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, str], int]:
-    """Samples in µs of each contender, what was left out, and bytes that the operation reads."""
+def attention_case(sessions: int, length: int, buffers: tuple[Tensor, Tensor], ops: DeviceOps, rounds: int) -> Measured:
+    """Raises ValueError if not one cache fits."""
     keys, values = buffers
     device, scaling = keys.device, HEAD_DIM**-0.5
     vectors = sessions * KV_HEADS * length
@@ -154,9 +155,7 @@ def attention_case(
     return in_turns(contenders.timed, rounds), contenders.left_out, 2 * vectors * HEAD_DIM * keys.itemsize
 
 
-def topk_case(
-    sessions: int, count: int, ops: DeviceOps, device: torch.device, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, str], int]:
+def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, rounds: int) -> Measured:
     kept = min(KEPT, count // 2)
     scores = torch.randn(LAYERS, sessions, count, device=device)
     before = topk_by_sorting(scores[0] + 0.05 * torch.randn_like(scores[0]), kept)  # most of the answer
@@ -182,9 +181,7 @@ def topk_case(
     return in_turns(contenders.timed, rounds), contenders.left_out, sessions * (4 * count + 8 * kept)
 
 
-def mac_case(
-    length: int, buffers: tuple[Tensor, Tensor], ops: DeviceOps, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, str], int]:
+def mac_case(length: int, buffers: tuple[Tensor, Tensor], ops: DeviceOps, rounds: int) -> Measured:
     """One session: nothing matches, and every head matches a query 1 … ring positions back, beside reading all."""
     keys, values = (each[: KV_HEADS * length].view(KV_HEADS, length, HEAD_DIM) for each in buffers)
     device, scaling, position = keys.device, HEAD_DIM**-0.5, length - 1
@@ -311,26 +308,16 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         buffers = made_buffers(arguments, device)
-        # Top-K first: it is quick.
-        planned: list[tuple[str, Callable[[], tuple[dict[str, list[float]], dict[str, str], int]]]] = [
-            *(
-                (
-                    f"{rows} x {min(KEPT, count // 2)} of {count}",
-                    partial(topk_case, rows, count, ops, device, arguments.rounds),
-                )
-                for rows, count in arguments.topk
-            ),
-            *(
-                (
-                    f"attention, {sessions} x {length}",
-                    partial(attention_case, sessions, length, buffers, ops, arguments.rounds),
-                )
-                for sessions, length in arguments.attention
-            ),
-            *(
-                (f"MAC, 1 x {length}", partial(mac_case, length, buffers, ops, arguments.rounds))
-                for length in arguments.mac
-            ),
+        planned: list[tuple[str, Measure]] = []
+        for rows, count in arguments.topk:  # it is quick, so it comes first
+            name = f"{rows} x {min(KEPT, count // 2)} of {count}"
+            planned.append((name, partial(topk_case, rows, count, ops, device, arguments.rounds)))
+        for sessions, length in arguments.attention:
+            run = partial(attention_case, sessions, length, buffers, ops, arguments.rounds)
+            planned.append((f"attention, {sessions} x {length}", run))
+        planned += [
+            (f"MAC, 1 x {length}", partial(mac_case, length, buffers, ops, arguments.rounds))
+            for length in arguments.mac
         ]
         run_all(planned, ceilings, cases, left_out, arguments, began)
     for where, why in left_out.items():
@@ -342,7 +329,7 @@ def main() -> None:
 
 
 def run_all(
-    planned: Sequence[tuple[str, Callable[[], tuple[dict[str, list[float]], dict[str, str], int]]]], ceilings: Ceilings,
+    planned: Sequence[tuple[str, Measure]], ceilings: Ceilings,
     cases: dict[str, tuple[dict[str, list[float]], Row]], left_out: dict[str, str], arguments: argparse.Namespace,
     began: float,
 ) -> None:  # fmt: skip

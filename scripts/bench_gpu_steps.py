@@ -48,6 +48,8 @@ from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kernels import merge
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategies.gather import Gather
+from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation import record
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
 from laboratory.evaluation.sessions import append_all, opened, turned
@@ -73,11 +75,11 @@ class Group:
 
 @dataclass(slots=True)
 class Cell:
-    """Samples of one strategy in a group. attended: entries that a step reads in each session, at the end."""
+    """Samples of one strategy in a group. read: entries that a step reads in each session, at the end."""
 
     step_ms: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)  # tokens a second, of each session
-    attended: int = 0
+    read: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +172,14 @@ def unattended() -> Iterator[None]:
         yield
 
 
+def entries_read(strategy: KVStrategy, attended: int) -> int:
+    """Entries whose bytes a step reads: of `gather` those of its budget, and for each block of the history a bound."""
+    if not isinstance(strategy, Gather) or strategy.budget is None:
+        return attended
+    bounds = attended // strategy.block if strategy.block else 0
+    return min(attended, strategy.budget + bounds)
+
+
 def measure(
     engine: Engine, group: Group, strategies: Sequence[str], compiled: Callable[[], CompiledStep] | None,
     arguments: argparse.Namespace,
@@ -195,7 +205,7 @@ def measure(
                     cells[name].prefill.append(ending.prefilled_tokens / ending.prefill_seconds)
         beside = None
         if compiled is not None:
-            beside, cells[COMPILED] = compiled(), Cell(attended=group.length)
+            beside, cells[COMPILED] = compiled(), Cell(read=group.length)
             beside.milliseconds(4)  # compiles
         names = list(cells)
         for number in range(arguments.rounds + 1):  # the first warms up and is not kept
@@ -204,7 +214,8 @@ def measure(
                     milliseconds = beside.milliseconds(arguments.tokens)
                 else:
                     watches = start(engine, sessions[name], tokens=arguments.tokens, reads_bytes=False)
-                    cells[name].attended = watches[0].wait().attended_positions
+                    spec = engine.session_info(sessions[name][0]).strategy
+                    cells[name].read = entries_read(spec, watches[0].wait().attended_positions)
                     for watch in watches:
                         watch.wait()
                     milliseconds = 1e3 * step_seconds([watch.token_times for watch in watches])
@@ -232,10 +243,10 @@ class Outcome:
             where = f"{shape}, {name}, {group}"
             self._values[f"decode step, {where}"] = record.summarize(cell.step_ms, "ms")
             median = statistics.median(cell.step_ms)
-            floor = costs.step_ms(group.sessions, cell.attended, self._ceilings)
+            floor = costs.step_ms(group.sessions, cell.read, self._ceilings)
             row = {"shape": shape, "strategy": name, "sessions": group.sessions, "length": group.length}
             row |= {"ms": round(median, 4), "tokens a second": round(1e3 * group.sessions / median, 1)}
-            row |= {"entries read": cell.attended, "floor ms": round(floor, 4), "floor ÷ ms": round(floor / median, 3)}
+            row |= {"entries read": cell.read, "floor ms": round(floor, 4), "floor ÷ ms": round(floor / median, 3)}
             for baseline in (FULL, COMPILED):
                 if baseline in cells and baseline != name:
                     pairs = zip(cell.step_ms, cells[baseline].step_ms, strict=True)
