@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,9 @@ class Contenders:
 
 def fa3() -> Callable[..., Tensor] | None:
     try:
-        from fa3_fwd_interface import flash_attn_with_kvcache
+        found: Callable[..., Tensor] = import_module("fa3_fwd_interface").flash_attn_with_kvcache
     except (ImportError, OSError):
         return None
-    found: Callable[..., Tensor] = flash_attn_with_kvcache
     return found
 
 
@@ -290,8 +290,8 @@ def made_buffers(arguments: argparse.Namespace, device: torch.device) -> tuple[T
     # One after the other: random numbers of a whole buffer at once would need a few times its memory.
     made = [torch.empty(vectors, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(2)]
     for buffer in made:
-        for part in buffer.split(2**22):
-            part.normal_()
+        for first in range(0, vectors, 2**22):
+            buffer[first : first + 2**22].normal_()
     return made[0], made[1]
 
 

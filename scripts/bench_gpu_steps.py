@@ -313,7 +313,9 @@ def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForw
     config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
     longest = max((group.length for group in arguments.groups), default=0) + 4096
     loaded = made_model(shape, arguments.device, arguments.dtype)
-    loaded = replace(loaded, trained_positions=max(loaded.trained_positions, longest))
+    # Beyond a model's positions no step is recorded.
+    loaded.model.config.max_position_embeddings = max(loaded.trained_positions, longest)
+    loaded = replace(loaded, trained_positions=loaded.model.config.max_position_embeddings)
     costs = Costs.of(loaded.model, getattr(torch, arguments.dtype).itemsize)
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
     ops = replace(open_ops("auto", device), attends_together=True)

@@ -15,6 +15,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -91,7 +92,7 @@ def sanitize(arguments: argparse.Namespace) -> int:
     """Each of SANITIZED in a process of its own. Returns the exit status."""
     command = (sanitizer(), "--tool", "memcheck", "--error-exitcode", str(_TOOL_FAILED), sys.executable, "-P", "-c")
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    waiting, running, rows = list(SANITIZED), dict[str, tuple[float, Any]](), list[dict[str, Any]]()
+    waiting, running, rows = list(SANITIZED), dict[str, tuple[float, subprocess.Popen[str]]](), list[dict[str, Any]]()
     ends = time.monotonic() + arguments.seconds
     try:
         while waiting or running:
@@ -99,8 +100,15 @@ def sanitize(arguments: argparse.Namespace) -> int:
                 name = waiting.pop(0)
                 module, _, function = name.partition(".")
                 code = f"import tests.kernels.{module} as test; test.{function}()"
-                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-                child: Any = subprocess.Popen((*command, code), cwd=record.ROOT, env=environment, **pipes)
+                child = subprocess.Popen(
+                    (*command, code),
+                    cwd=record.ROOT,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,  # what it runs is a process of its own, and has to end with it
+                )
                 running[name] = time.monotonic(), child
             is_late = time.monotonic() > ends
             for name, (began, child) in list(running.items()):
@@ -109,7 +117,7 @@ def sanitize(arguments: argparse.Namespace) -> int:
                 except subprocess.TimeoutExpired:
                     if not is_late:
                         continue
-                    child.kill()
+                    os.killpg(child.pid, signal.SIGKILL)
                     printed, _ = child.communicate()
                 del running[name]
                 summary = _SUMMARY.search(printed)
@@ -118,13 +126,14 @@ def sanitize(arguments: argparse.Namespace) -> int:
                 print(rows[-1], flush=True)
                 if child.returncode:
                     print(printed[-3000:], flush=True)
-                path = _write_memcheck(rows, len(SANITIZED), arguments)
+                _write_memcheck(rows, len(SANITIZED), arguments)  # again after each: nothing is lost
             if is_late:
                 break
     finally:
         for _, child in running.values():
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)
     failed = sum(bool(row["status"] or row["errors"]) for row in rows) + len(waiting)
+    path = _write_memcheck(rows, len(SANITIZED), arguments)
     print(f"{path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path.name}")
     print(f"{len(SANITIZED) - failed} clean, {failed} with errors or not ended")
     return min(1, failed)

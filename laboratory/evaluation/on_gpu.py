@@ -105,14 +105,14 @@ class Timed:
             return 1e6 * (time.perf_counter() - began) / self._copies
         with torch.cuda.stream(self._stream):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()  # type: ignore[no-untyped-call]
+            begin.record()
             if self._graph is None:
                 self._all()
             else:
                 self._graph.replay()
-            end.record()  # type: ignore[no-untyped-call]
-            end.synchronize()  # type: ignore[no-untyped-call]
-            return 1e3 * float(begin.elapsed_time(end)) / self._copies  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            return 1e3 * float(begin.elapsed_time(end)) / self._copies
 
     def _all(self) -> None:
         for copy in range(self._copies):
