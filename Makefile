@@ -34,7 +34,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -70,7 +70,7 @@ test-long: native long-typescript sanitize ## the tests that take minutes to hou
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
 
-test-gpu: native ## kernels, recorded steps and their laws on this machine's GPU; record in results/
+test-gpu: native ## kernels, recorded steps and their laws on this machine's GPU, or with --sanitize; record in results/
 	@$(BIN)/python scripts/test_gpu.py $(ARGS)
 
 test-mac: native ## on a Mac with Apple silicon: MLX on its GPU, memory, a long session, speed; record in results/
@@ -126,7 +126,13 @@ bench-cpu: native ## decode, append and prefill beside llama.cpp, which is compi
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python scripts/bench_cpu.py $(ARGS)
 
-bench-gpu: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
+bench-gpu: native ## steps and prefills of real shapes on a GPU beside transformers' compiled step; record in results/
+	@$(BIN)/python scripts/bench_gpu_steps.py $(ARGS)
+
+bench-gpu-ops: native ## attention, exact Top-K and MAC on a GPU beside the best kernels installed; record in results/
+	@$(BIN)/python scripts/bench_gpu_ops.py $(ARGS)
+
+bench-gpu-listed: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
 bench-hibernation: native ## a session's first token after a restart, from a file and by a prefill; record in results/

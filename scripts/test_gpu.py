@@ -1,14 +1,24 @@
 """The tests whose subject runs on a GPU: kernels against their references, recorded steps, and the laws over both.
 
-    python scripts/test_gpu.py        pytest's report, and a record in results/tests_cuda/
+    python scripts/test_gpu.py                pytest's report, and a record in results/tests_cuda/
+    python scripts/test_gpu.py --sanitize     kernels under compute-sanitizer, and a record in results/memcheck_cuda/
 
-They run in `make test` too, by Triton's interpreter. Further arguments go to pytest.
+They run in `make test` too, by Triton's interpreter. Further arguments go to pytest. compute-sanitizer comes with the
+CUDA toolkit. It runs the comparisons of the kernels with their references, whose sizes are odd ones, with every tensor
+in an allocation of its own, so that what is read or written beside a tensor is an error. One that has not ended in time
+is stopped and counts as one that failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +30,15 @@ from laboratory.evaluation import record
 
 PATHS = ("tests/kernels", "tests/backends", "tests/laws/test_ragged_laws.py", "tests/kv/test_tiered.py")
 OUTCOMES = ("passed", "failed", "skipped")
+SANITIZED = (
+    *("test_fused.compare_products", "test_fused.compare_products_of_any_number", "test_fused.compare_heads"),
+    *("test_noise.compare_kernel", "test_topk.compare_kernel", "test_trellis.compare_kernel"),
+    *("test_ragged_attention.compare_kernel", "test_ragged_attention.compare_chunks_and_selections"),
+    "test_ragged_attention.compare_selecting_steps",
+)
+_AT_ONCE = 5
+_TOOL_FAILED = 97
+_SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 
 
 class Recorder:
@@ -60,13 +79,98 @@ class Recorder:
         print(f"\n{path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path.name}")
 
 
+def sanitizer() -> str:
+    """The command. Raises SystemExit where there is none."""
+    root = os.environ.get("CUDA_HOME", os.environ.get("CUDA_PATH", "/usr/local/cuda"))
+    for place in ("compute-sanitizer", f"{root}/bin/compute-sanitizer"):
+        if found := shutil.which(place):
+            return found
+    raise SystemExit("compute-sanitizer is not on the path; it comes with the CUDA toolkit, set CUDA_HOME to that")
+
+
+def sanitize(arguments: argparse.Namespace) -> int:
+    """Each of SANITIZED in a process of its own. Returns the exit status."""
+    command = (sanitizer(), "--tool", "memcheck", "--error-exitcode", str(_TOOL_FAILED), sys.executable, "-P", "-c")
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    waiting, running, rows = list(SANITIZED), dict[str, tuple[float, subprocess.Popen[str]]](), list[dict[str, Any]]()
+    ends = time.monotonic() + arguments.seconds
+    try:
+        while waiting or running:
+            while waiting and len(running) < _AT_ONCE:
+                name = waiting.pop(0)
+                module, _, function = name.partition(".")
+                code = f"import tests.kernels.{module} as test; test.{function}()"
+                child = subprocess.Popen(
+                    (*command, code),
+                    cwd=record.ROOT,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,  # what it runs is a process of its own, and has to end with it
+                )
+                running[name] = time.monotonic(), child
+            is_late = time.monotonic() > ends
+            for name, (began, child) in list(running.items()):
+                try:
+                    printed, _ = child.communicate(timeout=0.2)
+                except subprocess.TimeoutExpired:
+                    if not is_late:
+                        continue
+                    os.killpg(child.pid, signal.SIGKILL)
+                    printed, _ = child.communicate()
+                del running[name]
+                summary = _SUMMARY.search(printed)
+                row = {"comparison": name, "errors": int(summary[1]) if summary else -1, "status": child.returncode}
+                rows.append({**row, "seconds": round(time.monotonic() - began, 1)})
+                print(rows[-1], flush=True)
+                if child.returncode:
+                    print(printed[-3000:], flush=True)
+                _write_memcheck(rows, len(SANITIZED), arguments)  # again after each: nothing is lost
+            if is_late:
+                break
+    finally:
+        for _, child in running.values():
+            os.killpg(child.pid, signal.SIGKILL)
+    failed = sum(bool(row["status"] or row["errors"]) for row in rows) + len(waiting)
+    path = _write_memcheck(rows, len(SANITIZED), arguments)
+    print(f"{path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path.name}")
+    print(f"{len(SANITIZED) - failed} clean, {failed} with errors or not ended")
+    return min(1, failed)
+
+
+def _write_memcheck(rows: list[dict[str, Any]], planned: int, arguments: argparse.Namespace) -> Path:
+    clean = sum(not row["status"] and not row["errors"] for row in rows)
+    return record.write_record(
+        "memcheck_cuda",
+        {
+            "command": "python scripts/test_gpu.py --sanitize",
+            "commit": arguments.commit,
+            "machine": record.describe_machine(("torch", "triton")),
+            "config": {"tool": "compute-sanitizer memcheck", "device": torch.cuda.get_device_name()},
+            "seeds": [],
+            "values": {
+                "comparisons without an error": record.exact(clean, "comparisons"),
+                "comparisons planned": record.exact(planned, "comparisons"),
+            },
+            "tables": {"comparisons": rows},
+            "baseline": "no error; status 0 says that the kernels equal their references too",
+        },
+        **({"results_dir": arguments.results} if arguments.results else {}),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The tests whose subject runs on a GPU.")
     parser.add_argument("--results", type=Path, default=None)
     parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    parser.add_argument("--sanitize", action="store_true", help="kernels under compute-sanitizer instead")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of --sanitize: what has not ended is stopped")
     arguments, others = parser.parse_known_args()
     if not torch.cuda.is_available():
         raise SystemExit("these tests need a GPU, and torch sees none; `make test` runs them by Triton's interpreter")
+    if arguments.sanitize:
+        sys.exit(sanitize(arguments))
     recorder = Recorder(arguments.results, arguments.commit)
     sys.exit(pytest.main([*PATHS, *others], plugins=[recorder]))
 

@@ -119,6 +119,21 @@ def test_tokens_attended_to_together_give_what_they_give_session_by_session(stra
         assert same(wanted, got, Mode.BATCHED), turn
 
 
+@pytest.mark.parametrize("variant", EVERYWHERE)
+def test_a_long_sampled_answer_is_what_it_is_step_by_step(variant: str) -> None:
+    """Longer than what is prepared ahead: the numbers that draw tokens, and the pages that hold entries."""
+
+    def said(variant: str) -> list[list[tuple[int, float | None]]]:
+        with engine_on(variant) as engine:
+            sessions = [opened(engine, Full(), text(length, seed=length)) for length in (5, 33)]
+            params = GenerateParams(max_tokens=150, sampling=SAMPLED, logprobs=True)
+            return [tokens(drain(one)) for one in [engine.generate(session, params) for session in sessions]]
+
+    for wanted, got in zip(said(ALONE[variant]), said(variant), strict=True):
+        assert len(got) == 150
+        assert same(wanted, got, Mode.BATCHED)
+
+
 @each_strategy
 def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,352 @@
+"""Operations of a decode step on a GPU beside the best kernels that are installed: attention, exact Top-K, and MAC.
+
+    python scripts/bench_gpu_ops.py                writes results/ops_cuda_bfloat16/<date>-<machine>/
+
+Attention is one query for each session over all entries, in the shape of Qwen2.5-7B: 28 query heads on 4 KV heads of
+128. A graph runs it over as many caches as the model has layers, each of its own, so that nothing is left in the
+device's cache from one to the next. All contenders read the same entries, are compared with a reference in float32,
+and take turns. FA3 joins if the package `fa3_fwd` can be imported; what is not there is named in the record.
+
+Exact Top-K takes 2,048 of float32 scores. Its hinted search asks the host after every round, so it cannot be recorded:
+it is timed as it is called, beside the same search without a hint and the recorded kernel called in the same way.
+
+The record is written anew after every case: a run that is cut off keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from inference_engine.config import configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from inference_engine.kernels import ragged_attention as fields
+from inference_engine.kernels.mac import MacEntry, MacState, mac_attend
+from inference_engine.kernels.ops import DeviceOps, open_ops
+from inference_engine.kernels.topk import topk, topk_by_sorting
+from laboratory.evaluation import record
+from laboratory.evaluation.on_gpu import Ceilings, Timed, in_turns, measure_ceilings
+
+SEED = 1
+QUERY_HEADS, KV_HEADS, HEAD_DIM, LAYERS, KEPT = 28, 4, 128, 28, 2048
+OURS = "ours"
+WORST = 2e-2  # of an output in 16 bits, as a share of its largest number
+RING, BAND = 1024, 256  # of MAC, as its source has them at 120k
+
+Row = dict[str, Any]
+# Samples in µs of each contender, what was left out and why, and the bytes that the operation reads.
+Measured = tuple[dict[str, list[float]], dict[str, str], int]
+Measure = Callable[[], Measured]
+
+
+class Contenders:
+    """Operations over the same inputs: those that cannot be had, or are wrong, are named with the reason."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.timed: dict[str, Timed] = {}
+        self.left_out: dict[str, str] = {}
+
+    def add(
+        self,
+        name: str,
+        run: Callable[[int], Any],
+        copies: int,
+        check: Callable[[Any], str],
+        *,
+        is_recorded: bool = True,
+    ) -> None:
+        """check: of what `run(0)` returns, what is wrong with it; nothing: it is right."""
+        try:
+            if wrong := check(run(0)):
+                self.left_out[name] = wrong
+                return
+            self.timed[name] = Timed(run, copies, self.device, is_recorded=is_recorded)
+        except (RuntimeError, ImportError, ValueError, TypeError) as error:
+            if name == OURS:
+                raise
+            self.left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+
+
+def fa3() -> Callable[..., Tensor] | None:
+    try:
+        found: Callable[..., Tensor] = import_module("fa3_fwd_interface").flash_attn_with_kvcache
+    except (ImportError, OSError):
+        return None
+    return found
+
+
+def regions_of(copies: int, sessions: int, length: int, device: torch.device) -> Tensor:
+    """[copies, sessions, FIELDS], one behind the other."""
+    regions = torch.zeros(copies, sessions, fields.FIELDS, dtype=torch.int64)
+    regions[..., fields.START] = torch.arange(copies * sessions).view(copies, sessions) * KV_HEADS * length
+    regions[..., fields.HEAD_SLOTS] = regions[..., fields.COUNT] = length
+    regions[..., fields.LAST] = regions[..., fields.UPTO] = length - 1
+    return regions.to(device)
+
+
+def differs(found: Tensor, expected: Tensor) -> str:
+    worst = float((found.float() - expected).abs().max() / expected.abs().max())
+    return "" if worst < WORST else f"differs from the reference by {worst:.3g} of its largest number"
+
+
+def attention_case(sessions: int, length: int, buffers: tuple[Tensor, Tensor], ops: DeviceOps, rounds: int) -> Measured:
+    """Raises ValueError if not one cache fits."""
+    keys, values = buffers
+    device, scaling = keys.device, HEAD_DIM**-0.5
+    vectors = sessions * KV_HEADS * length
+    copies = min(LAYERS, len(keys) // vectors)
+    if not copies:
+        raise ValueError(f"{sessions} x {length}: {vectors} vectors do not fit into {len(keys)}")
+    regions = regions_of(copies, sessions, length, device)
+    queries = torch.randn(sessions, QUERY_HEADS, HEAD_DIM, device=device, dtype=keys.dtype)
+    k, v = (each[: copies * vectors].view(copies, sessions, KV_HEADS, length, HEAD_DIM) for each in buffers)
+    folded, grouped = queries.view(sessions, KV_HEADS, -1, HEAD_DIM), queries[:, :, None]
+    expected = torch.stack([
+        torch.cat([
+            (q.float() @ head.float().T * scaling).softmax(-1) @ other.float()
+            for q, head, other in zip(folded[session], k[0, session], v[0, session], strict=True)
+        ])
+        for session in range(sessions)
+    ])  # fmt: skip
+
+    def ours(copy: int) -> Tensor:
+        return ops.attend_ragged(queries, keys, values, regions[copy], kv_heads=KV_HEADS, scaling=scaling)
+
+    def dense(backend: SDPBackend, is_folded: bool, copy: int) -> Tensor:
+        with sdpa_kernel(backend):
+            if is_folded:
+                return scaled_dot_product_attention(folded, k[copy], v[copy]).view(queries.shape)
+            return scaled_dot_product_attention(grouped, k[copy], v[copy], enable_gqa=True)[:, :, 0]
+
+    def flash_attention_3(attend: Callable[..., Tensor], packs: bool | None, copy: int) -> Tensor:
+        given = (queries[:, None], k[copy].transpose(1, 2), v[copy].transpose(1, 2))
+        return attend(*given, softmax_scale=scaling, pack_gqa=packs)[:, 0]
+
+    contenders = Contenders(device)
+    check = partial(differs, expected=expected)
+    contenders.add(OURS, ours, copies, check)
+    if device.type == "cuda":
+        contenders.add("SDPA flash, heads folded", partial(dense, SDPBackend.FLASH_ATTENTION, True), copies, check)
+        contenders.add("SDPA cuDNN, grouped", partial(dense, SDPBackend.CUDNN_ATTENTION, False), copies, check)
+        if (attend := fa3()) is None:
+            contenders.left_out["FA3"] = "the package fa3_fwd is not installed"
+        else:
+            contenders.add("FA3", partial(flash_attention_3, attend, None), copies, check)
+            contenders.add("FA3, heads packed", partial(flash_attention_3, attend, True), copies, check)
+        contenders.left_out["FlashInfer"] = "its kernels are compiled at the first call, which takes minutes"
+    else:
+        contenders.add("SDPA", partial(dense, SDPBackend.MATH, True), copies, check)
+    return in_turns(contenders.timed, rounds), contenders.left_out, 2 * vectors * HEAD_DIM * keys.itemsize
+
+
+def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, rounds: int) -> Measured:
+    kept = min(KEPT, count // 2)
+    scores = torch.randn(LAYERS, sessions, count, device=device)
+    before = topk_by_sorting(scores[0] + 0.05 * torch.randn_like(scores[0]), kept)  # most of the answer
+    expected = topk_by_sorting(scores[0], kept)
+
+    def check(found: Tensor) -> str:
+        return "" if torch.equal(found, expected) else "other indices than by sorting"
+
+    contenders = Contenders(device)
+    contenders.add(OURS, lambda copy: ops.largest(scores[copy], kept), LAYERS, check)
+    contenders.add(
+        "torch.topk",
+        lambda copy: scores[copy].topk(kept, sorted=False).indices,
+        LAYERS,
+        lambda found: check(found.sort().values),
+    )
+    called = "ours, called" if device.type == "cuda" else "sorted, called"
+    plain = (called, lambda _copy: ops.largest(scores[0], kept))
+    hinted = ("search with a hint, called", lambda _copy: topk(scores[0], kept, before).indices)
+    unhinted = ("search without a hint, called", lambda _copy: topk(scores[0], kept).indices)
+    for name, run in (plain, hinted, unhinted):
+        contenders.add(name, run, 8, check, is_recorded=False)
+    return in_turns(contenders.timed, rounds), contenders.left_out, sessions * (4 * count + 8 * kept)
+
+
+def mac_case(length: int, buffers: tuple[Tensor, Tensor], ops: DeviceOps, rounds: int) -> Measured:
+    """One session: nothing matches, and every head matches a query 1 … ring positions back, beside reading all."""
+    keys, values = (each[: KV_HEADS * length].view(KV_HEADS, length, HEAD_DIM) for each in buffers)
+    device, scaling, position = keys.device, HEAD_DIM**-0.5, length - 1
+    query = torch.randn(QUERY_HEADS, HEAD_DIM, device=device).to(keys.dtype)
+    state = MacState.allocate(QUERY_HEADS, HEAD_DIM, RING, device=device)
+    entry = MacEntry(
+        position=position - min(RING // 2, length // 2),
+        query=query.float(),
+        out=torch.randn(QUERY_HEADS, HEAD_DIM, device=device),
+        lse=torch.zeros(QUERY_HEADS, device=device),
+        depth=torch.zeros(QUERY_HEADS, dtype=torch.int32, device=device),
+    )
+    state.commit([entry])
+    regions = regions_of(1, 1, length, device)
+
+    def matching(threshold: float, _copy: int) -> Tensor:
+        given = (state, query, query, keys, values, position)
+        return mac_attend(*given, band=min(BAND, length // 4), threshold=threshold, scaling=scaling)[0]
+
+    def ours(_copy: int) -> Tensor:
+        return ops.attend_ragged(query[None], *buffers, regions[0], kv_heads=KV_HEADS, scaling=scaling)
+
+    contenders = Contenders(device)
+    contenders.add(OURS, ours, 4, lambda _found: "")
+    contenders.add("MAC, nothing matches", partial(matching, 0.0), 4, lambda found: differs(found, ours(0)[0].float()))
+    contenders.add("MAC, every head matches", partial(matching, 0.5), 4, lambda _found: "")
+    return in_turns(contenders.timed, rounds), contenders.left_out, 2 * KV_HEADS * length * HEAD_DIM * keys.itemsize
+
+
+def row_of(samples: dict[str, list[float]], bytes_read: int, ceilings: Ceilings) -> Row:
+    """Medians in µs. Best: the fastest contender of the same kind that is not ours."""
+    floor = 1e6 * bytes_read / ceilings.bandwidth
+    row: Row = {name: round(statistics.median(each), 3) for name, each in samples.items()}
+    others = {name: row[name] for name in samples if name != OURS and not name.endswith(", called")}
+    row |= {"floor by bytes": round(floor, 3), "ours ÷ floor": round(row[OURS] / floor, 3)}
+    if others:
+        best = min(others, key=lambda name: others[name])  # of MAC, what it would replace is ours
+        row |= {"best other": best, "ours ÷ best other": round(row[OURS] / others[best], 3)}
+    return row
+
+
+def write(
+    ceilings: Ceilings, cases: dict[str, tuple[dict[str, list[float]], Row]], left_out: dict[str, str],
+    arguments: argparse.Namespace,
+) -> Path:  # fmt: skip
+    values = ceilings.values()
+    for where, (samples, row) in cases.items():
+        for name, each in samples.items():
+            values[f"{where}, {name}"] = record.summarize(each, "µs")
+        if "best other" in row:
+            ratios = [a / b for a, b in zip(samples[OURS], samples[row["best other"]], strict=True)]
+            values[f"{where}, ours ÷ {row['best other']}"] = record.summarize(ratios, "ratio")
+    on_gpu = arguments.device != "cpu"
+    return record.write_record(
+        f"ops_{arguments.device.partition(':')[0]}_bfloat16",
+        {
+            "command": record.command_line(without=("--results", "--commit")),
+            "commit": arguments.commit,
+            "machine": record.describe_machine(("torch", "triton", "fa3-fwd")),
+            "config": {
+                "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+                "heads": [QUERY_HEADS, KV_HEADS, HEAD_DIM],
+                "caches": LAYERS,
+                "rounds": arguments.rounds,
+            },
+            "seeds": [SEED],
+            "values": values,
+            "tables": {"µs of an operation": [{"case": where, **row} for where, (_, row) in cases.items()]},
+            "left_out": left_out,
+            "baseline": "the fastest other kernel over the same inputs in the same process, in turns",
+        },
+        **({"results_dir": arguments.results} if arguments.results else {}),
+    )
+
+
+def sizes(text: str) -> tuple[int, int]:
+    sessions, _, length = text.partition("x")
+    return int(sessions), int(length)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Operations of a decode step on a GPU beside other kernels.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--attention", type=sizes, nargs="*", metavar="SESSIONSxLENGTH",
+                        default=[(1, 8192), (64, 8192), (1, 131072), (8, 131072), (1, 2**20)])  # fmt: skip
+    parser.add_argument("--topk", type=sizes, nargs="*", metavar="ROWSxSCORES",
+                        default=[(rows, count) for count in (8192, 131072, 2**20) for rows in (1, 8)])  # fmt: skip
+    parser.add_argument("--mac", type=int, nargs="*", metavar="LENGTH", default=[8192, 131072])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=400.0, help="no case begins after so many")
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("at least one round is needed")
+    return arguments
+
+
+def made_buffers(arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
+    """K and V for as many layers of the largest case as fit."""
+    most = max([sessions * length for sessions, length in arguments.attention] + list(arguments.mac), default=0)
+    vectors = LAYERS * KV_HEADS * most
+    if device.type == "cuda":
+        fits = int(0.85 * torch.cuda.mem_get_info(device)[0]) // (2 * HEAD_DIM * 2)
+        vectors = min(vectors, fits)
+    # One after the other: random numbers of a whole buffer at once would need a few times its memory.
+    made = [torch.empty(vectors, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    for buffer in made:
+        for first in range(0, vectors, 2**22):
+            buffer[first : first + 2**22].normal_()
+    return made[0], made[1]
+
+
+def main() -> None:
+    arguments, began = parsed(), time.monotonic()
+    device = torch.device(arguments.device)
+    torch.manual_seed(SEED)
+    ops = open_ops("auto", device)
+    cases: dict[str, tuple[dict[str, list[float]], Row]] = {}
+    left_out: dict[str, str] = {}
+    with torch.inference_mode():
+        ceilings = measure_ceilings(device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        buffers = made_buffers(arguments, device)
+        planned: list[tuple[str, Measure]] = []
+        for rows, count in arguments.topk:  # it is quick, so it comes first
+            name = f"{rows} x {min(KEPT, count // 2)} of {count}"
+            planned.append((name, partial(topk_case, rows, count, ops, device, arguments.rounds)))
+        for sessions, length in arguments.attention:
+            run = partial(attention_case, sessions, length, buffers, ops, arguments.rounds)
+            planned.append((f"attention, {sessions} x {length}", run))
+        planned += [
+            (f"MAC, 1 x {length}", partial(mac_case, length, buffers, ops, arguments.rounds))
+            for length in arguments.mac
+        ]
+        run_all(planned, ceilings, cases, left_out, arguments, began)
+    for where, why in left_out.items():
+        print(f"left out: {where}: {why}")
+    if not cases:
+        raise SystemExit("nothing was measured")
+    path = write(ceilings, cases, left_out, arguments)
+    print(path if arguments.results else path.relative_to(record.ROOT))
+
+
+def run_all(
+    planned: Sequence[tuple[str, Measure]], ceilings: Ceilings,
+    cases: dict[str, tuple[dict[str, list[float]], Row]], left_out: dict[str, str], arguments: argparse.Namespace,
+    began: float,
+) -> None:  # fmt: skip
+    for where, measure in planned:
+        if time.monotonic() - began > arguments.seconds:
+            left_out[where] = f"{arguments.seconds:g} seconds were over"
+            continue
+        try:
+            samples, missing, bytes_read = measure()
+        except (ValueError, torch.OutOfMemoryError) as error:
+            left_out[where] = str(error).splitlines()[0]
+            continue
+        left_out |= {f"{where}, {name}": why for name, why in missing.items()}
+        cases[where] = (samples, row_of(samples, bytes_read, ceilings))
+        print(f"{time.monotonic() - began:5.0f} s  {where}: {cases[where][1]}", flush=True)
+        write(ceilings, cases, left_out, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""Decode steps and prefills of real shapes on a GPU, through the engine, beside transformers' compiled step.
+
+    python scripts/bench_gpu_steps.py              writes results/steps_cuda_bfloat16/<date>-<machine>/
+
+The models have shapes of real ones and random weights, made in memory: nothing is downloaded. What the device reaches
+in this process is measured first: bandwidth, a matrix product, kernels that follow each other. Each decode step is told
+in ms, as a multiple of its floor (weights and entries that it reads, over the bandwidth), and beside two baselines of
+the same rounds: the strategy that reads everything, and transformers with a static cache under torch.compile, where
+there is one session. The floor of a prefill is its arithmetic over the matrix product's.
+
+A cell is SESSIONSxLENGTH or SESSIONSxLENGTH/STRATEGY. Cells of the same sessions and length take turns in every round.
+Histories above `--attended` tokens are written without attending in the prefill, which would take most of an hour of
+arithmetic: the entries are others than those of a real prefill, and steps over them take the same time.
+
+The record is written anew after every group of cells: a run that is cut off keeps what it has. With
+`--device cpu --dtype float32 --shapes tiny` everything runs by the references: a trial of this script, no measurement
+of anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, StaticCache
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.torch_loading import serve_loaded
+from inference_engine.backends.twin import admit_config
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument, NoCapacity
+from inference_engine.kernels import merge
+from inference_engine.kernels.ops import open_ops
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategies.gather import Gather
+from inference_engine.kv.strategy import KVStrategy
+from laboratory.evaluation import record
+from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
+from laboratory.evaluation.sessions import append_all, opened, turned
+from laboratory.evaluation.timing import start, step_seconds
+from scripts.bench_gpu import SEED, SHAPES, made_model
+
+COMPILED = "transformers, compiled"
+FULL = "full"
+CELLS = (
+    *("1x1024", "1x8192", "1x8192/sink_window:window=1024", "1x8192/gather", "1x8192/mac:threshold=0"),
+    *("64x512", "1x32768", "1x32768/gather", "16x8192", "64x8192", "1x130000", "1x130000/gather"),
+)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Group:
+    sessions: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.sessions} x {self.length}"
+
+
+@dataclass(slots=True)
+class Cell:
+    """Samples of one strategy in a group. read: entries that a step reads in each session, at the end."""
+
+    step_ms: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)  # tokens a second, of each session
+    read: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What a shape's steps cost at least. weight_bytes: read in each step. entry_bytes: of one position, all layers."""
+
+    weight_bytes: int
+    entry_bytes: int
+    token_products: float  # of a prefill, floating-point operations of the layers for each token
+    pair_products: float  # and of attention, for each pair of a token and one it sees
+
+    @classmethod
+    def of(cls, model: Any, itemsize: int) -> Costs:
+        config = model.config
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        embedded = model.get_input_embeddings().weight.numel()
+        read = sum(each.numel() for each in model.parameters()) - (0 if tied else embedded)
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layers = config.num_hidden_layers
+        return cls(
+            weight_bytes=read * itemsize,
+            entry_bytes=2 * layers * config.num_key_value_heads * head_dim * itemsize,
+            token_products=2.0 * (read - embedded),  # a prefill needs one row of logits, not one for each token
+            pair_products=4.0 * layers * heads * head_dim,
+        )
+
+    def step_ms(self, sessions: int, attended: int, ceilings: Ceilings) -> float:
+        return 1e3 * (self.weight_bytes + sessions * attended * self.entry_bytes) / ceilings.bandwidth
+
+    def prefill_seconds(self, tokens: int, ceilings: Ceilings) -> float:
+        return (tokens * self.token_products + tokens * (tokens + 1) / 2 * self.pair_products) / ceilings.products
+
+
+class CompiledStep:
+    """Greedy steps of transformers over a static cache of one session, under torch.compile with recorded graphs."""
+
+    def __init__(self, model: Any, length: int, steps: int, *, is_compiled: bool) -> None:
+        self._device, self._model = model.device, model
+        self._cache = StaticCache(config=model.config, max_cache_len=length + steps + 1)
+        ids = torch.randint(5, model.config.vocab_size - 5, (1, length), device=self._device)
+        with torch.no_grad():
+            for first in range(0, length, 4096):
+                part = ids[:, first : first + 4096]
+                positions = torch.arange(first, first + part.shape[1], device=self._device)
+                self._token = self._next(part, positions)
+        self._position = torch.tensor([length], device=self._device)
+        self._step = torch.compile(self._next, mode="reduce-overhead") if is_compiled else self._next
+
+    def _next(self, ids: Tensor, positions: Tensor) -> Tensor:
+        out = self._model(
+            ids, position_ids=positions[None], cache_position=positions, past_key_values=self._cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        chosen: Tensor = out.logits[:, -1].argmax(-1, keepdim=True)
+        return chosen
+
+    def milliseconds(self, steps: int) -> float:
+        """Of one step, over so many."""
+        self._wait()
+        began = time.perf_counter()
+        with torch.no_grad():
+            for _ in range(steps):
+                self._token = self._step(self._token, self._position).clone()
+                self._position = self._position + 1
+        self._wait()
+        return 1e3 * (time.perf_counter() - began) / steps
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def unattended() -> Iterator[None]:
+    """Prefills within write entries and attend to nothing; for histories that would take too long."""
+
+    def zeros(query: Tensor, *_others: Any, **_options: Any) -> Tensor:
+        return torch.zeros_like(query)
+
+    def zero_state(queries: Tensor, *_others: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+        return queries.new_zeros(queries.shape, dtype=torch.float32), queries.new_zeros(
+            queries.shape[:2], dtype=torch.float32
+        )
+
+    with (
+        patch.object(torch.nn.functional, "scaled_dot_product_attention", zeros),
+        patch.object(merge, "_attend_fused", zero_state),
+    ):
+        yield
+
+
+def entries_read(strategy: KVStrategy, attended: int) -> int:
+    """Entries whose bytes a step reads: of `gather` those of its budget, and for each block of the history a bound."""
+    if not isinstance(strategy, Gather) or strategy.budget is None:
+        return attended
+    bounds = attended // strategy.block if strategy.block else 0
+    return min(attended, strategy.budget + bounds)
+
+
+def measure(
+    engine: Engine, group: Group, strategies: Sequence[str], compiled: Callable[[], CompiledStep] | None,
+    arguments: argparse.Namespace,
+) -> dict[str, Cell]:  # fmt: skip
+    """Cells by strategy, and of the compiled step. Raises InvalidArgument or NoCapacity for what does not fit."""
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = engine.info().facts.vocab_size
+    prompts = torch.randint(5, vocabulary - 5, (group.sessions, group.length), generator=generator).tolist()
+    limit = group.length + 2 + (arguments.rounds + 1) * arguments.tokens
+    cells = {name: Cell() for name in strategies}
+    with ExitStack() as stack:
+        sessions = {
+            name: [stack.enter_context(opened(engine, parse_strategy(name), limit)) for _ in prompts]
+            for name in strategies
+        }
+        for name in strategies:
+            for session, prompt in zip(sessions[name], prompts, strict=True):
+                append_all(engine, session, prompt)
+                with unattended() if group.length > arguments.attended else ExitStack():
+                    (watch,) = start(engine, [session], tokens=1)
+                    ending = watch.wait()
+                if group.length <= arguments.attended:
+                    cells[name].prefill.append(ending.prefilled_tokens / ending.prefill_seconds)
+        beside = None
+        if compiled is not None:
+            beside, cells[COMPILED] = compiled(), Cell(read=group.length)
+            beside.milliseconds(4)  # compiles
+        names = list(cells)
+        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
+            for name in turned(names, number):
+                if name == COMPILED and beside is not None:
+                    milliseconds = beside.milliseconds(arguments.tokens)
+                else:
+                    watches = start(engine, sessions[name], tokens=arguments.tokens, reads_bytes=False)
+                    spec = engine.session_info(sessions[name][0]).strategy
+                    cells[name].read = entries_read(spec, watches[0].wait().attended_positions)
+                    for watch in watches:
+                        watch.wait()
+                    milliseconds = 1e3 * step_seconds([watch.token_times for watch in watches])
+                if number:
+                    cells[name].step_ms.append(milliseconds)
+    return cells
+
+
+class Outcome:
+    """All that was measured so far; `write` puts it into the record."""
+
+    def __init__(self, ceilings: Ceilings, arguments: argparse.Namespace) -> None:
+        self._ceilings, self._arguments = ceilings, arguments
+        self._values = ceilings.values()
+        self._steps: list[dict[str, Any]] = []
+        self._prefills: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps and not self._prefills
+
+    def take(self, shape: str, costs: Costs, group: Group, cells: dict[str, Cell]) -> None:
+        for name, cell in cells.items():
+            where = f"{shape}, {name}, {group}"
+            self._values[f"decode step, {where}"] = record.summarize(cell.step_ms, "ms")
+            median = statistics.median(cell.step_ms)
+            floor = costs.step_ms(group.sessions, cell.read, self._ceilings)
+            row = {"shape": shape, "strategy": name, "sessions": group.sessions, "length": group.length}
+            row |= {"ms": round(median, 4), "tokens a second": round(1e3 * group.sessions / median, 1)}
+            row |= {"entries read": cell.read, "floor ms": round(floor, 4), "floor ÷ ms": round(floor / median, 3)}
+            for baseline in (FULL, COMPILED):
+                if baseline in cells and baseline != name:
+                    pairs = zip(cell.step_ms, cells[baseline].step_ms, strict=True)
+                    summary = record.summarize([ours / theirs for ours, theirs in pairs], "ratio")
+                    self._values[f"time of a step, {shape}, {name} ÷ {baseline}, {group}"] = summary
+                    row[f"÷ {baseline}"] = round(summary["median"], 3)
+            self._steps.append(row)
+            print(row, flush=True)
+            if cell.prefill:
+                self.take_prefill(shape, costs, f"{name}, {group}", group.length, cell.prefill)
+
+    def take_prefill(self, shape: str, costs: Costs, where: str, length: int, samples: Sequence[float]) -> None:
+        self._values[f"prefill, {shape}, {where}"] = record.summarize(samples, "tokens a second")
+        median = statistics.median(samples)
+        share = median * costs.prefill_seconds(length, self._ceilings) / length
+        row = {
+            "shape": shape,
+            "cell": where,
+            "tokens a second": round(median, 1),
+            "share of the products' rate": round(share, 3),
+        }
+        self._prefills.append(row)
+        print(row, flush=True)
+
+    def write(self) -> Path:
+        arguments = self._arguments
+        on_gpu = arguments.device != "cpu"
+        return record.write_record(
+            f"steps_{arguments.device.partition(':')[0]}_{arguments.dtype}",
+            {
+                "command": record.command_line(without=("--results", "--commit")),
+                "commit": arguments.commit,
+                "machine": record.describe_machine(("torch", "transformers", "triton")),
+                "config": {
+                    "weights": "random, made in memory",
+                    "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+                    "dtype": arguments.dtype,
+                    "rounds": arguments.rounds,
+                    "tokens": arguments.tokens,
+                    "longest history that a prefill attends to": arguments.attended,
+                },
+                "seeds": [SEED],
+                "values": self._values,
+                "tables": {"decode steps": self._steps, "prefills": self._prefills},
+                "left_out": self.left_out,
+                "baseline": "transformers with a static cache under torch.compile(mode='reduce-overhead') in the same "
+                "rounds, random weights of the same shape; and the strategy that reads everything",
+            },
+            **({"results_dir": arguments.results} if arguments.results else {}),
+        )
+
+
+def made_baseline(shape: str, arguments: argparse.Namespace) -> Any:
+    """A model of its own: the engine rearranges the weights that it takes over."""
+    with torch.random.fork_rng(), torch.device(arguments.device):
+        torch.manual_seed(SEED)
+        dtype = getattr(torch, arguments.dtype)
+        model = AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=dtype, attn_implementation="sdpa")
+    return model.to(arguments.device).eval().requires_grad_(requires_grad=False)
+
+
+def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForward, Costs]:
+    device = torch.device(arguments.device)
+    config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
+    longest = max((group.length for group in arguments.groups), default=0) + 4096
+    loaded = made_model(shape, arguments.device, arguments.dtype)
+    # Beyond a model's positions no step is recorded.
+    loaded.model.config.max_position_embeddings = max(loaded.trained_positions, longest)
+    loaded = replace(loaded, trained_positions=loaded.model.config.max_position_embeddings)
+    costs = Costs.of(loaded.model, getattr(torch, arguments.dtype).itemsize)
+    # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
+    ops = replace(open_ops("auto", device), attends_together=True)
+    return serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops), costs
+
+
+def settings(forward: TorchForward, arguments: argparse.Namespace, *, step_tokens: int = 0) -> EngineConfig:
+    kv_bytes = arguments.kv_bytes or int(0.8 * forward.free_bytes())
+    sessions = max((group.sessions for group in arguments.groups), default=1)
+    return EngineConfig(
+        kv_bytes=kv_bytes,
+        max_batch=sessions,
+        max_running=2 * sessions + 1,
+        step_tokens=step_tokens,
+        max_first_token_seconds=0,
+        stall_seconds=600,
+    )
+
+
+def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, is_over: Callable[[], bool]) -> None:
+    baseline = made_baseline(shape, arguments) if arguments.compiled else None
+    forward, costs = opened_forward(shape, arguments)
+    with Engine(forward, settings(forward, arguments)) as engine:
+        warmed = min((group for group in arguments.groups), default=None)
+        if warmed is not None:
+            measure(engine, Group(1, min(512, warmed.length)), [FULL], None, arguments)
+        for group, strategies in arguments.groups.items():
+            where = f"{shape}, {group}"
+            if is_over():
+                outcome.left_out[where] = f"{arguments.seconds:g} seconds were over"
+                continue
+            compiled = None
+            if baseline is not None and group.sessions == 1 and group.length in arguments.compiled:
+                steps = 4 + (arguments.rounds + 1) * arguments.tokens
+                is_compiled = arguments.device != "cpu"
+                compiled = lambda n=group.length, s=steps, c=is_compiled: CompiledStep(baseline, n, s, is_compiled=c)  # noqa: E731
+            try:
+                outcome.take(shape, costs, group, measure(engine, group, strategies, compiled, arguments))
+            except (InvalidArgument, NoCapacity, torch.OutOfMemoryError) as refusal:
+                outcome.left_out[where] = str(refusal).splitlines()[0]
+                continue
+            outcome.write()
+            if compiled is not None:
+                torch.compiler.reset()
+                gc.collect()
+    for step_tokens in arguments.step_tokens:
+        with Engine(forward, settings(forward, arguments, step_tokens=step_tokens)) as engine:
+            for length in arguments.prefill:
+                where = f"in chunks of {step_tokens or 'the default'}, 1 x {length}"
+                if is_over():
+                    outcome.left_out[f"prefill, {shape}, {where}"] = f"{arguments.seconds:g} seconds were over"
+                    continue
+                try:
+                    samples = [prefill_rate(engine, length, seed) for seed in range(arguments.prefills + 1)][1:]
+                except (InvalidArgument, NoCapacity) as refusal:
+                    outcome.left_out[f"prefill, {shape}, {where}"] = str(refusal)
+                    continue
+                outcome.take_prefill(shape, costs, where, length, samples)
+                outcome.write()
+
+
+def prefill_rate(engine: Engine, length: int, seed: int) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, engine.info().facts.vocab_size - 5, (length,), generator=generator).tolist()
+    with opened(engine, parse_strategy(FULL), length + 2) as session:
+        append_all(engine, session, ids)
+        ending = start(engine, [session], tokens=1)[0].wait()
+    return ending.prefilled_tokens / ending.prefill_seconds
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Decode steps and prefills of real shapes on a GPU.")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen2.5-7b", "smollm2-135m"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--cells", nargs="*", default=list(CELLS), metavar="SESSIONSxLENGTH[/STRATEGY]")
+    parser.add_argument("--compiled", type=int, nargs="*", default=[1024, 8192], help="lengths beside the baseline")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 130_000])
+    parser.add_argument("--step-tokens", type=int, nargs="*", default=[0], help="prefill chunks; 0: the default")
+    parser.add_argument("--prefills", type=int, default=2, help="of each length, after one that is not kept")
+    parser.add_argument("--attended", type=int, default=2**17, help="longest history that a prefill attends to")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
+    parser.add_argument("--seconds", type=float, default=450.0, help="no cell begins after so many")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="0: as much as fits")
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.tokens < 4 or arguments.prefills < 1:
+        parser.error("at least one round of 4 tokens, and one prefill, are needed")
+    arguments.groups = {}
+    for cell in arguments.cells:
+        size, _, strategy = cell.partition("/")
+        sessions, _, length = size.partition("x")
+        arguments.groups.setdefault(Group(int(sessions), int(length)), []).append(strategy or FULL)
+    return arguments
+
+
+def main() -> None:
+    arguments, began = parsed(), time.monotonic()
+    outcome = Outcome(measure_ceilings(torch.device(arguments.device)), arguments)
+    for shape in arguments.shapes:
+        gc.collect()
+        if arguments.device != "cpu":
+            torch.cuda.empty_cache()
+        measure_shape(shape, outcome, arguments, lambda: time.monotonic() - began > arguments.seconds)
+    for where, why in outcome.left_out.items():
+        print(f"left out: {where}: {why}")
+    if outcome.is_empty:
+        raise SystemExit("nothing was measured")
+    path = outcome.write()  # with all that was left out
+    print(path if arguments.results else path.relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()
