@@ -2,9 +2,9 @@
 
     score, near ─▶ scores, parts ─ weigh ─▶ weights, counts ─ list ─▶ tokens ─ read ─▶ parts ─ merge ─▶ out
 
-    score   a chunk is some runs of tokens. Two runs at a distance d from its middle are the sum and the difference of an
-            even and an odd function of d, so that a chunk is two products with a table of distances. The chunk's
-            own query, rotated back to its middle, is multiplied with the components first
+    score   a chunk is some runs of tokens. Two runs at a distance d from its middle are the sum and the difference of
+            an even and an odd function of d, so that a chunk is two products with a table of distances. The query,
+            rotated back to the middle, is multiplied with the components first
     near    programs beside those that score attend to the sink and the window, whose log-sum-exp is in every weight
     weigh   weights are counted by their leading bits
     list    those above the bucket that the lowest weight to be chosen is in, and those in it, both ascending
