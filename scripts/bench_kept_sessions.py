@@ -53,13 +53,13 @@ def talk(client: Client, session_id: str, appended: list[int]) -> tuple[float, G
 
 
 class Bench:
-    def __init__(self, sessions: int, tokens: int) -> None:
+    def __init__(self, sessions: int, tokens: int, pause_seconds: float) -> None:
         self.prefills: list[float] = []
         self.wakes: list[float] = []
         self.computed: list[int] = []
         self.cached: list[int] = []
         self.ids: list[str] = []
-        self._sessions, self._tokens = sessions, tokens
+        self._sessions, self._tokens, self._pause_seconds = sessions, tokens, pause_seconds
 
     def begin(self, client: Client, limit: int) -> None:
         for number in range(self._sessions):
@@ -68,6 +68,7 @@ class Bench:
             assert done.cached_tokens == 0
             self.prefills.append(seconds)
             self._report("begun", number)
+            time.sleep(self._pause_seconds)
 
     def go_on(self, client: Client) -> None:
         for number, session_id in enumerate(self.ids):
@@ -90,6 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--room", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds between sessions, for models faster than a disk"
+    )
     parser.add_argument("--restart", action="store_true", help="stop and start the server before sessions go on")
     parser.add_argument("--folder", type=Path, help="for the state folder (default: the system's for temporary files)")
     parser.add_argument("--commit", help="that runs, where there is no repository")
@@ -98,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     commit, began = record.running_commit(args.commit), time.monotonic()
     model = resolve(ModelConfig, {"model": args.model, "threads": args.threads})
     limit = args.tokens + 2 * GENERATED + APPENDED
-    bench = Bench(args.sessions, args.tokens)
+    bench = Bench(args.sessions, args.tokens, args.pause)
     with TemporaryDirectory(dir=args.folder) as folder:
         settings: dict[str, Any] = {"strategy": args.strategy, "hibernate": "always", "hibernate_after_seconds": 0.0}
         settings |= {"history_tokens_per_owner": 0, "session_evictable_seconds": 0.0}
