@@ -91,9 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--room", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument(
-        "--pause", type=float, default=0.0, help="seconds between sessions, for fast models"
-    )
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between sessions, for fast models")
     parser.add_argument("--restart", action="store_true", help="stop and start the server before sessions go on")
     parser.add_argument("--folder", type=Path, help="for the state folder (default: the system's for temporary files)")
     parser.add_argument("--commit", help="that runs, where there is no repository")
