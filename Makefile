@@ -34,7 +34,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-hibernation bench-journal bench-kept-sessions bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -135,6 +135,10 @@ bench-hibernation: native ## a session's first token after a restart, from a fil
 
 bench-journal: native ## what it costs that sessions outlive the process, with each durability; record in results/
 	@$(BIN)/python scripts/bench_journal.py $(ARGS)
+
+bench-kept-sessions: native ## more sessions than a server has room for, each kept in turn; record in results/
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python scripts/bench_kept_sessions.py $(ARGS)
 
 bench-load: native ## many streams at once, and up to ten times too much load; record and plots in results/
 	@$(BIN)/python scripts/bench_load.py $(ARGS)

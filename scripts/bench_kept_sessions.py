@@ -1,6 +1,6 @@
 """More sessions than a server has room for, each kept in turn: what is prefilled when it goes on.
 
-    python scripts/bench_kept_sessions.py      writes results/kept_sessions_<model>/<date>-<machine>/
+    make bench-kept-sessions          writes results/kept_sessions_<model>/<date>-<machine>/
 
 A server has room for the K/V of `--room` sessions. `--sessions` of them talk one after another, so that each has to
 make room for later ones, and its K/V goes into a file before. Then each goes on, again in that order: the one whose
