@@ -209,6 +209,12 @@ $(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPE
 	@$(NPM) ci --ignore-scripts
 	@touch $@
 
+# Agents of this SDK talk on while their server is killed.
+unit soak-kill: $(TYPESCRIPT)/dist/index.js
+$(TYPESCRIPT)/dist/index.js: $(TYPESCRIPT)/node_modules/.package-lock.json $(wildcard $(TYPESCRIPT)/src/*.ts)
+	@$(NPM) run build
+	@touch $@
+
 # The tests of TypeScript clients need Node.js 20 or newer with its npm. Where there is none, a wheel brings one.
 node: $(INSTALLED)
 	@export PATH="$(abspath $(BIN)):$$PATH"; \
