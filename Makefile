@@ -34,7 +34,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -142,6 +142,10 @@ bench-hibernation: native ## a session's first token after a restart, from a fil
 bench-journal: native ## what it costs that sessions outlive the process, with each durability; record in results/
 	@$(BIN)/python scripts/bench_journal.py $(ARGS)
 
+bench-kept-sessions: native ## more sessions than a server has room for, each kept in turn; record in results/
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python scripts/bench_kept_sessions.py $(ARGS)
+
 bench-load: native ## many streams at once, and up to ten times too much load; record and plots in results/
 	@$(BIN)/python scripts/bench_load.py $(ARGS)
 
@@ -209,6 +213,12 @@ long-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
 $(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json | node
 	@echo 'setup: installing the packages of the TypeScript SDK (once)'
 	@$(NPM) ci --ignore-scripts
+	@touch $@
+
+# Agents of this SDK talk on while their server is killed.
+unit soak-kill: $(TYPESCRIPT)/dist/index.js
+$(TYPESCRIPT)/dist/index.js: $(TYPESCRIPT)/node_modules/.package-lock.json $(wildcard $(TYPESCRIPT)/src/*.ts)
+	@$(NPM) run build
 	@touch $@
 
 # The tests of TypeScript clients need Node.js 20 or newer with its npm. Where there is none, a wheel brings one.

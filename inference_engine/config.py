@@ -93,6 +93,9 @@ class EngineConfig:
     # What a history survives: "none"; "process": the process, however it ends; "power": a loss of power, too; "auto":
     # power with a state_dir, else none
     durability: str = "auto"
+    # Of one owner's sessions in the state_dir, in memory or not, each fork counted whole; 0: no limit
+    kept_sessions_per_owner: int = 0
+    kept_tokens_per_owner: int = 0
     session_keep_seconds: float = 2_592_000.0  # sessions unused for longer are deleted from the folder; 0: none is
     # Copies of idle sessions' K/V in the state_dir: "always", "never", or "auto": where reading one is faster than a
     # prefill
@@ -127,6 +130,8 @@ class EngineConfig:
             max_generate_tokens=1,
             session_idle_ttl_seconds=0.001,
             session_evictable_seconds=0,
+            kept_sessions_per_owner=0,
+            kept_tokens_per_owner=0,
             session_keep_seconds=0,
             hibernate_after_seconds=0,
             state_bytes=0,

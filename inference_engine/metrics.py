@@ -110,6 +110,7 @@ class EngineMetrics:
         self.sessions_kept = self._gauge(
             "journal_sessions", "Sessions kept in the state folder, those in memory included."
         )
+        self.journal_bytes = self._gauge("journal_bytes", "Bytes of the journal's database, without its log.")
         self.sessions_forgotten = self._counter(
             "journal_forgotten_total", "Sessions deleted from the state folder because they were unused for too long."
         )

@@ -63,9 +63,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 7900])
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--commit", help="that runs, where there is no repository")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     arguments = parser.parse_args()
-    config = resolve(ModelConfig, {"model": arguments.model})
+    commit = record.running_commit(arguments.commit)
+    config = resolve(ModelConfig, {"model": arguments.model, "threads": arguments.threads})
     parts = open_parts(config)
     values: dict[str, dict[str, Any]] = {}
     for strategy in arguments.strategies:
@@ -98,8 +101,14 @@ def main() -> None:
     path = record.write_record(
         f"hibernation_{Path(config.model).name}",
         {
-            "command": record.command_line(without=("--results",)),
-            "config": {"model": Path(config.model).name, "rounds": arguments.rounds, "appended_tokens": APPENDED},
+            "commit": commit,
+            "command": record.command_line(without=("--results", "--commit", "--model")),
+            "config": {
+                "model": Path(config.model).name,
+                "rounds": arguments.rounds,
+                "appended_tokens": APPENDED,
+                "threads": arguments.threads,
+            },
             "seeds": [1, 2],
             "values": values,
             "baseline": "the same session in the same folder, by an engine that reads no files (hibernate=never)",

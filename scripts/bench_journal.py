@@ -382,15 +382,45 @@ def verdicts(values: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def only_sizes(commit: str, results: Path) -> int:
+    with TemporaryDirectory() as name:
+        values = sizes(Path(name))
+    for name, value in values.items():
+        print(f"{name:64} {value['median']:12,.3f}")
+    path = record.write_record(
+        "journal_sizes",
+        {
+            "commit": commit,
+            "command": record.command_line(without=("--results",)),
+            "config": {
+                "ids_of_a_session": IDS,
+                "ids_of_all_sessions": TURNED_IDS,
+                "turns_of_all_sessions": MOST_TURNS,
+                "vocabulary": TURNED_VOCABULARY,
+            },
+            "seeds": [2],
+            "values": values,
+            "baseline": "four bytes for each id",
+            "tables": {"goals": verdicts(values)},
+        },
+        results_dir=results,
+    )
+    print(path)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each round of streams (default: %(default)g)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sessions", type=int, default=10_000, help="in the folder of many (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=500, help="first calls of kept sessions (default: %(default)s)")
+    parser.add_argument("--sizes", action="store_true", help="the bytes of the database alone; writes journal_sizes")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args(arguments)
     commit, began = record.commit(), time.monotonic()
+    if args.sizes:
+        return only_sizes(commit, args.results)
     load_before = os.getloadavg()[0]
     with TemporaryDirectory() as name:
         folder = Path(name)

@@ -31,6 +31,9 @@ CANCELS = "tests/load/test_cancels.py::test_cancels_at_random_instants_stop_with
 SEQUENCES = "tests/load/test_call_sequences.py"
 FUZZ = "tests/load/test_fuzz.py::test_whatever_bytes_come_are_answered_or_refused_with_a_typed_error[0]"
 CLOSED_FORM = "tests/laboratory/test_scripted.py::test_the_engine_gives_the_tokens_of_the_closed_form"
+JOURNAL = "tests/session/test_sqlite_journal.py"
+KEPT = "tests/engine/test_kept_sessions.py"
+PIPED = "tests/load/test_kills.py::test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged"
 LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_no_session"
 
 
@@ -196,6 +199,118 @@ BUGS = (
         '    "REQUEST_ID_REUSED": grpc.StatusCode.INVALID_ARGUMENT,\n',
         "",
         (FUZZ,),
+    ),
+    Bug(
+        "the journal tells before it commits",
+        "inference_engine/session/writer.py",
+        "            is_now = self.is_saved\n",
+        "            is_now = True\n",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal lets a token be sent that is not committed",
+        "inference_engine/session/sqlite_journal.py",
+        "            (self._saved[number], end),\n",
+        "            (self._saved[number], end + 2),\n",
+        (PIPED,),
+    ),
+    Bug(
+        "the journal does not sync its log",
+        "inference_engine/session/journal_database.py",
+        'level = "FULL" if durability is Durability.POWER else "NORMAL"',
+        'level = "NORMAL" if durability is Durability.POWER else "FULL"',
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal goes on after an error of the disk",
+        "inference_engine/session/sqlite_journal.py",
+        "            if isinstance(error, apsw.FullError):\n",
+        "            if isinstance(error, apsw.FullError | apsw.IOError):\n",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal swallows a checkpoint that failed",
+        "inference_engine/session/sqlite_journal.py",
+        "        except apsw.FullError:\n            return  # nothing",
+        "        except (apsw.FullError, apsw.IOError):\n            return  # nothing",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal takes damage of its log for a torn end",
+        "inference_engine/session/wal_scan.py",
+        "    return wrong_at if commits_behind >= 2 else None\n",
+        "    return wrong_at if commits_behind >= 200 else None\n",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal believes a row whose checksum is wrong",
+        "inference_engine/session/sqlite_journal.py",
+        "            if first != position or crc != tokens_crc(first, mark, ids, logprobs):\n",
+        "            if first != position:\n",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal folds all rows but the last",
+        "inference_engine/session/sqlite_journal.py",
+        "            records += self._read_tail(number, entries, length)\n",
+        "            records += self._read_tail(number, entries[: max(1, len(entries) - 1)], length)\n",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal forgets who said a token when a row has both",
+        "inference_engine/session/journal_rows.py",
+        "Mark(int(marks[start]))",
+        "Mark(int(marks[0]))",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal gives a fork full rows only",
+        "inference_engine/session/sqlite_journal.py",
+        "                if crc == tokens_crc(position, mark, ids, logprobs, parent):",
+        "                if crc != tokens_crc(position, mark, ids, logprobs, parent):",
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal forgets the appends before the last turn",
+        "inference_engine/session/sqlite_journal.py",
+        'most_recent(self._packed_appends(number) + b"".join(',
+        'most_recent(b"".join(',
+        (JOURNAL,),
+    ),
+    Bug(
+        "the journal gives one owner's replies to another",
+        "inference_engine/session/sqlite_journal.py",
+        '"owner = ? and request_id = ?", (owner, request_id)',
+        '"request_id = ?", (request_id,)',
+        (JOURNAL, KEPT),
+    ),
+    Bug(
+        "the journal loses the seed of a Generate",
+        "inference_engine/session/sqlite_journal.py",
+        'int.from_bytes(seed, "little"))\n',
+        "0)\n",
+        (KEPT,),
+    ),
+    Bug(
+        "the journal deletes old sessions that are in memory",
+        "inference_engine/session/sqlite_journal.py",
+        "if number not in resident][:_EXPIRE_SESSIONS]",
+        "][:_EXPIRE_SESSIONS]",
+        (JOURNAL,),
+    ),
+    Bug(
+        "a session that leaves memory is closed in the journal",
+        "inference_engine/session/store.py",
+        "        session.journal.leave(session.session_id)\n",
+        "        session.journal.close(session.session_id)\n",
+        (KEPT,),
+    ),
+    Bug(
+        "a second server uses the folder",
+        "inference_engine/session/journal_folder.py",
+        "        os.close(descriptor)\n        is_ours = False\n",
+        "        is_ours = True\n",
+        (JOURNAL,),
     ),
 )
 

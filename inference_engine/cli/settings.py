@@ -81,6 +81,11 @@ HELP = {
         "MODE",
         "what a history survives: none, process (a kill), power (a loss of power), auto: power with a state_dir",
     ),
+    "kept_sessions_per_owner": ("N", "sessions of one owner in the state_dir, in memory or not; 0: no limit"),
+    "kept_tokens_per_owner": (
+        "N",
+        "token ids in their histories, those of each fork counted, about four bytes each on the disk; 0: no limit",
+    ),
     "session_keep_seconds": ("SECONDS", "kept sessions unused for longer are deleted; 0: none is"),
     "hibernate": (
         "WHEN",

@@ -164,6 +164,8 @@ class Engine:
                 kv_bytes_per_owner=self.config.kv_bytes_per_owner,
                 history_tokens_per_owner=self.config.history_tokens_per_owner,
                 history_tokens_per_session=self.config.history_tokens_per_session,
+                kept_sessions_per_owner=self.config.kept_sessions_per_owner,
+                kept_tokens_per_owner=self.config.kept_tokens_per_owner,
                 share_forks=self.config.share_forks,
             ),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,

@@ -33,6 +33,8 @@ class SessionLimits:
     kv_bytes_per_owner: int = 0
     history_tokens_per_owner: int = 0
     history_tokens_per_session: int = 0
+    kept_sessions_per_owner: int = 0
+    kept_tokens_per_owner: int = 0
     share_forks: bool = True
 
 

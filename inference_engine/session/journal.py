@@ -125,6 +125,14 @@ class SessionEntry:
     history_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Sessions in a journal, and the tokens of their histories, what forks share counted for each: each has its own."""
+
+    sessions: int = 0
+    tokens: int = 0
+
+
 class CopyBook(Protocol):
     """Where a journal that keeps sessions records the files with copies of their K/V. From any thread."""
 
@@ -234,6 +242,9 @@ class Journal(Protocol):
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
         """The first `most` of the owner's sessions in the order of their ids, after `after`. Waits for the disk."""
 
+    def kept_by(self, owner: str) -> Kept:
+        """What the owner's sessions take that outlive the process, in memory or not. Any thread."""
+
     def held_bytes(self, session_id: str | None = None) -> int:
         """Bytes of memory for all sessions, or for one open session, parts shared with forks included; 0 for others."""
 
@@ -328,6 +339,9 @@ class MemoryJournal:
 
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
         return ()
+
+    def kept_by(self, owner: str) -> Kept:
+        return Kept()
 
     def held_bytes(self, session_id: str | None = None) -> int:
         with self._lock:

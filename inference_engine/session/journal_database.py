@@ -14,6 +14,7 @@ from inference_engine.types import Durability
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
+PAGE_BYTES = 4096
 _APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _SCHEMA = """
 create table sessions (
@@ -86,7 +87,7 @@ def open_database(
 
 def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str | None) -> None:
     db.set_busy_timeout(0)
-    for pragma in ("page_size=4096", "locking_mode=EXCLUSIVE"):
+    for pragma in (f"page_size={PAGE_BYTES}", "locking_mode=EXCLUSIVE"):
         db.execute(f"pragma {pragma}").fetchall()
     _refuse_other(db, path, weights)
     path.chmod(0o600)

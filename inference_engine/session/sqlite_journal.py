@@ -40,6 +40,7 @@ from inference_engine.session.journal import (
     CopyBook,
     CopyRecord,
     GenerateRecord,
+    Kept,
     Logprobs,
     ReplyRecord,
     Saved,
@@ -48,7 +49,7 @@ from inference_engine.session.journal import (
     SessionRecord,
     TokensRecord,
 )
-from inference_engine.session.journal_database import open_database
+from inference_engine.session.journal_database import PAGE_BYTES, open_database
 from inference_engine.session.journal_folder import check_private, take_folder
 from inference_engine.session.journal_rows import (
     appends_crc,
@@ -120,6 +121,9 @@ class SQLiteJournal:
             self._numbers: dict[str, int] = {}  # of sessions in memory
             self._saved: dict[int, Saved] = {}
             self._lengths: dict[int, int] = {}  # as recorded
+            self._owners: dict[int, str] = {}
+            self._kept_lock = threading.Lock()
+            self._kept = self._all_kept()
             self._tails: dict[int, list[int]] = {}  # of sessions with rows in the tail
             for entry, number in self._db.execute("select entry, session from tail order by entry"):
                 self._tails.setdefault(number, []).append(entry)
@@ -132,6 +136,7 @@ class SQLiteJournal:
         # Of the commit that is being made: rows of the tail, as session and entry.
         self._appended: list[tuple[int, int]] = []
         self._deleted: set[tuple[int, int]] = set()
+        self._expired: list[tuple[str, int]] = []  # owner and length
         self._gone: list[str] = []  # files of copies that have no row any more
         self._on_copy_gone: Callable[[str], object] = lambda _: None
         self._unit: list[Change] | None = None
@@ -171,14 +176,16 @@ class SQLiteJournal:
 
     def open(self, record: SessionRecord) -> Saved:
         number, saved = self._number(record.session_id), Saved(0)
-        self._note(number, saved, 0)
+        self._note(number, record.owner, saved, 0)
+        self._count_kept(record.owner, 1, 0)
         self._record((self._put_session, (number, record, None)))
         return saved
 
     def fork(self, record: SessionRecord, parent_id: str) -> Saved:
         parent = self._numbers[parent_id]
         number, saved = self._number(record.session_id), Saved(0)
-        self._note(number, saved, self._lengths[parent])
+        self._note(number, record.owner, saved, self._lengths[parent])
+        self._count_kept(record.owner, 1, self._lengths[parent])
         self._record((self._put_session, (number, record, parent)), (saved, self._lengths[parent]))
         return saved
 
@@ -195,6 +202,7 @@ class SQLiteJournal:
         number = self._numbers[session_id]
         assert position == self._lengths[number], f"a record for position {position} follows {self._lengths[number]}"
         self._lengths[number] = end = position + len(token_ids)
+        self._count_kept(self._owners[number], 0, len(token_ids))
         values = None if logprobs is None else logprobs.tobytes()
         self._record(
             (self._put_tokens, (number, position, int(mark), token_ids.tobytes(), values, began)),
@@ -210,12 +218,13 @@ class SQLiteJournal:
 
     def leave(self, session_id: str) -> None:
         if (number := self._numbers.pop(session_id, None)) is not None:
-            del self._saved[number], self._lengths[number]
+            del self._saved[number], self._lengths[number], self._owners[number]
             self._record((self._rest, (number,)))
 
     def close(self, session_id: str) -> None:
         if (number := self._numbers.pop(session_id, None)) is not None:
-            del self._saved[number], self._lengths[number]
+            self._count_kept(self._owners[number], -1, -self._lengths[number])
+            del self._saved[number], self._lengths[number], self._owners[number]
             self._record((self._end_session, (number,)))
 
     # -- copies of K/V ----------------------------------------------------------------------------------------------
@@ -274,8 +283,34 @@ class SQLiteJournal:
                 logger.warning("%s could not be removed: %s", self.copies_folder / file, error)
             self._on_copy_gone(file)
 
-    def _note(self, number: int, saved: Saved, length: int) -> None:
-        self._saved[number], self._lengths[number] = saved, length
+    def _note(self, number: int, owner: str, saved: Saved, length: int) -> None:
+        self._saved[number], self._lengths[number], self._owners[number] = saved, length, owner
+
+    def kept_by(self, owner: str) -> Kept:
+        return self._kept.get(owner, Kept())
+
+    def _count_kept(self, owner: str, sessions: int, tokens: int) -> None:
+        with self._kept_lock:
+            before = self._kept.get(owner, Kept())
+            now = Kept(before.sessions + sessions, before.tokens + tokens)
+            if now.sessions:
+                self._kept[owner] = now
+            else:
+                self._kept.pop(owner, None)
+
+    def _all_kept(self) -> dict[str, Kept]:
+        """By owner, as the folder has it."""
+        tails = dict(
+            self._db.execute(
+                "select owner, sum(length(ids)) / 4 from tail join sessions using (session) group by owner"
+            )
+        )
+        return {
+            owner: Kept(sessions, int(tokens) + int(tails.get(owner) or 0))
+            for owner, sessions, tokens in self._db.execute(
+                "select owner, count(*), sum(length) from sessions group by owner"
+            )
+        }
 
     def _number(self, session_id: str) -> int:
         number = self._numbers[session_id] = self._next_number
@@ -378,7 +413,10 @@ class SQLiteJournal:
             self._expire_at = now + _EXPIRE_SECONDS
             with self._db_lock:
                 self._transact([(self._expire, ())])
+                for owner, length in self._expired:
+                    self._count_kept(owner, -1, -length)
                 self._metrics.sessions_kept.set(self._value("select count(*) from sessions"))
+                self._metrics.journal_bytes.set(self._value("pragma page_count") * PAGE_BYTES)
         return False
 
     def _checkpoint(self, mode: int) -> None:
@@ -557,6 +595,7 @@ class SQLiteJournal:
 
     def _expire(self) -> None:
         now = self._wall_clock()
+        self._expired = []
         self._db.execute("delete from replies where ended_at < ?", (now - KEEP_SECONDS,))
         if not self._keep_seconds:
             return
@@ -566,6 +605,7 @@ class SQLiteJournal:
             (now - self._keep_seconds, _EXPIRE_SESSIONS + len(resident)),
         )
         for number in [number for (number,) in old if number not in resident][:_EXPIRE_SESSIONS]:
+            self._expired += self._db.execute("select owner, length from sessions where session = ?", (number,))
             self._end_session(number)
             self._metrics.sessions_forgotten.inc()
 
@@ -618,7 +658,7 @@ class SQLiteJournal:
             replies = unpacked_appends(session_id, owner, self._packed_appends(number))
             replies += self._replies("session = ? order by position", (number,))
             self._numbers[session_id] = number
-            self._note(number, saved, saved.tokens)
+            self._note(number, owner, saved, saved.tokens)
             return SessionKept(session_record(body), used_at, tokens, generates, replies, saved)
 
     def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:

@@ -107,6 +107,8 @@ class SessionStore:
         route: its id begins with it and a dot, if it is not empty. is_transient: it belongs to one call.
         """
         with self._lock:
+            if not is_transient:
+                self._check_kept(owner, sessions=1)
             tokens = 1 if is_growing else None
             kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner, tokens=tokens)
             session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
@@ -122,6 +124,8 @@ class SessionStore:
             if parent.is_closed:
                 raise SessionClosed
             self._check_owner(parent, parent.history.unshared_tokens)
+            if not parent.is_transient:
+                self._check_kept(parent.owner, sessions=1, tokens=len(parent.history))
             kv = self._admission.admit(
                 self._sessions.values(),
                 parent.kv.strategy,
@@ -281,6 +285,8 @@ class SessionStore:
         """Raise HistoryLimit or QuotaExceeded if `adding` more tokens are too many. Called with the lock held."""
         session.check_room(adding)
         self._check_owner(session, adding)
+        if not session.is_transient:
+            self._check_kept(session.owner, tokens=adding)
 
     def history_room(self, session: Session) -> int | None:
         """How many more tokens the history may take; None: any number. Called with the lock held."""
@@ -298,6 +304,8 @@ class SessionStore:
         history, longest, most = session.history, session.longest, self._limits.history_tokens_per_owner
         if longest is not None and len(history) + tokens > longest:
             return False
+        if (kept := self._kept_room(session)) is not None and tokens > kept:
+            return False
         if not most or history.holdings.tokens + tokens <= most:
             return True
         self._leaves.recount()
@@ -309,12 +317,22 @@ class SessionStore:
         if most:
             of_owner = max(0, most - session.history.holdings.tokens)
             room = of_owner if room is None else min(room, of_owner)
+        if (kept := self._kept_room(session)) is not None:
+            room = kept if room is None else min(room, kept)
         return room
+
+    def _kept_room(self, session: Session) -> int | None:
+        most = self._limits.kept_tokens_per_owner
+        if not most or session.is_transient or not self._journal.keeps:
+            return None
+        return max(0, most - self._journal.kept_by(session.owner).tokens)
 
     def refuse_without_place(self, session: Session) -> None:
         """Raise QuotaExceeded if the owner's histories may not take one more token."""
         with self._lock:
             self._check_owner(session, 1)
+            if not session.is_transient:
+                self._check_kept(session.owner, tokens=1)
 
     def unpin(self, *sessions: Session) -> None:
         """Release the pins that `fork` set."""
@@ -437,6 +455,24 @@ class SessionStore:
                 "nothing was added. Close sessions, fork less, read or cancel such streams, or have the operator raise "
                 "history_tokens_per_owner",
             )
+
+    def _check_kept(self, owner: str, *, sessions: int = 0, tokens: int = 0) -> None:
+        """Raise QuotaExceeded if so much more would be kept than one owner may have in the state folder."""
+        if not self._journal.keeps:
+            return
+        kept, limits = self._journal.kept_by(owner), self._limits
+        for quota, most, held, adding, what in (
+            ("kept_sessions_per_owner", limits.kept_sessions_per_owner, kept.sessions, sessions, "sessions"),
+            ("kept_tokens_per_owner", limits.kept_tokens_per_owner, kept.tokens, tokens, "tokens of history"),
+        ):
+            if most and adding and held + adding > most:
+                raise QuotaExceeded(
+                    quota,
+                    most,
+                    f"{held} {what} of yours are kept, in memory or not, those of each fork counted; {adding} more "
+                    f"would pass the {most} that one owner may have, and nothing was added. Close sessions that you do "
+                    f"not need (ListSessions names them), or have the operator raise {quota}",
+                )
 
     def _open(
         self,

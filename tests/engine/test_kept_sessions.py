@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from inference_engine.engine import Engine
@@ -11,11 +12,15 @@ from inference_engine.errors import (
     HistoryLengthMismatch,
     ModelMismatch,
     NoCapacity,
+    QuotaExceeded,
     RequestIdReused,
     SessionNotFound,
 )
+from inference_engine.session import sqlite_journal
+from inference_engine.session.journal import Kept, SessionRecord
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
 from tests.kept import after_a_kill, keeping, saved
+from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
 
 ONE, TWO, THREE = (bytes([number]) * 16 for number in (1, 2, 3))
@@ -248,3 +253,48 @@ def test_an_engine_without_a_journal_that_keeps_sessions_has_them_in_memory_alon
         assert engine.is_saved()
         assert not engine.is_elsewhere("unknown", request_id=ONE)
         assert engine.session_info(session).saved_tokens == 0
+
+
+def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_not_concerned(tmp_path: Path) -> None:
+    limits = {"kept_sessions_per_owner": 2, "kept_tokens_per_owner": 100}
+    with keeping(tmp_path, **limits) as engine:
+        first, second = (engine.create_session(owner="alice").session_id for _ in range(2))
+        engine.append(first, PROMPT, owner="alice")
+        with pytest.raises(QuotaExceeded, match="kept_sessions_per_owner") as refused:
+            engine.create_session(owner="alice")
+        assert refused.value.metadata == {"quota": "kept_sessions_per_owner", "limit": "2"}
+        engine.create_session(owner="bob")
+    with keeping(tmp_path, **limits) as engine:  # those that are not in memory count
+        with pytest.raises(QuotaExceeded, match="kept_sessions_per_owner"):
+            engine.create_session(owner="alice")
+        engine.recall(second, owner="alice")
+        with pytest.raises(QuotaExceeded, match="40 tokens of history of yours are kept"):
+            engine.append(second, list(range(61)), owner="alice")
+        engine.append(second, PROMPT, owner="alice")
+        with pytest.raises(QuotaExceeded, match="kept_tokens_per_owner"):
+            list(engine.generate(second, GenerateParams(max_tokens=50), owner="alice"))
+        assert engine.session_info(second, owner="alice").history_length == 60
+        with pytest.raises(QuotaExceeded, match="kept_tokens_per_owner"):
+            engine.generate(second, GenerateParams(max_tokens=1), owner="alice")
+        engine.recall(first, owner="alice")
+        engine.close_session(first, owner="alice")
+        engine.append(second, PROMPT, owner="alice")
+        with pytest.raises(QuotaExceeded, match="100 tokens of history of yours"):
+            engine.fork_session(second, owner="alice")
+        engine.create_session(owner="alice", is_transient=False)
+
+
+def test_sessions_that_were_deleted_count_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_journal, "_EXPIRE_SECONDS", 0.0)
+    now = 1000.0
+    journal = sqlite_journal_of(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
+    journal.open(SessionRecord("old", "alice", "full", None, (1,)))
+    journal.append("old", 0, np.ones(7, dtype=np.uint32), Mark.APPENDED)
+    assert journal.kept_by("alice") == Kept(1, 7)
+    journal.leave("old")
+    assert journal._writer.flush(20)
+    while journal.page("alice", after="", most=1):
+        now += 100  # folding a session is a use of it
+        journal.kick()
+    journal.stop()
+    assert journal.kept_by("alice") == Kept()

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import apsw
@@ -16,7 +17,7 @@ import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session import wal_scan
+from inference_engine.session import sqlite_journal, wal_scan
 from inference_engine.session.journal import GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import FORMAT
 from inference_engine.session.journal_folder import LOCK, take_folder
@@ -70,6 +71,34 @@ def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path:
     journal.stop()
     assert "session-1" in kept
     assert "session-9" in kept
+
+
+def test_a_session_in_memory_is_not_deleted_however_long_it_is_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_journal, "_EXPIRE_SECONDS", 0.0)
+    now = 1000.0
+    journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
+    for number in range(2):
+        journal.open(record_of(number))
+    journal.leave("session-0")
+    assert journal._writer.flush(20)
+    while len(journal.page("alice", after="", most=10)) > 1:  # looked through after each commit
+        now += 100  # folding a session is a use of it
+        journal.kick()
+    assert [entry.record.session_id for entry in journal.everyone()] == ["session-1"]
+    journal.stop()
+
+
+def test_a_reply_is_its_owner_s_alone(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for number, owner in enumerate(("alice", "bob")):
+        journal.open(replace(record_of(number), owner=owner))
+        journal.reply(ReplyRecord(f"session-{number}", owner, "opened", b"1" * 16, b"2" * 8, 0, "{}"))
+    for number, owner in enumerate(("alice", "bob")):
+        assert [one.session_id for one in journal.replies_to(owner, b"1" * 16)] == [f"session-{number}"]
+    assert not journal.replies_to("carol", b"1" * 16)
+    journal.stop()
 
 
 def test_generates_that_no_call_can_name_leave_nothing_behind_but_where_others_end(tmp_path: Path) -> None:
@@ -502,6 +531,14 @@ def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["write", "sync"])
 def test_after_any_error_of_the_disk_nothing_more_is_told_and_what_was_told_is_there(tmp_path: Path, kind: str) -> None:
     assert fail_calls(tmp_path, kind, (*range(1, 12), 17, 29, 60, 111))["whole"] == 15
+
+
+@pytest.mark.parametrize("kind", ["write", "sync"])
+def test_a_checkpoint_that_fails_is_an_error_of_the_disk(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_journal, "_WAL_PAGES", 1)  # one after each commit
+    assert fail_calls(tmp_path, kind, range(1, 9))["whole"] == 8
 
 
 def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:

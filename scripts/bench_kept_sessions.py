@@ -1,0 +1,165 @@
+"""More sessions than a server has room for, each kept in turn: what is prefilled when it goes on.
+
+    make bench-kept-sessions          writes results/kept_sessions_<model>/<date>-<machine>/
+
+A server has room for the K/V of `--room` sessions. `--sessions` of them talk one after another, so that each has to
+make room for later ones, and its K/V goes into a file before. Then each goes on, again in that order: the one whose
+turn it is has been out of memory for longest. A client that knows nothing but the id appends some ids and generates;
+the server says how many tokens had K/V then (`cached_token_count`), and how many it computed. With `--restart` the
+server is stopped and started between. Exits with 1 if more than a delta was computed for any session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from inference_engine.cli.child import child_server
+from inference_engine.config import EngineConfig, ModelConfig, resolve
+from kakeya import Client, GenerateResult
+from laboratory.evaluation import record
+
+GENERATED, APPENDED = 8, 16
+
+
+def ids(count: int, *, seed: int) -> list[int]:
+    return [int(one) for one in np.random.default_rng(seed).integers(20, 120, count)]
+
+
+def session_bytes(model: ModelConfig, engine: EngineConfig, limit: int) -> int:
+    """What a session of so many tokens reserves."""
+    with (
+        child_server(model, replace(engine, state_dir="", durability="none")) as child,
+        Client(child.wait_ready()) as client,
+    ):
+        return client.create_session(limit_tokens=limit).sustained_bytes
+
+
+def talk(client: Client, session_id: str, appended: list[int]) -> tuple[float, GenerateResult]:
+    """Seconds from the append to the first token, and what the server says of the Generate."""
+    began = time.perf_counter()
+    session = client.session(session_id)
+    session.append(appended)
+    stream = session.generate(GENERATED)
+    arrivals = [time.perf_counter() for _ in stream]
+    return arrivals[0] - began, stream.result()
+
+
+class Bench:
+    def __init__(self, sessions: int, tokens: int, pause_seconds: float) -> None:
+        self.prefills: list[float] = []
+        self.wakes: list[float] = []
+        self.computed: list[int] = []
+        self.cached: list[int] = []
+        self.ids: list[str] = []
+        self._sessions, self._tokens, self._pause_seconds = sessions, tokens, pause_seconds
+
+    def begin(self, client: Client, limit: int) -> None:
+        for number in range(self._sessions):
+            self.ids.append(client.create_session(limit_tokens=limit).id)
+            seconds, done = talk(client, self.ids[-1], ids(self._tokens, seed=number))
+            assert done.cached_tokens == 0
+            self.prefills.append(seconds)
+            self._report("begun", number)
+            time.sleep(self._pause_seconds)
+
+    def go_on(self, client: Client) -> None:
+        for number, session_id in enumerate(self.ids):
+            seconds, done = talk(client, session_id, ids(APPENDED, seed=-1 - number % 7 + 10**6))
+            self.wakes.append(seconds)
+            self.computed.append(done.prefilled_tokens)
+            self.cached.append(done.cached_tokens)
+            self._report("gone on", number)
+
+    def _report(self, what: str, number: int) -> None:
+        if number % 20 == 19:
+            print(f"{number + 1} sessions have {what}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="More sessions than memory, kept in turn.")
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--strategy", default="full")
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--room", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between sessions, for fast models")
+    parser.add_argument("--restart", action="store_true", help="stop and start the server before sessions go on")
+    parser.add_argument("--folder", type=Path, help="for the state folder (default: the system's for temporary files)")
+    parser.add_argument("--commit", help="that runs, where there is no repository")
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    args = parser.parse_args(arguments)
+    commit, began = record.running_commit(args.commit), time.monotonic()
+    model = resolve(ModelConfig, {"model": args.model, "threads": args.threads})
+    limit = args.tokens + 2 * GENERATED + APPENDED
+    bench = Bench(args.sessions, args.tokens, args.pause)
+    with TemporaryDirectory(dir=args.folder) as folder:
+        settings: dict[str, Any] = {"strategy": args.strategy, "hibernate": "always", "hibernate_after_seconds": 0.0}
+        settings |= {"history_tokens_per_owner": 0, "session_evictable_seconds": 0.0}
+        settings |= {"state_dir": str(Path(folder) / "state"), "durability": "process"}
+        engine = EngineConfig(**settings)
+        each = session_bytes(model, engine, limit)
+        engine = replace(engine, kv_bytes=args.room * each + each // 2)
+        with child_server(model, engine) as child, Client(child.wait_ready()) as client:
+            capacity = client.server_info().kv_capacity_bytes
+            assert capacity < (args.room + 1) * each, f"{capacity} bytes have room for more than {args.room} sessions"
+            bench.begin(client, limit)
+            if not args.restart:
+                bench.go_on(client)
+        if args.restart:
+            with child_server(model, engine) as child, Client(child.wait_ready()) as client:
+                bench.go_on(client)
+        nbytes = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    delta = APPENDED + 1  # the last generated token has no K/V yet
+    others = {number: one for number, one in enumerate(bench.computed) if one != delta}
+    print(f"more than the delta was computed for {others}" if others else "only deltas were computed")
+    only_delta = sum(one == delta for one in bench.computed)
+    ratios = [wake / prefill for wake, prefill in zip(bench.wakes, bench.prefills, strict=True)]
+    values = {
+        "sessions that go on": record.exact(len(bench.wakes), "sessions"),
+        "sessions for which only the delta was computed": record.exact(only_delta, "sessions"),
+        "tokens computed for one": record.summarize([float(one) for one in bench.computed], "tokens"),
+        "tokens that had K/V": record.summarize([float(one) for one in bench.cached], "tokens"),
+        "first token of a session that goes on": record.summarize(bench.wakes, "seconds"),
+        "first token of its first turn, a prefill": record.summarize(bench.prefills, "seconds"),
+        "first token, going on ÷ prefill": record.summarize(ratios, "ratio"),
+        "memory for K/V": record.exact(capacity, "bytes"),
+        "sessions that it has room for": record.exact(capacity // each, "sessions"),
+        "state folder": record.exact(nbytes, "bytes"),
+        "seconds": record.exact(round(time.monotonic() - began), "s"),
+    }
+    for name, value in values.items():
+        print(f"{name}: {value['median']:,.3f} ({value['low']:,.3f} to {value['high']:,.3f}) {value['unit']}")
+    path = record.write_record(
+        f"kept_sessions_{Path(model.model).name}",
+        {
+            "commit": commit,
+            "command": record.command_line(without=("--results", "--commit", "--folder", "--model")),
+            "config": {
+                "model": Path(model.model).name,
+                "strategy": args.strategy,
+                "tokens": args.tokens,
+                "appended_tokens": APPENDED,
+                "is_restarted": args.restart,
+                "threads": args.threads,
+            },
+            "seeds": [0, args.sessions - 1],
+            "values": values,
+            "baseline": "the prefill of the same session's first turn",
+        },
+        results_dir=args.results,
+    )
+    print(path.parent.name, path.name)
+    return 0 if only_delta == args.sessions else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

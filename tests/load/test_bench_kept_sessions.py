@@ -1,0 +1,23 @@
+"""The bench of more sessions than memory, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laboratory.evaluation.record import read_record
+from scripts.bench_kept_sessions import main
+from tests.tiny_folder import save_tiny_chat_model
+
+
+@pytest.mark.parametrize("words", [(), ("--restart",)], ids=["in turn", "restarted"])
+def test_a_session_that_goes_on_computes_its_delta_alone(tmp_path: Path, words: tuple[str, ...]) -> None:
+    folder = save_tiny_chat_model(tmp_path / "tiny")
+    typed = ["--model", str(folder), "--sessions", "9", "--room", "3", "--tokens", "90", "--pause=0.3", *words]
+    assert main([*typed, "--results", str(tmp_path / "results"), "--folder", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("results/kept_sessions_tiny/*/record.json")
+    found = read_record(path, "kept_sessions_tiny", None)["values"]
+    assert found["sessions that it has room for"]["median"] == 3
+    assert found["tokens that had K/V"]["low"] == 90 + 7  # what was generated last has none yet
+    assert found["tokens computed for one"]["high"] == 17
