@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := inference_engine kv_cache_proposer laboratory scripts tests
 TYPED := inference_engine kv_cache_proposer laboratory sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
-LINTED := $(SOURCES) sdks/python setup.py
+LINTED := $(SOURCES) sdks/python setup.py build_backend.py
 
 # The theme tells of its successor at each start; the pins decide. --quiet would make --strict see nothing.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir

@@ -429,6 +429,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=11.0, help="after these no round begins, beyond the second")
     parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), metavar="N")
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), metavar="SPEC", help="decoded at 1,024 on")
+    parser.add_argument("--commit", metavar="HASH", help="what runs, where there is no repository to ask")
     parser.add_argument("--quick", action="store_true", help="one round, one short text, no record: does it run?")
     args = parser.parse_args(argv)
     if not 1 <= args.rounds <= MOST_ROUNDS:
@@ -442,6 +443,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    commit = "" if args.quick else record.running_commit(args.commit)
     configure_threads_environment()
     args.llama = args.llama or python_with(
         LLAMA, "llama_cpp", "compiled from its source; three minutes on two cores, once", "--no-binary", LLAMA
@@ -470,7 +472,8 @@ def main() -> None:
             "what": "Milliseconds of decode steps, appends and prefills, memory, and what the numbers lose, beside "
             "llama.cpp on the same cores.",
             # Where the other environments are says nothing.
-            "command": record.command_line(without=("--llama", "--openvino")),
+            "command": record.command_line(without=("--llama", "--openvino", "--commit")),
+            "commit": commit,
             "config": {
                 "model": config.model,
                 "weights_sha256": weights_digest(checked),

@@ -23,7 +23,7 @@ from inference_engine.native.library import load
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "laboratory", "sdks/python")
-BUILT_BY = ("pyproject.toml", "setup.py")
+BUILT_BY = ("pyproject.toml", "setup.py", "build_backend.py")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,6 +155,43 @@ def test_without_a_compiler_the_command_says_so_and_succeeds(
     assert build.main(["--library", str(tmp_path / "libkakeya.so")]) == 0
     assert capsys.readouterr().out == "native library: none, torch computes instead: no C++ compiler works here\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What pip asks, in a folder where nothing has been compiled, on a machine with no compiler."""
+    path = Path(__file__).resolve().parents[2] / "build_backend.py"
+    spec = importlib.util.spec_from_file_location("build_backend", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module.native, "LIBRARY", tmp_path / "libkakeya.so")
+    monkeypatch.setattr(module.native.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CXX", raising=False)
+    return module
+
+
+@pytest.mark.skipif(not build.is_supported(), reason="the library is not written for this machine")
+def test_an_installation_without_a_compiler_asks_for_one(backend: Any) -> None:
+    assert build.ZIG in backend.get_requires_for_build_wheel()
+    assert build.ZIG in backend.get_requires_for_build_editable()
+    assert build.ZIG not in backend.get_requires_for_build_sdist()
+
+
+def test_an_installation_asks_for_no_compiler_that_it_has_no_use_for(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, compiler: list[str]
+) -> None:
+    with monkeypatch.context() as there_is_one:
+        there_is_one.setattr(backend.native.shutil, "which", lambda _: compiler[0])
+        assert backend.compiler_requirement() == []
+    with monkeypatch.context() as asked_for:
+        asked_for.setenv("CXX", "no-such-c++")
+        assert backend.compiler_requirement() == []
+    with monkeypatch.context() as compiled:
+        compiled.setattr(backend.native, "is_current", lambda _: True)
+        assert backend.compiler_requirement() == []
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert backend.compiler_requirement() == []
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -325,7 +326,8 @@ struct Plan {
   std::vector<int64_t> chosen_at;  // by query, its index among these
   std::vector<int32_t> chosen;     // [selecting][kv_heads][most_kept]
   std::vector<int32_t> chosen_count;
-  int64_t most_kept = 0;
+  std::vector<int64_t> keys;  // [selecting][kv_heads][most_blocks], where a KV head's blocks are scored in pieces
+  int64_t most_kept = 0, most_blocks = 0;
   std::vector<float> states;
   int64_t states_size = 0, counts = 0;
 };
@@ -639,32 +641,39 @@ class Chooser {
   Chooser(const Attention& call, Plan& plan)
       : call_(call), plan_(plan), dim_(call.head_dim), group_(call.query_heads / call.kv_heads) {}
 
-  void choose(int64_t index, int head) {
-    int64_t query = plan_.selecting[index], at = index * call_.kv_heads + head;
+  // Scores the blocks [first, end) of a query and KV head into their keys; `first` is a multiple of WORD.
+  void score_blocks(int64_t index, int head, int64_t first, int64_t end, int64_t* keys) {
+    int64_t query = plan_.selecting[index];
     const int64_t* line = call_.regions + query * call_.region_stride;
-    int64_t block = line[BLOCK], local = line[LOCAL], count = (std::max<int64_t>(1, local) + block - 1) / block;
+    int64_t block = line[BLOCK], local = line[LOCAL];
     make_room();
     take_query(query, head);
-    static thread_local std::vector<std::pair<int32_t, int32_t>> found;  // order of the score, block
-    found.clear();
-    for (int64_t first = 0; first < count; first += WORD) {
-      int some = (int)std::min<int64_t>(count - first, WORD);
+    for (; first < end; first += WORD) {
+      int some = (int)std::min<int64_t>(end - first, WORD);
       score(line[START] + head * line[HEAD_SLOTS] + line[BOUNDS] + first, some);
       for (int b = 0; b < some; b++) {
         int64_t begin = (first + b) * block;
         bool is_candidate = std::max(begin, line[SINK]) < std::min(begin + block, local);
-        if (is_candidate) found.emplace_back(order(best(b)), (int32_t)(first + b));
+        keys[first + b] = is_candidate ? key(order(best(b)), (int32_t)(first + b)) : NONE;
       }
     }
-    int kept = (int)std::min<int64_t>(line[KEPT], (int64_t)found.size());
-    auto before = [](const auto& a, const auto& b) {
-      return a.first > b.first || (a.first == b.first && a.second < b.second);  // among equals the first block
-    };
-    std::nth_element(found.begin(), found.begin() + kept, found.end(), before);
+  }
+
+  // By the keys of all blocks: the best ones, in the order of their positions. Reorders the keys.
+  void choose(int64_t index, int head, int64_t* keys) {
+    int64_t query = plan_.selecting[index], at = index * call_.kv_heads + head;
+    const int64_t* line = call_.regions + query * call_.region_stride;
+    int64_t* end = std::remove(keys, keys + blocks_of(line), NONE);
+    int kept = (int)std::min<int64_t>(line[KEPT], end - keys);
+    std::nth_element(keys, keys + kept, end, std::greater<int64_t>());
     int32_t* out = plan_.chosen.data() + at * plan_.most_kept;
-    for (int i = 0; i < kept; i++) out[i] = found[i].second;
+    for (int i = 0; i < kept; i++) out[i] = INT32_MAX - (int32_t)(keys[i] & INT32_MAX);
     std::sort(out, out + kept);
     plan_.chosen_count[at] = kept;
+  }
+
+  static int64_t blocks_of(const int64_t* line) {
+    return (std::max<int64_t>(1, line[LOCAL]) + line[BLOCK] - 1) / line[BLOCK];
   }
 
  private:
@@ -729,6 +738,11 @@ class Chooser {
     return word < 0 ? word ^ 0x7fffffff : word;
   }
 
+  static constexpr int64_t NONE = INT64_MIN;  // less than any key
+
+  // The larger the better: by its score, and among equals the first block.
+  static int64_t key(int32_t order, int32_t block) { return (int64_t)order * ((int64_t)1 << 32) + (INT32_MAX - block); }
+
   const Attention& call_;
   Plan& plan_;
   int dim_, group_;
@@ -749,7 +763,7 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
     int64_t fair = call.count * call.kv_heads / (4 * threads);
     most = std::min(most, std::max(strip, fair / strip * strip));
   }
-  plan.tiles.clear(), plan.selecting.clear(), plan.most_kept = 0;
+  plan.tiles.clear(), plan.selecting.clear(), plan.most_kept = plan.most_blocks = 0;
   plan.chosen_at.assign(call.count, -1);
   for (int64_t query = 0; query < call.count;) {
     const int64_t* line = line_of(call, query);
@@ -766,6 +780,7 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
       plan.chosen_at[query] = (int64_t)plan.selecting.size();
       plan.selecting.push_back(query);
       plan.most_kept = std::max(plan.most_kept, line[KEPT]);
+      plan.most_blocks = std::max(plan.most_blocks, (std::max<int64_t>(1, line[LOCAL]) + line[BLOCK] - 1) / line[BLOCK]);
     }
     Tile tile = {query, query + 1, first_slot(line) / CHUNK, (end_slot(line) + CHUNK - 1) / CHUNK};
     for (; tile.end < call.count && tile.end - query < most; tile.end++) {
@@ -824,13 +839,33 @@ static void take_turns(Threads& threads, int64_t items, bool alone, const Body& 
   else threads.run(work);
 }
 
+// A decode step has as many queries as sessions, so the blocks of one KV head are scored in pieces; who scores the last
+// of them chooses. A score depends on its block alone.
 template <class T>
 static void choose_all(Threads& threads, const Attention& call, Plan& plan) {
-  int64_t items = (int64_t)plan.selecting.size() * call.kv_heads;
-  if (!items) return;
-  plan.chosen.resize(items * plan.most_kept), plan.chosen_count.resize(items);
-  take_turns(threads, items, false, [&](int64_t item) {
-    Chooser<T>(call, plan).choose(item / call.kv_heads, (int)(item % call.kv_heads));
+  int64_t lines = (int64_t)plan.selecting.size() * call.kv_heads;
+  if (!lines) return;
+  int64_t pieces = 1;
+  if (threads.count() > 1) {  // some for each thread
+    int64_t words = (plan.most_blocks + WORD - 1) / WORD;
+    pieces = std::max<int64_t>(1, std::min(words, (4 * threads.count() + lines - 1) / lines));
+  }
+  int64_t each = ((plan.most_blocks + pieces - 1) / pieces + WORD - 1) / WORD * WORD;
+  plan.chosen.resize(lines * plan.most_kept), plan.chosen_count.resize(lines);
+  bool is_whole = pieces == 1;
+  if (!is_whole && (int64_t)plan.keys.size() < lines * plan.most_blocks) plan.keys.resize(lines * plan.most_blocks);
+  std::vector<std::atomic<int64_t>> left(is_whole ? 0 : lines);
+  for (auto& count : left) count = pieces;
+  take_turns(threads, lines * pieces, false, [&](int64_t item) {
+    static thread_local std::vector<int64_t> own;
+    if (is_whole && (int64_t)own.size() < plan.most_blocks) own.resize(plan.most_blocks);
+    int64_t line = item / pieces, index = line / call.kv_heads, first = item % pieces * each;
+    int head = (int)(line % call.kv_heads);
+    int64_t* keys = is_whole ? own.data() : plan.keys.data() + line * plan.most_blocks;
+    Chooser<T> chooser(call, plan);
+    int64_t blocks = Chooser<T>::blocks_of(line_of(call, plan.selecting[index]));
+    if (first < blocks) chooser.score_blocks(index, head, first, std::min(blocks, first + each), keys);
+    if (is_whole || left[line].fetch_sub(1, std::memory_order_acq_rel) == 1) chooser.choose(index, head, keys);
   });
 }
 

@@ -1,0 +1,147 @@
+"""What a decode step takes on the host beside its native calls: choosing, planning, sampling, committing, reporting.
+
+    python scripts/bench_host.py            writes results/host_cpu/<date>-<machine>/
+
+Wall time, and processor time of the engine's thread, which other processes disturb less. The forward is called on that
+thread, too, and is taken off both; what ranks ids for sampling is not. Frames of gRPC are in `server_overhead`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, resolve
+
+configure_threads_environment()
+forbid_model_hub()
+
+import numpy as np
+
+from inference_engine.compose import find_drafter, open_backend
+from inference_engine.engine import Engine
+from inference_engine.models import tokenizer_folder
+from inference_engine.types import GenerateParams, Sampling, TokenCommitted
+from laboratory.evaluation import record
+from laboratory.evaluation.models import load_tokenizer
+
+LENGTH, STEPS, APART = 128, 64, 5  # the first and last steps of several sessions are not of all of them
+SESSIONS = (1, 8)
+TEXT = "docs/architecture.md"  # what is likely next decides how many ids sampling looks at
+SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=1)}
+DRAFTERS = ("none", "ngram")
+
+
+class Watched:
+    """The native calls of a program: wall and processor seconds of the thread that makes them."""
+
+    def __init__(self, program: Any) -> None:
+        self.wall = self.processor = 0.0
+        self.count = 0
+        self._run = program.run
+        program.run = self
+
+    def __call__(self, *args: Any) -> None:
+        wall, processor = time.perf_counter(), time.thread_time()
+        self._run(*args)
+        self.count += 1
+        self.wall += time.perf_counter() - wall
+        self.processor += time.thread_time() - processor
+
+
+def steps(engine: Engine, watched: Watched, text: Sequence[int], sessions: int, sampling: Sampling) -> dict[str, float]:
+    """Median milliseconds of a step of all sessions: whole, and without its native calls."""
+    rows: dict[int, tuple[float, float, float, float]] = {}
+
+    def note(event: object) -> None:
+        if isinstance(event, TokenCommitted):  # with drafts, a step gives several: the first of them
+            rows.setdefault(watched.count, (time.perf_counter(), time.thread_time(), watched.wall, watched.processor))
+
+    opened = [engine.create_session().session_id for _ in range(sessions)]
+    for number, session in enumerate(opened):
+        engine.append(session, text[number * LENGTH : (number + 1) * LENGTH])
+        list(engine.generate(session, GenerateParams(max_tokens=1)))
+    params = GenerateParams(max_tokens=STEPS + 2 * APART, sampling=sampling)
+    running = [
+        engine.generate(session, params, listener=note if not number else None) for number, session in enumerate(opened)
+    ]
+    for events in running:
+        list(events)
+    for session in opened:
+        engine.close_session(session)
+    each = np.diff(np.array(list(rows.values())), axis=0)[APART:-APART] * 1000
+    wall, processor, call, own = each.T
+    return {
+        "step": float(np.median(wall)),
+        "beside the call": float(np.median(wall - call)),
+        "beside the call, processor time": float(np.median(processor - own)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--commit", metavar="HASH", help="what runs, where there is no repository to ask")
+    parser.add_argument("--quick", action="store_true", help="one round, no record: does it run?")
+    args = parser.parse_args()
+    commit = "" if args.quick else record.running_commit(args.commit)
+    config = resolve(ModelConfig, {"threads": args.threads, "backend": "native"})
+    forward = open_backend(config)
+    watched = Watched(forward.program)
+    tokenizer = load_tokenizer(tokenizer_folder(config.model, config.cache_path))
+    text = list(tokenizer.encode((record.ROOT / TEXT).read_text(encoding="utf-8")[:20_000]))
+    engines = {
+        name: Engine(
+            forward,
+            EngineConfig(kv_bytes=2**30),
+            drafter=None if name == "none" else find_drafter(resolve(ModelConfig, {"drafter": name}), forward),
+        )
+        for name in DRAFTERS
+    }
+    found: dict[tuple[str, ...], list[float]] = {}
+    for number in range(1 + (1 if args.quick else args.rounds)):
+        for drafter, engine in engines.items():
+            for sessions in SESSIONS:
+                for kind, sampling in SAMPLINGS.items():
+                    for what, milliseconds in steps(engine, watched, text, sessions, sampling).items():
+                        if number:
+                            plural = "session" if sessions == 1 else "sessions"
+                            cell = (what, f"{sessions} {plural}", kind, f"drafter {drafter}")
+                            found.setdefault(cell, []).append(milliseconds)
+    for engine in engines.values():
+        engine.close()
+    values = {
+        ", ".join(cell): record.summarize(samples, "ms")
+        for cell, samples in sorted(found.items(), key=lambda one: one[0][0] == "step")
+    }
+    for name, value in values.items():
+        print(f"{name}: {value['median']:.3f} ({value['low']:.3f} to {value['high']:.3f}) ms")
+    if args.quick:
+        return
+    path = record.write_record(
+        "host_cpu",
+        {
+            "what": "Milliseconds of a decode step beside its native call.",
+            "command": record.command_line(without=("--commit",)),
+            "commit": commit,
+            "config": {
+                "model": config.model,
+                "numerics": forward.facts.numerics,
+                "threads": args.threads,
+                "rounds": args.rounds,
+                "history": f"{LENGTH} tokens of {TEXT}",
+                "steps": STEPS,
+            },
+            "seeds": [1],
+            "values": values,
+            "baseline": "the whole step, of which the native call is the rest",
+        },
+    )
+    print(path.relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()
