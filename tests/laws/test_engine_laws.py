@@ -75,9 +75,9 @@ def test_a_session_in_a_batch_equals_the_session_alone(strategy: KVStrategy, mod
         session = opened(engine, strategy, text())
         neighbours = [
             opened(engine, neighbour, text(length, seed=length))
-            for neighbour, length in ((Full(), 77), (SinkWindow(sink=2, window=9), 200), (Full(), 3), (Full(), 40))
+            for neighbour, length in ((Full(), 77), (SinkWindow(sink=2, window=9), 100), (Full(), 3), (Full(), 40))
         ]
-        running = [engine.generate(id_, GenerateParams(max_tokens=30)) for id_ in neighbours]
+        running = [engine.generate(id_, GenerateParams(max_tokens=FEW + 3)) for id_ in neighbours]
         params = GenerateParams(max_tokens=FEW, sampling=SAMPLED, logprobs=True)
         together = tokens(drain(engine.generate(session, params)))
         for generation in running:
