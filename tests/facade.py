@@ -6,26 +6,32 @@ The one place where tests reach into it. What callers can have, tests have from 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
-from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Forward, Result, SharedWords, Step
 from inference_engine.backends.native.program import Program
 from inference_engine.engine import Engine
+from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import parse_strategy
 from inference_engine.scheduler.transcript import Transcript
-from inference_engine.session.session import Session
+from inference_engine.session.journal import SessionRecord, TokensRecord
+from inference_engine.session.session import Operation, Session
 from inference_engine.session.sqlite_journal import COPIES
-from inference_engine.session.store import SessionStore
+from inference_engine.session.store import SessionStore, holding
 from inference_engine.types import Mode, ModelFacts
+
+if TYPE_CHECKING:  # servers of the tests' own start in half the time without it
+    from transformers import PreTrainedModel
 
 LIMIT_SECONDS = 60.0
 
@@ -87,6 +93,22 @@ def standing_still(engine: Engine) -> Iterator[None]:
 def nudge(engine: Engine) -> None:
     """Let the loop check for a change of which it had no notification."""
     engine._scheduler.nudge()
+
+
+def rebuild_session(engine: Engine, began: SessionRecord, records: Sequence[TokensRecord]) -> SessionOpened:
+    """A new session with the history of a recorded one, marks included; nothing else of that one is used."""
+    opened = engine.create_session(
+        strategy=parse_strategy(began.strategy),
+        eos_token_ids=began.eos_token_ids,
+        limit_tokens=began.limit_tokens,
+        owner=began.owner,
+    )
+    session = session_of(engine, opened.session_id, began.owner)
+    with holding(engine._store, session, Operation.APPEND, 0.0), engine._store.locked():
+        for record in records:
+            assert record.position == len(session.history), "records follow each other"
+            session.record(record.token_ids, record.mark)
+    return opened
 
 
 def end_the_thread(engine: Engine) -> None:

@@ -8,7 +8,7 @@ files of torch, transformers and what checks configurations with them, and our o
 anything about the file is odd, there is no verdict, and the model is tried again. Only values are read, into frozen
 dataclasses, and only from a file of this user that no other user may write.
 
-Refusals are not kept: whoever meets one is about to change something, and the log of the trial says what.
+Refusals are not kept: the next start follows a change, and the log of the trial says what to change.
 """
 
 from __future__ import annotations

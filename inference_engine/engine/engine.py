@@ -73,8 +73,6 @@ from inference_engine.session.journal import (
     Journal,
     MemoryJournal,
     ReplyRecord,
-    SessionRecord,
-    TokensRecord,
 )
 from inference_engine.session.replies import Call, Replies, identify
 from inference_engine.session.session import Operation, Session
@@ -353,21 +351,6 @@ class Engine:
         with self._store.locked():
             reply = self._forked.recall(call)
         return None if reply is None else self._again(reply)
-
-    def rebuild_session(self, began: SessionRecord, records: Sequence[TokensRecord]) -> SessionOpened:
-        """A new session with the history of a recorded one, marks included, so that it continues as that one would."""
-        opened = self.create_session(
-            strategy=parse_strategy(began.strategy),
-            eos_token_ids=began.eos_token_ids,
-            limit_tokens=began.limit_tokens,
-            owner=began.owner,
-        )
-        session = self._store.find_healthy(opened.session_id, began.owner)
-        with holding(self._store, session, Operation.APPEND, 0.0), self._store.locked():
-            for record in records:
-                assert record.position == len(session.history), "records follow each other"
-                session.record(record.token_ids, record.mark)
-        return opened
 
     def append(
         self,

@@ -3,7 +3,7 @@
     safetensors    one file or shards, F32, F16, BF16; in MLX's layout, also 2 to 8 bits (grouped.py)
     GGUF           the same, and blocks of quantised numbers; see gguf_header.py
 
-What llama.cpp's converter changes is undone by whoever reads a tensor, so that blocks stay as they are:
+What llama.cpp's converter changes is undone when a tensor is read, so that blocks stay as they are:
 
 - In files of the Llama kind the outputs of a head's queries and keys lie as its rotation takes them, in pairs;
   transformers rotates halves. `row_order` names the stored row of each output.

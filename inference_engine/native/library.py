@@ -81,7 +81,7 @@ class KVType(enum.IntEnum):
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix. Whoever fills this in keeps the array of `tiles` alive."""
+    """A packed matrix. The caller keeps the array of `tiles` alive."""
 
     _fields_ = (
         ("format", ctypes.c_int32),
@@ -98,7 +98,7 @@ class Matrix(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """Attention of `count` single queries. Whoever fills this in keeps its arrays alive."""
+    """Attention of `count` single queries. The caller keeps its arrays alive."""
 
     _fields_ = (
         ("queries", ctypes.c_void_p),
@@ -145,7 +145,7 @@ class CodedAs(enum.IntEnum):
 
 
 class Coding(ctypes.Structure):
-    """How vectors are coded. Whoever fills this in keeps the arrays of `levels` and `nearest` alive."""
+    """How vectors are coded. The caller keeps the arrays of `levels` and `nearest` alive."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("kind", "bits", "group", "has_centres")),
@@ -157,7 +157,7 @@ class Coding(ctypes.Structure):
 
 
 class CodedEntries(ctypes.Structure):
-    """Where entries and their codes lie. Whoever fills this in keeps its arrays alive."""
+    """Where entries and their codes lie. The caller keeps its arrays alive."""
 
     _fields_ = (
         ("coding", Coding),
@@ -169,7 +169,7 @@ class CodedEntries(ctypes.Structure):
 
 
 class KeyIndex(ctypes.Structure):
-    """The index of one layer's keys. Whoever fills this in keeps its arrays alive."""
+    """The index of one layer's keys. The caller keeps its arrays alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("even", "odd", "rows", "middles", "tables", "frequencies", "archive")),
@@ -180,7 +180,7 @@ class KeyIndex(ctypes.Structure):
 
 
 class LayerDecoder(ctypes.Structure):
-    """How codes become the entries of one layer. Whoever fills this in keeps its arrays alive."""
+    """How codes become the entries of one layer. The caller keeps its arrays alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("octets", "lefts", "rights", "tables")),
@@ -205,7 +205,7 @@ class Turning(ctypes.Structure):
 
 
 class RestoredRun(ctypes.Structure):
-    """Entries of consecutive tokens. Whoever fills this in keeps its arrays alive."""
+    """Entries of consecutive tokens. The caller keeps its arrays alive."""
 
     _fields_ = (
         ("codes", Codes),
@@ -228,7 +228,7 @@ class TrellisCodes(ctypes.Structure):
 
 
 class Archive(ctypes.Structure):
-    """Archived tokens, and where those that were chosen are restored. Whoever fills this in keeps its arrays alive."""
+    """Archived tokens, and where those that were chosen are restored. The caller keeps its arrays alive."""
 
     _fields_ = (
         ("codes", Codes),
@@ -273,7 +273,7 @@ class Layer(ctypes.Structure):
 
 
 class Rotary(ctypes.Structure):
-    """A rotation table. Whoever fills this in keeps the array of `frequencies` alive."""
+    """A rotation table. The caller keeps the array of `frequencies` alive."""
 
     _fields_ = (
         ("frequencies", ctypes.c_void_p),
@@ -284,7 +284,7 @@ class Rotary(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The arrays of one step. Whoever fills this in keeps them alive."""
+    """The arrays of one step. The caller keeps them alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "positions", "writes", "regions", "keys", "values")),

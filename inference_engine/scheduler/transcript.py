@@ -205,7 +205,7 @@ class Transcript:
             reader._notify(event)
 
     def _receive_token(self, request: Request, token_id: int, position: int, logprob: float | None) -> None:
-        """There are thousands of tokens for each other event, so one is an object only if somebody asked for that."""
+        """There are thousands of tokens for each other event, so one is an object only if asked for."""
         with self._lock:
             if request is not self._request:
                 return

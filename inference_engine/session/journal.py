@@ -2,7 +2,7 @@
 
     engine, under the store's lock      record, record, …        in memory only, never waits
     the journal's own thread            commit of all of them    while the device is at the next step
-    what answers clients                say(words)               called once all that was recorded until then is safe
+    what answers clients                say(callback)            called once all that was recorded until then is safe
 
 `Journal` is the interface of any log. `MemoryJournal` keeps the records of open sessions in memory, and calls at once:
 its sessions end with the process. `SQLiteJournal` (sqlite_journal.py) keeps them in a folder, and sessions outlive the
@@ -142,7 +142,7 @@ class CopyBook(Protocol):
     def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
         """The copies that are recorded, of the session used longest ago first. Waits for the disk.
 
-        on_gone: called with the name of a file that was removed, whoever asked for it, from any thread.
+        on_gone: called with the name of a file that was removed for any reason, from any thread.
         """
 
     def put_copy(self, record: CopyRecord) -> None:
@@ -209,8 +209,8 @@ class Journal(Protocol):
     def is_saved(self) -> bool:
         """Is everything safe that was recorded?"""
 
-    def say(self, words: Callable[[], object]) -> None:
-        """Call `words`, from any thread, once everything is safe that was recorded until now; perhaps at once."""
+    def say(self, callback: Callable[[], object]) -> None:
+        """Call `callback`, from any thread, once everything is safe that was recorded until now; perhaps at once."""
 
     def kick(self) -> None:
         """A step was recorded: make it safe soon."""
@@ -312,8 +312,8 @@ class MemoryJournal:
             if (known := self._sessions.pop(session_id, None)) is not None:
                 known[1].release()
 
-    def say(self, words: Callable[[], object]) -> None:
-        words()
+    def say(self, callback: Callable[[], object]) -> None:
+        callback()
 
     def kick(self) -> None: ...
 

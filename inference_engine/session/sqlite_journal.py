@@ -11,7 +11,7 @@ One connection, which a lock shares: the writer's thread commits, others read wh
 history carries a checksum, and a history must be without a hole: a damaged session is refused, and others are not
 concerned.
 
-`power`: a commit is synced before anything of it is told. `process`: the system may write it later; checkpoints sync.
+`power`: a commit is synced before it is confirmed. `process`: the system may write it later; checkpoints sync.
 Any error of the disk but a full one is final (see `writer.py`): after a failed sync SQLite may take the next commit and
 lose this one. Checkpoints are made here, not by SQLite, which does not report when one fails.
 """
@@ -68,7 +68,7 @@ from inference_engine.session.journal_rows import (
     unpacked_appends,
 )
 from inference_engine.session.replies import DIGEST_BYTES, KEEP_SECONDS
-from inference_engine.session.writer import Change, DiskFull, Words, Writer
+from inference_engine.session.writer import Callback, Change, DiskFull, Writer
 from inference_engine.types import Durability, Mark
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class SQLiteJournal:
         self._gone: list[str] = []  # files of copies that have no row any more
         self._on_copy_gone: Callable[[str], object] = lambda _: None
         self._unit: list[Change] | None = None
-        self._unit_told: list[tuple[Saved, int]] = []
+        self._unit_confirmed: list[tuple[Saved, int]] = []
         self._to_fold: deque[int] = deque(self._tails)
         self._expire_at = 0.0
         self._wal_pages = 0
@@ -161,18 +161,18 @@ class SQLiteJournal:
         try:
             yield
         finally:
-            changes, told = self._unit, self._unit_told
-            self._unit, self._unit_told = None, []
+            changes, confirmed = self._unit, self._unit_confirmed
+            self._unit, self._unit_confirmed = None, []
             if changes:
-                self._writer.record(changes, told)
+                self._writer.record(changes, confirmed)
 
-    def _record(self, change: Change, told: tuple[Saved, int] | None = None) -> None:
+    def _record(self, change: Change, confirmed: tuple[Saved, int] | None = None) -> None:
         if self._unit is None:
-            self._writer.record((change,), () if told is None else (told,))
+            self._writer.record((change,), () if confirmed is None else (confirmed,))
         else:
             self._unit.append(change)
-            if told is not None:
-                self._unit_told.append(told)
+            if confirmed is not None:
+                self._unit_confirmed.append(confirmed)
 
     def open(self, record: SessionRecord) -> Saved:
         number, saved = self._number(record.session_id), Saved(0)
@@ -232,7 +232,7 @@ class SQLiteJournal:
     def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
         """The copies that are recorded, of the session used longest ago first. Waits for the disk.
 
-        on_gone: called with the name of a file that was removed, whoever asked for it, from any thread.
+        on_gone: called with the name of a file that was removed for any reason, from any thread.
         """
         self._flush()
         self._on_copy_gone = on_gone
@@ -323,8 +323,8 @@ class SQLiteJournal:
     def is_saved(self) -> bool:
         return self._writer.is_saved
 
-    def say(self, words: Words) -> None:
-        self._writer.say(words)
+    def say(self, callback: Callback) -> None:
+        self._writer.say(callback)
 
     def kick(self) -> None:
         self._writer.kick()
@@ -361,7 +361,7 @@ class SQLiteJournal:
                     self._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
                 self._db.set_wal_hook(None)
                 self._db.close()
-            except apsw.Error:  # what was told is safe; the next start reads the log
+            except apsw.Error:  # what was confirmed is safe; the next start reads the log
                 logger.exception("the journal could not be closed in order")
             finally:
                 self._folder_lock.release()

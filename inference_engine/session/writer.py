@@ -1,10 +1,11 @@
-"""The journal's thread: takes what was recorded, commits it in one transaction, and then lets it be told.
+"""The journal's thread: takes what was recorded, commits it in one transaction, and then confirms it.
 
     engine's thread    record A, B, … │ kick │ plan, forward of the next step …
-    this thread                              │ commit A, B, … │ say what waited for them
+    this thread                              │ commit A, B, … │ call back what waited for them
 
-Telling waits for the disk, the engine does not. While the disk is full everything waits, and is committed once there is
-space. Any other error is final: what the disk has is not known then, so nothing is told, and the process has to end.
+Confirmations wait for the disk, the engine does not. While the disk is full everything waits, and is committed once
+there is space. Any other error is final: what the disk has is not known then, so nothing is confirmed, and the process
+has to end.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from inference_engine.session.journal import Saved
 logger = logging.getLogger(__name__)
 
 Change = tuple[Callable[..., None], tuple[Any, ...]]
-Words = Callable[[], object]
+Callback = Callable[[], object]
 
-_LATEST_SECONDS = 0.05  # what nobody waits for is committed after so long
+_LATEST_SECONDS = 0.05  # changes without a waiting callback are committed after so long
 _IDLE_SECONDS = 1.0  # between two looks at what is to be tidied
 _FULL_SECONDS = 0.25  # between two attempts on a full disk
 _MOST_WAITING = 20_000  # changes: a step of 128 streams is 128
@@ -51,8 +52,8 @@ class Writer:
         self._metrics = metrics
         self._wake = threading.Condition(threading.Lock())
         self._changes: list[Change] = []
-        self._told: list[tuple[Saved, int]] = []  # what is safe with them
-        self._words: deque[tuple[int, Words]] = deque()
+        self._confirmed: list[tuple[Saved, int]] = []  # what is safe with them
+        self._callbacks: deque[tuple[int, Callback]] = deque()
         self._recorded = self._saved = 0  # units
         self._is_kicked = self._is_stopping = False
         self.is_full = False
@@ -60,21 +61,21 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
         self._thread.start()
 
-    def record(self, changes: Sequence[Change], told: Sequence[tuple[Saved, int]] = ()) -> None:
-        """Queue changes that belong together. told: what may be told once they are safe."""
+    def record(self, changes: Sequence[Change], confirmed: Sequence[tuple[Saved, int]] = ()) -> None:
+        """Queue changes that belong together. confirmed: token counts that are safe with them."""
         with self._wake:
             self._changes += changes
-            self._told += told
+            self._confirmed += confirmed
             self._recorded += 1
 
-    def say(self, words: Words) -> None:
+    def say(self, callback: Callback) -> None:
         with self._wake:
             is_now = self.is_saved
             if not is_now:
-                self._words.append((self._recorded, words))
+                self._callbacks.append((self._recorded, callback))
                 self._wake.notify()
         if is_now:
-            words()
+            callback()
 
     def kick(self) -> None:
         with self._wake:
@@ -117,15 +118,15 @@ class Writer:
             with self._wake:
                 if not has_more:
                     self._wait()
-                if self._is_stopping and not self._changes and not self._words:
+                if self._is_stopping and not self._changes and not self._callbacks:
                     return
                 changes, self._changes = self._changes, []
-                told, self._told = self._told, []
+                confirmed, self._confirmed = self._confirmed, []
                 recorded, self._is_kicked = self._recorded, False
             try:
                 if changes:
                     self._write(changes)
-                self._tell(told, recorded)
+                self._confirm(confirmed, recorded)
                 has_more = self._tidy() if not self._changes else False
             except DiskFull:  # while tidying, which can wait, or when the server stops
                 has_more = False
@@ -137,8 +138,8 @@ class Writer:
                 return
 
     def _wait(self) -> None:
-        """Until a step was recorded, or somebody waits for something. Called with the lock held."""
-        while not self._is_stopping and not self._is_kicked and not self._words:
+        """Until a step was recorded, or a callback waits for a commit. Called with the lock held."""
+        while not self._is_stopping and not self._is_kicked and not self._callbacks:
             if not self._wake.wait(_LATEST_SECONDS if self._changes else _IDLE_SECONDS):
                 return
 
@@ -149,7 +150,7 @@ class Writer:
                 self._commit(changes)
             except DiskFull:
                 if not self.is_full:
-                    logger.error("the disk of the journal is full: nothing is told until there is space")
+                    logger.error("the disk of the journal is full: nothing is confirmed until there is space")
                 self.is_full = True
                 self._metrics.journal_full.set(1)
                 with self._wake:
@@ -165,16 +166,16 @@ class Writer:
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - began)
         self._metrics.journal_changes.inc(len(changes))
 
-    def _tell(self, told: Sequence[tuple[Saved, int]], recorded: int) -> None:
-        for saved, tokens in told:
+    def _confirm(self, confirmed: Sequence[tuple[Saved, int]], recorded: int) -> None:
+        for saved, tokens in confirmed:
             saved.tokens = tokens
-        ready: list[Words] = []
+        ready: list[Callback] = []
         with self._wake:
             self._saved = recorded
-            while self._words and self._words[0][0] <= recorded:
-                ready.append(self._words.popleft()[1])
-        for words in ready:
+            while self._callbacks and self._callbacks[0][0] <= recorded:
+                ready.append(self._callbacks.popleft()[1])
+        for callback in ready:
             try:
-                words()
+                callback()
             except Exception:
-                logger.exception("a reader could not be told")
+                logger.exception("a callback after a commit failed")

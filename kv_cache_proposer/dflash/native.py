@@ -170,7 +170,7 @@ class NativeDrafter(BlockDrafter):
                 self._fill_sight(lines, layers, memory, position, *reach)
             lines[..., PREFIX_START] = (memory.first_vector + self._layer_vectors)[:, None]
             lines[..., PREFIX_HEAD_SLOTS] = config.context_window
-        # Every layer writes where the one before it did: nobody reads that any more.
+        # Every layer writes where the one before it did: that is not read any more.
         addresses = np.full(config.layers, writes.ctypes.data, np.int64)
         positions = first[:, None] + np.arange(size)
         asked = (np.arange(count)[:, None] * size + 1 + np.arange(longest)).reshape(-1)

@@ -14,7 +14,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
-from tests.facade import session_of, store_of
+from tests.facade import rebuild_session, session_of, store_of
 from tests.laws.variants import all_strategies, drain, generate, same, text
 from tests.tiny import tiny_engine
 
@@ -40,7 +40,7 @@ def grown(engine: Engine, session_id: str, seed: int, length: int = 30) -> list[
 
 def alone(engine: Engine, journal: MemoryJournal, fork: SessionForked, seed: int) -> list[tuple[int, float | None]]:
     """What a session built from scratch with the fork's history says."""
-    return grown(engine, engine.rebuild_session(*journal.read(fork.session_id)).session_id, seed)
+    return grown(engine, rebuild_session(engine, *journal.read(fork.session_id)).session_id, seed)
 
 
 def test_a_fork_reserves_what_it_adds_and_reads_the_rest_where_it_is() -> None:
@@ -150,7 +150,7 @@ def test_neither_a_session_with_forks_nor_a_fork_drops_shared_entries() -> None:
     with sharing_engine(journal=journal) as engine:
         parent = parent_of(engine)
         fork = engine.fork_session(parent)
-        twins = [engine.rebuild_session(*journal.read(parent)).session_id for _ in range(2)]
+        twins = [rebuild_session(engine, *journal.read(parent)).session_id for _ in range(2)]
         for session_id, twin in zip((parent, fork.session_id), twins, strict=True):
             assert same(grown(engine, session_id, 1), grown(engine, twin, 1), Mode.BATCHED)
             session = session_of(engine, session_id)
@@ -176,7 +176,7 @@ def test_a_fork_that_made_room_keeps_its_prefix_and_a_lent_session_makes_none() 
             drain(engine.generate(fork.session_id, GenerateParams(max_tokens=1)))
         engine.close_session(other)
         with sharing_engine() as twin:
-            expected = grown(twin, twin.rebuild_session(*journal.read(fork.session_id)).session_id, 2)
+            expected = grown(twin, rebuild_session(twin, *journal.read(fork.session_id)).session_id, 2)
         assert same(grown(engine, fork.session_id, 2), expected, Mode.BATCHED)
         assert engine.info().kv_reserved_bytes == whole + (200 - 104) * ENTRY_BYTES
 

@@ -11,7 +11,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
-from tests.facade import is_anything_held, on_the_engines_thread, session_of
+from tests.facade import is_anything_held, on_the_engines_thread, rebuild_session, session_of
 from tests.laws.variants import MODES, drain, each_strategy, each_strategy_with, engine_for, generate, text
 
 
@@ -25,7 +25,7 @@ def used(engine: Engine, strategy: KVStrategy) -> str:
 
 @each_strategy_with(mode=MODES)
 def test_nothing_of_an_ended_session_is_left_in_memory(strategy: KVStrategy, mode: Mode) -> None:
-    with engine_for(mode, kv_bytes=12 * 2**20) as engine:  # few: all of it is looked through
+    with engine_for(mode, kv_bytes=12 * 2**20, max_sessions=2) as engine:  # few addresses: all are looked through
         session_id = used(engine, strategy)
         on_the_engines_thread(engine)
         assert is_anything_held(engine)
@@ -39,7 +39,7 @@ def test_a_session_that_dropped_its_entries_goes_on_as_one_that_did_not(strategy
     journal = MemoryJournal()
     with engine_for(Mode.FIXED_SHAPE, journal=journal) as engine:
         session_id = used(engine, strategy)
-        twin = engine.rebuild_session(*journal.read(session_id)).session_id
+        twin = rebuild_session(engine, *journal.read(session_id)).session_id
         session = session_of(engine, session_id)
         on_the_engines_thread(engine, session.forget_entries)
         info = engine.session_info(session_id)

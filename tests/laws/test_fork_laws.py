@@ -14,6 +14,7 @@ from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mode
+from tests.facade import rebuild_session
 from tests.laws.variants import MODES, all_strategies, covering, drain, engine_for, generate, mechanism, same, text
 
 # TinyModel has a layer with a window of its own, and then every strategy copies; without it some share.
@@ -53,7 +54,7 @@ def with_turns(engine: Engine, strategy: KVStrategy) -> str:
 
 def from_scratch(engine: Engine, journal: MemoryJournal, session_id: str) -> str:
     """A session of the same history and marks that no other one gave anything to."""
-    return engine.rebuild_session(*journal.read(session_id)).session_id
+    return rebuild_session(engine, *journal.read(session_id)).session_id
 
 
 @each_case_with("mode", MODES)
@@ -84,7 +85,7 @@ def test_a_fork_computes_nothing_that_its_parent_had_computed(strategy: KVStrate
         parent = with_turns(engine, strategy)
         before = engine.session_info(parent)
         opened = engine.fork_session(parent)
-        generate(engine, engine.rebuild_session(*journal.read(parent)).session_id, 1)  # entries are there by then
+        generate(engine, rebuild_session(engine, *journal.read(parent)).session_id, 1)  # entries are there by then
         fork, facts = opened.session_id, engine.session_info(opened.session_id)
         assert (facts.cached_tokens, facts.evicted_tokens) == (before.cached_tokens, before.evicted_tokens)
         if isinstance(strategy, Tiered):  # what was fetched is not copied

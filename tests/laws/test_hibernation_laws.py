@@ -34,7 +34,7 @@ def with_turns(engine: Engine, strategy: KVStrategy, *, seed: int = 0) -> str:
     session = engine.create_session(strategy=strategy).session_id
     for turn in range(3):
         engine.append(session, text(30 + turn, seed=seed + turn))
-        generate(engine, session, 11)
+        generate(engine, session, 6)
     return session
 
 

@@ -10,7 +10,7 @@ from tests.kept import after_a_kill, keeping
 from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
 
 REQUEST = bytes(16)
-PARAMS = GenerateParams(max_tokens=24, sampling=Sampling(temperature=0.9, top_p=0.95), logprobs=True)
+PARAMS = GenerateParams(max_tokens=16, sampling=Sampling(temperature=0.9, top_p=0.95), logprobs=True)
 
 
 @each_strategy_with(mode=MODES)
@@ -24,16 +24,16 @@ def test_a_session_that_was_killed_goes_on_as_one_that_never_was(
         session = engine.create_session(strategy=strategy).session_id
         for turn in range(3):
             engine.append(session, text(30 + turn, seed=turn))
-            generate(engine, session, 11)
-        events, told = iter(engine.generate(session, PARAMS, request_id=REQUEST)), list[Event]()
-        while len(tokens(told)) < 9:
-            told.append(next(events))
+            generate(engine, session, 6)
+        events, seen = iter(engine.generate(session, PARAMS, request_id=REQUEST)), list[Event]()
+        while len(tokens(seen)) < 9:
+            seen.append(next(events))
         killed = after_a_kill(tmp_path / "state")
-        told += events
-        never_killed = tokens(told), generate(engine, session)
+        seen += events
+        never_killed = tokens(seen), generate(engine, session)
     with keeping(killed, make=make) as engine:
         engine.recall(session)
-        first = next(event.position for event in told if isinstance(event, TokenCommitted))
+        first = next(event.position for event in seen if isinstance(event, TokenCommitted))
         resumed = tokens(drain(engine.generate(session, PARAMS, request_id=REQUEST, resume_from=first + 8)))
         assert same(never_killed[0][8:], resumed, mode)
         assert same(never_killed[1], generate(engine, session), mode)

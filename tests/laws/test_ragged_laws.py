@@ -98,9 +98,9 @@ def conversation(
         ]
         for turn in range(3):
             engine.append(session, text((5, 61, 30)[turn], seed=turn))
-            running = [engine.generate(other, GenerateParams(max_tokens=20 + turn)) for other in neighbours]
-            for sampling in (Sampling(), SAMPLED):
-                params = GenerateParams(max_tokens=17, sampling=sampling, logprobs=True)
+            running = [engine.generate(other, GenerateParams(max_tokens=10 + turn)) for other in neighbours]
+            for count, sampling in ((9, Sampling()), (8, SAMPLED)):  # together they cross a segment's boundary
+                params = GenerateParams(max_tokens=count, sampling=sampling, logprobs=True)
                 turns.append(tokens(drain(engine.generate(session, params))))
             for generation in running:
                 drain(generation)

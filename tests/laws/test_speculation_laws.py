@@ -43,7 +43,8 @@ from tests.tiny import VOCABULARY, tiny_forward
 GREEDY = Sampling()
 PENALISED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.3, seed=7)
 COUNT = 40
-FIRST = 24  # so that drafts lie across the boundary of a segment
+SEEDS = 400
+FIRST = 14  # so that drafts lie across the boundary of a segment
 
 
 def opened(engine: Engine, strategy: KVStrategy, history: list[int]) -> str:
@@ -59,7 +60,7 @@ def ended(engine: Engine, session_id: str, params: GenerateParams) -> tuple[list
 
 
 def drafters(said: list[int], place: int) -> Iterator[Drafter]:
-    """One that is right and wrong by turns, for every strategy; and two of all others, by the strategy's place.
+    """One that is right and wrong by turns, for every strategy; and one of all others, by the strategy's place.
 
     What becomes of entries depends on how many draft tokens are kept, not on who drafted them.
     """
@@ -68,7 +69,7 @@ def drafters(said: list[int], place: int) -> Iterator[Drafter]:
     networks = [DFlashDrafter(network, words) for network in (tiny_network(), chained_network())]
     hybrid = HybridDrafter(networks[0], NgramDrafter(min_ngram=1, max_ngram=2))
     others: list[Drafter] = [Remembering(), NgramDrafter(min_ngram=1), *networks, hybrid]
-    yield from (others[(place + step) % len(others)] for step in (0, 2))
+    yield others[place % len(others)]
 
 
 @each_strategy_with(mode=MODES)
@@ -216,7 +217,7 @@ def test_drafts_that_never_pay_are_switched_off() -> None:
 
 
 def test_sampled_tokens_follow_the_targets_distribution_with_drafts() -> None:
-    """Chi-square of what 800 seeds draw in the place of the second token, against the target's own softmax."""
+    """Chi-square of what 400 seeds draw in the place of the second token, against the target's own softmax."""
     sampling = Sampling(temperature=1.5, top_k=12)
     history = text(40)
     with engine_for(Mode.BATCHED) as engine:
@@ -231,7 +232,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with_drafts() -> None:
     drawn: Counter[int] = Counter()
     accepted = 0
     with engine_for(Mode.BATCHED, drafter=drafter, draft_tokens=2) as engine:
-        for seed in range(800):
+        for seed in range(SEEDS):
             session = opened(engine, Full(), [*history, greedy])
             params = GenerateParams(max_tokens=1, sampling=Sampling(temperature=1.5, top_k=12, seed=seed))
             ids, done = ended(engine, session, params)
@@ -240,6 +241,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with_drafts() -> None:
             engine.close_session(session)
     likely = [token for token in range(VOCABULARY) if expected[token] > 0]
     assert set(drawn) <= set(likely)
-    chi = sum((drawn[token] - 800 * float(expected[token])) ** 2 / (800 * float(expected[token])) for token in likely)
+    counts = {token: SEEDS * float(expected[token]) for token in likely}
+    chi = sum((drawn[token] - count) ** 2 / count for token, count in counts.items())
     assert chi < 35.0  # 11 degrees of freedom: one run in five thousand would be larger
     assert np.isfinite(chi)

@@ -143,7 +143,7 @@ def tokens(events: list[Event]) -> list[tuple[int, float | None]]:
 
 
 # From LENGTH on they cross the boundary of a segment, as any 16 would.
-FEW = 14
+FEW = 12
 
 
 def generate(

@@ -9,6 +9,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import Journal, TokensRecord
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
+from tests.facade import rebuild_session
 
 
 class Alone:
@@ -28,7 +29,7 @@ class Alone:
         records = list(_until(records, first))
         recorded = [int(token) for record in records for token in record.token_ids]
         assert recorded == list(history[:first]), "the journal holds another history than was reported to the client"
-        opened = self._engine.rebuild_session(began, records)
+        opened = rebuild_session(self._engine, began, records)
         generated = _generated(self._engine, opened.session_id, count, seed, owner=began.owner)
         self._engine.close_session(opened.session_id, owner=began.owner)
         return generated

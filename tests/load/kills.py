@@ -1,4 +1,4 @@
-"""Agents that talk on while their server is killed: what they are told is held against the law, token for token."""
+"""Agents that talk on while their server is killed: what they receive is held against the law, token for token."""
 
 from __future__ import annotations
 
@@ -137,13 +137,14 @@ class Agents:
             assert length == len(history), f"an append is answered with {length}, and {len(history)} were appended"
             first, most, is_drawn = len(history), rng.randrange(1, 40), rng.random() < 0.5
             stream = session.generate(most, temperature=1.0 if is_drawn else None)
-            told = list(stream)
+            received = list(stream)
             done = stream.result()
-            history += told
-            assert (len(told), done.history_length) == (most, len(history)), (len(told), most, done.history_length)
+            history += received
+            found = (len(received), done.history_length)
+            assert found == (most, len(history)), (found, most)
             expected = LAW.tokens(history[:-1], first, seed=done.seed if is_drawn else None)
-            assert told == expected, f"from {first}: {told}, and the law says {expected}"
-            self.counts["tokens"] += len(told)
+            assert received == expected, f"from {first}: {received}, and the law says {expected}"
+            self.counts["tokens"] += len(received)
         assert session.info().history_length == len(history)
         assert session.close() == len(history)
 

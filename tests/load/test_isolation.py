@@ -13,7 +13,7 @@ from laboratory.scripted import Script
 from tests.load.population import Population
 from tests.load.scripted import scripted_engine, solo_of
 
-SEEDS, INTERLEAVINGS = 2, 250
+SEEDS, INTERLEAVINGS = 2, 125
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

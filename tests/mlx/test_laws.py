@@ -16,7 +16,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests import tiny
-from tests.facade import forward_of, is_anything_held, on_the_engines_thread
+from tests.facade import forward_of, is_anything_held, on_the_engines_thread, rebuild_session
 from tests.laws import test_drop_laws as drop_laws
 from tests.laws import test_engine_laws as engine_laws
 from tests.laws import test_fork_laws as fork_laws
@@ -49,9 +49,9 @@ def spoken(mode: Mode, strategy: KVStrategy, **settings: Any) -> list[tuple[int,
     with engine_for(mode, **settings) as engine:
         session = engine.create_session(strategy=strategy).session_id
         engine.append(session, text())
-        first = generate(engine, session, 16)
+        first = generate(engine, session, 12)
         engine.append(session, text(20, seed=3))
-        return first + generate(engine, session, 9, sampling=SAMPLED)
+        return first + generate(engine, session, 6, sampling=SAMPLED)
 
 
 @each_strategy
@@ -67,19 +67,19 @@ def test_tokens_are_those_of_torch_beside_others_and_however_they_arrive(
             engine.append(session, text()[first:end])
         for index, neighbour in enumerate(neighbours):
             engine.append(neighbour, text(40 + 50 * index, seed=9 + index))
-        running = [engine.generate(neighbour, GenerateParams(max_tokens=20)) for neighbour in neighbours]
-        found = generate(engine, session, 16)
+        running = [engine.generate(neighbour, GenerateParams(max_tokens=14)) for neighbour in neighbours]
+        found = generate(engine, session, 12)
         for generation in running:
             drain(generation)
         engine.append(session, text(20, seed=3))
-        found += generate(engine, session, 9, sampling=SAMPLED)
+        found += generate(engine, session, 6, sampling=SAMPLED)
     monkeypatch.undo()
     assert same(found, spoken(Mode.BATCHED, strategy), Mode.BATCHED)
 
 
 def drafts_change_no_token(strategy: KVStrategy, mode: Mode) -> None:
     plain = spoken(mode, strategy)
-    said = [*text(), *(token for token, _ in plain[:16])]
+    said = [*text(), *(token for token, _ in plain[:12])]
     for drafter in (Knowing(text=said, errs=5), Wrong()):
         assert same(spoken(mode, strategy, drafter=drafter, draft_tokens=3), plain, mode)
 
@@ -144,7 +144,7 @@ def test_a_history_from_torch_goes_on_here(monkeypatch: pytest.MonkeyPatch) -> N
             expected = generate(engine, session, 9)
     with engine_for(Mode.BATCHED) as engine:
         assert forward_of(engine).facts.backend == "mlx"
-        found = generate(engine, engine.rebuild_session(began, records).session_id, 9)
+        found = generate(engine, rebuild_session(engine, began, records).session_id, 9)
     assert same(found, expected, Mode.BATCHED)
 
 

@@ -1,4 +1,4 @@
-"""Want of memory, numbers that are not finite, several engines, a fork: an error or the right answer, never a crash."""
+"""Out of memory, numbers that are not finite, several engines, a fork: an error or the right answer, never a crash."""
 
 from __future__ import annotations
 

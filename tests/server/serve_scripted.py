@@ -1,24 +1,24 @@
-"""A server process whose engine hangs for ever at a token: prints where it listens, and `hangs` when it does.
+"""A server process on the scripted model: prints where it listens, serves until it is asked to stop.
 
-usage: serve_scripted.py <token> <seconds for running Generates after SIGTERM>
+usage: serve_scripted.py <bind> <drain seconds>
 """
 
 import sys
 
 from inference_engine.config import ServerConfig
+from inference_engine.errors import ConfigError
 from inference_engine.server.run import serve
-from laboratory.scripted import Fault, Script
+from laboratory.scripted import Script
 from tests.load.scripted import scripted_engine
 
-token, drain_seconds = int(sys.argv[1]), float(sys.argv[2])
-script = Script(
-    faults={token: (Fault.HANG, None)},
-    on_step=lambda _step: print("hangs", flush=True),
-)
-engine = scripted_engine(script=script, stall_seconds=2.0)
-serve(
-    engine,
-    ServerConfig(bind="127.0.0.1:0", drain_seconds=drain_seconds, stall_exit_seconds=0.1),
-    on_ready=lambda handle: print(handle.target, flush=True),
-)
-sys.exit("the server ended by itself")
+bind, drain_seconds = sys.argv[1:]
+# Steps take a while: a Generate runs when the signal comes.
+with scripted_engine(script=Script(step_seconds=0.002)) as engine:
+    try:
+        serve(
+            engine,
+            ServerConfig(bind=bind, drain_seconds=float(drain_seconds)),
+            on_ready=lambda handle: print(handle.target, flush=True),
+        )
+    except ConfigError as error:
+        sys.exit(str(error))

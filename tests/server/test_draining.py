@@ -17,7 +17,7 @@ from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import TIMEOUT_SECONDS, Client, read_rest, refused
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("serve_tiny.py")
+PROGRAM = Path(__file__).with_name("serve_scripted.py")
 FOREVER = 30_000
 
 Server = tuple[subprocess.Popen[str], str]

@@ -29,7 +29,7 @@ from tests.load.scripted import scripted_engine
 from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("serve_scripted.py")
+PROGRAM = Path(__file__).with_name("serve_hanging.py")
 POISON = 250
 HISTORY = tuple(range(40))
 STALL_SECONDS = 60.0

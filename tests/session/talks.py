@@ -32,13 +32,13 @@ def record_of(number: int) -> SessionRecord:
 
 
 class Talk:
-    """Sessions that grow by random steps, and what of them was told: all that was safe at some moment."""
+    """Sessions that grow by random steps, and what of them was confirmed: all that was safe at some moment."""
 
     def __init__(self, journal: SQLiteJournal, seed: int = 0) -> None:
         self.journal = journal
         self.rng = random.Random(seed)
         self.said: dict[int, list[int]] = {number: [] for number in range(SESSIONS)}
-        self.told = self.told_before = 0  # records that were safe at some moment, and at the one before
+        self.confirmed = self.confirmed_before = 0  # records that were safe at some moment, and at the one before
         self.order: list[tuple[int, int]] = []  # session, its length then
         for number in range(SESSIONS):
             with journal.unit():
@@ -61,17 +61,17 @@ class Talk:
         self.journal.kick()
 
     def wait(self) -> None:
-        """Until all is safe; then it is told."""
+        """Until all is safe; then it is confirmed."""
         assert self.journal._writer.flush(20), self.journal.failure
-        if len(self.order) != self.told:
-            self.told, self.told_before = len(self.order), self.told
+        if len(self.order) != self.confirmed:
+            self.confirmed, self.confirmed_before = len(self.order), self.confirmed
 
     def lengths(self, steps: int) -> dict[int, int]:
         """The length of each session after so many records."""
         return {number: max([0, *(to for one, to in self.order[:steps] if one == number)]) for number in self.said}
 
     def check(self, folder: Path, *, may_refuse: bool = False) -> str:
-        """What is found in a copy of the folder: nothing wrong, nothing doubled, and all that was told."""
+        """What is found in a copy of the folder: nothing wrong, nothing doubled, and all that was confirmed."""
         try:
             journal = open_journal(folder, metrics=METRICS)
         except ConfigError:
@@ -89,7 +89,7 @@ class Talk:
                     found[number] = -1
                     continue
                 ids = [token for row in kept.tokens for token in row.token_ids.tolist()]
-                assert ids == self.said[number][: len(ids)], "a history that was never told"
+                assert ids == self.said[number][: len(ids)], "a history that was never confirmed"
                 found[number] = len(ids)
         finally:
             journal.stop()
@@ -98,10 +98,10 @@ class Talk:
             return "corrupt"
         has = {
             records: all(found[number] >= length for number, length in self.lengths(records).items())
-            for records in (self.told, self.told_before)
+            for records in (self.confirmed, self.confirmed_before)
         }
-        outcome = "whole" if has[self.told] else "last" if has[self.told_before] else "shorter"
-        assert may_refuse or outcome == "whole", (found, self.lengths(self.told))
+        outcome = "whole" if has[self.confirmed] else "last" if has[self.confirmed_before] else "shorter"
+        assert may_refuse or outcome == "whole", (found, self.lengths(self.confirmed))
         return outcome
 
 
@@ -164,7 +164,7 @@ def _flip_bits(folder: Path, seed: int, count: int, *, may_be_wrong: bool) -> Co
 
 
 def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:
-    """Let the disk's n-th write or sync fail: nothing is told after it, and what was told is there."""
+    """Let the disk's n-th write or sync fail: nothing is confirmed after it, and what was confirmed is there."""
     outcomes = Counter[str]()
     with FaultyDisk(f"faulty-{kind}") as disk:
         for number in numbers:
@@ -176,11 +176,11 @@ def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:
                 talk.step()
                 if not journal._writer.flush(20):
                     break
-                talk.told = len(talk.order)
+                talk.confirmed = len(talk.order)
             assert journal.failure, "the error was swallowed"
             disk.failing = None
             talk.step()
-            assert not journal._writer.flush(0.05), "told after an error"
+            assert not journal._writer.flush(0.05), "confirmed after an error"
             journal.stop()
             outcomes[talk.check(state)] += 1
             shutil.rmtree(state)
@@ -194,11 +194,11 @@ def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "
         journal = open_journal(folder / "state", Durability.POWER, vfs=disk.name)
         talk = Talk(journal, seed)
         disk.record(folder / "state")
-        told: list[tuple[int, int]] = []  # events of the disk so far, and what was told by then
+        confirmed: list[tuple[int, int]] = []  # events of the disk so far, and what was confirmed by then
         for step in range(24):
             talk.step()
             talk.wait()
-            told.append((len(disk.events), talk.told))
+            confirmed.append((len(disk.events), talk.confirmed))
             if step == 12:
                 with journal._db_lock:
                     journal._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
@@ -209,6 +209,7 @@ def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "
             for name, data in state.items():
                 (target / name).write_bytes(data)
             (target / LOCK).write_text("1 power\n")
-            talk.told = talk.told_before = max([0, *(count for events, count in told if events <= moment)])
+            until = [count for events, count in confirmed if events <= moment]
+            talk.confirmed = talk.confirmed_before = max([0, *until])
             outcomes[talk.check(target, may_refuse=True)] += 1
     return outcomes

@@ -529,7 +529,7 @@ def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["write", "sync"])
-def test_after_any_error_of_the_disk_nothing_more_is_told_and_what_was_told_is_there(tmp_path: Path, kind: str) -> None:
+def test_after_any_error_of_the_disk_nothing_more_is_confirmed_and_what_was_is_there(tmp_path: Path, kind: str) -> None:
     assert fail_calls(tmp_path, kind, (*range(1, 12), 17, 29, 60, 111))["whole"] == 15
 
 
@@ -564,7 +564,7 @@ def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
         assert talk.check(tmp_path) == "whole"
 
 
-def test_whatever_a_loss_of_power_leaves_has_all_that_was_told(tmp_path: Path) -> None:
+def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Path) -> None:
     assert cut_power(tmp_path, seed=1, states=150).keys() == {"whole"}
 
 

@@ -187,7 +187,7 @@ class Program:
     def close(self) -> None:
         """End its threads and free its memory, after the step that runs. Does nothing the second time.
 
-        A program that nobody refers to any more is closed, too.
+        A program without references is closed, too.
         """
         if not self._end.alive:
             return

@@ -58,7 +58,7 @@ bool runs(const char* level) {
   return !strcmp(level, "plain");
 }
 
-// 0, or -1 if body throws: for want of memory, as nothing else here does. Python's calls cannot be unwound.
+// 0, or -1 if body throws: out of memory, as nothing else here throws. Python's calls cannot be unwound.
 template <class Body>
 int32_t guarded(const Body& body) {
   try {

@@ -541,7 +541,7 @@ class Reader {
       const T* vectors[16];
       for (int i = 0; i < 16; i++) {
         int slot = w * WORD + 16 * g + i;
-        // Memory that nobody sees may be somebody else's, or none.
+        // Memory outside what a query sees may belong to something else, or to nothing.
         vectors[i] = seen >> (16 * g + i) & 1 ? vector(call_.keys, chunk + slot) : (const T*)nothing_;
       }
       Ahead values = NOTHING;
@@ -828,7 +828,7 @@ static void make_items(const Attention& call, int threads, Plan& plan) {
   if ((int64_t)plan.states.size() < plan.states_size) plan.states.resize(plan.states_size);
 }
 
-// Items are taken by whoever is free: each has an output, or a state, of its own, so that changes no bits.
+// Items are taken by the next free thread: each has an output, or a state, of its own, so that changes no bits.
 template <class Body>
 static void take_turns(Threads& threads, int64_t items, bool alone, const Body& body) {
   std::atomic<int64_t> next{0};

@@ -498,7 +498,7 @@ static void find_places(const Attention& call, int64_t j, int64_t found, Scratch
   int64_t gone = std::lower_bound(chosen, chosen + found, (int32_t)job.gone) - chosen;
   auto& missing = scratch.missing[(size_t)j];
   if (gone && !restoring::match(*archive, job.head, chosen, gone, places, missing)) {
-    std::fill(places, places + gone, 0);  // never read: whoever asks finds the archive broken
+    std::fill(places, places + gone, 0);  // never read: the archive is reported as broken
     __atomic_store_n(&archive->is_broken, 1, __ATOMIC_RELAXED);
   }
   int64_t slab = archive->start + job.head * archive->slots - (line[START] + job.head * line[HEAD_SLOTS]);
