@@ -35,9 +35,7 @@ def on_torch(config: ModelConfig, facts_of: Forward) -> TorchForward:
     return TorchForward(Seam(model), facts, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("config", "bits"), [(DENSE, 4), (DENSE, 3), (DENSE, 8), (MIXED, 6)], ids=["4", "3", "8", "experts in 6"]
-)
+@pytest.mark.parametrize(("config", "bits"), [(DENSE, 3), (MIXED, 4)], ids=["3 bits", "experts in 4"])
 def test_unpacked_groups_give_the_logits_of_mlx(config: PretrainedConfig, bits: int, tmp_path: Path) -> None:
     model = config_of(published(config, tmp_path, bits=bits))
     forward = open_backend(model)
