@@ -1,6 +1,7 @@
 """Greedy output against transformers' own `generate` on the real model, strategy full.
 
     python scripts/evaluate_greedy.py                  writes results/greedy/<date>-<machine>/
+    python scripts/evaluate_greedy.py --device mlx     writes results/greedy_mlx/…; torch runs the other side on the CPU
 
 Prompts are stretches of the Python documentation that ships with Python, of different lengths. Where two runs part, the
 margin between the two likeliest tokens there is reported: below 1e-3 it is a near-tie that rounding may decide.
@@ -88,10 +89,10 @@ def main() -> None:
     arguments = parser.parse_args()
     config = resolve(ModelConfig, {"model": arguments.model, "device": arguments.device})
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(config.model, config.cache_path))
-    theirs = load_model(config.model, cache=config.cache_path, device=config.device, attention="sdpa")
+    theirs = load_model(config.model, cache=config.cache_path, device=config.torch_device, attention="sdpa")
     found: dict[str, list[Comparison]] = {}
     forward = open_backend(config)
-    for mode in Mode:
+    for mode in (Mode.BATCHED,) if config.device == "mlx" else Mode:  # MLX refuses the other
         with Engine(forward, EngineConfig(mode=mode, kv_bytes=2**29)) as engine:
             found[mode.value] = [
                 compare(engine, theirs.model, prompt, arguments.tokens)
@@ -104,14 +105,18 @@ def main() -> None:
         values[f"prompts with equal output, {mode_name}"] = record.exact(len(comparisons) - len(parted), "prompts")
         values[f"prompts that part at a near-tie, {mode_name}"] = record.exact(near, "prompts")
         values[f"prompts that part elsewhere, {mode_name}"] = record.exact(len(parted) - near, "prompts")
+    kind = config.device.partition(":")[0]
+    packages = ("torch", "transformers", *(("mlx",) if kind == "mlx" else ()))
     path = record.write_record(
-        "greedy",
+        "greedy" if kind == "cpu" else f"greedy_{kind}",
         {
             "command": record.command_line(),
+            "machine": record.describe_machine(packages),
             "config": {
                 "model": theirs.model_id,
                 "weights_sha256": theirs.weights_sha256,
                 "device": config.device,
+                "backend": f"{forward.facts.backend} {forward.facts.numerics}".strip(),
                 "prompts": arguments.prompts,
                 "tokens": arguments.tokens,
                 "near_tie": NEAR_TIE,

@@ -114,6 +114,10 @@ class Checkpoint(ABC):
             )
         return found
 
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """A copy of a tensor's numbers, whatever they are stored as. Raises as `tensor` does."""
+        return self.tensor(name, shape).as_float32()
+
 
 def _mapped(path: Path) -> NDArray[np.uint8]:
     """The bytes of a file that is not empty. They are read from the disk when they are looked at."""

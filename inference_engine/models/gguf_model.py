@@ -1,4 +1,4 @@
-"""A GGUF file as transformers knows a model: its configuration, its numbers in float32 or bfloat16, its tokenizer.
+"""A GGUF file as transformers knows a model: its configuration and its tokenizer. Its numbers: `unpacked.py`.
 
 transformers' own loader of GGUF is not used: it trusts the file's counts and offsets (gguf_header.py), and leaves out
 part of the configuration (gguf_config.py). Its tokenizer is: it is made once, in a process of its own, and kept in
@@ -9,7 +9,6 @@ part of the configuration (gguf_config.py). Its tokenizer is: it is made once, i
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import shutil
 import subprocess
@@ -20,16 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import child_environment, configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
-from inference_engine.models.checkpoint import Checkpoint
 from inference_engine.models.folder import MAX_LAYERS
 from inference_engine.models.gguf_config import gguf_config
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.manifest import digest_of
-from inference_engine.models.open_checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +36,6 @@ MAX_TOKENIZER_SECONDS = 120.0
 # Those of the second kind take every digit alone, then split as the first do.
 _AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-
-_EXPERTS = ".mlp.experts."
 
 
 def check_gguf(path: Path) -> None:
@@ -71,57 +65,6 @@ def read_gguf_config(path: Path) -> PretrainedConfig:
             f"{path}: not a configuration that {kind.__name__} can be made of (log level DEBUG has the details)"
         ) from error
     return config
-
-
-def load_gguf(path: Path, config: PretrainedConfig, dtype: Any, attention: str) -> PreTrainedModel:
-    """The model on torch, every block made to numbers of `dtype`. Raises ModelError if they do not fit `config`."""
-    import torch
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    checkpoint = open_checkpoint(path)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    try:
-        with torch.device("meta"):
-            wanted = {name: tuple(part.shape) for name, part in kind(copy.deepcopy(config)).named_parameters()}
-        if config.tie_word_embeddings:
-            wanted.pop("lm_head.weight", None)
-        _check_names(checkpoint, set(wanted))
-        numbers = {name: _parameter(checkpoint, name, shape).to(dtype) for name, shape in wanted.items()}
-        model: PreTrainedModel = kind.from_pretrained(
-            None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention
-        )
-    except ModelError:
-        raise
-    except Exception as error:
-        logger.debug("%s cannot be loaded", path, exc_info=True)
-        raise ModelError(
-            f"{path}: transformers cannot load these weights with this configuration (log level DEBUG has the details)"
-        ) from error
-    return model
-
-
-def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
-    given = {name for name in checkpoint.names() if _EXPERTS not in name}
-    if more := sorted(given - wanted):
-        raise ModelError(f"{checkpoint.path}: {len(more)} tensors that the configuration has no place for: {more[0]}")
-
-
-def _parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
-    import torch
-
-    if _EXPERTS not in name:
-        return torch.from_numpy(checkpoint.tensor(name, shape).as_float32())
-    experts, outputs, inputs = shape
-    layer, _, kind = name.rpartition(".")
-    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    found = [
-        torch.from_numpy(
-            checkpoint.tensor(f"{layer}.{expert}.{part}.weight", (outputs // len(parts), inputs)).as_float32()
-        )
-        for expert in range(experts)
-        for part in parts
-    ]
-    return torch.cat(found).reshape(shape)
 
 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     X.biases       [outputs, inputs / group_size]         the offsets; X.bias is what is added to a product
 
 A matrix is quantised if it has scales. Experts of a layer are one tensor, `mlp.switch_mlp`. The keys are in mlx-lm's
-`utils.py` and `models/switch_layers.py`. What reads these files (`backends/mlx`) multiplies them as they are.
+`utils.py` and `models/switch_layers.py`. What serves these files (`backends/mlx`) multiplies them as they are.
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ class Grouped:
     offsets: StoredTensor
     group: int
     bits: int
+
+    def as_float32(self) -> NDArray[np.float32]:
+        """[..., outputs, inputs]: scale · level + offset, four bytes a number. For what runs on torch."""
+        stream = np.unpackbits(np.ascontiguousarray(self.words).view(np.uint8), axis=-1, bitorder="little")
+        levels = stream.reshape(*self.scales.shape, self.group, self.bits) @ (1 << np.arange(self.bits, dtype=np.uint8))
+        scales, offsets = (part.as_float32()[..., None] for part in (self.scales, self.offsets))
+        numbers = levels.astype(np.float32) * scales + offsets
+        found: NDArray[np.float32] = numbers.reshape(*self.scales.shape[:-1], -1)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +113,11 @@ class GroupedCheckpoint(Checkpoint):
         if found is not None and len(found.words) != len(names):
             raise ModelError(f"{self.path}: {stem} has {len(found.words)} experts, the model has {len(names)}")
         return found
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        self.tensor(name, shape)
+        grouped = self.matrix(name) if name.endswith(".weight") else None
+        return super().numbers(name, shape) if grouped is None else grouped.as_float32()
 
     def _find(self, name: str) -> StoredTensor | None:
         if (place := self._places.get(name)) is None:

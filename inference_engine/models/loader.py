@@ -208,12 +208,19 @@ def sizes(config: PretrainedConfig, folder: Path) -> tuple[int, int]:
 
 
 def load_model(
-    name_or_path: str, *, cache: Path, device: str = "cpu", dtype: str = "float32", attention: str = "eager"
+    name_or_path: str,
+    *,
+    cache: Path,
+    device: str = "cpu",
+    dtype: str = "float32",
+    attention: str = "eager",
+    unpacks_groups: bool = False,
 ) -> LoadedModel:
     """Check a model's files and load it.
 
     attention: the name of an attention function registered in transformers. On the CPU, in the dtype of the files, the
     weights are memory-mapped; in another dtype or on another device they are copied, and from a GGUF file always.
+    unpacks_groups: weights in MLX's layout are made to numbers, as calibrating needs them; without it they are refused.
 
     Raises ModelError if the folder is missing, unsafe, damaged or does not fit its configuration, BackendError if the
     device is missing.
@@ -223,10 +230,11 @@ def load_model(
     checked = check_model(name_or_path, cache=cache)
     config = read_config(checked)
     trained_positions, vocab_size = sizes(config, checked.folder)
-    if not checked.only_gguf and grouping_of(checked.folder) is not None:
+    is_grouped = not checked.only_gguf and grouping_of(checked.folder) is not None
+    if is_grouped and not unpacks_groups:
         raise ModelError(
-            f"{checked.folder}: its matrices are quantised in MLX's layout, which device=mlx alone reads; start with "
-            "--device mlx, or use the model's unquantised weights or a GGUF file"
+            f"{checked.folder}: its matrices are quantised in MLX's layout, which MLX alone runs: serve it with "
+            "--device mlx; what runs on torch needs the model's unquantised weights or a GGUF file"
         )
 
     import torch
@@ -236,10 +244,12 @@ def load_model(
     library_logging.disable_progress_bar()
     if reported := describe_ignored(checked.ignored):
         logger.info("%s: %s", checked.model_id, reported)
-    if checked.only_gguf:
-        from inference_engine.models.gguf_model import load_gguf
+    if checked.only_gguf or is_grouped:
+        from inference_engine.models.open_checkpoint import open_checkpoint
+        from inference_engine.models.unpacked import load_unpacked
 
-        model = load_gguf(checked.stored, config, getattr(torch, dtype), attention)
+        stored = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
+        model = load_unpacked(stored, config, getattr(torch, dtype), attention)
     else:
         model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
     model.requires_grad_(requires_grad=False)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -132,11 +133,11 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from inference_engine.compose import latent_folder
+    from inference_engine.compose import latent_folder, open_backend
     from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
-    from inference_engine.models import check_model, load_model, weights_digest
+    from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
-    from laboratory.evaluation.models import open_target
+    from laboratory.evaluation.models import load_tokenizer, open_target
     from laboratory.evaluation.record import running_commit
     from laboratory.training.calibration_cost import CalibrationCost
     from laboratory.training.capture import require_stored_keys
@@ -148,10 +149,20 @@ def run(args: argparse.Namespace) -> int:
     commit = running_commit(args.commit)
     checked = check_model(model.model, cache=model.cache_path)
     loaded = load_model(
-        model.model, cache=model.cache_path, device=model.torch_device, dtype=model.dtype, attention="sdpa"
+        model.model,
+        cache=model.cache_path,
+        device=model.torch_device,
+        # Statistics and gradients are torch's, whatever serves; in float16 it takes none on a CPU.
+        dtype="float32" if model.dtype == "float16" else model.dtype,
+        attention="sdpa",
+        unpacks_groups=True,
     )
-    with open_target(model, EngineConfig()) as target:
-        geometry = target.forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
+    with ExitStack() as opened:
+        target = None if args.quick else opened.enter_context(open_target(model, EngineConfig()))
+        # Text that is installed needs no engine, nor the memory that one takes for K and V.
+        forward = open_backend(model) if target is None else target.forward
+        tokenizer: Any = load_tokenizer(tokenizer_folder(model.model, model.cache_path))
+        geometry = forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
         layers = latent_layers(geometry)
         require_stored_keys(loaded.model, layers=layers)
         sequence = min(_SEQUENCE, geometry.trained_positions)
@@ -162,14 +173,14 @@ def run(args: argparse.Namespace) -> int:
             layers=layers,
             tokens=args.tokens,
             sensitivity_tokens=args.sensitivity_sequences * _SENSITIVITY_TOKENS,
-            conversations=0 if args.quick or not target.can_chat else conversations_in(args.tokens, sequence),
+            conversations=conversations_in(args.tokens, sequence) if target is not None and target.can_chat else 0,
             conversation_tokens=sequence,
             group_layers=args.group_layers,
         )
         console.print(f"a latent for {checked.model_id}: {cost}", highlight=False)
         began = time.monotonic()
-        if args.quick:
-            text = gather_plain(target.tokenizer, tokens=args.tokens, files=args.text, seed=args.seed)
+        if target is None:
+            text = gather_plain(tokenizer, tokens=args.tokens, files=args.text, seed=args.seed)
         else:
             with console.status("letting the model talk with itself"):
                 text = gather(target, tokens=args.tokens, length=sequence, files=args.text, seed=args.seed)

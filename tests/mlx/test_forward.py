@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from transformers import CohereConfig, PretrainedConfig
 
 from inference_engine.backends.mlx import attention
+from inference_engine.backends.mlx.program import _streams
 from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import TwinSizes, admit_config, text_generator
@@ -140,16 +142,32 @@ def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None
     assert not forward._pools
 
 
+ENDS = """
+import sys, threading
+import mlx.core as mx
+from inference_engine.backends.mlx.program import _silu_gated, _streams
+
+def compute():
+    if sys.argv[1] == "begun":
+        _streams.begin()
+    mx.eval(_silu_gated(mx.ones(4), mx.ones(4)))
+
+threads = [threading.Thread(target=compute) for _ in range(2)]
+[(thread.start(), thread.join()) for thread in threads]
+"""
+
+
 def test_a_process_whose_threads_computed_ends_well() -> None:
-    """Streams of a thread end with it (mlx 0.32 aborts otherwise)."""
-    lines = (
-        "import threading",
-        "from inference_engine.kv.strategies.full import Full",
-        "from tests.mlx.tiny import tiny_mlx",
-        "from tests.native.test_forward import Sessions",
-        "sessions = Sessions(tiny_mlx(), Full())",
-        "threads = [threading.Thread(target=sessions.step, args=((0, [1, 2, 3]),)) for _ in range(2)]",
-        "[(thread.start(), thread.join()) for thread in threads]",
-    )
-    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, timeout=120, check=False)
+    """Streams of a thread end with it: mlx 0.32 aborts otherwise."""
+    sessions, begun = Sessions(tiny_mlx(), Full()), []
+
+    def step() -> None:
+        sessions.step((0, [1, 2, 3]))
+        begun.append(_streams.last is not None)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert begun == [True]
+    ended = subprocess.run([sys.executable, "-c", ENDS, "begun"], capture_output=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr.decode()

@@ -1,39 +1,48 @@
-"""The laws on MLX: those of other backends, run over TinyModel there. Every strategy, every law with every name of one.
+"""The laws on MLX: those of other backends, run over TinyModel there. Every mechanism speaks, and laws are a selection.
 
-In batched mode alone: fixed-shape mode is refused.
+In batched mode alone: fixed-shape mode is refused. What queries see is a law over every strategy in `test_entries.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference_engine.backends.base import Forward
+from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
+from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests import tiny
-from tests.facade import forward_of, is_anything_held, on_the_engines_thread, rebuild_session
+from tests.facade import forward_of, is_anything_held, on_the_engines_thread, save_copies
+from tests.kept import keeping
 from tests.laws import test_drop_laws as drop_laws
-from tests.laws import test_engine_laws as engine_laws
+from tests.laws import test_forgetting_laws as forgetting_laws
 from tests.laws import test_fork_laws as fork_laws
+from tests.laws import test_hibernation_laws as hibernation_laws
+from tests.laws import test_kept_laws as kept_laws
 from tests.laws.drafters import Knowing, Wrong
 from tests.laws.variants import (
+    LATENT,
     all_strategies,
-    covering,
     drain,
-    each_strategy,
     engine_for,
     generate,
+    mechanism,
     same,
     text,
 )
 from tests.mlx.tiny import tiny_mlx
+from tests.tiny_native import tiny_native
 
 ON_TORCH = tiny.tiny_forward
+MECHANISMS = list({mechanism(strategy): strategy for strategy in all_strategies()}.values())
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
 
 
@@ -54,7 +63,7 @@ def spoken(mode: Mode, strategy: KVStrategy, **settings: Any) -> list[tuple[int,
         return first + generate(engine, session, 6, sampling=SAMPLED)
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", MECHANISMS, ids=str)
 def test_tokens_are_those_of_torch_beside_others_and_however_they_arrive(
     strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,14 +86,14 @@ def test_tokens_are_those_of_torch_beside_others_and_however_they_arrive(
     assert same(found, spoken(Mode.BATCHED, strategy), Mode.BATCHED)
 
 
-def drafts_change_no_token(strategy: KVStrategy, mode: Mode) -> None:
+def drafts_change_no_token(strategy: KVStrategy, mode: Mode, _: Path) -> None:
     plain = spoken(mode, strategy)
     said = [*text(), *(token for token, _ in plain[:12])]
-    for drafter in (Knowing(text=said, errs=5), Wrong()):
-        assert same(spoken(mode, strategy, drafter=drafter, draft_tokens=3), plain, mode)
+    drafter = Wrong() if isinstance(strategy, Full) else Knowing(text=said, errs=5)
+    assert same(spoken(mode, strategy, drafter=drafter, draft_tokens=3), plain, mode)
 
 
-def nothing_is_left_of_a_session_that_was_cancelled(strategy: KVStrategy, mode: Mode) -> None:
+def nothing_is_left_of_a_session_that_was_cancelled(strategy: KVStrategy, mode: Mode, _: Path) -> None:
     with engine_for(mode) as engine:
         session = engine.create_session(strategy=strategy).session_id
         engine.append(session, text())
@@ -98,26 +107,39 @@ def nothing_is_left_of_a_session_that_was_cancelled(strategy: KVStrategy, mode: 
         assert not is_anything_held(engine)
 
 
-def dropped(strategy: KVStrategy, mode: Mode) -> None:
+def dropped(strategy: KVStrategy, mode: Mode, _: Path) -> None:
     drop_laws.test_a_session_whose_entries_were_dropped_goes_on_as_one_that_kept_them(strategy, mode)
 
 
-def rebuilt(strategy: KVStrategy, mode: Mode) -> None:
-    engine_laws.test_a_session_rebuilt_from_its_journal_goes_on_as_if_never_closed(strategy, mode)
-
-
-def forked(strategy: KVStrategy, mode: Mode) -> None:
+def forked(strategy: KVStrategy, mode: Mode, _: Path) -> None:
     fork_laws.test_a_fork_goes_on_as_a_session_built_from_scratch_and_its_parent_as_if_never_forked(
         strategy, True, mode
     )
 
 
-LAWS: list[Callable[[KVStrategy, Mode], None]] = [
+def killed(strategy: KVStrategy, mode: Mode, folder: Path) -> None:
+    kept_laws.test_a_session_that_was_killed_goes_on_as_one_that_never_was(folder, strategy, mode)
+
+
+def hibernated(strategy: KVStrategy, mode: Mode, folder: Path) -> None:
+    hibernation_laws.test_a_session_read_from_a_file_goes_on_to_the_bit_as_one_that_never_was_in_one(
+        folder, strategy, mode
+    )
+
+
+def forgotten(strategy: KVStrategy, mode: Mode, _: Path) -> None:
+    forgetting_laws.test_nothing_of_an_ended_session_is_left_in_memory(strategy, mode)
+
+
+Law = Callable[[KVStrategy, Mode, Path], None]
+LAWS: list[Law] = [
     drafts_change_no_token,
     nothing_is_left_of_a_session_that_was_cancelled,
     dropped,
-    rebuilt,
     forked,
+    killed,
+    hibernated,
+    forgotten,
 ]
 
 
@@ -131,27 +153,63 @@ def test_a_fork_reads_its_parents_entries_in_place(strategy: KVStrategy) -> None
         law(strategy, False, Mode.BATCHED)
 
 
-def test_a_history_from_torch_goes_on_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Histories are token ids: what one executor recorded another resumes, and computes its entries again."""
-    journal = MemoryJournal()
-    with monkeypatch.context() as other:
-        other.setattr(tiny, "tiny_forward", ON_TORCH)
-        with engine_for(Mode.BATCHED, journal=journal) as engine:
-            session = engine.create_session(strategy=Full()).session_id
-            engine.append(session, text())
-            generate(engine, session, 9)
-            began, records = journal.read(session)
-            expected = generate(engine, session, 9)
-    with engine_for(Mode.BATCHED) as engine:
-        assert forward_of(engine).facts.backend == "mlx"
-        found = generate(engine, rebuild_session(engine, began, records).session_id, 9)
-    assert same(found, expected, Mode.BATCHED)
+@pytest.mark.parametrize("other", [ON_TORCH, tiny_native], ids=["torch", "native"])
+@pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=40)], ids=str)
+def test_a_kept_session_goes_to_another_executor_and_back(
+    other: Callable[..., Forward], strategy: KVStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its history goes; the file of its K/V, which is made each time, is of another executor and is not used."""
+    never_moved = spoken_in_turns(tmp_path / "never", [tiny_mlx] * 3, strategy, monkeypatch)
+    moved = spoken_in_turns(tmp_path / "moved", [other, tiny_mlx, other], strategy, monkeypatch)
+
+    assert [not_used for _, _, not_used in moved] == [0, 1, 1]
+    assert [cached for _, cached, _ in moved] == [0, 0, 0]
+    assert never_moved[2][1] > 0, "its own file is used"
+    for (found, *_), (expected, *_) in zip(moved, never_moved, strict=True):
+        assert same(found, expected, Mode.BATCHED)
 
 
-@pytest.mark.parametrize(
-    ("law", "strategy"),
-    covering(LAWS, all_strategies(), of=lambda one: one.name if isinstance(one, KVStrategy) else one),
-    ids=lambda one: getattr(one, "__name__", str(one)),
-)
-def test_a_law_holds(law: Callable[[KVStrategy, Mode], None], strategy: KVStrategy) -> None:
-    law(strategy, Mode.BATCHED)
+def spoken_in_turns(
+    folder: Path, executors: list[Callable[..., Forward]], strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[list[tuple[int, float | None]], int, int]]:
+    """A turn of one session in a server of each executor: tokens, how many had K/V before, how many files no use."""
+    turns, session = [], ""
+    for turn, make in enumerate(executors):
+        monkeypatch.setattr(tiny, "tiny_forward", make)
+        with keeping(folder, make=hibernation_laws.made_in(Mode.BATCHED)) as engine:
+            if session:
+                engine.recall(session)
+            else:
+                session = engine.create_session(strategy=strategy).session_id
+            engine.append(session, text(50, seed=turn))
+            found, cached = hibernation_laws.go_on(engine, session)
+            turns.append((found, cached, hibernation_laws.reads(engine, "foreign")))
+            assert len(save_copies(engine, folder)) == 1
+    return turns
+
+
+# What MLX's attention knows of a strategy: it reads all, a ring, or blocks of choice; or the plan attends on the host.
+READS = [
+    Full(),
+    SinkWindow(sink=3, window=40),
+    Gather(block=8, sink=4, window=16, budget=48),
+    make_strategy("restored", **LATENT, window=9, mode="stream"),
+]
+
+
+@pytest.mark.parametrize("strategy", READS, ids=str)
+@pytest.mark.parametrize("law", LAWS, ids=lambda one: one.__name__)
+def test_a_law_holds(law: Law, strategy: KVStrategy, tmp_path: Path) -> None:
+    law(strategy, Mode.BATCHED, tmp_path)
+
+
+def test_a_file_that_does_not_agree_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hibernation_laws.test_a_file_that_does_not_agree_is_not_used_and_nothing_changes_but_the_time(
+        tmp_path, Full(), "flipped", caplog
+    )
+
+
+def test_a_fork_read_from_a_file_goes_on(tmp_path: Path) -> None:
+    hibernation_laws.test_a_fork_read_from_a_file_goes_on_as_one_that_stayed_in_memory(
+        tmp_path, SinkWindow(sink=3, window=40)
+    )

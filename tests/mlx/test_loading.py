@@ -16,12 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3M
 
 from inference_engine.backends.base import Forward
 from inference_engine.compose import open_backend
-from inference_engine.config import ModelConfig
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.engine import Engine
 from inference_engine.errors import BackendError, ConfigError, ModelError
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.folder import CONFIG
 from inference_engine.models.open_checkpoint import open_checkpoint
+from tests.laws.variants import generate
 from tests.native.test_forward import Sessions
+from tests.tiny import SMALL
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -122,6 +125,15 @@ def test_a_checkpoint_in_the_layout_of_mlx_gives_the_logits_of_its_own_library(
     checkpoint = open_checkpoint(folder)
     encodings = {checkpoint.tensor(name).encoding for name in checkpoint.names()}
     assert (f"{bits} bits" if bits else "F32") in encodings
+
+
+def test_a_prefill_of_several_steps_runs_over_a_head_in_groups(tmp_path: Path) -> None:
+    """A step that wants no logits has no rows for the head: MLX's own product of groups ends the process then."""
+    forward = open_backend(config_of(published(DENSE, tmp_path, bits=4)))
+    with Engine(forward, EngineConfig(**{**SMALL, "step_tokens": 16, "kv_bytes": 2**22})) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, IDS)
+        assert len(generate(engine, session, 3)) == 3
 
 
 def test_only_mlx_reads_its_layout(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""A model on torch from weights that transformers does not read: blocks of GGUF, groups of MLX, made to numbers.
+
+A number takes the bytes of its dtype, however few it has in the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+from inference_engine.errors import ModelError
+from inference_engine.models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_EXPERTS = ".mlp.experts."
+
+
+def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, attention: str) -> PreTrainedModel:
+    """The model on torch, every number in `dtype`. Raises ModelError if they do not fit `config`, or are not read."""
+    import torch
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    path = checkpoint.path
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{path}: {config.model_type} is no model of text alone, and is not unpacked for torch")
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        with torch.device("meta"):
+            wanted = {name: tuple(part.shape) for name, part in kind(copy.deepcopy(config)).named_parameters()}
+        if config.tie_word_embeddings:
+            wanted.pop("lm_head.weight", None)
+        _check_names(checkpoint, set(wanted))
+        numbers = {name: _parameter(checkpoint, name, shape).to(dtype) for name, shape in wanted.items()}
+        model: PreTrainedModel = kind.from_pretrained(
+            None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        logger.debug("%s cannot be loaded", path, exc_info=True)
+        raise ModelError(
+            f"{path}: transformers cannot load these weights with this configuration (log level DEBUG has the details)"
+        ) from error
+    return model
+
+
+def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
+    given = {name for name in checkpoint.names() if _EXPERTS not in name}
+    if more := sorted(given - wanted):
+        raise ModelError(f"{checkpoint.path}: {len(more)} tensors that the configuration has no place for: {more[0]}")
+
+
+def _parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    if _EXPERTS not in name:
+        return torch.from_numpy(checkpoint.numbers(name, shape))
+    experts, outputs, inputs = shape
+    layer, _, kind = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    found = [
+        torch.from_numpy(checkpoint.numbers(f"{layer}.{expert}.{part}.weight", (outputs // len(parts), inputs)))
+        for expert in range(experts)
+        for part in parts
+    ]
+    return torch.cat(found).reshape(shape)

@@ -1,0 +1,86 @@
+"""The laws of KV entries through MLX's attention: given keys and values, in a pool that MLX reads where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import pytest
+from torch import Tensor
+
+from inference_engine.backends.mlx.bridge import as_mlx, as_torch
+from inference_engine.backends.mlx.forward import _Together
+from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.models.step_list import Attend
+from tests.laws import test_session_kv_laws as laws
+from tests.laws.variants import all_strategies
+from tests.mlx.test_laws import READS
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Of Described, what attention reads."""
+
+    layers: tuple[LayerGeometry, ...] = laws.LAYERS
+
+
+class MlxPlan(StepPlan):
+    """Attends by MLX where MlxForward would."""
+
+    pools: ClassVar[dict[int, tuple[mx.array, mx.array]]] = {}
+    attended = 0
+
+    def __init__(self, *arguments: Any, **words: Any) -> None:
+        super().__init__(*arguments, **{**words, "ops": DeviceOps(attends_together=True)})
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **words: Any) -> Tensor:
+        if not self.is_numbers_only or self.selects:
+            return super().attend(layer, queries, keys, values, **words)
+        MlxPlan.attended += 1
+        address = next(iter(self.pool.buffers.values())).keys.data_ptr()
+        together = _Together(self, Layers(), self.pools[address])  # type: ignore[arg-type]
+        operation = Attend(input="", output="", layer=layer, **words)
+        out = together(operation, *(as_mlx(states[0].transpose(0, 1)) for states in (queries, keys, values)))
+        mx.eval(out, *together.written())
+        together.write()
+        return as_torch(out).view(1, out.shape[0], *queries.shape[1::2])
+
+
+@pytest.fixture(autouse=True)
+def _through_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves: list[mx.array] = []
+
+    def zeros(count: int) -> Tensor:
+        half = mx.zeros((count // 16, 16))
+        mx.eval(half)
+        halves.append(half)
+        found = as_torch(half).view(-1)
+        if len(halves) % 2 == 0:
+            MlxPlan.pools[as_torch(halves[-2]).data_ptr()] = halves[-2], half
+        return found
+
+    monkeypatch.setattr(laws, "_zeros", zeros)
+    monkeypatch.setattr(laws, "StepPlan", MlxPlan)
+    monkeypatch.setattr(MlxPlan, "pools", {})
+    monkeypatch.setattr(MlxPlan, "attended", 0)
+
+
+# Each strategy with one size of a step, in turn.
+@pytest.mark.parametrize(
+    ("strategy", "chunk"), list(zip(all_strategies(), cycle((5, laws.SEGMENT, 3, 1)), strict=False)), ids=str
+)
+def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int) -> None:
+    laws.test_a_query_sees_what_the_mask_law_says(strategy, chunk, (1, 1))
+    assert MlxPlan.attended
+
+
+@pytest.mark.parametrize("strategy", READS, ids=str)
+def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy) -> None:
+    """Nor does MLX, which reads the same bytes, see one."""
+    laws.check_a_rejected_draft(strategy, 1, 94)
+    assert MlxPlan.attended
