@@ -95,8 +95,10 @@ def long_session(forward: Forward, *, seconds: float, kv_bytes: int) -> LongSess
     """One session under `sink_window` that goes on and on; its memory is to stay."""
     rng = np.random.default_rng(1)
     turns = tokens = first = 0
-    with Engine(forward, EngineConfig(kv_bytes=kv_bytes, segment_tokens=64)) as engine:
-        session = engine.create_session(strategy=SinkWindow(sink=4, window=256)).session_id
+    # By default, too: memory for a session under `full` of all trained positions is not needed.
+    settings = EngineConfig(kv_bytes=kv_bytes, segment_tokens=64, strategy=str(SinkWindow(sink=4, window=256)))
+    with Engine(forward, settings) as engine:
+        session = engine.create_session().session_id
         began = time.monotonic()
         while turns < 8 or time.monotonic() - began < seconds:
             appended = [int(one) for one in rng.integers(1, 100, int(rng.integers(1, 90)))]
