@@ -22,7 +22,7 @@ from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.sqlite_journal import COPIES
 from inference_engine.types import GenerateParams, Sampling
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.facade import save_copies
+from tests.facade import rebuild_session, save_copies
 from tests.kept import after_a_kill, keeping, saved
 from tests.laws.drafters import Knowing
 from tests.laws.test_engine_laws import opened
@@ -95,7 +95,7 @@ def test_a_fork_and_a_session_from_the_journal_go_on_to_the_bit(strategy: KVStra
         session = opened(engine, strategy, text())
         generate(engine, session)
         fork = engine.fork_session(session).session_id
-        rebuilt = engine.rebuild_session(*journal.read(session)).session_id
+        rebuilt = rebuild_session(engine, *journal.read(session)).session_id
         goes_on = generate(engine, session)
         assert generate(engine, fork) == goes_on
         assert generate(engine, rebuilt) == goes_on
