@@ -60,6 +60,7 @@ SHAPE = IndexShape(rank=16, bits=3, run=4) if HAS_GPU else IndexShape(rank=5, bi
 WINDOW, KEPT_TOKENS = (512, 512) if HAS_GPU else (40, 20)
 MOST_TOKENS = 131072  # of a history whose choice is compared with the reference's
 ROUNDS = 15
+STAGES = ("score", "weigh", "list", "read", "merge")  # of a choice by components, in their order
 # Query heads, KV heads, head size, sessions and length where every entry is read.
 READ_ALL = [
     *((28, 4, 128, 1, 1024), (28, 4, 128, 1, 8192), (28, 4, 128, 16, 1024), (28, 4, 128, 16, 8192)),
@@ -243,13 +244,14 @@ class Chosen:
             self.buffers[0], self.table, kv_heads=KV_HEADS, region=self.case.region, first=first, end=end, shape=SHAPE
         )
 
-    def stage(self, name: str, copy: int) -> None:
-        """Of the first copy's results, over the lines of this one."""
+    def up_to(self, name: str, copy: int) -> None:
+        """The stages to this one: each adds to what the ones before have made, so none runs by itself."""
         self.stages.given = (self.case.queries, *self.buffers, self.regions[copy])
-        if name == "merge":
-            self.stages.merge(self.out)
-        else:
-            getattr(self.stages, name)()
+        for each in STAGES[: STAGES.index(name) + 1]:
+            if each == "merge":
+                self.stages.merge(self.out)
+            else:
+                getattr(self.stages, each)()
 
     def whole(self, copy: int) -> Tensor:
         options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "choices": (self.choice,)}
@@ -475,22 +477,22 @@ def swept_choice(chosen: Chosen) -> dict[str, float]:
     found, copies = {}, chosen.case.copies
     for warps, registers in ((4, None), (4, 168), (4, 128), (8, None), (8, 128)):
         with patch.object(components, "_SCORE_WARPS", warps), patch.object(components, "_SCORE_REGISTERS", registers):
-            run = partial(chosen.stage, "score")
+            run = partial(chosen.up_to, "score")
             found[f"score, {warps} warps, {registers} registers"] = microseconds(run, copies)
     for parts in (64, 256):
         with patch.object(components, "_PARTS", parts):
             other = Chosen(chosen.case, *chosen.buffers)
             for stage in ("score", "weigh", "list"):
-                found[f"{stage}, {parts} parts"] = microseconds(partial(other.stage, stage), copies)
+                found[f"to {stage}, {parts} parts"] = microseconds(partial(other.up_to, stage), copies)
             found[f"whole, {parts} parts"] = microseconds(other.whole, copies)
     with patch.object(components, "DISTANCES", 128):
         other = Chosen(chosen.case, *chosen.buffers)
         for stage in ("score", "weigh", "list"):
-            found[f"{stage}, 128 distances"] = microseconds(partial(other.stage, stage), copies)
+            found[f"to {stage}, 128 distances"] = microseconds(partial(other.up_to, stage), copies)
         found["whole, 128 distances"] = microseconds(other.whole, copies)
     for slots in (16, 64):
         with patch.object(components, "_CHOSEN_SLOTS", slots):
-            found[f"read, {slots} slots"] = microseconds(partial(chosen.stage, "read"), copies)
+            found[f"to read, {slots} slots"] = microseconds(partial(chosen.up_to, "read"), copies)
             found[f"whole, {slots} slots read"] = microseconds(chosen.whole, copies)
     return found
 
@@ -510,8 +512,7 @@ def of_case(case: Case, keys: Tensor, values: Tensor, *, tries: bool) -> dict[st
     }
     found |= in_turns(runs, case.copies)
     runs = {f"bounds, {name}": getattr(stages, name) for name in ("score", "select", "read")}
-    names = ("score", "weigh", "list", "read", "merge")
-    runs |= {f"components, {name}": partial(chosen.stage, name) for name in names}
+    runs |= {f"components, to {name}": partial(chosen.up_to, name) for name in STAGES}
     found |= in_turns(runs, case.copies)
     if tries:
         with patch.object(gather, "chained", lambda _device: {"CHAINED": False}):
