@@ -34,7 +34,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -127,10 +127,13 @@ bench-cpu: native ## decode, append and prefill beside llama.cpp, which is compi
 	@$(BIN)/python scripts/bench_cpu.py $(ARGS)
 
 bench-gpu: native ## steps and prefills of real shapes on a GPU beside transformers' compiled step; record in results/
-	@$(BIN)/python scripts/bench_gpu_steps.py $(ARGS)
+	@$(BIN)/python -m scripts.bench_gpu_steps $(ARGS)
 
 bench-gpu-ops: native ## attention, exact Top-K and MAC on a GPU beside the best kernels installed; record in results/
 	@$(BIN)/python scripts/bench_gpu_ops.py $(ARGS)
+
+bench-gpu-latent: native ## prefill through a latent, waking and decoding on a GPU, beside plain torch; record in results/
+	@$(BIN)/python -m scripts.bench_latent_gpu $(ARGS)
 
 bench-gpu-listed: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)

@@ -1,7 +1,7 @@
 """The kernels of `gather` on a GPU: checked against their references, then timed stage by stage beside dense attention.
 
-    python scripts/bench_gather_gpu.py                writes results/gather_cuda_bfloat16/<date>-<machine>/
-    python scripts/bench_gather_gpu.py --tries        prints times with other tiles, of Top-K and of reading all, too
+    python -m scripts.bench_gather_gpu                writes results/gather_cuda_bfloat16/<date>-<machine>/
+    python -m scripts.bench_gather_gpu --tries        prints times with other tiles, of Top-K and of reading all, too
 
 A step's queries choose blocks by bounds, or tokens by components, or read everything. Each operation of a timed graph
 has entries of its own, as many as fit, so that nothing is read from the cache of the operation before it; the graphs

@@ -1,6 +1,6 @@
 """Decode steps and prefills of real shapes on a GPU, through the engine, beside transformers' compiled step.
 
-    python scripts/bench_gpu_steps.py              writes results/steps_cuda_bfloat16/<date>-<machine>/
+    python -m scripts.bench_gpu_steps              writes results/steps_cuda_bfloat16/<date>-<machine>/
 
 The models have shapes of real ones and random weights, made in memory: nothing is downloaded. What the device reaches
 in this process is measured first: bandwidth, a matrix product, kernels that follow each other. Each decode step is told

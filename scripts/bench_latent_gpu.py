@@ -1,6 +1,6 @@
 """Sessions that are restored from a latent, on a GPU: prefill through it, waking, and decoding while it is read.
 
-    python scripts/bench_latent_gpu.py                writes results/latent_<device>_<dtype>/<date>-<machine>/
+    python -m scripts.bench_latent_gpu                writes results/latent_<device>_<dtype>/<date>-<machine>/
 
 Three engines over one model take turns: sessions of `full`; of `restored` from a latent by the device's own operations;
 and the same by plain torch, as a device without such operations runs it. The models have shapes of real ones and random

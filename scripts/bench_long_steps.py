@@ -1,6 +1,6 @@
 """Decode steps of one session at growing lengths: strategies that read part of a history beside the one that reads all.
 
-    python scripts/bench_long_steps.py          writes results/long_steps_cuda_bfloat16/<date>-<machine>/
+    python -m scripts.bench_long_steps          writes results/long_steps_cuda_bfloat16/<date>-<machine>/
 
 The model has the shape of a real one and random weights, made in memory, and components of its keys are calibrated on
 random ids: times are measured, and nothing about answers. One engine records its steps and launches them ahead. At each

@@ -127,7 +127,7 @@ class Forward(Protocol):
 
     @property
     def indexes_keys(self) -> bool:
-        """Has the device an operation that chooses tokens by an index of keys? Otherwise plain operations choose."""
+        """Does `gather` choose tokens by an index of keys, where its scorer is not given? Not where that is slower."""
 
     @property
     def has_address_space(self) -> bool:

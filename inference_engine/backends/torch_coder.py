@@ -36,6 +36,9 @@ _MOST_BYTES = 64 * 2**20  # of a group's numbers, unpacked at once
 _HEAD_DIMS = (32, 64, 128, 256)
 _FLOAT32_BYTES = 4
 _MOST_RATES = 4
+# Shorter runs do not keep a GPU busy, and recorded operations do as well. Entries leave by whole segments, so a session
+# always takes one way.
+_LEAST_ANALYSED = 512
 _TRIED = 7, 1_000  # positions
 _TOLERANCE = 1e-5
 
@@ -80,7 +83,7 @@ class TorchCoder:
         raise AssertionError("it has no operation")
 
     def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
-        return self.analyses(rotary, codes.decoder.means.shape[1] // 2)
+        return self._fits(rotary, codes.decoder.means.shape[1] // 2)
 
     def restore(self, layers: Sequence[RestoredLayer], first: int) -> Tensor:
         found = torch.zeros((len(layers), 2), device=self.device)
@@ -91,7 +94,10 @@ class TorchCoder:
                 self._restore(alike, first + begin, slice(begin, min(count, begin + step)), found[start:])
         return found.T
 
-    def analyses(self, rotary: str, head_dim: int) -> bool:
+    def analyses(self, rotary: str, head_dim: int, count: int) -> bool:
+        return count >= _LEAST_ANALYSED and self._fits(rotary, head_dim)
+
+    def _fits(self, rotary: str, head_dim: int) -> bool:
         return head_dim in _HEAD_DIMS and (rotary == UNROTATED or self._turns_in_halves(rotary, head_dim))
 
     def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:

@@ -118,8 +118,12 @@ class TorchForward:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_host_bytes()
 
-    @cached_property
+    @property
     def indexes_keys(self) -> bool:
+        return False  # a GPU's operation reads less and takes longer than one that chooses blocks
+
+    @cached_property
+    def _has_indexes(self) -> bool:
         is_able = self._ops.key_indexes is not None and self._ops.attends_together
         return is_able and can_index(self.seam, self._device)
 
@@ -169,7 +173,7 @@ class TorchForward:
             coder=coder,
             most_tokens_at_once=most_queries,
         )
-        if not self.indexes_keys:
+        if not self._has_indexes:
             return context
         assert self._ops.key_indexes is not None
         indexes = DeviceIndexes(

@@ -65,8 +65,8 @@ class Coder(Protocol):
         Returns float32 [2, layers], anywhere: not finite where one of a layer's keys, or of its values, is not.
         """
 
-    def analyses(self, rotary: str, head_dim: int) -> bool:
-        """Is there an operation that makes a latent's numbers of such entries?"""
+    def analyses(self, rotary: str, head_dim: int, count: int) -> bool:
+        """Is there an operation that makes a latent's numbers of so many such entries, faster than plain ones?"""
 
     def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:
         """The numbers, float32 [n, C], of entries at consecutive positions, from `first` on, in a group's layers.

@@ -216,7 +216,7 @@ def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(identity: 
     ]
     with library().open_threads(2) as threads:
         coder = made_coder(threads, identity=identity, turn=lambda keys, shifts, _: rotate(keys, shifts))
-        assert coder.analyses("default", D) and not coder.analyses("other", D)
+        assert coder.analyses("default", D, count) and not coder.analyses("other", D, count)
 
         numbers, found = coder.analyse(analyser, layers, first)
 

@@ -116,7 +116,7 @@ class NativeCoder:
         )
         return self.kernels.restore(self.threads, run)
 
-    def analyses(self, rotary: str, head_dim: int) -> bool:
+    def analyses(self, rotary: str, head_dim: int, count: int) -> bool:
         return rotary in self.turns
 
     def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,7 @@ class _LatentArchive(Archive):
         if (
             analysers is None
             or len(runs) > 1
-            or not all(coder.analyses(slots.layer_set.rotary, slots.head_dim) for slots in regions)
+            or not all(coder.analyses(slots.layer_set.rotary, slots.head_dim, len(leaving)) for slots in regions)
         ):
             super().keep_from(regions, positions)
             return
