@@ -169,6 +169,8 @@ def _asks_for_torch(config: ModelConfig) -> str:
         return f"it computes on the CPU, and device is {config.device}"
     if config.dtype != "float32":
         return f"its activations are float32, and dtype is {config.dtype}"
+    if config.weights == "fp8":
+        return "weights=fp8 is for CUDA; on a CPU, int8 and int4 are made"
     for name, asked in (("kernels", config.kernels), ("linear", config.linear)):
         if asked != "auto":
             return f"{name}={asked} is about torch"
