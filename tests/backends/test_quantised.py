@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from inference_engine.backends import torch_loading
 from inference_engine.backends.quantised_linear import QuantisedLinear
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import BackendError, ModelError
+from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.quantised import quantise
 from inference_engine.models import LoadedModel
