@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Admitted
-from inference_engine.backends.quantised_linear import QuantisedLinear
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.backends.twin import admit_config
@@ -47,6 +46,7 @@ from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.quantised import GROUP, QuantisedMatrix
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models import LoadedModel, load_model, tokenizer_folder
+from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import ATTENTION
 from laboratory.evaluation import record
 from laboratory.evaluation.haystack import Texts
@@ -86,7 +86,7 @@ def served(loaded: LoadedModel, weights: str, arguments: argparse.Namespace, adm
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
     ops = replace(open_ops("auto", torch.device(arguments.device)), attends_together=True)
     if weights == BLOCKS:
-        from inference_engine.backends.quantised_linear import quantise_linears
+        from inference_engine.models.quantised_linear import quantise_linears
 
         quantise_linears(loaded.model, "fp8", head=loaded.model.get_output_embeddings())
         for module in loaded.model.modules():

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.backends.quantised_linear import QuantisedLinear
 from inference_engine.kernels.fused import Fused, RowNorm, gated
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.numbers import StepTables
 from inference_engine.models.checkpoint import text_name
+from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import AttentionPlan, Seam
 from inference_engine.models.step_list import (
     HEAD,

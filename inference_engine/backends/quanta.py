@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from inference_engine.backends.packed_linear import PackedLinear
-from inference_engine.backends.quantised_linear import QuantisedLinear
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
 from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.models.quantised_linear import QuantisedLinear
 
 if TYPE_CHECKING:
     from inference_engine.models.seam import Seam

@@ -14,7 +14,6 @@ from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.graphs import should_record_graphs
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.packed_linear import can_pack, pack_linears
-from inference_engine.backends.quantised_linear import formats_of, quantise_linears
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
 from inference_engine.config import ModelConfig
@@ -23,6 +22,7 @@ from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
 from inference_engine.models.norms import fuse_norms
+from inference_engine.models.quantised_linear import formats_of, quantise_linears
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.models.step_list import NoStepListError, check_family
 from inference_engine.types import ModelFacts

@@ -23,7 +23,6 @@ LARGEST = 448.0  # of float8_e4m3fn
 GROUP = 128  # inputs of a group of `int4`, when weights are quantised here
 _MIDDLE = 8  # the code of zero where a matrix has no zeros of its own
 _CODES = 16
-_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 _LEAST_SCALE = 2.0**-24  # of float16
 
 
@@ -141,8 +140,7 @@ def quantise(matrix: Tensor, format_name: str) -> QuantisedMatrix:
     """A matrix [O, K] of floating-point numbers in `fp8` by channel, or in `int4` in groups of 128.
 
     fp8: the largest number of an output becomes 448, and numbers are rounded to the nearest. int4: the least and the
-    largest number of a group become the ends of the codes, or of the shares of that range that are tried the one with
-    the least squared error does; zero is a code.
+    largest number of a group become the ends of the codes; zero is a code.
     """
     outputs, inputs = matrix.shape
     wide = matrix.float()
@@ -153,21 +151,13 @@ def quantise(matrix: Tensor, format_name: str) -> QuantisedMatrix:
     assert format_name == "int4", format_name
     filled = torch.nn.functional.pad(wide, (0, -inputs % GROUP)).view(outputs, -1, GROUP)
     low, high = filled.amin(dim=-1, keepdim=True).clamp_max(0.0), filled.amax(dim=-1, keepdim=True).clamp_min(0.0)
-    best = torch.full_like(low, torch.inf)
-    codes, zeros, scales = torch.empty_like(filled), torch.empty_like(low), torch.empty_like(low)
-    for share in _SHARES:
-        steps = (share * (high - low) / (_CODES - 1)).clamp_min(_LEAST_SCALE).to(torch.float16).float()
-        middle = (-share * low / steps).round().clamp(0, _CODES - 1)
-        found = (filled / steps + middle).round().clamp(0, _CODES - 1)
-        error = ((found - middle) * steps - filled).square().sum(dim=-1, keepdim=True)
-        is_better = error < best
-        best = torch.where(is_better, error, best)
-        codes, zeros, scales = (
-            torch.where(is_better, new, old) for new, old in ((found, codes), (middle, zeros), (steps, scales))
-        )
+    scales = ((high - low) / (_CODES - 1)).clamp_min(_LEAST_SCALE).to(torch.float16)
+    steps = scales.float()
+    zeros = (-low / steps).round().clamp(0, _CODES - 1)
+    codes = (filled / steps + zeros).round().clamp(0, _CODES - 1)
     return QuantisedMatrix(
         codes=pack_codes(codes.view(outputs, -1), GROUP),
-        scales=scales[:, :, 0].to(torch.float16),
+        scales=scales[:, :, 0],
         zeros=zeros[:, :, 0].to(torch.uint8),
         inputs=inputs,
         group=GROUP,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from inference_engine.backends.quantised_linear import QuantisedLinear
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.backends.twin import admit_config
@@ -19,6 +18,7 @@ from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.quantised import quantise
 from inference_engine.models import LoadedModel
+from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import ATTENTION
 from tests.laws.variants import generate, text
 from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model
