@@ -113,13 +113,14 @@ def in_blocks(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 def weight_bytes(forward: TorchForward) -> int:
     """What a step of one token reads: every matrix but the embedding, unless that is the head, too."""
-    model, own = forward.seam.model, 0
+    model = forward.seam.model
+    own = 0
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for module in model.modules():
         if isinstance(module, QuantisedLinear):
             own += module.matrix.nbytes
     parts = [part for part in model.parameters() if part is not embedding or head is embedding]
-    return own + sum(part.nbytes for part in parts)
+    return own + sum(int(part.nbytes) for part in parts)
 
 
 @contextmanager
@@ -268,16 +269,17 @@ def note_divergence(name: str, kind: str, exact: Sequence[Tensor], ours: Sequenc
     theirs, own = torch.cat(list(exact)), torch.cat(list(ours))
     divergence = (theirs.exp() * (theirs - own)).sum(dim=-1, dtype=torch.float64)
     agreement = float((theirs.argmax(dim=-1) == own.argmax(dim=-1)).double().mean())
+    mean = float(divergence.mean())
     row = {
         "weights": name,
         "text": kind,
         "tokens": len(divergence),
-        "mean KL": float(divergence.mean()),
+        "mean KL": mean,
         "p99 KL": float(divergence.quantile(0.99)),
         "same likeliest token": agreement,
     }
     found.divergences.append(row)
-    found.values[f"mean KL to {PLAIN}, {name}, {kind}"] = record.exact(row["mean KL"], "nats")
+    found.values[f"mean KL to {PLAIN}, {name}, {kind}"] = record.exact(mean, "nats")
     found.values[f"same likeliest token as {PLAIN}, {name}, {kind}"] = record.exact(agreement, "share of tokens")
     print(row, flush=True)
 

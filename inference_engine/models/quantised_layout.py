@@ -85,10 +85,11 @@ def _fbgemm(_found: Mapping[str, Any]) -> Layout:
 
 
 def _compressed(found: Mapping[str, Any]) -> Layout:
-    groups = found.get("config_groups")
-    weights = [one.get("weights") if isinstance(one, dict) else None for one in groups.values()] if groups else []
-    sparsity = (found.get("sparsity_config") or {}).get("format", "dense")
-    if found.get("format") != "float-quantized" or sparsity != "dense" or len(weights) != 1 or not weights[0]:
+    groups, sparsity = found.get("config_groups"), found.get("sparsity_config") or {"format": "dense"}
+    parts = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [one["weights"] for one in parts if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
+    is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
+    if found.get("format") != "float-quantized" or not is_dense or len(parts) != 1 or len(weights) != 1:
         raise _unread(f"compressed-tensors of the format {found.get('format')!r}; one group of float-quantized is read")
     (own,) = weights
     strategy = own.get("strategy")

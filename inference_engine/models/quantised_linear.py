@@ -16,6 +16,7 @@ from inference_engine.kernels.quantised import QuantisedMatrix, quantise
 class QuantisedLinear(nn.Module):
     """In place of one nn.Linear; inference only."""
 
+    bias: nn.Parameter | None
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None

@@ -236,7 +236,7 @@ UP = "model.layers.1.mlp.up_proj"
     ("layout", "name", "made", "said"),
     [
         ("gptq", f"{UP}.g_idx", lambda found: found.flip(0), "order of their own"),
-        ("gptq", f"{UP}.qzeros", lambda found: None, "no tensor .*qzeros"),
+        ("gptq", f"{UP}.qzeros", lambda _: None, "no tensor .*qzeros"),
         ("gptq", f"{UP}.qweight", lambda found: found[:-1].contiguous(), "do not fit"),
         ("awq", f"{UP}.scales", lambda found: found.int(), "I32"),
         ("compressed-tensors", f"{UP}.weight_scale", lambda found: found[:-1].contiguous(), "each of 96 outputs"),
