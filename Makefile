@@ -34,7 +34,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -137,6 +137,9 @@ bench-gpu-latent: native ## prefill through a latent, waking and decoding on a G
 
 bench-gpu-listed: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
+
+bench-gpu-weights: native ## decode steps with weights in bfloat16, fp8 and int4, on a GPU; record in results/
+	@$(BIN)/python -m scripts.bench_gpu_weights $(ARGS)
 
 bench-hibernation: native ## a session's first token after a restart, from a file and by a prefill; record in results/
 	@$(BIN)/kakeya models fetch smollm2-135m

@@ -191,6 +191,7 @@ def executor(config: ModelConfig) -> tuple[str, str]:
     """
     from inference_engine.models import find_model, read_config
     from inference_engine.models.folder import grouping_of
+    from inference_engine.models.quantised_layout import layout_of
     from inference_engine.models.step_list import NoStepListError, check_family
 
     found = find_model(config.model, cache=config.cache_path)
@@ -207,6 +208,12 @@ def executor(config: ModelConfig) -> tuple[str, str]:
         return "mlx", f"device is mlx, and {listed}"
     if not found.only_gguf and grouping_of(found.folder) is not None:
         return "", "its matrices are quantised in MLX's layout, which --device mlx alone runs"
+    layout = None if found.only_gguf else layout_of(found.folder)
+    if layout is not None:
+        how = (
+            "is read as it is where its family has a list" if config.device != "cpu" else "is unpacked at each product"
+        )
+        return "torch", f"its matrices are stored in {layout}, which {how}"
     if config.backend != "torch":
         from inference_engine.backends.native.loading import open_library
 
@@ -221,12 +228,17 @@ def executor(config: ModelConfig) -> tuple[str, str]:
 
 def _open_on_mlx(config: ModelConfig, admitted: Admitted | None) -> Forward:
     from inference_engine.backends.mlx import why_missing
+    from inference_engine.models import find_model
+    from inference_engine.models.quantised_layout import layout_of
 
     try:
         if config.backend != "auto":
             raise NotOnMlx(f"backend={config.backend} is about other devices")
         if reason := why_missing():
             raise NotOnMlx(reason)
+        found = find_model(config.model, cache=config.cache_path)
+        if not found.only_gguf and (layout := layout_of(found.folder)) is not None:
+            raise NotOnMlx(f"its matrices are stored in {layout}")
         return BACKENDS["mlx"](config, admitted or admit(config))
     except NotOnMlx as reason:
         raise BackendError(f"device=mlx does not run {config.model}: {reason}; or start with --device cpu") from reason

@@ -187,7 +187,8 @@ class ModelConfig:
     dtype: str = "float32"
     # "native": kernels in C++ for the CPU; "torch"; "auto": native where the model and the other settings allow it
     backend: str = "auto"
-    # Of the native backend: "auto", as they are stored; floating-point numbers can be made "int8", "int4", "bfloat16"
+    # "auto", as they are stored; on the native backend floating-point numbers can be made "int8", "int4" or "bfloat16"
+    # when they are loaded, on CUDA "fp8" or "int4"
     weights: str = "auto"
     # Of the native backend: activations stay float32 ("exact") or are rounded to "int8", 32 to a scale, where weights
     # are quantised, which is faster; "auto" is exact
@@ -213,8 +214,8 @@ class ModelConfig:
             raise ConfigError("drafter must be auto, none, ngram or a folder, got an empty string")
         if self.backend not in ("auto", "native", "torch"):
             raise ConfigError(f"backend must be auto, native or torch, got {self.backend!r}")
-        if self.weights not in ("auto", "float32", "bfloat16", "int8", "int4"):
-            raise ConfigError(f"weights must be auto, float32, bfloat16, int8 or int4, got {self.weights!r}")
+        if self.weights not in ("auto", "float32", "bfloat16", "fp8", "int8", "int4"):
+            raise ConfigError(f"weights must be auto, float32, bfloat16, fp8, int8 or int4, got {self.weights!r}")
         if self.numerics not in ("auto", "exact", "int8", "invariant"):
             raise ConfigError(f"numerics must be auto, exact, int8 or invariant, got {self.numerics!r}")
         if self.kv_dtype not in ("auto", "float32", "float16", "bfloat16"):

@@ -5,8 +5,9 @@
     norm · sum                                        one `norm`
 
 The weights are those of the torch model, which calibration and drafters run: matrices that are multiplied together are
-laid one below the other, and the model's parameters become views of them. What the list means is said in
-`models/step_list.py`; that it is right for a model is tested on a small twin of it (`backends/torch_loading.py`).
+laid one below the other, and the model's parameters become views of them. Matrices in fewer bits are read as they are.
+What the list means is said in `models/step_list.py`; that it is right for a model is tested on a small twin of it
+(`backends/torch_loading.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.kernels.fused import Fused, RowNorm, gated
+from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.numbers import StepTables
 from inference_engine.models.checkpoint import text_name
+from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import AttentionPlan, Seam
 from inference_engine.models.step_list import (
     HEAD,
@@ -189,19 +192,25 @@ class ListedStep:
         self._seam = seam
         self._fused = fused
         names = _parameters(seam.model)
-        self.steps = step_list(seam.model.config.get_text_config(), seam.layers, names.keys())
-        self._operations = fuse(self.steps)
         for layer in seam.layers:
             if layer.rotary not in (UNROTATED, IMMOVABLE):
                 count = 2 * len(seam.rotary_frequencies(layer.rotary)[0])
                 if count != layer.head_dim:
                     raise NoStepListError(f"{count} numbers of a head are rotated, of {layer.head_dim}")
+        quantised = _quantised(seam.model)
+        self.steps = step_list(seam.model.config.get_text_config(), seam.layers, {*names, *quantised})
+        self._operations = fuse(self.steps)
         self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()}
         self._joined: dict[tuple[str, ...], Tensor] = {}
-        self._check_shapes()
+        self._quantised: dict[tuple[str, ...], QuantisedMatrix] = {}
+        self._check_shapes(quantised)
         for operation in self._operations:
             if isinstance(operation, FusedProduct):
-                self._join(operation.product.matrices, names)
+                matrices = operation.product.matrices
+                if any(name in quantised for name in matrices):
+                    self._join_quantised(matrices, quantised)
+                else:
+                    self._join(matrices, names)
                 self._join(operation.product.biases, names)
 
     @torch.inference_mode()
@@ -214,31 +223,33 @@ class ListedStep:
         for operation in self._operations:
             if not isinstance(operation, FusedProduct):
                 continue
-            product, matrix = operation.product, self._joined[operation.product.matrices]
+            product, matrix = operation.product, self._matrix(operation.product)
             options = (operation.norm is None, not product.biases, operation.adds, operation.activation)
             if (tuple(matrix.shape), *options) in seen:
                 continue
             seen.add((tuple(matrix.shape), *options))
             for count in (count for count in _CHECKED if count * len(matrix) <= _MOST_CHECKED):
                 difference = self._difference(operation, matrix, count)
-                if not difference <= max(_MOST_ROUNDINGS * torch.finfo(matrix.dtype).eps, 1e-5):
+                if not difference <= max(_MOST_ROUNDINGS * torch.finfo(self._seam.dtype).eps, 1e-5):
                     raise NoStepListError(
                         f"{', '.join(product.matrices)}: products of {count} tokens differ by {difference:.3g} of the "
                         "largest number from torch's"
                     )
 
-    def _difference(self, operation: FusedProduct, matrix: Tensor, count: int) -> float:
+    def _difference(self, operation: FusedProduct, matrix: Matrix, count: int) -> float:
         """The largest, as a share of the largest number. What torch multiplies is rounded to the model's dtype."""
         product = operation.product
         bias = self._joined[product.biases] if product.biases else None
         norm = None if operation.norm is None else self._norm(operation.norm)
         outputs, inputs = matrix.shape
+        dtype = self._seam.dtype
         generator = torch.Generator().manual_seed(0)
-        states = torch.randn(count, inputs, generator=generator).to(matrix.device, matrix.dtype)
-        residual = torch.randn(count, outputs, generator=generator).to(matrix.device, matrix.dtype)
+        states = torch.randn(count, inputs, generator=generator).to(matrix.device, dtype)
+        residual = torch.randn(count, outputs, generator=generator).to(matrix.device, dtype)
         residual_or_none = residual if operation.adds else None
-        normed = states if norm is None else norm.of(states.float()).to(matrix.dtype)
-        expected = F.linear(normed, matrix, bias).float()
+        normed = states if norm is None else norm.of(states.float()).to(dtype)
+        numbers = matrix.unpacked(dtype) if isinstance(matrix, QuantisedMatrix) else matrix
+        expected = F.linear(normed, numbers, bias).float()
         if operation.activation is not None:
             expected = gated(expected, operation.activation)
         if operation.adds:
@@ -304,7 +315,7 @@ class ListedStep:
         product, output = operation.product, operation.output
         out = self._fused.product(
             state.registers[operation.norm.input if operation.norm else product.input],
-            self._joined[product.matrices],
+            self._matrix(product),
             bias=self._joined[product.biases] if product.biases else None,
             norm=None if operation.norm is None else self._norm(operation.norm),
             residual=state.registers[output] if operation.adds and output is not None else None,
@@ -352,13 +363,20 @@ class ListedStep:
     def _norm(self, norm: Norm) -> RowNorm:
         return RowNorm(weights=self._tensors[norm.weights], epsilon=norm.epsilon, adds_one=norm.plus_one)
 
-    def _check_shapes(self) -> None:
+    def _matrix(self, product: Product) -> Matrix:
+        found = self._quantised.get(product.matrices)
+        return self._joined[product.matrices] if found is None else found
+
+    def _check_shapes(self, quantised: Mapping[str, QuantisedLinear]) -> None:
         """Raise NoStepListError unless the matrices have the outputs and inputs of their registers."""
         widths = self.steps.widths
         for operation in self._operations:
             if isinstance(operation, FusedProduct):
                 product = operation.product
-                shapes = [tuple(self._tensors[name].shape) for name in product.matrices]
+                shapes = [
+                    quantised[name].matrix.shape if name in quantised else tuple(self._tensors[name].shape)
+                    for name in product.matrices
+                ]
                 outputs = self.steps.vocabulary if product.output is None else widths[product.output]
                 if sum(shape[0] for shape in shapes) != outputs or any(
                     shape[1:] != (widths[product.input],) for shape in shapes
@@ -377,19 +395,45 @@ class ListedStep:
             self._joined[names] = own[0].detach()
             return
         with torch.no_grad():
-            joined = torch.cat([parameter.detach() for parameter in own])
+            laid = torch.cat([parameter.detach() for parameter in own])
         first = 0
         for name, parameter in zip(names, own, strict=True):
-            parameter.data = joined[first : first + len(parameter)]
+            parameter.data = laid[first : first + len(parameter)]
             self._tensors[name] = parameter.detach()
             first += len(parameter)
-        self._joined[names] = joined
+        self._joined[names] = laid
+
+    def _join_quantised(self, names: tuple[str, ...], layers: Mapping[str, QuantisedLinear]) -> None:
+        """As `_join`. Raises NoStepListError for matrices of several formats."""
+        if names in self._quantised:
+            return
+        own = [layers[name] for name in names if name in layers]
+        if len(own) == 1 == len(names):
+            self._quantised[names] = own[0].matrix
+            return
+        whole = joined([layer.matrix for layer in own]) if len(own) == len(names) else None
+        if whole is None:
+            raise NoStepListError(f"{', '.join(names)} are multiplied together and quantised in different formats")
+        first = 0
+        for layer in own:
+            layer.matrix = whole.rows(first, layer.out_features)
+            first += layer.out_features
+        self._quantised[names] = whole
+
+
+def _quantised(model: PreTrainedModel) -> dict[str, QuantisedLinear]:
+    """The text model's layers of quantised matrices, by the names that these have in a checkpoint."""
+    return {
+        text_name(f"{name}.weight"): module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantisedLinear)
+    }
 
 
 def _parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """The text model's parameters, by the names of a checkpoint; a tied head is the embedding alone."""
     found = {text_name(name): parameter for name, parameter in model.named_parameters()}
     head = model.get_output_embeddings()
-    if head is not None and HEAD in found and head.weight is not found[HEAD]:
+    if isinstance(head, torch.nn.Linear) and HEAD in found and head.weight is not found[HEAD]:
         raise NoStepListError("the head is not the model's own")
     return found

@@ -17,6 +17,7 @@ from inference_engine.backends.packed_linear import PackedLinear
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
 from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.models.quantised_linear import QuantisedLinear
 
 if TYPE_CHECKING:
     from inference_engine.models.seam import Seam
@@ -54,11 +55,11 @@ def _unavailable(dtype: torch.dtype, device: torch.device) -> BackendError:
     )
 
 
-def _distinct_linears(seam: Seam) -> Iterator[nn.Linear | PackedLinear]:
+def _distinct_linears(seam: Seam) -> Iterator[nn.Linear | PackedLinear | QuantisedLinear]:
     """One linear layer of each shape."""
     seen: set[tuple[int, int]] = set()
     for module in seam.model.modules():
-        if isinstance(module, nn.Linear | PackedLinear):
+        if isinstance(module, nn.Linear | PackedLinear | QuantisedLinear):
             shape = (module.in_features, module.out_features)
             if shape not in seen:
                 seen.add(shape)
@@ -70,7 +71,9 @@ def _head_shapes(layers: Sequence[LayerGeometry]) -> set[tuple[int, int, int]]:
 
 
 @torch.inference_mode()
-def _linear_agrees(linear: nn.Linear | PackedLinear, quantum: int, device: torch.device, dtype: torch.dtype) -> bool:
+def _linear_agrees(
+    linear: nn.Linear | PackedLinear | QuantisedLinear, quantum: int, device: torch.device, dtype: torch.dtype
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(_TOKENS, linear.in_features, generator=generator).to(device, dtype)
     whole = linear(states)

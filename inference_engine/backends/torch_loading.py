@@ -22,12 +22,14 @@ from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
 from inference_engine.models.norms import fuse_norms
+from inference_engine.models.quantised_linear import formats_of, quantise_linears
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.models.step_list import NoStepListError, check_family
 from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
 
+MADE = ("fp8", "int4")  # formats that weights can be quantised to when they are loaded
 INVARIANT = "invariant"  # a numeric identity: no token's bits depend on what else is in its step
 
 
@@ -38,7 +40,13 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
             f"kv_dtype={config.kv_dtype} is for the native backend; torch keeps K and V in its dtype, {config.dtype}. "
             "Start with kv_dtype=auto"
         )
-    for name, asked, known in (("weights", config.weights, ()), ("numerics", config.numerics, (INVARIANT,))):
+    is_cuda = torch.device(config.device).type == "cuda"
+    if config.weights == "fp8" and not is_cuda:
+        raise BackendError("weights=fp8 is for CUDA; on a CPU start with weights=int8, int4 or auto")
+    for name, asked, known in (
+        ("weights", config.weights, MADE if is_cuda else ()),
+        ("numerics", config.numerics, (INVARIANT,)),
+    ):
         if asked not in ("auto", *known):
             raise BackendError(
                 f"{name}={asked} is for the native backend, which does not run this model here; start with "
@@ -58,7 +66,8 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
 def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *, ops: DeviceOps) -> TorchForward:
     """Make a model in memory ready to run with the operations of its device; it is taken over. Raises BackendError.
 
-    config: of it, `linear`, `kernels`, `graphs` and `numerics` are followed.
+    config: of it, `linear`, `kernels`, `graphs`, `numerics` and `weights` are followed; "fp8" and "int4" are made
+    on any device.
     """
     # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -70,6 +79,8 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         pack_linears(loaded.model)
     if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
         fuse_norms(loaded.model)
+    if config.weights in MADE:
+        _quantise(loaded, config.weights)
     device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
     if seam.has_head_sinks:
         ops = replace(ops, attends_together=False)
@@ -88,10 +99,27 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         trained_positions=loaded.trained_positions,
         device=loaded.device,
         dtype=loaded.dtype,
-        numerics="torch" if listed is None else INVARIANT if is_invariant else "listed",
+        numerics=_numerics(loaded, "torch" if listed is None else INVARIANT if is_invariant else "listed"),
         refused_strategies=admitted.refused,
     )
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed)
+
+
+def _quantise(loaded: LoadedModel, format_name: str) -> None:
+    """Raises BackendError for weights that are quantised already."""
+    if stored := formats_of(loaded.model):
+        raise BackendError(
+            f"weights={format_name}: the weights of {loaded.model_id} are stored as {stored} already; start with "
+            "weights=auto"
+        )
+    count = quantise_linears(loaded.model, format_name, head=loaded.model.get_output_embeddings())
+    logger.debug("%d matrices were quantised to %s", count, format_name)
+
+
+def _numerics(loaded: LoadedModel, products: str) -> str:
+    """The numeric identity: what adds up, and what it reads."""
+    formats = formats_of(loaded.model)
+    return f"{products}, {formats} weights" if formats else products
 
 
 def _listed(

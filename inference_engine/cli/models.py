@@ -36,6 +36,7 @@ from inference_engine.models import (
     read_config,
 )
 from inference_engine.models.folder import GGUF, grouping_of
+from inference_engine.models.quantised_layout import layout_of
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -166,6 +167,8 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         facts.append(("GGUF", f"{decimal(checked.gguf.stat().st_size)}; {_encodings(checked)}"))
     elif grouping_of(checked.folder) is not None:
         facts.append(("MLX's layout", _encodings(checked)))
+    elif (layout := layout_of(checked.folder)) is not None:
+        facts.append(("matrices", f"stored in {layout}"))
     if (manifest := checked.manifest) is None:
         if checked.ignored:
             facts.append(("ignored", _in_lines(checked.ignored)))

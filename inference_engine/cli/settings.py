@@ -30,7 +30,10 @@ HELP = {
     "device": ("DEVICE", "cpu, cuda, cuda:1, mlx, or auto: mlx on a Mac with Apple silicon, if installed; else cpu"),
     "dtype": ("DTYPE", "of activations, and of weights on torch: float32 or bfloat16; with device mlx float16, too"),
     "backend": ("NAME", "native (kernels in C++ for the CPU), torch, or auto: native where it runs the model"),
-    "weights": ("TYPE", "of the native backend: auto (as stored), or floats made int8, int4, bfloat16 or float32"),
+    "weights": (
+        "TYPE",
+        "auto (as stored), or floats made, on a CPU, int8, int4, bfloat16 or float32; on CUDA, fp8 or int4",
+    ),
     "numerics": (
         "NAME",
         (

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_engine.kernels.quantised import Matrix, QuantisedMatrix
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda states: F.gelu(states, approximate="tanh"),
@@ -42,14 +44,14 @@ class Product(Protocol):
     def __call__(
         self,
         states: Tensor,
-        matrix: Tensor,
+        matrix: Matrix,
         *,
         bias: Tensor | None = None,
         norm: RowNorm | None = None,
         residual: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        """states [N, K] · matrix [O, K], as [N, O].
+        """states [N, K] · matrix [O, K], as [N, O]. Numbers of a quantised matrix are not rounded to the model's dtype.
 
         bias: [O]. norm: applied to states first. residual: [N, O], added at the end. activation: of the first half of
         the outputs, which is multiplied with the second; then the result is [N, O / 2], without a residual.
@@ -83,7 +85,7 @@ class Norm(Protocol):
 
 def product(
     states: Tensor,
-    matrix: Tensor,
+    matrix: Matrix,
     *,
     bias: Tensor | None = None,
     norm: RowNorm | None = None,
@@ -92,7 +94,8 @@ def product(
 ) -> Tensor:
     """See `Product`."""
     wide = states.float()
-    out = (wide if norm is None else norm.of(wide)) @ matrix.float().T
+    numbers = matrix.unpacked(torch.float32) if isinstance(matrix, QuantisedMatrix) else matrix.float()
+    out = (wide if norm is None else norm.of(wide)) @ numbers.T
     if bias is not None:
         out = out + bias.float()
     if activation is not None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from inference_engine.errors import ModelError
+from inference_engine.models.quantised_layout import layout_in
 from inference_engine.models.safetensors_header import check_safetensors
 
 CONFIG = "config.json"
@@ -161,7 +162,7 @@ def check_configuration(folder: Path) -> None:
     """
     for path in sorted(folder.glob("*config.json")):
         content = read_json(path)
-        if path.name == CONFIG and grouping_in(content) is not None:
+        if path.name == CONFIG and (grouping_in(content) is not None or layout_in(content) is not None):
             content = without_grouping(content)
         # At the top level it names code for classes that may also be built in; the code is never run.
         nested = [value for key, value in content.items() if key != _CODE_KEY]
@@ -223,8 +224,9 @@ def asks_for_code(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without references to code or attention functions, and without what MLX's layout adds."""
-    if grouping_in(config) is not None:
+    """The configuration without references to code or attention functions, and without what says how matrices are
+    quantised."""
+    if grouping_in(config) is not None or layout_in(config) is not None:
         config = without_grouping(config)
     left_out = (_CODE_KEY, "attn_implementation", "_attn_implementation", "experts_implementation")
     return {key: value for key, value in config.items() if key not in left_out}

@@ -40,6 +40,7 @@ from inference_engine.models.folder import (
 )
 from inference_engine.models.hub import hub_model, name_of_snapshot, snapshot
 from inference_engine.models.manifest import Manifest, check_manifest, has_manifest
+from inference_engine.models.quantised_layout import layout_of
 from inference_engine.models.registry import is_known, known_model, known_names
 
 if TYPE_CHECKING:
@@ -250,6 +251,10 @@ def load_model(
 
         stored = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
         model = load_unpacked(stored, config, getattr(torch, dtype), attention)
+    elif (layout := layout_of(checked.folder)) is not None:
+        from inference_engine.models.quantised_model import load_quantised
+
+        model = load_quantised(checked.folder, layout, config, getattr(torch, dtype), attention)
     else:
         model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
     model.requires_grad_(requires_grad=False)

@@ -17,6 +17,7 @@ from inference_engine.models import CheckedFolder, check_model
 from inference_engine.models.checkpoint import Checkpoint, text_name
 from inference_engine.models.folder import describe_ignored
 from inference_engine.models.open_checkpoint import open_checkpoint
+from inference_engine.models.quantised_layout import layout_of
 from inference_engine.models.step_list import HEAD, NoStepListError, step_list
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library
@@ -47,6 +48,8 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     """
     library = open_library(config)
     checked = check_model(config.model, cache=config.cache_path)
+    if not checked.only_gguf and (layout := layout_of(checked.folder)) is not None:
+        raise NotNative(f"its matrices are stored in {layout}, which torch reads")
     try:
         described = _described(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
@@ -169,6 +172,8 @@ def _asks_for_torch(config: ModelConfig) -> str:
         return f"it computes on the CPU, and device is {config.device}"
     if config.dtype != "float32":
         return f"its activations are float32, and dtype is {config.dtype}"
+    if config.weights == "fp8":
+        return "weights=fp8 is for CUDA; on a CPU, int8 and int4 are made"
     for name, asked in (("kernels", config.kernels), ("linear", config.linear)):
         if asked != "auto":
             return f"{name}={asked} is about torch"

@@ -22,7 +22,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.fused import Fused, RowNorm
+from inference_engine.kernels.quantised import Matrix, QuantisedMatrix
 from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.quantised import (
+    INT4,
+    format_of,
+    group_products,
+    operands,
+    scales_of,
+    sums_of_codes,
+    unpacked,
+)
 
 _FEW = 64  # tokens; more are multiplied by a matrix library
 _LEAST = 16  # tokens of a tile
@@ -50,7 +60,7 @@ class Products:
     def __call__(
         self,
         states: Tensor,
-        matrix: Tensor,
+        matrix: Matrix,
         *,
         bias: Tensor | None = None,
         norm: RowNorm | None = None,
@@ -61,29 +71,58 @@ class Products:
         count, inputs = states.shape
         is_alone = count == 1 and not self._is_invariant
         if count > _FEW and not self._is_invariant:
+            if isinstance(matrix, QuantisedMatrix):
+                # Its numbers, for as long as they are multiplied: a matrix's worth of memory, which the next one gets.
+                matrix = unpacked(matrix, states.dtype)
             return _product_of_library(states, matrix, bias=bias, norm=norm, residual=residual, activation=activation)
         outputs = len(matrix) if activation is None else len(matrix) // 2
         if norm is not None and not is_alone:
             states, norm = _norm(states, norm), None
         out = torch.empty((count, outputs), dtype=states.dtype, device=states.device)
-        tensors = (
-            states,
-            matrix,
-            matrix if bias is None else bias,
-            matrix if residual is None else residual,
+        codes, scales, zeros = operands(matrix)
+        read = (states, codes, scales)
+        around = (
+            codes if bias is None else bias,
+            codes if residual is None else residual,
             out,
         )
+        group, groups = (inputs, 1) if isinstance(matrix, Tensor) else (matrix.group, scales.shape[1])
         constants = {
             "INPUTS": inputs,
             "HAS_BIAS": bias is not None,
             "HAS_RESIDUAL": residual is not None,
             "ACTIVATION": _ACTIVATIONS[activation],
+            "FORMAT": format_of(matrix),
         }
+        is_grouped = groups > 1 or constants["FORMAT"] == INT4
+        groups_of = {"GROUP": group, "GROUPS": groups, "HAS_ZEROS": zeros is not codes}
+        if is_alone and is_grouped:
+            tile = tile_of_groups(outputs)
+            _product_of_groups[(triton.cdiv(outputs, tile.rows),)](
+                *read,
+                zeros,
+                *around,
+                codes if norm is None else norm.weights,
+                outputs,
+                0.0 if norm is None else norm.epsilon,
+                **constants,
+                **groups_of,
+                HAS_NORM=norm is not None,
+                ADDS_ONE=norm is not None and norm.adds_one,
+                ROWS=tile.rows,
+                TOGETHER=max(1, tile.width // group),
+                num_warps=tile.warps,
+                **chained(out.device),
+            )
+            return out
         if is_alone:
             tile = tile_of_one(outputs, inputs)
+            if not isinstance(matrix, Tensor):
+                tile = tile_of_bytes(tile, inputs)
             _product_of_one[(triton.cdiv(outputs, tile.rows),)](
-                *tensors,
-                matrix if norm is None else norm.weights,
+                *read,
+                *around,
+                codes if norm is None else norm.weights,
                 outputs,
                 0.0 if norm is None else norm.epsilon,
                 **constants,
@@ -103,6 +142,8 @@ class Products:
             tile = tile_of_some(outputs, inputs, states.element_size(), tokens, matrices)
         else:
             tokens, tile = tile_of_many(outputs, count, states.element_size())
+        if is_grouped:
+            tile = tile._replace(width=group if constants["FORMAT"] == INT4 else min(group, tile.width))
         tile = fitting(tile, states.element_size(), tokens, matrices, shared_bytes(states.device))
         rows, columns = triton.cdiv(outputs, tile.rows), triton.cdiv(count, tokens)
         is_split = parts > 1 and columns == 1
@@ -112,12 +153,15 @@ class Products:
             assert rows <= _COUNTERS, rows
             arrived = self._counters(out.device)
         _product_of_some[(rows * columns, parts if is_split else 1)](
-            *tensors,
+            *read,
+            zeros,
+            *around,
             held,
             arrived,
             outputs,
             count,
             **constants,
+            **groups_of,
             IS_EVEN=inputs % tile.width == 0 and outputs % tile.rows == 0,
             TOKENS=tokens,
             ROWS=tile.rows,
@@ -192,6 +236,18 @@ def tile_of_one(outputs: int, inputs: int) -> Tile:
         width = max(64, triton.next_power_of_2(inputs))
         return Tile(1 if outputs < inputs else 2, width, 4 if width <= 2048 else 8)
     return Tile(2, 512, 2) if outputs < 4096 else Tile(8, 512, 4)
+
+
+def tile_of_bytes(tile: Tile, inputs: int) -> Tile:
+    """That of one token, where a number is a byte: as many bytes are under way."""
+    return tile._replace(width=min(2 * tile.width, triton.next_power_of_2(inputs)))
+
+
+def tile_of_groups(outputs: int) -> Tile:
+    """That of one token, where groups have scales of their own: width counts inputs."""
+    if outputs > 8192:
+        return Tile(4, 512, 2)
+    return Tile(2, 1024, 2) if outputs < 4096 else Tile(4, 512, 2)
 
 
 def parts_of(outputs: int, inputs: int) -> int:
@@ -352,6 +408,7 @@ def _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS: tl.constexpr, IS_EVEN
 def _product_of_one(
     p_states,
     p_matrix,
+    p_scales,
     p_bias,
     p_residual,
     p_out,
@@ -362,6 +419,7 @@ def _product_of_one(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ADDS_ONE: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -396,10 +454,32 @@ def _product_of_one(
             b_ups += b_tile.to(tl.float32) * b_states[None, :]
     b_out = tl.sum(b_sums, axis=1)
     b_up = tl.sum(b_ups, axis=1)
+    if FORMAT > 0:
+        b_out *= scales_of(p_scales, o_rows, m_rows, 0, 1)
+        if ACTIVATION > 0:
+            b_up *= scales_of(p_scales, o_rows + outputs, m_rows, 0, 1)
     if HAS_NORM:
         b_scale = tl.rsqrt(tl.sum(b_squares, axis=0) / INPUTS + epsilon)
         b_out *= b_scale
         b_up *= b_scale
+    _end_of_one(b_out, b_up, p_bias, p_residual, p_out, o_rows, m_rows, outputs, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
+
+
+@triton.jit
+def _end_of_one(
+    b_out,
+    b_up,
+    p_bias,
+    p_residual,
+    p_out,
+    o_rows,
+    m_rows,
+    outputs,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """What is done to the sums of one token before they are stored."""
     if HAS_BIAS:
         b_out += tl.load(p_bias + o_rows, mask=m_rows, other=0.0).to(tl.float32)
     if ACTIVATION > 0:
@@ -412,9 +492,89 @@ def _product_of_one(
 
 
 @triton.jit
+def _normed_states(
+    p_states, p_norm, b_squares, o_in, INPUTS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr
+):
+    """States of one token, times the weights of the norm, and the squares that the norm divides by, float32."""
+    m_in = o_in < INPUTS
+    b_states = tl.load(p_states + o_in, mask=m_in, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        b_squares += b_states * b_states
+        b_factor = tl.load(p_norm + o_in, mask=m_in, other=0.0).to(tl.float32)
+        if ADDS_ONE:
+            b_factor += 1.0
+        b_states *= b_factor
+    return b_states, b_squares
+
+
+@triton.jit
+def _product_of_groups(
+    p_states,
+    p_matrix,
+    p_scales,
+    p_zeros,
+    p_bias,
+    p_residual,
+    p_out,
+    p_norm,
+    outputs,
+    epsilon,
+    INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """As `_product_of_one`, with a scale for each group; so many groups are read at once."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_rows = o_rows < outputs
+    # Codes of 4 bits lie in bytes of two, whose inputs are half a group apart.
+    WIDTH: tl.constexpr = GROUP if FORMAT == 1 else GROUP // 2
+    b_sums = tl.zeros((ROWS, TOGETHER, WIDTH), dtype=tl.float32)
+    b_ups = tl.zeros((ROWS, TOGETHER, WIDTH), dtype=tl.float32)
+    b_squares = tl.zeros((1, TOGETHER, WIDTH), dtype=tl.float32)
+    for first in range(0, GROUPS, TOGETHER):
+        o_group = first + tl.arange(0, TOGETHER)
+        o_in = (o_group[:, None] * GROUP + tl.arange(0, WIDTH)[None, :])[None, :, :]
+        b_low, b_squares = _normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
+        b_high = b_low
+        if FORMAT == 2:
+            b_high, b_squares = _normed_states(p_states, p_norm, b_squares, o_in + WIDTH, INPUTS, HAS_NORM, ADDS_ONE)
+        b_sums += group_products(
+            p_matrix, p_scales, p_zeros, b_low, b_high, o_rows, o_group, m_rows, GROUP, GROUPS, FORMAT, HAS_ZEROS,
+            INPUTS,
+        )  # fmt: skip
+        if ACTIVATION > 0:
+            b_ups += group_products(
+                p_matrix, p_scales, p_zeros, b_low, b_high, o_rows + outputs, o_group, m_rows, GROUP, GROUPS, FORMAT,
+                HAS_ZEROS, INPUTS,
+            )  # fmt: skip
+    b_out = tl.sum(tl.sum(b_sums, axis=2), axis=1)
+    b_up = tl.sum(tl.sum(b_ups, axis=2), axis=1)
+    if HAS_NORM:
+        b_scale = tl.rsqrt(tl.sum(tl.sum(tl.sum(b_squares, axis=2), axis=1), axis=0) / INPUTS + epsilon)
+        b_out *= b_scale
+        b_up *= b_scale
+    _end_of_one(b_out, b_up, p_bias, p_residual, p_out, o_rows, m_rows, outputs, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
+
+
+@triton.jit
 def _sums_of_part(
     p_states,
     p_matrix,
+    p_scales,
+    p_zeros,
     o_rows,
     o_tokens,
     m_rows,
@@ -424,6 +584,10 @@ def _sums_of_part(
     end,
     INPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     KEPT: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -438,22 +602,52 @@ def _sums_of_part(
     b_sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     b_ups = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for first in range(begin, end, WIDTH):
-        o_in = first + tl.arange(0, WIDTH)
-        m_in = o_in < INPUTS
-        o_states = o_tokens[None, :].to(tl.int64) * INPUTS + o_in[:, None]
-        b_states = tl.load(p_states + o_states, mask=m_tokens[None, :] & m_in[:, None], other=0.0)
-        b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
-        b_sums = tl.dot(b_tile, b_states, b_sums, input_precision="ieee")
-        if ACTIVATION > 0:
-            b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
-            b_ups = tl.dot(b_tile, b_states, b_ups, input_precision="ieee")
+        if FORMAT == 2:
+            o_low = first + tl.arange(0, WIDTH // 2)
+            b_low = _states_of(p_states, o_tokens, m_tokens, o_low, INPUTS)
+            b_high = _states_of(p_states, o_tokens, m_tokens, o_low + WIDTH // 2, INPUTS)
+            b_sums = sums_of_codes(
+                b_sums, p_matrix, p_scales, p_zeros, b_low, b_high, first, o_rows, m_rows, GROUP, GROUPS, HAS_ZEROS
+            )
+            if ACTIVATION > 0:
+                b_ups = sums_of_codes(
+                    b_ups, p_matrix, p_scales, p_zeros, b_low, b_high, first, o_rows + outputs, m_rows, GROUP, GROUPS,
+                    HAS_ZEROS,
+                )  # fmt: skip
+        else:
+            o_in = first + tl.arange(0, WIDTH)
+            m_in = o_in < INPUTS
+            b_states = _states_of(p_states, o_tokens, m_tokens, o_in, INPUTS)
+            b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT).to(b_states.dtype)
+            if GROUPS == 1:
+                b_sums = tl.dot(b_tile, b_states, b_sums, input_precision="ieee")
+            else:
+                b_part = tl.dot(b_tile, b_states, input_precision="ieee")
+                b_sums += b_part * scales_of(p_scales, o_rows, m_rows, first // GROUP, GROUPS)[:, None]
+            if ACTIVATION > 0:
+                b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
+                b_tile = b_tile.to(b_states.dtype)
+                if GROUPS == 1:
+                    b_ups = tl.dot(b_tile, b_states, b_ups, input_precision="ieee")
+                else:
+                    b_part = tl.dot(b_tile, b_states, input_precision="ieee")
+                    b_ups += b_part * scales_of(p_scales, o_rows + outputs, m_rows, first // GROUP, GROUPS)[:, None]
     return b_sums, b_ups
+
+
+@triton.jit
+def _states_of(p_states, o_tokens, m_tokens, o_in, INPUTS: tl.constexpr):
+    """A tile of the states, [WIDTH, TOKENS]."""
+    o_states = o_tokens[None, :].to(tl.int64) * INPUTS + o_in[:, None]
+    return tl.load(p_states + o_states, mask=m_tokens[None, :] & (o_in < INPUTS)[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _product_of_some(
     p_states,
     p_matrix,
+    p_scales,
+    p_zeros,
     p_bias,
     p_residual,
     p_out,
@@ -465,6 +659,10 @@ def _product_of_some(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -499,8 +697,9 @@ def _product_of_some(
     if IS_SPLIT:
         part = tl.program_id(1)
         b_sums, b_ups = _sums_of_part(
-            p_states, p_matrix, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
-            tl.minimum(part * PART + PART, inputs), INPUTS, ACTIVATION, IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
+            p_states, p_matrix, p_scales, p_zeros, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
+            tl.minimum(part * PART + PART, inputs), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, IS_EVEN, KEPT,
+            TOKENS, ROWS, WIDTH,
         )  # fmt: skip
         o_tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         p_mine = p_held + row_tile * (PARTS * ROWS * TOKENS * (1 if ACTIVATION == 0 else 2))
@@ -523,16 +722,22 @@ def _product_of_some(
                 b_ups += tl.load(p_mine + (PARTS + other) * (ROWS * TOKENS) + o_tile, cache_modifier=".cg")
     else:
         b_sums, b_ups = _sums_of_part(
-            p_states, p_matrix, o_rows, o_tokens, m_rows, m_tokens, outputs, 0, tl.minimum(inputs, PART), INPUTS,
-            ACTIVATION, IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
+            p_states, p_matrix, p_scales, p_zeros, o_rows, o_tokens, m_rows, m_tokens, outputs, 0,
+            tl.minimum(inputs, PART), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, IS_EVEN, KEPT, TOKENS,
+            ROWS, WIDTH,
         )  # fmt: skip
         for part in tl.static_range(1, PARTS):
             b_next, b_next_up = _sums_of_part(
-                p_states, p_matrix, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
-                tl.minimum(inputs, part * PART + PART), INPUTS, ACTIVATION, IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
+                p_states, p_matrix, p_scales, p_zeros, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
+                tl.minimum(inputs, part * PART + PART), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, IS_EVEN,
+                KEPT, TOKENS, ROWS, WIDTH,
             )  # fmt: skip
             b_sums += b_next
             b_ups += b_next_up
+    if FORMAT == 1 and GROUPS == 1:
+        b_sums *= scales_of(p_scales, o_rows, m_rows, 0, 1)[:, None]
+        if ACTIVATION > 0:
+            b_ups *= scales_of(p_scales, o_rows + outputs, m_rows, 0, 1)[:, None]
     if HAS_BIAS:
         b_sums += tl.load(p_bias + o_rows, mask=m_rows, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION > 0:

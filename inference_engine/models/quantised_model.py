@@ -1,0 +1,187 @@
+"""A checkpoint whose matrices are quantised (`quantised_layout.py`) as a model on torch that keeps them so."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from inference_engine.errors import ModelError
+from inference_engine.kernels.quantised import GROUP, QuantisedMatrix, pack_codes
+from inference_engine.models.checkpoint import SafetensorsCheckpoint, text_name
+from inference_engine.models.quantised_layout import Layout
+from inference_engine.models.quantised_linear import QuantisedLinear
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+}
+_FLOATS = ("F32", "F16", "BF16")
+_PACKED = 8  # codes of 4 bits in a word of 32
+# The output whose code is the i-th of a word, in AWQ's layout.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FP8_SCALES = ("weight_scale_inv", "weight_scale")
+# Of activations, and of K and V: neither is quantised.
+_WITHOUT_EFFECT = (".input_scale", ".output_scale", ".k_scale", ".v_scale", "rotary_emb.inv_freq")
+
+
+def load_quantised(
+    folder: Path, layout: Layout, config: PretrainedConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """The model, with a QuantisedLinear for each quantised matrix. Raises ModelError for tensors that do not fit."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    files = SafetensorsCheckpoint(folder)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        with torch.device("meta"):
+            empty = kind(copy.deepcopy(config))
+        shapes = {name: tuple(part.shape) for name, part in empty.named_parameters()}
+        linears = {name: module for name, module in empty.named_modules() if type(module) is nn.Linear}
+        stems = {name: text_name(f"{name}.weight").removesuffix(".weight") for name in linears}
+        quantised = {name: stem for name, stem in stems.items() if _is_quantised(files, layout, stem)}
+        _check_names(files, layout, set(shapes), set(quantised.values()))
+        # A matrix that is quantised has no numbers of its own until then, and takes no memory.
+        numbers = {
+            name: torch.zeros((), dtype=dtype).expand(shape)
+            if name.removesuffix(".weight") in quantised
+            else _floats(files, text_name(name), shape).to(dtype)
+            for name, shape in shapes.items()
+        }
+        model: PreTrainedModel = kind.from_pretrained(
+            None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention
+        )
+        for name, stem in quantised.items():
+            module = model.get_submodule(name)
+            assert isinstance(module, nn.Linear)
+            matrix = _matrix(files, layout, stem, module.out_features, module.in_features)
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, QuantisedLinear(matrix, module.bias, dtype))
+    except ModelError:
+        raise
+    except Exception as error:
+        # Any exception of the libraries means that the folder is invalid.
+        logger.debug("%s cannot be loaded", folder, exc_info=True)
+        raise ModelError(
+            f"{folder}: transformers cannot load these weights with this configuration (log level DEBUG has the "
+            "details)"
+        ) from error
+    return model
+
+
+def _is_quantised(files: SafetensorsCheckpoint, layout: Layout, stem: str) -> bool:
+    if layout.method == "fp8":
+        return f"{stem}.weight" in files and files.stored(f"{stem}.weight").encoding == "F8_E4M3"
+    return f"{stem}.qweight" in files
+
+
+def _check_names(files: SafetensorsCheckpoint, layout: Layout, parameters: set[str], stems: set[str]) -> None:
+    """Raise ModelError unless every tensor has a place."""
+    suffixes = ("weight", *_FP8_SCALES) if layout.method == "fp8" else ("qweight", "qzeros", "scales", "g_idx")
+    known = {text_name(name) for name in parameters} | {f"{stem}.{suffix}" for stem in stems for suffix in suffixes}
+    # A checkpoint may have a tied head twice.
+    known.add("lm_head.weight")
+    for name in files.names():
+        if name not in known and not name.endswith(_WITHOUT_EFFECT):
+            raise ModelError(
+                f"{files.path}: {name} has no place in a model of this configuration; only linear layers are read "
+                f"in {layout}"
+            )
+
+
+def _matrix(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: int, inputs: int) -> QuantisedMatrix:
+    if layout.method == "fp8":
+        return _read_fp8(files, layout, stem, outputs, inputs)
+    if outputs % _PACKED or inputs % _PACKED:
+        raise ModelError(f"{files.path}: {stem}: {outputs} outputs of {inputs} inputs are no multiples of {_PACKED}")
+    group = inputs if layout.group < 0 else layout.group
+    groups = -(-inputs // group)
+    if layout.method == "gptq":
+        words = _tensor(files, f"{stem}.qweight", ("I32",), (inputs // _PACKED, outputs))
+        codes = _codes(words).permute(0, 2, 1).reshape(inputs, outputs)
+        zeros = _codes(_tensor(files, f"{stem}.qzeros", ("I32",), (groups, outputs // _PACKED)))
+        _check_order(files, stem, inputs, group)
+    else:
+        order = torch.tensor(_AWQ_ORDER).argsort()
+        words = _tensor(files, f"{stem}.qweight", ("I32",), (inputs, outputs // _PACKED))
+        codes = _codes(words)[:, :, order].reshape(inputs, outputs)
+        zeros = _codes(_tensor(files, f"{stem}.qzeros", ("I32",), (groups, outputs // _PACKED)))[:, :, order]
+    scales = _tensor(files, f"{stem}.scales", _FLOATS, (groups, outputs)).T.contiguous()
+    middles = (zeros.reshape(groups, outputs) + layout.zero_offset).T.to(torch.uint8).contiguous()
+    if layout.group < 0:  # as many groups as are read, with the same scale
+        group, groups = GROUP, -(-inputs // GROUP)
+        scales, middles = (part.expand(-1, groups).contiguous() for part in (scales, middles))
+    return QuantisedMatrix(codes=pack_codes(codes.T, group), scales=scales, zeros=middles, inputs=inputs, group=group)
+
+
+def _read_fp8(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: int, inputs: int) -> QuantisedMatrix:
+    codes = _tensor(files, f"{stem}.weight", ("F8_E4M3",), (outputs, inputs))
+    name = next((f"{stem}.{suffix}" for suffix in _FP8_SCALES if f"{stem}.{suffix}" in files), f"{stem}.weight_scale")
+    if layout.block is not None:
+        rows, columns = layout.block
+        found = _tensor(files, name, _FLOATS, (-(-outputs // rows), -(-inputs // columns)))
+        scales = found.repeat_interleave(rows, dim=0)[:outputs].contiguous()
+        return QuantisedMatrix(codes=codes, scales=scales, zeros=None, inputs=inputs, group=columns)
+    found = _tensor(files, name, _FLOATS, None).float()
+    if found.numel() not in (1, outputs):
+        raise ModelError(
+            f"{files.path}: {name} has the shape {tuple(found.shape)}; a scale, or one for each of {outputs} outputs, "
+            "is read"
+        )
+    scales = found.reshape(-1, 1).expand(outputs, 1).contiguous()
+    return QuantisedMatrix(codes=codes, scales=scales, zeros=None, inputs=inputs, group=inputs)
+
+
+def _codes(words: Tensor) -> Tensor:
+    """The eight codes of each word, the lowest bits first: [..., 8]."""
+    return (words[..., None] >> torch.arange(0, 4 * _PACKED, 4, dtype=torch.int32)) & 15
+
+
+def _check_order(files: SafetensorsCheckpoint, stem: str, inputs: int, group: int) -> None:
+    """Raise ModelError for inputs that are grouped in another order than their own."""
+    name = f"{stem}.g_idx"
+    if name in files:
+        found = _tensor(files, name, ("I32",), (inputs,))
+        if not torch.equal(found, torch.arange(inputs, dtype=torch.int32) // group):
+            raise ModelError(
+                f"{files.path}: {name}: inputs are in an order of their own (desc_act), which is not read; use a "
+                "checkpoint without it, or the model's unquantised weights"
+            )
+
+
+def _floats(files: SafetensorsCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    if name == "lm_head.weight" and name not in files:
+        name = "model.embed_tokens.weight"  # tied
+    return _tensor(files, name, _FLOATS, shape)
+
+
+def _tensor(
+    files: SafetensorsCheckpoint, name: str, encodings: tuple[str, ...], shape: tuple[int, ...] | None
+) -> Tensor:
+    """A copy. Raises ModelError unless it is there, of one of these types, and of this shape if one is given."""
+    if name not in files:
+        raise ModelError(f"{files.path}: no tensor {name}; the weights do not fit the configuration")
+    stored = files.stored(name)
+    if stored.encoding not in encodings or (shape is not None and stored.shape != shape):
+        wanted = "" if shape is None else f" of the shape {shape}"
+        raise ModelError(
+            f"{stored.path}: {name} is {stored.encoding} of the shape {stored.shape}, the configuration asks for "
+            f"{' or '.join(encodings)}{wanted}; the weights do not fit it"
+        )
+    dtype = _TYPES[stored.encoding]
+    if stored.data.nbytes != int(np.prod(stored.shape)) * dtype.itemsize:
+        raise ModelError(f"{stored.path}: {name}: {stored.data.nbytes} bytes cannot hold {stored.shape}; copy it again")
+    return torch.from_numpy(stored.data.copy()).view(dtype).reshape(stored.shape)

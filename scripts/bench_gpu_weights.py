@@ -1,0 +1,366 @@
+"""Decode steps with weights in bfloat16, fp8 and int4, on a GPU; and what fewer bits do to a real model's predictions.
+
+    python -m scripts.bench_gpu_weights                 writes results/weights_cuda_bfloat16/<date>-<machine>/
+    python -m scripts.bench_gpu_weights --model FOLDER  its predictions as well: KL to bfloat16 on forced text
+
+The models of the speed have shapes of real ones and random weights, made in memory: nothing is downloaded. Each engine
+has weights of its own format, made from the same numbers, and launches its steps ahead. They take turns in every round,
+and ratios are taken within a round. Bytes are those that a step of one token reads.
+
+The predictions are of texts whose first part is appended and whose second is forced, token by token and by steps of
+several: products of one token and of many both count. What bfloat16 itself differs by is beside it: the same weights by
+torch's modules.
+
+With `--device cpu --dtype float32 --shapes tiny --kv-bytes 64MiB` everything runs by the references: a trial of this
+script, no measurement of anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch
+from torch import Tensor
+
+from inference_engine.backends.base import Admitted
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.torch_loading import serve_loaded
+from inference_engine.backends.twin import admit_config
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import BackendError, InvalidArgument, NoCapacity
+from inference_engine.kernels.ops import open_ops
+from inference_engine.kernels.quantised import GROUP, QuantisedMatrix
+from inference_engine.kv.strategies.full import Full
+from inference_engine.models import LoadedModel, load_model, tokenizer_folder
+from inference_engine.models.quantised_linear import QuantisedLinear
+from inference_engine.models.seam import ATTENTION
+from laboratory.evaluation import record
+from laboratory.evaluation.haystack import Texts
+from laboratory.evaluation.models import load_tokenizer
+from laboratory.evaluation.passages import Passage, force, text_passage
+from laboratory.evaluation.sessions import append_all, opened, turned
+from laboratory.evaluation.timing import start, step_seconds
+from scripts.bench_gpu import SEED, SHAPES, made_model
+
+PLAIN, BLOCKS, MODULES = "bfloat16", "fp8/128", "bfloat16 by torch's modules"
+WEIGHTS = (PLAIN, "fp8", BLOCKS, "int4")
+KINDS = ("prose", "code", "polish")
+
+
+@dataclass(slots=True)
+class Cell:
+    """What one length and number of sessions gave, by weights. prefill: tokens a second, of each session."""
+
+    step_ms: dict[str, list[float]] = field(default_factory=dict)
+    prefill: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Everything that becomes a record."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def served(loaded: LoadedModel, weights: str, arguments: argparse.Namespace, admitted: Admitted) -> TorchForward:
+    """The model with its matrices in that format. `fp8/128`: fp8 with a scale for each 128 inputs, as in blocks."""
+    asked = {PLAIN: "auto", BLOCKS: "fp8"}.get(weights, weights)
+    config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain", weights=asked)
+    # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
+    ops = replace(open_ops("auto", torch.device(arguments.device)), attends_together=True)
+    if weights == BLOCKS:
+        from inference_engine.models.quantised_linear import quantise_linears
+
+        quantise_linears(loaded.model, "fp8", head=loaded.model.get_output_embeddings())
+        for module in loaded.model.modules():
+            if isinstance(module, QuantisedLinear):
+                module.matrix, module.group = in_blocks(module.matrix), GROUP
+        config = replace(config, weights="auto")
+    forward = serve_loaded(loaded, config, admitted, ops=ops)
+    if forward.listed is None:
+        raise BackendError(f"steps of {loaded.model_id} are not listed on {arguments.device}: nothing to compare")
+    return forward
+
+
+def in_blocks(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The same numbers, with a scale for each group of inputs."""
+    groups = -(-matrix.inputs // GROUP)
+    return QuantisedMatrix(
+        codes=matrix.codes,
+        scales=matrix.scales.expand(-1, groups).contiguous(),
+        zeros=None,
+        inputs=matrix.inputs,
+        group=GROUP,
+    )
+
+
+def weight_bytes(forward: TorchForward) -> int:
+    """What a step of one token reads: every matrix but the embedding, unless that is the head, too."""
+    model = forward.seam.model
+    own = 0
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            own += module.matrix.nbytes
+    parts = [part for part in model.parameters() if part is not embedding or head is embedding]
+    return own + sum(int(part.nbytes) for part in parts)
+
+
+@contextmanager
+def engines_of(forwards: dict[str, TorchForward], arguments: argparse.Namespace) -> Iterator[dict[str, Engine]]:
+    settings = EngineConfig(kv_bytes=arguments.kv_bytes, max_batch=max(arguments.sessions), overlap="on")
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(Engine(forward, settings)) for name, forward in forwards.items()}
+
+
+def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], arguments: argparse.Namespace) -> Cell:
+    """Raises InvalidArgument or NoCapacity for what does not fit."""
+    cell, names = Cell(), list(engines)
+    limit = len(prompts[0]) + 2 + (arguments.rounds + 1) * arguments.tokens
+    with ExitStack() as stack:
+        sessions = {
+            name: [stack.enter_context(opened(engine, Full(), limit)) for _ in prompts]
+            for name, engine in engines.items()
+        }
+        for number, prompt in enumerate(prompts):
+            for name in turned(names, number):
+                append_all(engines[name], sessions[name][number], prompt)
+                (watch,) = start(engines[name], [sessions[name][number]], tokens=1)
+                ending = watch.wait()
+                cell.prefill.setdefault(name, []).append(ending.prefilled_tokens / ending.prefill_seconds)
+        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
+            for name in turned(names, number):
+                watches = start(engines[name], sessions[name], tokens=arguments.tokens, reads_bytes=False)
+                for watch in watches:
+                    watch.wait()
+                if number:
+                    seconds = step_seconds([watch.token_times for watch in watches])
+                    cell.step_ms.setdefault(name, []).append(1e3 * seconds)
+    return cell
+
+
+def note_cell(where: str, cell: Cell, found: Measured) -> None:
+    row: dict[str, Any] = {"cell": where}
+    for name, steps in cell.step_ms.items():
+        found.values[f"decode step, {name}, {where}"] = record.summarize(steps, "ms")
+        found.values[f"prefill, {name}, {where}"] = record.summarize(cell.prefill[name], "tokens a second")
+        row[name] = round(statistics.median(steps), 4)
+        if name != PLAIN:
+            ratios = [ours / theirs for ours, theirs in zip(steps, cell.step_ms[PLAIN], strict=True)]
+            found.values[f"time of a step, {name} ÷ {PLAIN}, {where}"] = record.summarize(ratios, "ratio")
+            row[f"{name} ÷ {PLAIN}"] = round(statistics.median(ratios), 4)
+    found.rows.append(row)
+    print(row, {name: round(statistics.median(each)) for name, each in cell.prefill.items()}, flush=True)
+
+
+def measure_speed(arguments: argparse.Namespace, found: Measured) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = sorted(((n, count) for n in arguments.lengths for count in arguments.sessions), key=lambda s: s[0] * s[1])
+    for shape in arguments.shapes:
+        admitted = admit_config(SHAPES[shape]())
+        forwards = {}
+        for name in arguments.weights:
+            loaded = made_model(shape, arguments.device, arguments.dtype)
+            forwards[name] = served(loaded, name, arguments, admitted)
+            found.values[f"bytes of weights that a step reads, {name}, {shape}"] = record.exact(
+                weight_bytes(forwards[name]) / 1e9, "GB"
+            )
+            del loaded
+            clean(arguments)
+        vocabulary = forwards[PLAIN].facts.vocab_size
+        with engines_of(forwards, arguments) as engines:
+            for length, count in sizes:
+                where = f"{shape}, {count} at {length}"
+                if time.monotonic() > arguments.until:
+                    found.left_out[where] = f"{arguments.seconds:g} seconds were over"
+                    continue
+                prompts = torch.randint(5, vocabulary - 5, (count, length), generator=generator).tolist()
+                try:
+                    note_cell(where, measure(engines, prompts, arguments), found)
+                except (InvalidArgument, NoCapacity) as refusal:
+                    found.left_out[where] = str(refusal)
+                    continue
+                write(found, arguments)
+        del forwards, engines
+        clean(arguments)
+
+
+# -- what fewer bits do to predictions --------------------------------------------------------------------------------
+
+
+def log_probabilities(
+    forward: TorchForward, passages: Sequence[Passage], arguments: argparse.Namespace
+) -> list[Tensor]:
+    """Of the forced tokens of each passage, float32 [n, V] on the device."""
+    collected: list[Tensor] = []
+    with Engine(forward, EngineConfig(kv_bytes=arguments.kv_bytes, overlap="off")) as engine:
+        for passage in passages:
+            parts: list[Tensor] = []
+
+            def collect(_position: int, logits: Tensor, parts: list[Tensor] = parts) -> None:
+                with torch.inference_mode():
+                    parts.append(torch.log_softmax(logits.float(), dim=-1))
+
+            force(engine, Full(), passage, collect)
+            collected.append(torch.cat(parts))
+    return collected
+
+
+def measure_predictions(arguments: argparse.Namespace, found: Measured) -> None:
+    def loaded() -> LoadedModel:
+        config = ModelConfig(model=arguments.model)
+        return load_model(
+            arguments.model,
+            cache=config.cache_path,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            attention=ATTENTION,
+        )
+
+    tokenizer = load_tokenizer(tokenizer_folder(arguments.model, ModelConfig().cache_path))
+    texts = Texts(tokenizer)
+    passages = [
+        text_passage(texts, kind, arguments.prefix, arguments.forced, f"weights/{number}")
+        for kind in arguments.kinds
+        for number in range(arguments.passages)
+    ]
+    first = loaded()
+    admitted = admit_config(first.model.config)
+    forward = served(first, PLAIN, arguments, admitted)
+    exact = log_probabilities(forward, passages, arguments)
+    modules = TorchForward(
+        forward.seam,
+        replace(forward.facts, numerics="torch"),
+        forward.device,
+        ops=replace(open_ops("auto", forward.device), attends_together=True),
+    )
+    compared: list[tuple[str, list[Tensor]]] = [(MODULES, log_probabilities(modules, passages, arguments))]
+    del first, forward, modules
+    clean(arguments)
+    for name in arguments.weights:
+        if name not in (PLAIN, BLOCKS):
+            compared.append((name, log_probabilities(served(loaded(), name, arguments, admitted), passages, arguments)))
+            clean(arguments)
+    for name, ours in compared:
+        for kind in arguments.kinds:
+            chosen = [place for place, passage in enumerate(passages) if passage.kind == kind]
+            note_divergence(name, kind, [exact[place] for place in chosen], [ours[place] for place in chosen], found)
+    write(found, arguments)
+
+
+def note_divergence(name: str, kind: str, exact: Sequence[Tensor], ours: Sequence[Tensor], found: Measured) -> None:
+    theirs, own = torch.cat(list(exact)), torch.cat(list(ours))
+    divergence = (theirs.exp() * (theirs - own)).sum(dim=-1, dtype=torch.float64)
+    agreement = float((theirs.argmax(dim=-1) == own.argmax(dim=-1)).double().mean())
+    mean = float(divergence.mean())
+    row = {
+        "weights": name,
+        "text": kind,
+        "tokens": len(divergence),
+        "mean KL": mean,
+        "p99 KL": float(divergence.quantile(0.99)),
+        "same likeliest token": agreement,
+    }
+    found.divergences.append(row)
+    found.values[f"mean KL to {PLAIN}, {name}, {kind}"] = record.exact(mean, "nats")
+    found.values[f"same likeliest token as {PLAIN}, {name}, {kind}"] = record.exact(agreement, "share of tokens")
+    print(row, flush=True)
+
+
+def clean(arguments: argparse.Namespace) -> None:
+    gc.collect()
+    if arguments.device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def write(found: Measured, arguments: argparse.Namespace) -> Path:
+    on_gpu = arguments.device != "cpu"
+    what = "weights" if arguments.shapes else "weights_predictions"
+    tables = {"ms of a step": found.rows, "predictions": found.divergences}
+    return record.write_record(
+        f"{what}_{arguments.device.partition(':')[0]}_{arguments.dtype}",
+        {
+            "command": record.command_line(without=("--results", "--commit", "--model")),
+            "commit": arguments.commit,
+            "machine": record.describe_machine(("torch", "transformers", "triton")),
+            "config": {
+                "shapes": arguments.shapes,
+                "weights": arguments.weights,
+                "numbers": "random, made in memory",
+                "model of the predictions": Path(arguments.model).name,
+                "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+                "dtype": arguments.dtype,
+                "rounds": arguments.rounds,
+                "tokens": arguments.tokens,
+                "passages": f"{arguments.passages} of {arguments.prefix} + {arguments.forced} tokens of each kind",
+            },
+            "seeds": [SEED],
+            "values": found.values,
+            "tables": {name: rows for name, rows in tables.items() if rows},
+            "left_out": found.left_out,
+            "baseline": "the same list of operations over weights in bfloat16 in the same process, in turns",
+        },
+        **({"results_dir": arguments.results} if arguments.results else {}),
+    )
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Decode steps with weights in fewer bits, on a GPU.")
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=["qwen2.5-7b"])
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no cell begins after so many")
+    parser.add_argument("--kv-bytes", type=int, default=6 * 2**30, help="of each engine")
+    parser.add_argument("--model", default="", help="a folder or GGUF file, for the predictions; empty: none")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="of text")
+    parser.add_argument("--passages", type=int, default=2, help="of each kind")
+    parser.add_argument("--prefix", type=int, default=512, help="tokens that are appended")
+    parser.add_argument("--forced", type=int, default=512, help="tokens that are scored")
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.tokens < 4:
+        parser.error("at least one round of 4 tokens is needed")
+    if PLAIN not in arguments.weights:
+        arguments.weights = [PLAIN, *arguments.weights]
+    arguments.until = time.monotonic() + arguments.seconds
+    return arguments
+
+
+def main() -> None:
+    arguments, found = parsed(), Measured()
+    if arguments.model:
+        measure_predictions(arguments, found)
+    measure_speed(arguments, found)
+    for where, why in found.left_out.items():
+        print(f"left out: {where}: {why}")
+    if not found.values:
+        raise SystemExit("nothing was measured")
+    path = write(found, arguments)
+    print(path if arguments.results else path.relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Models whose matrices have fewer bits: made when they are loaded, and read from checkpoints in each layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.torch_loading import serve_loaded
+from inference_engine.backends.twin import admit_config
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import BackendError
+from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kernels.quantised import quantise
+from inference_engine.models import LoadedModel
+from inference_engine.models.quantised_linear import QuantisedLinear
+from inference_engine.models.seam import ATTENTION
+from tests.laws.variants import generate, text
+from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model
+
+LISTS = DeviceOps(attends_together=True)
+
+
+def served(model: Any, **settings: Any) -> TorchForward:
+    loaded = LoadedModel(
+        model=model.requires_grad_(requires_grad=False),
+        model_id="tiny",
+        folder=Path(),
+        trained_positions=TRAINED_POSITIONS,
+        vocab_size=VOCABULARY,
+        dtype="float32",
+        device="cpu",
+        weights_sha256=None,
+    )
+    config = ModelConfig(device="cpu", linear="plain", **settings)
+    return serve_loaded(loaded, config, admit_config(tiny_config()), ops=LISTS)
+
+
+def dequantised(format_name: str) -> Any:
+    """The model as transformers runs it, with the numbers that its matrices have when they are quantised."""
+    model = tiny_model()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            module.weight.data = quantise(module.weight.data, format_name).unpacked(torch.float32)
+    return model
+
+
+def greedy(forward: TorchForward, history: list[int], count: int) -> list[int]:
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, history)
+        return [token for token, _ in generate(engine, session, count)]
+
+
+@pytest.mark.parametrize(("weights", "format_name"), [("fp8", "fp8"), ("int4", "int4/128")])
+@pytest.mark.parametrize("numerics", ["auto", "invariant"])
+def test_weights_made_at_the_load_give_the_tokens_of_their_numbers(
+    weights: str, format_name: str, numerics: str
+) -> None:
+    forward = served(tiny_model(attention=ATTENTION), weights=weights, numerics=numerics)
+    history = text(60)
+    expected = dequantised(weights).generate(torch.tensor([history]), max_new_tokens=16, do_sample=False)
+
+    assert forward.facts.numerics == f"{'listed' if numerics == 'auto' else numerics}, {format_name} weights"
+    assert greedy(forward, history, 16) == expected[0, len(history) :].tolist()
+
+
+def test_torchs_modules_give_the_same_tokens_as_the_list() -> None:
+    forward = served(tiny_model(attention=ATTENTION), weights="int4")
+    modules = TorchForward(forward.seam, forward.facts, forward.device, ops=LISTS)
+    assert greedy(modules, text(60), 12) == greedy(forward, text(60), 12)
+
+
+def test_the_head_and_the_embedding_keep_their_numbers_and_the_rest_takes_fewer_bytes() -> None:
+    plain = tiny_model(attention=ATTENTION)
+    linears = {name for name, module in plain.named_modules() if type(module) is nn.Linear}
+    forward = served(plain, weights="fp8")
+    model = forward.seam.model
+    found = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+
+    assert found.keys() == linears - {"lm_head"}
+    for name, module in found.items():
+        assert module.matrix.nbytes == module.out_features * (module.in_features + 4), name
+    joined = forward.listed
+    assert joined is not None
+    together = found["model.layers.0.self_attn.q_proj"].codes.untyped_storage().data_ptr()
+    assert found["model.layers.0.self_attn.v_proj"].codes.untyped_storage().data_ptr() == together
+
+
+def test_weights_are_not_quantised_twice() -> None:
+    forward = served(tiny_model(attention=ATTENTION), weights="fp8")
+    with pytest.raises(BackendError, match=r"weights=int4: .* stored as fp8 already; start with weights=auto"):
+        served(forward.seam.model, weights="int4")
