@@ -161,8 +161,8 @@ BUGS = (
     Bug(
         "a request id stands for any content",
         "inference_engine/session/replies.py",
-        "        if found.digest != call.digest:\n",
-        "        if len(found.digest) != len(call.digest):\n",
+        "        if digest != call.digest:\n",
+        "        if len(digest) != len(call.digest):\n",
         (SEQUENCES,),
     ),
     Bug(

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference_engine.config import child_environment
 from laboratory.evaluation import record
 
 PATHS = ("tests/kernels", "tests/backends", "tests/laws/test_ragged_laws.py", "tests/kv/test_tiered.py")
@@ -81,17 +82,16 @@ class Recorder:
 
 def sanitizer() -> str:
     """The command. Raises SystemExit where there is none."""
-    root = os.environ.get("CUDA_HOME", os.environ.get("CUDA_PATH", "/usr/local/cuda"))
-    for place in ("compute-sanitizer", f"{root}/bin/compute-sanitizer"):
+    for place in ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"):
         if found := shutil.which(place):
             return found
-    raise SystemExit("compute-sanitizer is not on the path; it comes with the CUDA toolkit, set CUDA_HOME to that")
+    raise SystemExit("compute-sanitizer is not on the path; it comes with the CUDA toolkit, put its bin folder there")
 
 
 def sanitize(arguments: argparse.Namespace) -> int:
     """Each of SANITIZED in a process of its own. Returns the exit status."""
     command = (sanitizer(), "--tool", "memcheck", "--error-exitcode", str(_TOOL_FAILED), sys.executable, "-P", "-c")
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    environment = child_environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
     waiting, running, rows = list(SANITIZED), dict[str, tuple[float, subprocess.Popen[str]]](), list[dict[str, Any]]()
     ends = time.monotonic() + arguments.seconds
     try:
