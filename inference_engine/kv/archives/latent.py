@@ -220,17 +220,13 @@ class _LatentArchive(Archive):
             self._finite.ask(layers, block.keys, block.values, come_back=True)
         return blocks
 
-    def restores_directly(self, regions: Sequence[LayerSlots]) -> bool:
-        for slots in regions:
-            for layer in slots.layer_set.layers:
-                codes = self.decoded_by(layer)
-                if codes is None or not self._context.coder.restores(codes, slots.layer_set.rotary):
-                    return False
-        return True
+    def restores_directly(self, layer: int, rotary: str) -> bool:
+        codes = self.decoded_by(layer)
+        return codes is not None and self._context.coder.restores(codes, rotary)
 
     def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
         wanted = positions[0]
-        if not len(wanted) or not self.restores_directly(regions):
+        if not len(wanted) or not self.restores_all_directly(regions):
             super().restore_into(regions, positions)
             return
         for slots in regions:

@@ -124,9 +124,14 @@ class Archive(ABC):
         for slots, block in zip(regions, self.restore(positions), strict=True):
             slots.write_unrotated(block.positions, block.keys, block.values)
 
-    def restores_directly(self, regions: Sequence[LayerSlots]) -> bool:
-        """Does the device restore entries of these layers where attention reads them, in one operation?"""
+    def restores_directly(self, layer: int, rotary: str) -> bool:
+        """Does the device restore entries of a layer where attention reads them, in one operation?"""
         return False
+
+    def restores_all_directly(self, regions: Sequence[LayerSlots]) -> bool:
+        """Of all layers of these."""
+        layers = ((layer, slots.layer_set.rotary) for slots in regions for layer in slots.layer_set.layers)
+        return all(self.restores_directly(layer, rotary) for layer, rotary in layers)
 
     def restore_to(self, layers: Sequence[int], rotary: str, places: Sequence[Pair], first: int) -> None:
         """Only if so: write the entries of consecutive positions, from `first` on, to the keys and values of `places`,

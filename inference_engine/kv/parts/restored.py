@@ -118,7 +118,7 @@ class RestoredEntries(ArchivedEntries):
     def _tokens_at_once(self) -> int:
         """How many positions are restored together: a whole number of segments."""
         geometry = self._context.geometry
-        if self._archive.restores_directly(self._regions):
+        if self._archive.restores_all_directly(self._regions):
             return geometry.trained_positions  # all: decoding takes no memory beside its result
         if self._context.device.type == "cpu" or geometry.token_quantum > 1:
             return geometry.segment_tokens

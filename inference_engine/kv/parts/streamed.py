@@ -99,7 +99,7 @@ class StreamedEntries(ArchivedEntries):
         assert self._room is not None, "the session is idle"
         regions = self._set_of[layer].regions
         try:
-            if self._archive.restores_directly(self.regions):
+            if self._archive.restores_directly(layer, regions.layer_set.rotary):
                 place = self._room.of(regions.kv_heads, last - first, regions.head_dim)
                 self._archive.restore_to([layer], regions.layer_set.rotary, [place], first)
                 return place
