@@ -40,7 +40,7 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
             f"kv_dtype={config.kv_dtype} is for the native backend; torch keeps K and V in its dtype, {config.dtype}. "
             "Start with kv_dtype=auto"
         )
-    is_cuda = torch.device(config.device).type == "cuda"
+    is_cuda = config.device.partition(":")[0] == "cuda"  # whether there is such a device is found out below
     if config.weights == "fp8" and not is_cuda:
         raise BackendError("weights=fp8 is for CUDA; on a CPU start with weights=int8, int4 or auto")
     for name, asked, known in (
