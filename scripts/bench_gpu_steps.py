@@ -3,7 +3,7 @@
     python -m scripts.bench_gpu_steps              writes results/steps_cuda_bfloat16/<date>-<machine>/
 
 The models have shapes of real ones and random weights, made in memory: nothing is downloaded. What the device reaches
-in this process is measured first: bandwidth, a matrix product, kernels that follow each other. Each decode step is told
+in this process is measured first: bandwidth, a matrix product, kernels that follow each other. A decode step is given
 in ms, as a multiple of its floor (weights and entries that it reads, over the bandwidth), and beside two baselines of
 the same rounds: the strategy that reads everything, and transformers with a static cache under torch.compile, where
 there is one session. The floor of a prefill is its arithmetic over the matrix product's.

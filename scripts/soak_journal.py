@@ -124,7 +124,7 @@ def _begin(stop: Any, until: float | None) -> None:
     global _stop, _until
     _stop, _until = stop, until
     logging.disable()  # failing disks are what is asked for
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who began them is told, and lets them end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # their parent gets it, too, and lets them end
 
 
 def is_over() -> bool:

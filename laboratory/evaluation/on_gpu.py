@@ -34,7 +34,7 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """The larger of both: floors by bytes are told against it."""
+        """The larger of both: floors by bytes are divided by it."""
         return max(self.read_bytes, self.copied_bytes)
 
     def values(self) -> dict[str, Any]:

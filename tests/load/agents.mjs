@@ -2,7 +2,7 @@
 //
 //     node tests/load/agents.mjs <target> <agents> <seed>
 //
-// Each line on standard output is what an agent was told. The end of standard input lets each end its session.
+// Each line on standard output is what an agent received. The end of standard input lets each end its session.
 import { Client } from "../../sdks/typescript/dist/index.js";
 
 const MOST_TOKENS = 250; // of one session
@@ -38,11 +38,11 @@ async function talk(client, agent, below) {
     const most = 1 + below(39);
     const isDrawn = below(2) === 1;
     const stream = session.generate(most, isDrawn ? { temperature: 1 } : {});
-    const told = [];
-    for await (const token of stream) told.push(token);
+    const received = [];
+    for await (const token of stream) received.push(token);
     const done = await stream.result();
     length = done.historyLength;
-    tell(agent, { told, most, seed: isDrawn ? String(done.seed) : null, length });
+    tell(agent, { received, most, seed: isDrawn ? String(done.seed) : null, length });
   }
   tell(agent, { length: (await session.info()).historyLength });
   tell(agent, { closed: await session.close() });

@@ -200,13 +200,13 @@ class NodeAgents:
             self.counts["sessions"] += 1
             return
         history = self._histories[agent]
-        if "told" in line:
-            first, told = len(history), line["told"]
-            history += told
-            assert len(told) == line["most"], f"{len(told)} tokens of {line['most']}"
+        if "received" in line:
+            first, received = len(history), line["received"]
+            history += received
+            assert len(received) == line["most"], f"{len(received)} tokens of {line['most']}"
             law = LAW.tokens(history[:-1], first, seed=None if line["seed"] is None else int(line["seed"]))
-            assert told == law, f"from {first}: {told}, and the law says {law}"
-            self.counts["tokens"] += len(told)
+            assert received == law, f"from {first}: {received}, and the law says {law}"
+            self.counts["tokens"] += len(received)
         history += line.get("appended", ())
         length = line.get("closed", line.get("length"))
         assert length == len(history), f"the server says {length}, and the history has {len(history)}"

@@ -1,11 +1,11 @@
 """Kills of an engine that acknowledges through a pipe: no network, no SDK, and many more kills a second.
 
-    this process            knows what each agent was told, and forks a life
+    this process            knows what each agent received, and forks a life
     a life, forked          an engine on the folder; its agents go on with what they know, and tell of each call
                             before they make it, and of each answer once the engine says that it is saved
-    SIGKILL, at any moment  also while the life opens the folder; what was written into the pipe by then was told
+    SIGKILL, at any moment  also while the life opens the folder; what was written into the pipe by then counts
 
-A call that was told of and not answered is made again in the next life, with its request id. The process that forks
+A call that was sent and not answered is made again in the next life, with its request id. The process that forks
 must have no threads, and no engine of its own.
 """
 
@@ -45,13 +45,13 @@ FILES: dict[str, Any] = {"hibernate": "always", "hibernate_after_seconds": 0.0}
 
 @dataclass
 class Agent:
-    """What an agent knows: its session, what it was told, and the call that it waits for."""
+    """What an agent knows: its session, what it received, and the call that it waits for."""
 
     number: int
     session: str = ""
     history: list[int] = field(default_factory=list)
     call: dict[str, Any] | None = None
-    told: list[int] = field(default_factory=list)  # of the Generate that it waits for
+    received: list[int] = field(default_factory=list)  # of the Generate that it waits for
 
     @property
     def owner(self) -> str:
@@ -59,7 +59,7 @@ class Agent:
 
     @property
     def known(self) -> list[int]:
-        return self.history + self.told
+        return self.history + self.received
 
     def next_call(self, rng: random.Random) -> dict[str, Any]:
         request_id = rng.randbytes(16).hex()
@@ -72,17 +72,17 @@ class Agent:
         return {"kind": "append", "id": request_id, "ids": [rng.randrange(256) for _ in range(rng.randrange(1, 30))]}
 
     def learn(self, line: dict[str, Any], counts: Counter[str]) -> None:
-        """What a life told. Raises AssertionError if it cannot be."""
+        """What a life has sent. Raises AssertionError if it cannot be."""
         if "wrong" in line:
             raise AssertionError(line["wrong"])
         if "call" in line:
-            self.call, self.told = line["call"], []
+            self.call, self.received = line["call"], []
             return
         assert self.call is not None
         kind = self.call["kind"]
         if "token" in line:
             assert line["position"] == len(self.known), f"position {line['position']} after {len(self.known)} tokens"
-            self.told.append(line["token"])
+            self.received.append(line["token"])
             counts["tokens"] += 1
             return
         if kind == "create":
@@ -91,11 +91,11 @@ class Agent:
         elif kind == "append":
             self.history += self.call["ids"]
         elif kind == "generate":
-            first, told = len(self.history), self.told
-            self.history, self.told = self.known, []
-            assert len(told) == self.call["most"], f"{len(told)} tokens of {self.call['most']}"
+            first, received = len(self.history), self.received
+            self.history, self.received = self.known, []
+            assert len(received) == self.call["most"], f"{len(received)} tokens of {self.call['most']}"
             law = LAW.tokens(self.history[:-1], first, seed=line["seed"] if self.call["drawn"] else None)
-            assert told == law, f"from {first}: {told}, and the law says {law}"
+            assert received == law, f"from {first}: {received}, and the law says {law}"
             counts["from a file"] += line["from_file"]
         assert line["length"] == len(self.history), f"{kind} is answered with {line['length']}, not {len(self.history)}"
         if kind == "close":
@@ -161,13 +161,13 @@ class Life:
             return  # it was closed, and the answer lost
         ids = self._engine.read_history(agent.session, owner=agent.owner).token_ids.tolist()
         known, more = agent.known, ids[len(agent.known) :]
-        assert ids[: len(known)] == known, f"{len(known)} tokens were told, and the history of {len(ids)} has others"
+        assert ids[: len(known)] == known, f"{len(known)} tokens received; the history of {len(ids)} has others"
         is_waiting = not call.get("is_answered")
         if is_waiting and call["kind"] == "append":
-            assert more in ([], call["ids"]), f"{len(more)} tokens more than were told, of an append of {call['ids']}"
+            assert more in ([], call["ids"]), f"{len(more)} tokens more than received, of an append of {call['ids']}"
         else:
-            most = call["most"] - len(agent.told) if is_waiting and call["kind"] == "generate" else 0
-            assert len(more) <= most, f"{len(more)} tokens more than were told, and at most {most} were asked for"
+            most = call["most"] - len(agent.received) if is_waiting and call["kind"] == "generate" else 0
+            assert len(more) <= most, f"{len(more)} tokens more than received, at most {most} were asked for"
 
     def _make(self, agent: Agent) -> None:
         engine, owner, session = self._engine, agent.owner, agent.session
@@ -187,7 +187,7 @@ class Life:
         elif call["kind"] == "generate":
             sampling = Sampling(temperature=1.0) if call["drawn"] else Sampling()
             params = GenerateParams(max_tokens=call["most"], sampling=sampling)
-            known = len(agent.known) if agent.told else None  # before its first token it is the whole call again
+            known = len(agent.known) if agent.received else None  # before its first token it is the whole call again
             for event in engine.generate(session, params, resume_from=known, wait_seconds=10.0, **named):
                 if isinstance(event, TokenCommitted):
                     self._tell(agent, token=event.token_id, position=event.position)
@@ -206,7 +206,7 @@ class Life:
 
 
 class Lives:
-    """Forks lives on one folder, and learns from each what its agents were told."""
+    """Forks lives on one folder, and learns from each what its agents received."""
 
     def __init__(self, folder: Path, durability: str, agents: int, seed: int, *, is_early: bool) -> None:
         self.counts: Counter[str] = Counter()
@@ -216,7 +216,7 @@ class Lives:
         self._seed, self._lives = seed, 0
 
     def live(self, seconds: float | None, *, is_from_fork: bool = False) -> None:
-        """Kill a life so long after what it first told, or after its fork; None: let it end what was begun."""
+        """Kill a life so long after what it first sent, or after its fork; None: let it end what was begun."""
         self._lives += 1
         reader, writer = os.pipe()
         if (life := os.fork()) == 0:
@@ -286,7 +286,7 @@ def kill_engines(
     is_early: bool = False,
     is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Counter[str], list[str]]:
-    """Kill an engine so many times, at random moments. What its agents were told, and what was wrong."""
+    """Kill an engine so many times, at random moments. What its agents received, and what was wrong."""
     rng = random.Random(seed)
     lives = Lives(folder, durability, agents, seed, is_early=is_early)
     while lives.counts["kills"] < kills and not lives.wrong and not is_over():
