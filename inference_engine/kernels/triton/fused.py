@@ -26,8 +26,10 @@ from inference_engine.kernels.quantised import Matrix, QuantisedMatrix
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.quantised import (
     INT4,
+    can_pack,
     format_of,
     group_products,
+    numbers_of_floats,
     operands,
     scales_of,
     sums_of_codes,
@@ -162,6 +164,7 @@ class Products:
             count,
             **constants,
             **groups_of,
+            PACKED=constants["FORMAT"] > 0 and can_pack(out.device, states.dtype),
             IS_EVEN=inputs % tile.width == 0 and outputs % tile.rows == 0,
             TOKENS=tokens,
             ROWS=tile.rows,
@@ -588,6 +591,7 @@ def _sums_of_part(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    PACKED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     KEPT: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -607,18 +611,20 @@ def _sums_of_part(
             b_low = _states_of(p_states, o_tokens, m_tokens, o_low, INPUTS)
             b_high = _states_of(p_states, o_tokens, m_tokens, o_low + WIDTH // 2, INPUTS)
             b_sums = sums_of_codes(
-                b_sums, p_matrix, p_scales, p_zeros, b_low, b_high, first, o_rows, m_rows, GROUP, GROUPS, HAS_ZEROS
-            )
+                b_sums, p_matrix, p_scales, p_zeros, b_low, b_high, first, o_rows, m_rows, GROUP, GROUPS, HAS_ZEROS,
+                PACKED,
+            )  # fmt: skip
             if ACTIVATION > 0:
                 b_ups = sums_of_codes(
                     b_ups, p_matrix, p_scales, p_zeros, b_low, b_high, first, o_rows + outputs, m_rows, GROUP, GROUPS,
-                    HAS_ZEROS,
+                    HAS_ZEROS, PACKED,
                 )  # fmt: skip
         else:
             o_in = first + tl.arange(0, WIDTH)
             m_in = o_in < INPUTS
             b_states = _states_of(p_states, o_tokens, m_tokens, o_in, INPUTS)
-            b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT).to(b_states.dtype)
+            b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
+            b_tile = numbers_of_floats(b_tile, b_states, PACKED)
             if GROUPS == 1:
                 b_sums = tl.dot(b_tile, b_states, b_sums, input_precision="ieee")
             else:
@@ -626,7 +632,7 @@ def _sums_of_part(
                 b_sums += b_part * scales_of(p_scales, o_rows, m_rows, first // GROUP, GROUPS)[:, None]
             if ACTIVATION > 0:
                 b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
-                b_tile = b_tile.to(b_states.dtype)
+                b_tile = numbers_of_floats(b_tile, b_states, PACKED)
                 if GROUPS == 1:
                     b_ups = tl.dot(b_tile, b_states, b_ups, input_precision="ieee")
                 else:
@@ -663,6 +669,7 @@ def _product_of_some(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    PACKED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -698,8 +705,8 @@ def _product_of_some(
         part = tl.program_id(1)
         b_sums, b_ups = _sums_of_part(
             p_states, p_matrix, p_scales, p_zeros, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
-            tl.minimum(part * PART + PART, inputs), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, IS_EVEN, KEPT,
-            TOKENS, ROWS, WIDTH,
+            tl.minimum(part * PART + PART, inputs), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, PACKED,
+            IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
         )  # fmt: skip
         o_tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         p_mine = p_held + row_tile * (PARTS * ROWS * TOKENS * (1 if ACTIVATION == 0 else 2))
@@ -723,14 +730,14 @@ def _product_of_some(
     else:
         b_sums, b_ups = _sums_of_part(
             p_states, p_matrix, p_scales, p_zeros, o_rows, o_tokens, m_rows, m_tokens, outputs, 0,
-            tl.minimum(inputs, PART), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, IS_EVEN, KEPT, TOKENS,
-            ROWS, WIDTH,
+            tl.minimum(inputs, PART), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, PACKED, IS_EVEN, KEPT,
+            TOKENS, ROWS, WIDTH,
         )  # fmt: skip
         for part in tl.static_range(1, PARTS):
             b_next, b_next_up = _sums_of_part(
                 p_states, p_matrix, p_scales, p_zeros, o_rows, o_tokens, m_rows, m_tokens, outputs, part * PART,
-                tl.minimum(inputs, part * PART + PART), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, IS_EVEN,
-                KEPT, TOKENS, ROWS, WIDTH,
+                tl.minimum(inputs, part * PART + PART), INPUTS, ACTIVATION, FORMAT, GROUP, GROUPS, HAS_ZEROS, PACKED,
+                IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
             )  # fmt: skip
             b_sums += b_next
             b_ups += b_next_up
