@@ -25,7 +25,8 @@ def engine_with_room(strategy: KVStrategy, *, sessions: int, active: float) -> E
     with engine_for(Mode.BATCHED) as roomy:
         bound = roomy.create_session(strategy=strategy, limit_tokens=LIMIT).bound
         waking = bound.peak_bytes - bound.sustained_bytes
-        unit = 2 * roomy._geometry.alignment * roomy._geometry.itemsize
+        geometry = context_of(roomy).geometry
+        unit = 2 * geometry.alignment * geometry.itemsize
     return engine_for(
         Mode.BATCHED,
         growth="guaranteed",
