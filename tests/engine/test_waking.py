@@ -10,6 +10,7 @@ from inference_engine.kv.parts.restored import RestoredEntries
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
+from tests.facade import context_of
 from tests.laws.variants import drain, engine_for, generate, same, text, tokens
 
 LIMIT = 256
