@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from inference_engine.config import EngineConfig
 from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV, bound_of, grows_with_history, no_capacity, whole_segments
@@ -36,6 +37,20 @@ class SessionLimits:
     kept_sessions_per_owner: int = 0
     kept_tokens_per_owner: int = 0
     share_forks: bool = True
+
+    @staticmethod
+    def of(config: EngineConfig) -> SessionLimits:
+        return SessionLimits(
+            max_sessions=config.max_sessions,
+            evictable_seconds=config.session_evictable_seconds,
+            max_sessions_per_owner=config.max_sessions_per_owner,
+            kv_bytes_per_owner=config.kv_bytes_per_owner,
+            history_tokens_per_owner=config.history_tokens_per_owner,
+            history_tokens_per_session=config.history_tokens_per_session,
+            kept_sessions_per_owner=config.kept_sessions_per_owner,
+            kept_tokens_per_owner=config.kept_tokens_per_owner,
+            share_forks=config.share_forks,
+        )
 
 
 class Admission:
