@@ -7,8 +7,7 @@ Attention is one query for each session over all entries, in the shape of Qwen2.
 device's cache from one to the next. All contenders read the same entries, are compared with a reference in float32,
 and take turns. FA3 joins if the package `fa3_fwd` can be imported; what is not there is named in the record.
 
-Exact Top-K takes 2,048 of float32 scores. Its hinted search asks the host after every round, so it cannot be recorded:
-it is timed as it is called, beside the same search without a hint and the recorded kernel called in the same way.
+Exact Top-K takes 2,048 of float32 scores, beside torch.topk, which orders them by value and equals arbitrarily.
 
 The record is written anew after every case: a run that is cut off keeps what it has.
 """
@@ -38,7 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from inference_engine.kernels import ragged_attention as fields
 from inference_engine.kernels.mac import MacEntry, MacState, mac_attend
 from inference_engine.kernels.ops import DeviceOps, open_ops
-from inference_engine.kernels.topk import topk, topk_by_sorting
+from inference_engine.kernels.topk import topk_by_sorting
 from laboratory.evaluation import record
 from laboratory.evaluation.on_gpu import Ceilings, Timed, in_turns, measure_ceilings
 
@@ -62,21 +61,13 @@ class Contenders:
         self.timed: dict[str, Timed] = {}
         self.left_out: dict[str, str] = {}
 
-    def add(
-        self,
-        name: str,
-        run: Callable[[int], Any],
-        copies: int,
-        check: Callable[[Any], str],
-        *,
-        is_recorded: bool = True,
-    ) -> None:
+    def add(self, name: str, run: Callable[[int], Any], copies: int, check: Callable[[Any], str]) -> None:
         """check: of what `run(0)` returns, what is wrong with it; nothing: it is right."""
         try:
             if wrong := check(run(0)):
                 self.left_out[name] = wrong
                 return
-            self.timed[name] = Timed(run, copies, self.device, is_recorded=is_recorded)
+            self.timed[name] = Timed(run, copies, self.device)
         except (RuntimeError, ImportError, ValueError, TypeError) as error:
             if name == OURS:
                 raise
@@ -158,7 +149,6 @@ def attention_case(sessions: int, length: int, buffers: tuple[Tensor, Tensor], o
 def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, rounds: int) -> Measured:
     kept = min(KEPT, count // 2)
     scores = torch.randn(LAYERS, sessions, count, device=device)
-    before = topk_by_sorting(scores[0] + 0.05 * torch.randn_like(scores[0]), kept)  # most of the answer
     expected = topk_by_sorting(scores[0], kept)
 
     def check(found: Tensor) -> str:
@@ -172,12 +162,6 @@ def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, r
         LAYERS,
         lambda found: check(found.sort().values),
     )
-    called = "ours, called" if device.type == "cuda" else "sorted, called"
-    plain = (called, lambda _copy: ops.largest(scores[0], kept))
-    hinted = ("search with a hint, called", lambda _copy: topk(scores[0], kept, before).indices)
-    unhinted = ("search without a hint, called", lambda _copy: topk(scores[0], kept).indices)
-    for name, run in (plain, hinted, unhinted):
-        contenders.add(name, run, 8, check, is_recorded=False)
     return in_turns(contenders.timed, rounds), contenders.left_out, sessions * (4 * count + 8 * kept)
 
 
@@ -215,7 +199,7 @@ def row_of(samples: dict[str, list[float]], bytes_read: int, ceilings: Ceilings)
     """Medians in µs. Best: the fastest contender of the same kind that is not ours."""
     floor = 1e6 * bytes_read / ceilings.bandwidth
     row: Row = {name: round(statistics.median(each), 3) for name, each in samples.items()}
-    others = {name: row[name] for name in samples if name != OURS and not name.endswith(", called")}
+    others = {name: row[name] for name in samples if name != OURS}
     row |= {"floor by bytes": round(floor, 3), "ours ÷ floor": round(row[OURS] / floor, 3)}
     if others:
         best = min(others, key=lambda name: others[name])  # of MAC, what it would replace is ours

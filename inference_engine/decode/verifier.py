@@ -251,7 +251,6 @@ class Verifier:
             context.pool,
             mask_dtype=self._forward.compute_dtype,
             ops=context.ops,
-            on_choice=context.on_choice,
         )
         token_ids = np.zeros(plan.query_count, dtype=np.int64)
         wanted: list[int] = []  # packed tokens whose logits are computed

@@ -45,7 +45,6 @@ from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.views import OnChoice
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
@@ -81,7 +80,6 @@ class Engine:
         codec_digest: str = "",
         components: ModelComponents | None = None,
         drafter: Drafter | None = None,
-        on_choice: OnChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -90,7 +88,6 @@ class Engine:
         journal: keeps sessions; the engine stops it when it closes. None: they end with the process.
         latent: serves sessions that restore KV entries from a latent; codec_digest: of it. components: of the model's
         keys, by layer, for sessions that choose tokens by them. drafter: drafts tokens for Generates that allow it.
-        on_choice: called on the engine's thread with the blocks that generated tokens read (see `kv/views.py`).
         Raises ConfigError or BackendError if a setting cannot be served.
         """
         config = config or EngineConfig()
@@ -121,7 +118,6 @@ class Engine:
             latent=latent,
             components=components,
             drafter=drafter,
-            on_choice=on_choice,
         )
         default.ready(self._context)
         limit = self._arguments.limit(default, None)

@@ -20,7 +20,6 @@ from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.session_kv import bound_of, grows_with_history
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.views import OnChoice
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.hibernation import Hibernation, HibernationLimits
 from inference_engine.session.journal import CopyBook
@@ -40,7 +39,6 @@ def open_memory(
     latent: TokenCodec | None,
     components: ModelComponents | None,
     drafter: Drafter | None,
-    on_choice: OnChoice | None,
 ) -> KVContext:
     """Allocate the pool and the tier, and prepare the drafter. Raises ConfigError or BackendError if it is impossible.
 
@@ -66,7 +64,7 @@ def open_memory(
     placed = {layer: found.to(forward.device) for layer, found in (components or {}).items()}
     if latent is not None:
         latent = latent.using(opened.ops.trellis)
-    context = replace(opened, latent=latent, components=placed, tier=tier, on_choice=on_choice)
+    context = replace(opened, latent=latent, components=placed, tier=tier)
     if drafter is not None:
         context = replace(context, draft_memories=drafter)
         drafter.prepare(context)

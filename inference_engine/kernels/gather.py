@@ -24,25 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.topk import Largest, TopK, topk, topk_by_sorting
+from inference_engine.kernels.topk import Largest, topk_by_sorting
 
 MOST_BLOCKS = 2**14  # that an operation over regions selects from: as many as a program of a GPU holds
 # Queries whose entries are gathered at a time, so temporary memory does not grow with the number of queries.
 QUERIES_AT_ONCE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedBlocks:
-    """The blocks each query reads, per KV head, and what finding them took.
-
-    blocks: [T, Hkv, min(k, B)] int64, distinct, ascending, -1 where there are fewer candidates.
-    counts: [T, Hkv] int64, how many. passes, iterations: [T, Hkv] int64, as in `TopK`; 0 where scores were sorted.
-    """
-
-    blocks: Tensor
-    counts: Tensor
-    passes: Tensor
-    iterations: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +80,12 @@ def distant_blocks(always: Always, *, block: int, count: int) -> Tensor:
     return first.clamp(min=always.sink) < (first + block).minimum(always.local_starts[:, None])
 
 
-def select(
-    scores: Tensor,
-    candidates: Tensor,
-    k: int,
-    hint: Tensor | None = None,
-    *,
-    capacity: int | None = None,
-    searched: bool = True,
-    largest: Largest = topk_by_sorting,
-) -> SelectedBlocks:
+def select(scores: Tensor, candidates: Tensor, k: int, *, largest: Largest = topk_by_sorting) -> Tensor:
     """The k candidate blocks [T, B] of highest scores [T, Hkv, B]; all of them where there are no more than k.
 
-    hint: [T, Hkv, any] or broadcast to it, blocks chosen a step ago, -1 for none. hint and capacity: as in `topk`.
-    searched: False leaves it to `largest`, whatever the hint, which finds the same blocks. In plain torch sorting is
-    faster for so few blocks, and does not wait for a CUDA device; `largest` of a device is faster still.
+    Returns [T, Hkv, min(k, B)] int64, distinct, ascending, -1 where there are fewer candidates.
     """
-    if searched:
-        found = topk(scores, k, hint, candidates=candidates[:, None], capacity=capacity)
-    else:
-        none = torch.zeros(scores.shape[:-1], dtype=torch.int64, device=scores.device)
-        found = TopK(largest(scores, k, candidates=candidates[:, None]), none, none)
-    return SelectedBlocks(found.indices, (found.indices >= 0).sum(-1), found.passes, found.iterations)
+    return largest(scores, k, candidates=candidates[:, None])
 
 
 def gather_attend(

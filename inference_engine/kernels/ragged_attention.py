@@ -127,6 +127,6 @@ def kept(query: Tensor, keys: Tensor, values: Tensor, heads: Tensor, numbers: li
     low, high = (states[heads + numbers[BOUNDS] + firsts // block] for states in (keys, values))
     candidates = firsts.clamp(min=sink) < (firsts + block).clamp(max=local)
     scores = bounds_scores(query, low, high, scaling)  # [1, Hkv, B]
-    chosen = select(scores, candidates[None], numbers[KEPT], searched=False).blocks
+    chosen = select(scores, candidates[None], numbers[KEPT])
     is_chosen = (chosen[..., None] == slots // block).any(2)
     return always | (is_chosen & (slots < local))

@@ -21,7 +21,6 @@ from inference_engine.kv.memory.pool import Demand, Pool
 from inference_engine.kv.memory.tier import NoTier, Tier
 from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Part
-from inference_engine.kv.views import OnChoice
 
 # rotate(keys [H, n, D], shifts [n], on the host, rotary name): the keys rotated to positions so much later (negative:
 # earlier)
@@ -345,10 +344,9 @@ class KVContext:
     compute: runs a function again and again on batches of any size; the device may record it. coder: codes
     entries that are in regions where `compute` need not.
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
-    Longer steps are faster in pieces. None: there is no such length. on_choice: called with the blocks that generated
-    tokens read, if plain operations choose them. open_index: makes an index of keys known to the operation over
-    regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent codec, components of
-    keys by layer, memory for a drafter, and a second tier for entries, if there are any.
+    Longer steps are faster in pieces. None: there is no such length. open_index: makes an index of keys known to the
+    operation over regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent codec,
+    components of keys by layer, memory for a drafter, and a second tier for entries, if there are any.
     """
 
     geometry: Geometry
@@ -359,7 +357,6 @@ class KVContext:
     compute: Compute = compute_plainly
     coder: Coder = field(default_factory=NoCoder)
     most_tokens_at_once: int | None = None
-    on_choice: OnChoice | None = None
     open_index: OpenLayerIndex = open_no_index
     open_tiles: OpenTiles = open_no_tiles
     latent: TokenCodec | None = None

@@ -32,7 +32,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.views import OnChoice, Scoring, StagedQueries, StepReads
+from inference_engine.kv.views import Scoring, StagedQueries, StepReads
 
 # Longer blocks are computed session by session: each fills a device, and fused operations are fastest then.
 _MOST_RAGGED_TOKENS = 1024
@@ -61,7 +61,6 @@ class StepPlan:
         *,
         mask_dtype: torch.dtype,
         ops: DeviceOps = REFERENCE,
-        on_choice: OnChoice | None = None,
     ) -> None:
         self._sessions = sessions
         self._geometry = geometry
@@ -87,7 +86,6 @@ class StepPlan:
             most_queries=_MOST_RAGGED_TOKENS,
             numbers=self.numbers,
             largest=ops.largest,
-            on_choice=on_choice,
         )
         for session, span in zip(sessions, self.spans, strict=True):
             for part in session.parts:

@@ -7,7 +7,7 @@ mechanism lie beside it in `parts/`; those here read every entry, in regions or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,10 +33,6 @@ class Scoring:
     scaling: float
     softcap: float | None
     head_sinks: Tensor | None
-
-
-# on_choice(layer, scores [T, Hkv, B], candidates [T, B], chosen [T, Hkv, K]): called with every selection of blocks.
-OnChoice = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class View(Protocol):
@@ -85,7 +81,7 @@ class StepReads:
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
-    largest: chooses blocks for queries that read by views. on_choice: called with these blocks.
+    largest: chooses blocks for queries that read by views.
     selects: does a query that reads by numbers choose blocks? choosing: by the shape of their index, the end of the
     last tokens of the step that read by numbers and choose tokens; a device's operation may have to know.
     """
@@ -97,7 +93,6 @@ class StepReads:
     most_queries: int
     numbers: StepNumbers
     largest: Largest = topk_by_sorting
-    on_choice: OnChoice | None = None
     selects: bool = False
     choosing: dict[IndexShape, int] = field(default_factory=dict)
 

@@ -65,7 +65,6 @@ EXPERIMENTS = {
         "laboratory.evaluation.mac_statistics", "how often mac matches, what it skips, what that costs"
     ),
     "backstop": Experiment("laboratory.evaluation.backstop", "the fewest layers that must be kept full"),
-    "hints": Experiment("laboratory.evaluation.hints", "how far gather's choice is known from the token before"),
     "waking": Experiment("laboratory.evaluation.waking", "what idle sessions hold, and how soon they go on"),
     "forks": Experiment("laboratory.evaluation.forks", "what forks hold and take, against prefilling anew"),
     "restoration": Experiment(

@@ -76,26 +76,19 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 class Timed:
-    """`run` of copies 0 … copies-1, recorded as one graph; every call of this replays it and returns µs a copy.
+    """`run` of copies 0 … copies-1, recorded as one graph; every call of this replays it and returns µs a copy."""
 
-    is_recorded: False calls `run` one after another, for what cannot be recorded; the host's time counts then.
-    """
-
-    def __init__(
-        self, run: Callable[[int], Any], copies: int, device: torch.device, *, is_recorded: bool = True
-    ) -> None:
+    def __init__(self, run: Callable[[int], Any], copies: int, device: torch.device) -> None:
         self._run, self._copies, self._is_gpu = run, copies, device.type == "cuda"
-        self._graph: torch.cuda.CUDAGraph | None = None
         if self._is_gpu:
             self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 run(0)
                 self._stream.synchronize()
-                if is_recorded:
-                    self._graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(self._graph, stream=self._stream):
-                        self._all()
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, stream=self._stream):
+                    self._all()
         self()
 
     def __call__(self) -> float:
@@ -106,10 +99,7 @@ class Timed:
         with torch.cuda.stream(self._stream):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
-            if self._graph is None:
-                self._all()
-            else:
-                self._graph.replay()
+            self._graph.replay()
             end.record()
             end.synchronize()
             return 1e3 * float(begin.elapsed_time(end)) / self._copies

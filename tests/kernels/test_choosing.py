@@ -140,7 +140,7 @@ class History:
         keys, values = self.keys.float(), self.values.float()
         _, lse = attend_entries(query, read(keys), read(values), near >= 0, scaling, softcap)
         weights = token_weights(scores, candidates, lse, heads, softcap)
-        chosen = select(weights, candidates, self.kept, searched=False).blocks
+        chosen = select(weights, candidates, self.kept)
         out, _ = gather_attend(query, keys, values, chosen, always, block=1, scaling=scaling, softcap=softcap)
         return out
 

@@ -107,7 +107,7 @@ def test_a_budget_as_long_as_the_history_is_full_attention(group: int, block: in
             scores = bounds_scores(queries, *block_bounds(keys[:, : 4 * block], block), SCALING)
             kept = select(scores, distant_blocks(always, block=block, count=4), k=10)
             options = arguments(extra, group)
-            out, _ = gather_attend(queries, keys, values, kept.blocks, always, block=block, **options)
+            out, _ = gather_attend(queries, keys, values, kept, always, block=block, **options)
             causal = torch.arange(count) > torch.tensor(positions)[:, None]
             mask = torch.zeros(3, count).masked_fill(causal, -torch.inf)
             torch.testing.assert_close(out, attend(queries, keys, values, mask, **options), **ROUNDING)
@@ -246,19 +246,7 @@ def test_the_best_candidates_are_selected_per_query_and_head_and_ties_go_to_the_
     scores = torch.tensor([[[9.0, 1, 5, 3, 5], [0, 0, 0, 0, 0]], [[9.0, 1, 5, 3, 5], [1, 2, 3, 4, 5]]])
     candidates = torch.tensor([[False, True, True, True, True], [True, False, False, True, False]])
     kept = select(scores, candidates, 3)
-    assert kept.blocks.tolist() == [[[2, 3, 4], [1, 2, 3]], [[0, 3, -1], [0, 3, -1]]]
-    assert kept.counts.tolist() == [[3, 3], [2, 2]]
-
-
-def test_a_hint_finds_the_same_blocks_in_fewer_passes() -> None:
-    scores = draw(3, KV_HEADS, 500)
-    candidates = torch.arange(500) < torch.tensor([480, 490, 31])[:, None]
-    first = select(scores, candidates, 10)
-    again = select(scores, candidates, 10, first.blocks)
-    assert torch.equal(again.blocks, first.blocks)
-    assert (again.passes <= first.passes).all()
-    assert again.passes[:2].max() == 2
-    assert torch.equal(select(scores, candidates, 10, first.blocks, searched=False).blocks, first.blocks)
+    assert kept.tolist() == [[[2, 3, 4], [1, 2, 3]], [[0, 3, -1], [0, 3, -1]]]
 
 
 @pytest.mark.parametrize(("blocks", "k"), [(0, 4), (5, 0)])
@@ -266,10 +254,9 @@ def test_without_blocks_only_sink_and_local_are_read(blocks: int, k: int) -> Non
     queries, keys, values = draw(1, KV_HEADS, DIM), *draw(2, KV_HEADS, 90, DIM, seed=1)
     always = read_from([85], [70], 4)
     kept = select(torch.zeros(1, KV_HEADS, blocks), distant_blocks(always, block=16, count=blocks), k)
-    assert kept.blocks.shape == (1, KV_HEADS, 0)
-    assert kept.counts.tolist() == [[0] * KV_HEADS]
-    out, _ = gather_attend(queries, keys, values, kept.blocks, always, block=16, scaling=SCALING)
-    seen = union(kept.blocks, [85], [70], 4, 16, 90)
+    assert kept.shape == (1, KV_HEADS, 0)
+    out, _ = gather_attend(queries, keys, values, kept, always, block=16, scaling=SCALING)
+    seen = union(kept, [85], [70], 4, 16, 90)
     torch.testing.assert_close(out, masked_attend(queries, keys, values, seen, scaling=SCALING)[0], **ROUNDING)
 
 

@@ -186,7 +186,7 @@ def selections(
             candidates = distant_blocks(always, block=block, count=length // block)
             asked.append(torch.randn(1, query_heads, dim).to(dtype))
             low, high = keys[target].float(), values[target].float()
-            kept = select(bounds_scores(asked[-1], low, high, dim**-0.5), candidates, count).blocks
+            kept = select(bounds_scores(asked[-1], low, high, dim**-0.5), candidates, count)
             given = (asked[-1].float(), keys[slots].float(), values[slots].float())
             alone.append(gather_attend(*given, kept, always, block=block, scaling=dim**-0.5)[0])
             whole_line = line_of(start, layout, queries, count=length)

@@ -1,4 +1,4 @@
-"""Top-K: the set that sorting gives, for every distribution and every hint; a hint changes the cost alone."""
+"""Top-K: the set that sorting in plain Python gives, for every distribution, and the kernel gives the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference_engine.kernels.topk import TopK, topk, topk_by_sorting
+from inference_engine.kernels.topk import topk_by_sorting
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_ragged_attention import device_of_kernels
 
@@ -28,11 +28,6 @@ def by_definition(row: list[float], k: int, allowed: list[bool] | None = None) -
 
 def rows_by_definition(scores: Tensor, k: int) -> list[list[int]]:
     return [by_definition(row.tolist(), k) for row in scores.reshape(-1, scores.shape[-1])]
-
-
-def found(result: TopK) -> list[list[int]]:
-    indices = result.indices
-    return [row.tolist() for row in indices.reshape(-1, indices.shape[-1])]
 
 
 DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,59 +57,7 @@ def draw(distribution: str, *shape: int, seed: int = 0, dtype: torch.dtype = tor
 def test_it_is_what_sorting_gives(count: int, k: int) -> None:
     for distribution in DISTRIBUTIONS:
         scores = draw(distribution, 3, count)
-        expected = rows_by_definition(scores, k)
-        assert found(topk(scores, k)) == expected, distribution
-        assert topk_by_sorting(scores, k).tolist() == expected, distribution
-
-
-def test_the_capacity_changes_nothing(subtests: pytest.Subtests) -> None:
-    for capacity in (10, 11, 1000):
-        with subtests.test(str(capacity)):
-            for distribution in DISTRIBUTIONS:
-                scores = draw(distribution, 4, 501)
-                assert found(topk(scores, 10, capacity=capacity)) == rows_by_definition(scores, 10), distribution
-
-
-def a_hint(kind: str, scores: Tensor, k: int) -> Tensor:
-    rng = torch.Generator().manual_seed(1)
-    count = scores.shape[-1]
-    best = scores.argsort(dim=-1, descending=True)
-    anywhere = torch.randint(-2 * count, 2 * count, (*scores.shape[:-1], k), generator=rng)
-    return {
-        "the answer": best[..., :k],
-        "nearly": best[..., k // 2 : k // 2 + k],
-        "the worst": best[..., -k:],
-        "partly out of range": anywhere,
-        "out of range": anywhere.abs() + count,
-        "padding": torch.full_like(anywhere, -1),
-        "one index again and again": best[..., :1].expand_as(anywhere),
-        "shorter": best[..., : k // 3],
-        "longer": best[..., : 2 * k],
-        "empty": best[..., :0],
-        "for one query only": torch.where(torch.arange(len(scores))[:, None] == 1, best[..., :k], -1),
-    }[kind]
-
-
-HINTS = [
-    "the answer",
-    "nearly",
-    "the worst",
-    "partly out of range",
-    "out of range",
-    "padding",
-    "one index again and again",
-    "shorter",
-    "longer",
-    "empty",
-    "for one query only",
-]
-
-
-@pytest.mark.parametrize("kind", HINTS)
-def test_no_hint_changes_the_answer(kind: str) -> None:
-    for distribution in DISTRIBUTIONS:
-        scores = draw(distribution, 4, 311)
-        assert found(topk(scores, 12, a_hint(kind, scores, 12))) == rows_by_definition(scores, 12), distribution
+        assert topk_by_sorting(scores, k).tolist() == rows_by_definition(scores, k), distribution
 
 
 numbers = st.one_of(
@@ -124,29 +67,18 @@ numbers = st.one_of(
 
 @settings(max_examples=300)
 @given(st.data())
-def test_any_scores_any_hint_any_candidates(data: st.DataObject) -> None:
+def test_any_scores_any_candidates(data: st.DataObject) -> None:
     row = data.draw(st.lists(numbers, min_size=1, max_size=40))
     k = data.draw(st.integers(0, 12))
-    capacity = data.draw(st.integers(k, 3 * k + 1))
     allowed = data.draw(st.none() | st.lists(st.booleans(), min_size=len(row), max_size=len(row)))
-    hint = data.draw(st.none() | st.lists(st.integers(-5, 60), max_size=15))
-    result = topk(
-        torch.tensor(row),
-        k,
-        None if hint is None else torch.tensor(hint, dtype=torch.int64),
-        candidates=None if allowed is None else torch.tensor(allowed),
-        capacity=capacity,
-    )
-    expected = by_definition(row, k, allowed)
-    assert result.indices.tolist() == expected
-    by_sorting = topk_by_sorting(torch.tensor(row), k, candidates=None if allowed is None else torch.tensor(allowed))
-    assert by_sorting.tolist() == expected
+    found = topk_by_sorting(torch.tensor(row), k, candidates=None if allowed is None else torch.tensor(allowed))
+    assert found.tolist() == by_definition(row, k, allowed)
 
 
 def test_the_values_are_those_of_torch() -> None:
     for distribution in DISTRIBUTIONS:
         scores = draw(distribution, 5, 700)
-        values = scores.gather(-1, topk(scores, 33).indices).sort(descending=True).values
+        values = scores.gather(-1, topk_by_sorting(scores, 33)).sort(descending=True).values
         assert torch.equal(values, scores.topk(33).values), distribution
 
 
@@ -155,76 +87,46 @@ def test_every_float_type_is_ranked_exactly(dtype: torch.dtype) -> None:
     scores = draw("normal", 3, 401, dtype=torch.float64).to(dtype)
     if dtype == torch.float64:
         scores = 1 + scores * 1e-12  # all alike in float32
-    assert found(topk(scores, 17)) == rows_by_definition(scores, 17)
+    assert topk_by_sorting(scores, 17).tolist() == rows_by_definition(scores, 17)
 
 
 def test_a_nan_is_chosen_like_torch_does_and_never_dropped() -> None:
     scores = draw("normal", 2, 300)
     scores[0, 250] = NAN
     scores[1, [7, 99]] = -scores.new_tensor(NAN)
-    result = topk(scores, 5)
-    assert 250 in result.indices[0]
-    assert {7, 99} <= set(result.indices[1].tolist())
+    found = topk_by_sorting(scores, 5)
+    assert 250 in found[0]
+    assert {7, 99} <= set(found[1].tolist())
 
 
 def test_fewer_candidates_than_k_give_all_of_them_then_padding() -> None:
     scores = draw("normal", 2, 100)
     candidates = torch.zeros(2, 100, dtype=torch.bool)
     candidates[0, [90, 3]] = True
-    assert topk(scores, 4, candidates=candidates).indices.tolist() == [[3, 90, -1, -1], [-1] * 4]
+    assert topk_by_sorting(scores, 4, candidates=candidates).tolist() == [[3, 90, -1, -1], [-1] * 4]
 
 
 def test_a_candidate_of_minus_infinity_is_still_a_candidate() -> None:
     scores = torch.tensor([1.0, -INF, 2.0, -INF])
     candidates = torch.tensor([False, True, False, True])
-    assert topk(scores, 1, candidates=candidates).indices.tolist() == [1]
+    assert topk_by_sorting(scores, 1, candidates=candidates).tolist() == [1]
 
 
 def test_a_selection_does_not_depend_on_its_neighbours() -> None:
     scores = torch.cat([draw(name, 1, 257, seed=5) for name in DISTRIBUTIONS])
-    hint = topk(scores.roll(1, dims=0), 9).indices
-    together = topk(scores, 9, hint)
+    together = topk_by_sorting(scores, 9)
     for index in range(len(scores)):
-        alone = topk(scores[index], 9, hint[index])
-        assert torch.equal(alone.indices, together.indices[index])
-        assert alone.passes == together.passes[index]
-        assert alone.iterations == together.iterations[index]
+        assert torch.equal(topk_by_sorting(scores[index], 9), together[index])
 
 
 def test_shapes_follow_the_scores() -> None:
-    result = topk(
-        draw("normal", 2, 3, 50), 4, torch.zeros(3, 4, dtype=torch.int64), candidates=torch.ones(2, 1, 50) > 0
-    )
-    assert result.indices.shape == (2, 3, 4)
-    assert result.passes.shape == result.iterations.shape == (2, 3)
+    found = topk_by_sorting(draw("normal", 2, 3, 50), 4, candidates=torch.ones(2, 1, 50) > 0)
+    assert found.shape == (2, 3, 4)
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0,)])
 def test_nothing_to_choose_from_gives_nothing(shape: tuple[int, ...]) -> None:
-    assert topk(torch.zeros(shape), 3).indices.shape == (*shape[:-1], min(3, shape[-1]))
-
-
-def test_scores_within_the_capacity_are_read_once_and_not_searched() -> None:
-    result = topk(draw("normal", 4, 30), 10)
-    assert result.passes.tolist() == [1] * 4
-    assert result.iterations.tolist() == [0] * 4
-
-
-def test_a_perfect_hint_costs_one_count_and_the_collection() -> None:
-    scores = draw("normal", 20, 4001)
-    hinted = topk(scores, 32, scores.topk(32).indices)
-    assert hinted.iterations.tolist() == [1] * 20
-    assert hinted.passes.tolist() == [2] * 20
-    unhinted = topk(scores, 32)
-    assert (unhinted.passes == unhinted.iterations + 2).all(), "statistics of all scores are a pass more"
-
-
-def test_the_search_is_short_even_when_the_hint_is_bad(subtests: pytest.Subtests) -> None:
-    for kind in ("padding", "the worst", "partly out of range"):
-        with subtests.test(kind):
-            for distribution in DISTRIBUTIONS:
-                scores = draw(distribution, 20, 3001)
-                assert topk(scores, 25, a_hint(kind, scores, 25)).iterations.max() <= 12, distribution
+    assert topk_by_sorting(torch.zeros(shape), 3).shape == (*shape[:-1], min(3, shape[-1]))
 
 
 def compare_kernel() -> None:

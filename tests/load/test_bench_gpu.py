@@ -68,7 +68,7 @@ def test_operations_are_told_beside_the_best_other_and_wrong_ones_are_left_out(
     cases = {row["case"]: row for row in found["tables"]["µs of an operation"]}
     assert cases["attention, 2 x 48"]["best other"] == "SDPA"
     assert found["values"]["attention, 2 x 48, ours ÷ SDPA"]["count"] == 2
-    assert {"search with a hint, called", "search without a hint, called"} < set(cases["2 x 150 of 300"])
+    assert cases["2 x 150 of 300"]["best other"] == "torch.topk"
     assert {"MAC, nothing matches", "MAC, every head matches"} < set(cases["MAC, 1 x 40"])
     assert found["left_out"] == {}
 

@@ -148,7 +148,7 @@ class Session:
         read = partial(gather_vectors, indices=near.clamp(min=0))
         _, lse = attend_entries(queries, read(self.keys), read(self.values), near >= 0, SCALING, softcap)
         weights = token_weights(scores, candidates, lse, HKV, softcap)
-        chosen = select(weights, candidates, self.selector.count, searched=False).blocks
+        chosen = select(weights, candidates, self.selector.count)
         out, _ = gather_attend(
             queries, self.keys, self.values, chosen, always, block=1, scaling=SCALING, softcap=softcap
         )

@@ -33,6 +33,7 @@ _PARTS = 80  # of one query and KV head
 _PARTS_OF_MANY = 8  # where queries beside them make up a chunk of some prefill
 _SCORING_PROGRAMS = 512
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
+_SHORT = 128  # blocks of which each is compared with each
 _NARROW = 1024  # blocks that a selection takes fewer registers for
 
 
@@ -142,6 +143,7 @@ def select_blocks(scores: Scores, regions: Tensor) -> Tensor:
         TILE=scores.tile,
         TILES=triton.next_power_of_2(scores.best.shape[2]),
         FEW=_FEW,
+        SHORT=min(_SHORT, triton.next_power_of_2(blocks)),
         NARROW=min(_NARROW, triton.next_power_of_2(blocks)),
         WIDE=triton.next_power_of_2(blocks),
         num_warps=_SELECT_WARPS,
@@ -267,9 +269,7 @@ def _score_blocks(
     BLOCK_B: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+    """CHAINED: the kernel before wrote the queries, and nothing else that is read here."""
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     query = tl.program_id(2).to(tl.int64)
@@ -283,17 +283,23 @@ def _score_blocks(
     o_d = tl.arange(0, BLOCK_D)
     m_g = o_g < GROUP
     m_d = o_d < D
+    step = tl.num_programs(0) * BLOCK_B
+    o_b = first + tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    o_kv = (start + o_b)[:, None] * D + o_d[None, :]
+    m_kv = (o_b < end + 0)[:, None] & m_d[None, :]
+    # Bounds were written before the step began, so the first ones are on their way while the kernel before ends.
+    b_high = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
+    b_low = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     o_q = ((query * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0)
     b_up = tl.maximum(b_q, 0.0).to(b_q.dtype)
     b_down = tl.minimum(b_q, 0.0).to(b_q.dtype)
-    for b in range(first + tl.program_id(0) * BLOCK_B, end, tl.num_programs(0) * BLOCK_B):
+    for b in range(first + tl.program_id(0) * BLOCK_B, end, step):
         o_b = b + tl.arange(0, BLOCK_B)
         m_b = o_b < end
-        o_kv = (start + o_b)[:, None] * D + o_d[None, :]
-        m_kv = m_b[:, None] & m_d[None, :]
-        b_high = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-        b_low = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
         b_scores = tl.dot(b_up, tl.trans(b_high), input_precision="ieee")
         b_scores = tl.dot(b_down, tl.trans(b_low), b_scores, input_precision="ieee")
         b_best = tl.max(tl.where(m_g[:, None], b_scores, float("-inf")), axis=0) * scaling
@@ -303,6 +309,10 @@ def _score_blocks(
         tl.store(p_scores + (query * heads + head) * BLOCKS + o_b, b_best, mask=m_b)
         best = of_order(tl.max(tl.where(m_b, in_order(b_best), -2147483648), axis=0))
         tl.store(p_best + (query * heads + head) * tl.cdiv(BLOCKS, BLOCK_B) + (b - first) // BLOCK_B, best)
+        o_kv = (start + o_b + step)[:, None] * D + o_d[None, :]
+        m_kv = (o_b + step < end)[:, None] & m_d[None, :]
+        b_high = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
+        b_low = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
 
 
 @triton.jit
@@ -316,6 +326,7 @@ def _select_blocks(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     FEW: tl.constexpr,
+    SHORT: tl.constexpr,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -336,13 +347,26 @@ def _select_blocks(
             o_b = b + tl.arange(0, NARROW)
             tl.store(p_listed + o_row + o_b, first + o_b, mask=o_b < count)
     elif kept > 0:
-        if count <= NARROW:
+        if count <= SHORT:
+            _select_by_ranks(p_scores + o_row + first, p_listed + o_row, first, count, kept, SHORT)
+        elif count <= NARROW:
             _select_of(p_scores + o_row + first, p_listed + o_row, first, count, kept, NARROW)
         elif kept <= FEW:
             p_best += row * tl.cdiv(BLOCKS, TILE)
             _select_of_tiles(p_scores + o_row + first, p_best, p_listed + o_row, first, count, kept, TILE, TILES, FEW)
         else:
             _select_of(p_scores + o_row + first, p_listed + o_row, first, count, kept, WIDE)
+
+
+@triton.jit
+def _select_by_ranks(p_scores, p_listed, first, count, kept, WIDTH: tl.constexpr):
+    """As `_select_of`, for so few that each can be compared with each: nothing is searched."""
+    o_b = tl.arange(0, WIDTH)
+    m_b = o_b < count
+    b_order = tl.where(m_b, in_order(tl.load(p_scores + o_b, mask=m_b, other=0.0)), -2147483648)
+    b_chosen = (_ranks(b_order, WIDTH) < kept).to(tl.int32)
+    o_place = tl.cumsum(b_chosen, axis=0) - b_chosen
+    tl.store(p_listed + o_place, first + o_b, mask=b_chosen == 1)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from inference_engine.kv.numbers import choose_blocks, most_blocks
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.slots import LayerSlots
-from inference_engine.kv.views import OnChoice, Region, Scoring, StagedQueries, StepReads, View
+from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
 
 _MOST_SELECTING_QUERIES = 32
 
@@ -111,7 +111,6 @@ class BlockIndex(LayoutPart):
             one_by_one=step.is_fixed_shape,
             dense=dense,
             largest=step.largest,
-            on_choice=step.on_choice,
         )
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
@@ -165,7 +164,6 @@ class GatherView:
     one_by_one: bool  # shapes that do not depend on which queries share a step
     dense: View | None  # None: every query is generated
     largest: Largest
-    on_choice: OnChoice | None = None
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
@@ -200,8 +198,4 @@ class GatherView:
         else:
             high = self.region.slots(buffer.values, layer, self.summaries_from, blocks)
             scores = bounds_scores(queries, low, high, scoring.scaling)
-        candidates = self.candidates[some]
-        chosen = select(scores, candidates, self.selector.count, searched=False, largest=self.largest).blocks
-        if self.on_choice is not None:
-            self.on_choice(layer, scores, candidates, chosen)
-        return chosen
+        return select(scores, self.candidates[some], self.selector.count, largest=self.largest)

@@ -40,7 +40,7 @@ from inference_engine.kv.numbers import choose_tokens
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.slots import LayerSlots
-from inference_engine.kv.views import OnChoice, Region, Scoring, StagedQueries, StepReads, View
+from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
 
 
 def _half_bytes(layers: LayerSet, layout: Layout, shape: IndexShape) -> int:
@@ -195,7 +195,6 @@ class ComponentIndex(LayoutPart):
                 for layer, components in zip(self._slots.layer_set.layers, self._components, strict=True)
             },
             rotate=self._rotate,
-            on_choice=step.on_choice,
         )
 
     def _rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
@@ -272,7 +271,6 @@ class ComponentView:
     codes: Callable[[int, int], Tensor]
     rows: dict[int, Tensor]
     rotate: RotateBy
-    on_choice: OnChoice | None = None
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
@@ -348,7 +346,4 @@ class ComponentView:
             queries, gather_vectors(keys, near), gather_vectors(values, near), seen, scoring.scaling, scoring.softcap
         )
         weights = token_weights(scores, candidates, lse, heads, scoring.softcap)
-        chosen = select(weights, candidates, self.selector.count, searched=False).blocks
-        if self.on_choice is not None:
-            self.on_choice(layer, weights, candidates, chosen)
-        return chosen
+        return select(weights, candidates, self.selector.count)
