@@ -51,6 +51,13 @@ def _is_tied(kept, count, TIED: tl.constexpr):
 
 
 @triton.jit
+def _count(p_counts, b_order, most, BUCKETS: tl.constexpr):
+    b_one = tl.full(b_order.shape, 1, tl.int32)
+    m_there = b_order != _NOTHING
+    tl.atomic_add(p_counts + _bucket(b_order, most, BUCKETS), b_one, mask=m_there, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def weigh(
     p_regions,
     p_scores,
@@ -124,14 +131,11 @@ def weigh(
         p_own = p_counts + row * BUCKETS
         tied = _is_tied(kept, end - first, TIED)
         if tied == TIED:
-            b_bucket = _bucket(b_largest, most, BUCKETS)
-            tl.atomic_add(p_own + b_bucket, 1, mask=b_largest != _NOTHING, sem="relaxed", scope="gpu")
+            _count(p_own, b_largest, most, BUCKETS)
         elif tied == 4:
-            b_bucket = _bucket(b_fours, most, BUCKETS)
-            tl.atomic_add(p_own + b_bucket, 1, mask=b_fours != _NOTHING, sem="relaxed", scope="gpu")
+            _count(p_own, b_fours, most, BUCKETS)
         else:
-            b_bucket = _bucket(b_orders, most, BUCKETS)
-            tl.atomic_add(p_own + b_bucket, 1, mask=m_s, sem="relaxed", scope="gpu")
+            _count(p_own, b_orders, most, BUCKETS)
 
 
 @triton.jit
@@ -198,8 +202,7 @@ def _in_lists(p_before, o_e, first_span, SPANS: tl.constexpr, STEPS: tl.constexp
     """
     b_list = tl.zeros_like(o_e)
     for step in tl.static_range(STEPS):
-        HALF: tl.constexpr = SPANS >> (step + 1)
-        b_list += tl.where(tl.load(p_before + b_list + HALF - 1) <= o_e, HALF, 0)
+        b_list += tl.where(tl.load(p_before + b_list + (SPANS >> (step + 1)) - 1) <= o_e, SPANS >> (step + 1), 0)
     before = tl.load(p_before + b_list - 1, mask=b_list > 0, other=0)
     return (first_span + b_list) * SPAN + o_e - before
 

@@ -169,8 +169,9 @@ def _codes(
 ):
     """Codes [CHUNK, R] of a chunk's tokens; of tiles behind the last, and components behind RANK, any."""
     TILE: tl.constexpr = 32 * RUN
+    # So many codes lie in a window of 32 bits, wherever it begins in a word.
+    AT_ONCE: tl.constexpr = 8 if BITS <= 4 else 4
     o_t = tl.arange(0, CHUNK)
-    o_j = tl.minimum(tl.arange(0, R), RANK - 1)
     if TILE >= CHUNK:
         tile = tl.minimum(chunk * CHUNK // TILE, last_tile)
         p_half = p_odd if tile % 2 == 1 else p_even
@@ -182,22 +183,23 @@ def _codes(
         p_words = (tl.where(o_tile % 2 == 1, p_odd, p_even) + o_word)[:, None]
         o_in = o_t % TILE
     o_run = o_in // RUN
-    o_lane = tl.where(o_run < 16, 15 - o_run, o_run - 16)
+    o_lane = tl.where(o_run < 16, 15 - o_run, o_run - 16)[:, None]
     o_vector = 2 * (o_in % RUN) + (o_run < 16).to(tl.int32)
-    o_bit = (o_vector * RANK)[:, None] * BITS + o_j[None, :] * BITS
-    o_word = o_bit >> 5
+    o_bit = (o_vector * (RANK * BITS))[:, None] + (tl.arange(0, R // AT_ONCE) * (AT_ONCE * BITS))[None, :]
+    # Behind the last word there is no code, and none of the string goes on.
+    o_word = tl.minimum(o_bit >> 5, WORDS - 1) * 16 + o_lane
+    o_next = tl.minimum((o_bit >> 5) + 1, WORDS - 1) * 16 + o_lane
     b_shift = (o_bit & 31).to(tl.uint32)
-    b_code = tl.load(p_words + o_word * 16 + o_lane[:, None]).to(tl.uint32, bitcast=True) >> b_shift
-    if 32 % BITS != 0:
-        # A code may go on in the next word. Behind the last one no code does.
-        o_next = tl.minimum(o_word + 1, WORDS - 1)
-        b_next = tl.load(p_words + o_next * 16 + o_lane[:, None]).to(tl.uint32, bitcast=True)
-        b_code = b_code | ((b_next << (31 - b_shift)) << 1)
-    b_code = b_code & ((1 << BITS) - 1)
+    b_low = tl.load(p_words + o_word).to(tl.uint32, bitcast=True)
+    b_next = tl.load(p_words + o_next).to(tl.uint32, bitcast=True)
+    b_window = (b_low >> b_shift) | ((b_next << (31 - b_shift)) << 1)
+    o_shift = (tl.arange(0, AT_ONCE) * BITS).to(tl.uint32)
+    b_codes = (b_window[:, :, None] >> o_shift[None, None, :]) & ((1 << BITS) - 1)
+    b_codes = tl.reshape(b_codes, (CHUNK, R))
     if FACTOR == tl.float32:
-        return b_code.to(tl.float32)
+        return b_codes.to(tl.float32)
     # A small whole number is the end of the significand of 1024 and it: to convert it would take longer.
-    return (b_code | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1024.0
+    return (b_codes | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1024.0
 
 
 @triton.jit
@@ -272,11 +274,16 @@ def _score_part(
 
         b_rows_a = tl.load(p_rows + o_j[:, None] * H + o_f[None, :]).to(FACTOR)
         b_rows_b = tl.load(p_rows + (R + 1) * H + o_j[:, None] * H + o_f[None, :]).to(FACTOR)
-        b_least_a = tl.load(p_rows + R * H + o_f)
-        b_least_b = tl.load(p_rows + (2 * R + 1) * H + o_f)
         o_turn = o_t[:, None] * (2 * H) + o_f[None, :]
         b_cosines = tl.load(p_runs + o_turn)
         b_sines = tl.load(p_runs + o_turn + H)
+        # What is added to every key is the same for all chunks once it is rotated.
+        b_least_a = tl.load(p_rows + R * H + o_f)[None, :]
+        b_least_b = tl.load(p_rows + (2 * R + 1) * H + o_f)[None, :]
+        b_added_a = (b_least_a * b_cosines - b_least_b * b_sines).to(FACTOR)
+        b_added_b = (b_least_b * b_cosines + b_least_a * b_sines).to(FACTOR)
+        b_cosines = b_cosines.to(FACTOR)
+        b_sines = b_sines.to(FACTOR)
         last_tile = end // (32 * RUN) - 1  # what is behind it is no candidate
         b_top = tl.full((G,), float("-inf"), tl.float32)
         b_sum = tl.zeros((G,), tl.float32)
@@ -286,13 +293,13 @@ def _score_part(
             b_sin = tl.load(p_middles + chunk * (2 * H) + H + o_f)[:, None]
             b_first = (b_a * b_cos + b_b * b_sin).to(FACTOR)
             b_second = (b_b * b_cos - b_a * b_sin).to(FACTOR)
-            b_keys_a = tl.zeros((CHUNK, H), tl.float32) + b_least_a[None, :]
-            b_keys_b = tl.zeros((CHUNK, H), tl.float32) + b_least_b[None, :]
-            b_keys_a = tl.dot(b_codes, b_rows_a, b_keys_a, input_precision=PRECISION)
-            b_keys_b = tl.dot(b_codes, b_rows_b, b_keys_b, input_precision=PRECISION)
-            b_turned_a = (b_keys_a * b_cosines - b_keys_b * b_sines).to(FACTOR)
-            b_turned_b = (b_keys_b * b_cosines + b_keys_a * b_sines).to(FACTOR)
-            b_scores = tl.dot(b_turned_a, b_first, input_precision=PRECISION)
+            b_keys_a = tl.dot(b_codes, b_rows_a, input_precision=PRECISION).to(FACTOR)
+            b_keys_b = tl.dot(b_codes, b_rows_b, input_precision=PRECISION).to(FACTOR)
+            b_turned_a = b_keys_a * b_cosines - b_keys_b * b_sines
+            b_turned_b = b_keys_b * b_cosines + b_keys_a * b_sines
+            b_scores = tl.dot(b_added_a, b_first, input_precision=PRECISION)
+            b_scores = tl.dot(b_added_b, b_second, b_scores, input_precision=PRECISION)
+            b_scores = tl.dot(b_turned_a, b_first, b_scores, input_precision=PRECISION)
             b_scores = tl.dot(b_turned_b, b_second, b_scores, input_precision=PRECISION)
             b_scores *= b_scale[None, :]
             if HAS_CAP:
