@@ -29,7 +29,7 @@ _NEAREST: tl.constexpr = tl.constexpr(121 * 64)
 @triton.jit
 def _bucket(b_order, most, BUCKETS: tl.constexpr):
     """The bucket of weights, given in order; the last one has the largest. most: log2 of what none is above."""
-    b_below = most - tl.log2(of_order(b_order))
+    b_below = most - tl.log2(of_order(tl.where(b_order > 0, b_order, 0x3F800000)))
     b_below = tl.where(b_order > 0, tl.maximum(b_below, 0.0), float("inf"))
     b_number = (b_below.to(tl.int32, bitcast=True) >> _CUT) - _NEAREST
     b_number = tl.minimum(tl.maximum(b_number, 0), BUCKETS - 1)
@@ -117,7 +117,9 @@ def weigh(
         m_s = (o_s >= first) & (o_s < end)
         # Chunks without a candidate have no scores.
         m_i = (o_i * TIED < end) & ((o_i + 1) * TIED > first)
-        b_less = tl.load(p_tops + (row * (ROOM // TIED) + o_i)[:, None] * G + o_g[None, :], mask=m_i[:, None], other=0.0)
+        b_less = tl.load(
+            p_tops + (row * (ROOM // TIED) + o_i)[:, None] * G + o_g[None, :], mask=m_i[:, None], other=0.0
+        )
         b_less = b_less - b_all[None, :]
         o_scores = (row * ROOM + o_s)[:, :, None] * G + o_g[None, None, :]
         b_scores = tl.load(p_scores + o_scores, mask=m_s[:, :, None], other=0.0).to(tl.float32)
@@ -209,7 +211,17 @@ def _in_lists(p_before, o_e, first_span, SPANS: tl.constexpr, STEPS: tl.constexp
 
 @triton.jit
 def _choose_of(
-    p_tokens, p_found, p_before, p_chosen, first_span, count, kept, SPANS: tl.constexpr, STEPS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr
+    p_tokens,
+    p_found,
+    p_before,
+    p_chosen,
+    first_span,
+    count,
+    kept,
+    SPANS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """List the `kept` largest of `count` numbers, which are more, at most WIDTH."""
     o_e = tl.arange(0, WIDTH)
@@ -227,7 +239,18 @@ def _choose_of(
 
 @triton.jit
 def _choose_of_many(
-    p_tokens, p_found, p_before, p_chosen, p_copy, first_span, count, kept, SPANS: tl.constexpr, STEPS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr
+    p_tokens,
+    p_found,
+    p_before,
+    p_chosen,
+    p_copy,
+    first_span,
+    count,
+    kept,
+    SPANS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """As `_choose_of`, for more than WIDTH, which are read again in each round of the search."""
     low = tl.full((), 2147483647, tl.int32)
@@ -315,5 +338,16 @@ def choose(
             _choose_of(p_tokens, p_found, p_before, p_chosen, first_span, count, kept, SPANS, STEPS, SPAN, MANY)
         else:
             _choose_of_many(
-                p_tokens, p_found, p_before, p_chosen, p_copy + row * ROOM, first_span, count, kept, SPANS, STEPS, SPAN, MANY
+                p_tokens,
+                p_found,
+                p_before,
+                p_chosen,
+                p_copy + row * ROOM,
+                first_span,
+                count,
+                kept,
+                SPANS,
+                STEPS,
+                SPAN,
+                MANY,
             )
