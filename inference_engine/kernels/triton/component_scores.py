@@ -165,7 +165,7 @@ def _codes(
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
     R: tl.constexpr,
-    FACTOR: tl.constexpr,
+    IS_EXACT: tl.constexpr,
 ):
     """Codes [CHUNK, R] of a chunk's tokens; of tiles behind the last, and components behind RANK, any."""
     TILE: tl.constexpr = 32 * RUN
@@ -196,7 +196,7 @@ def _codes(
     o_shift = (tl.arange(0, AT_ONCE) * BITS).to(tl.uint32)
     b_codes = (b_window[:, :, None] >> o_shift[None, None, :]) & ((1 << BITS) - 1)
     b_codes = tl.reshape(b_codes, (CHUNK, R))
-    if FACTOR == tl.float32:
+    if IS_EXACT:
         return b_codes.to(tl.float32)
     # A small whole number is the end of the significand of 1024 and it: to convert it would take longer.
     return (b_codes | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1024.0
@@ -288,7 +288,7 @@ def _score_part(
         b_top = tl.full((G,), float("-inf"), tl.float32)
         b_sum = tl.zeros((G,), tl.float32)
         for chunk in range(chunk_begin, chunk_end):
-            b_codes = _codes(p_even, p_odd, chunk, last_tile, head, heads, RUN, CHUNK, RANK, BITS, WORDS, R, FACTOR)
+            b_codes = _codes(p_even, p_odd, chunk, last_tile, head, heads, RUN, CHUNK, RANK, BITS, WORDS, R, IS_EXACT)
             b_cos = tl.load(p_middles + chunk * (2 * H) + o_f)[:, None]
             b_sin = tl.load(p_middles + chunk * (2 * H) + H + o_f)[:, None]
             b_first = (b_a * b_cos + b_b * b_sin).to(FACTOR)
