@@ -78,7 +78,7 @@ def attend_choosing(
 
 def _room(tokens: int) -> int:
     """How many tokens of a query's scores are kept: of whole chunks."""
-    return max(1, triton.cdiv(tokens, component_index.CHUNK)) * component_index.CHUNK
+    return max(1, int(triton.cdiv(tokens, component_index.CHUNK))) * component_index.CHUNK
 
 
 def _width(group: int) -> int:
