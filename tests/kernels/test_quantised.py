@@ -14,8 +14,17 @@ from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_fused import Case, device_of_kernels, is_close, moved, numbers
 
 # Tokens, inputs, outputs: none, one or all of them a multiple of a tile or of a group.
-SHAPES = ((1, 64, 32), (1, 200, 37), (1, 1400, 6), (5, 200, 37), (16, 1030, 6), (33, 256, 37), (70, 200, 37))
-OF_ANY_NUMBER = ((1, 200, 37), (3, 1030, 6), (70, 200, 37))
+SHAPES = (
+    (1, 64, 32),
+    (1, 200, 37),
+    (1, 1400, 6),
+    (5, 200, 37),
+    (16, 1030, 6),
+    (33, 256, 37),
+    (33, 2100, 6),
+    (70, 200, 37),
+)
+OF_ANY_NUMBER = ((1, 200, 37), (3, 1030, 6), (70, 200, 37), (70, 2100, 6))
 
 
 def fp8(outputs: int, inputs: int, group: int) -> QuantisedMatrix:
