@@ -81,7 +81,7 @@ async def _abort(context: Context, code: grpc.StatusCode, text: str, trailers: T
     """End the call with this status. Returns: gRPC raises by itself once the handler has returned.
 
     gRPC keeps its error with the call, and through its traceback all frames of the call, which hold the call. Only the
-    garbage collector frees such a cycle; with thousands of refusals it takes 0.2 s, in which nobody gets a token.
+    garbage collector frees such a cycle; with thousands of refusals it takes 0.2 s, in which no session gets a token.
     """
     try:
         await context.abort(code, text, trailers)

@@ -220,7 +220,7 @@ async def test_a_call_that_is_refused_leaves_no_frames_to_the_garbage_collector(
                     assert (await stream.read()).WhichOneof("payload") == "accepted"
                 calls: dict[str, Callable[[], Awaitable[object]]] = {
                     "UNAUTHENTICATED UNAUTHENTICATED": lambda: stranger.info(session),
-                    "NOT_FOUND SESSION_NOT_FOUND": lambda: client.info("nobody's"),
+                    "NOT_FOUND SESSION_NOT_FOUND": lambda: client.info("missing"),
                     "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE": lambda: client.append(session, [2**31]),
                     "INVALID_ARGUMENT INVALID_ARGUMENT": lambda: client.generate(session, 0),
                     "ABORTED SESSION_BUSY": lambda: client.append(busy, [1]),

@@ -1,4 +1,4 @@
-"""A disk for SQLite that fails where it is told to, fills up, and remembers what a loss of power could leave of it."""
+"""A disk for SQLite that fails where a test wants it to, fills up, and remembers what a loss of power could leave."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def flip_bits(folder: Path, *, seed: int, count: int, is_checked: bool = True) -
     """Flip one bit of what a kill left, so many times: what came of it.
 
     "last": the step that was recorded last is missing, or a part of it; "shorter": more is. is_checked False: without
-    any checks of ours, and "wrong" counts histories that were never told.
+    any checks of ours, and "wrong" counts histories that no client has sent.
     """
     if not is_checked:
         with no_checks():
