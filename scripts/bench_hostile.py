@@ -48,6 +48,7 @@ BURST = "a burst of calls that are headers alone"
 # As many as one address may have, and on each as many calls as a connection may.
 FIRST_CONNECTIONS, CONNECTIONS, CALLS_OF_CONNECTION = 20, 100, 256
 BURST_SECONDS = 6.0
+ADDRESS, VICTIMS_ADDRESS = "127.0.0.2", "127.0.0.1"
 CALL = call_headers(INFO)
 
 
@@ -89,12 +90,12 @@ def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextlib.contextmanager
-def attacking(name: str, target: str, seconds: float) -> Iterator[None]:
+def attacking(name: str, target: str, seconds: float, source: str = ADDRESS) -> Iterator[None]:
     others = {
         NOTHING: ("-c", ""),
         SPIN: ("-c", f"import time\nends = time.time() + {seconds}\nwhile time.time() < ends: pass"),
     }
-    arguments = others.get(name, ("-m", "tests.hostile.attacks", target, name, str(seconds)))
+    arguments = others.get(name, ("-m", "tests.hostile.attacks", target, name, str(seconds), source))
     process = subprocess.Popen((sys.executable, *arguments), cwd=record.ROOT)
     try:
         yield

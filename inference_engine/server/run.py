@@ -135,6 +135,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             _unauthenticated(keys, config, connections, address),
             engine.metrics.connections_dropped.labels("grpc").inc,
             time.monotonic,
+            engine.metrics.addresses_barred.inc,
         )
         calls = CallInterceptor(
             keys,
