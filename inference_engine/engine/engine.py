@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -687,6 +688,13 @@ class Engine:
     def reserved_by(self, owner: str) -> Bound:
         """Bytes that the owner's sessions have reserved between Generates."""
         return self._store.reserved_by(owner)
+
+    def carrying(self, owner: str, tokens: int) -> AbstractContextManager[None]:
+        """Around an append of so many ids, from when they are in memory: they count in the owner's quota of history.
+
+        Raises QuotaExceeded if those of the owner's other appends leave no room for them.
+        """
+        return self._store.carrying(owner, tokens)
 
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""

@@ -86,23 +86,27 @@ class RuntimeService:
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
         # Too many ids are refused by their count, before they are converted.
         too_many = len(request.token_ids) > self._max_append_tokens
-        token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
-        expected = convert.optional(request, "expected_history_length")
         owner = caller()
-        if self._engine.is_elsewhere(request.session_id, owner=owner):
-            # Perhaps it was closed, and its appends are remembered for a while.
-            await self._recall(request.session_id, request.request_id)
+        with self._engine.carrying(owner, len(request.token_ids)):
+            token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
+            # Below it may wait: of its ids there is one copy then.
+            if not too_many:
+                request.ClearField("token_ids")
+            expected = convert.optional(request, "expected_history_length")
+            if self._engine.is_elsewhere(request.session_id, owner=owner):
+                # Perhaps it was closed, and its appends are remembered for a while.
+                await self._recall(request.session_id, request.request_id)
 
-        def append() -> HistoryLength:
-            return self._engine.append_once(
-                request.session_id,
-                token_ids,
-                request_id=request.request_id,
-                expected_history_length=expected,
-                owner=owner,
-            )
+            def append() -> HistoryLength:
+                return self._engine.append_once(
+                    request.session_id,
+                    token_ids,
+                    request_id=request.request_id,
+                    expected_history_length=expected,
+                    owner=owner,
+                )
 
-        return convert.appended_to_wire(await self._when_free(request.session_id, append))
+            return convert.appended_to_wire(await self._when_free(request.session_id, append))
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
@@ -317,6 +321,7 @@ def _decoded(behaviour: Behaviour, request_type: type[Message]) -> Behaviour:
     async def call(raw: bytes, context: Context) -> Any:
         try:
             request = request_type.FromString(raw)
+            del raw  # the call may go on for long
         except DecodeError:
             raise TransportError(
                 grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a valid {request_type.DESCRIPTOR.full_name}"

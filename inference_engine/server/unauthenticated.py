@@ -52,7 +52,7 @@ MOST_EXCESS = 256
 # lets through of their messages; then so much a second. More bars its address.
 FIRST_BYTES, BYTES_PER_SECOND = 256 * 1024, 4 * 1024
 # How often gRPC's connections are scanned: without unauthenticated peers, and with.
-CALM_SECONDS, BUSY_SECONDS = 1.0, 0.1
+CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25
 # The share of one thread's time that scans may take; and the longest scan that the event loop may wait for.
 LOOKING_SHARE = 0.05
 QUICK_SECONDS = 0.003
@@ -341,18 +341,23 @@ class GrpcDoor:
             except asyncio.CancelledError:
                 # A cancelled call makes room for another one on its connection, so waiting would not slow the peer
                 # down.
-                self._drop_soon(found)
-                self._offended(found)
+                self._drop_offender(found)
                 raise
             finally:
                 self._waiting -= 1
         else:
-            self._drop_soon(found)
-            self._offended(found)
+            self._drop_offender(found)
 
     def has_dropped(self, peer: str) -> bool:
         """Was the peer's connection dropped while this call was queued?"""
         return bool(self._dropped) and peer_of(peer) in self._dropped
+
+    def _drop_offender(self, peer: Peer) -> None:
+        """Once for each connection, of which hundreds of calls may be waiting."""
+        if peer not in self._dropped:
+            self._drop_soon(peer)
+            self._dropped.setdefault(peer, self._clock())
+            self._offended(peer)
 
     def _offended(self, peer: Peer, *, offences: int = 1) -> None:
         address = address_of(peer[0])
