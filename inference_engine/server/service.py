@@ -19,7 +19,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
-from inference_engine.engine.results import HistoryLength, SessionForked, SessionListed
+from inference_engine.engine.results import HistoryLength, SessionForked
 from inference_engine.errors import InvalidArgument, SessionBusy
 from inference_engine.logs import name_request
 from inference_engine.server import convert
@@ -172,10 +172,13 @@ class RuntimeService:
     async def list_sessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
         most, owner = request.page_size or PAGE_SESSIONS, caller()
 
-        def page() -> list[SessionListed]:
-            return self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
+        def page() -> pb.ListSessionsResponse:
+            listed = self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
+            return convert.list_to_wire(listed, most=most)
 
-        return convert.list_to_wire(await asyncio.to_thread(page) if self._keeps else page(), most=most)
+        # A long page takes milliseconds, a kept one waits for the disk.
+        is_short = most <= PAGE_SESSIONS and not self._keeps
+        return page() if is_short else await asyncio.to_thread(page)
 
     async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
         await self._recall(request.session_id)
