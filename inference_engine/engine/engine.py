@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -513,6 +514,13 @@ class Engine:
     def reserved_by(self, owner: str) -> Bound:
         """Bytes that the owner's sessions have reserved between Generates."""
         return self._store.reserved_by(owner)
+
+    def carrying(self, owner: str, tokens: int) -> AbstractContextManager[None]:
+        """Around an append of so many ids, from when they are in memory: they count in the owner's quota of history.
+
+        Raises QuotaExceeded if those of the owner's other appends leave no room for them.
+        """
+        return self._store.carrying(owner, tokens)
 
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""

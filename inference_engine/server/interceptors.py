@@ -188,7 +188,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             else:
                 async with self._owner_readers.one(caller()):
                     raw = await read_message(context, limit_bytes, incoming.MESSAGE_SECONDS)
-            return await behaviour(raw if parse is None else parse(raw), context)
+            # Handed over, not kept beside what becomes of it: the call may go on for long.
+            message = [raw if parse is None else parse(raw)]
+            del raw
+            return await behaviour(message.pop(), context)
 
         return with_message
 
