@@ -130,8 +130,12 @@ class SQLiteJournal:
             self._next_entry = 1 + (self._value("select max(entry) from tail") or 0)
             last = (self._value("select max(session) from sessions"), self._value("select max(session) from replies"))
             self._next_number = 1 + max(one or 0 for one in last)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, apsw.Error):  # a page that is read here first
+                self._db.close()
             self._folder_lock.release()
+            if isinstance(error, apsw.Error):
+                raise ConfigError(f"the journal {folder / FILE} cannot be read: {error}") from error
             raise
         # Of the commit that is being made: rows of the tail, as session and entry.
         self._appended: list[tuple[int, int]] = []
