@@ -118,7 +118,14 @@ class Soak:
     file: Path | None
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)  # of the soak as a whole
-    stop: Any = field(default_factory=lambda: multiprocessing.get_context("spawn").Event())
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.stop = context.Event()
+        until = None if self.deadline == float("inf") else self.deadline
+        self.pool = ProcessPoolExecutor(
+            self.processes, mp_context=context, initializer=_begin, initargs=(self.stop, until)
+        )
 
     @property
     def wrong(self) -> list[str]:
@@ -157,27 +164,22 @@ class Soak:
 
         The next part is chosen when a process is free, so that one that is stopped has begun little.
         """
-        began, context, total = time.monotonic(), multiprocessing.get_context("spawn"), 0
-        say_at = began
-        until = None if self.deadline == float("inf") else self.deadline
-        with ProcessPoolExecutor(
-            self.processes, mp_context=context, initializer=_begin, initargs=(self.stop, until)
-        ) as pool:
-            waiting: dict[Future[tuple[str, Counter[str], list[str], float]], int] = {}
-            while True:
-                while len(waiting) < self.processes and (call := next(calls, None)) is not None:
-                    waiting[pool.submit(part, *call)] = call[1]
-                if not waiting:
-                    return
-                for one in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    name, counts, wrong, seconds = one.result()
-                    self._keep(Part(name, unit, waiting.pop(one), dict(counts), wrong, round(seconds, 1), self.where))
-                    total += self.done[-1].size
-                now = time.monotonic()
-                if not waiting or now >= say_at:
-                    say_at = now + SAY_SECONDS
-                    took = f"{now - began:.0f} s"
-                    print(f"{total:,} {unit} after {took}, {len(self.wrong)} wrong", flush=True)
+        began = say_at = time.monotonic()
+        total = 0
+        waiting: dict[Future[tuple[str, Counter[str], list[str], float]], int] = {}
+        while True:
+            while len(waiting) < self.processes and (call := next(calls, None)) is not None:
+                waiting[self.pool.submit(part, *call)] = call[1]
+            if not waiting:
+                return
+            for one in wait(waiting, return_when=FIRST_COMPLETED).done:
+                name, counts, wrong, seconds = one.result()
+                self._keep(Part(name, unit, waiting.pop(one), dict(counts), wrong, round(seconds, 1), self.where))
+                total += self.done[-1].size
+            now = time.monotonic()
+            if not waiting or now >= say_at:
+                say_at = now + SAY_SECONDS
+                print(f"{total:,} {unit} after {now - began:.0f} s, {len(self.wrong)} wrong", flush=True)
 
     def _keep(self, part: Part) -> None:
         self.done.append(part)
@@ -377,6 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"power": power, "faults": faults}[args.what](args.count, args.seed, soak)
     finally:
         signal.signal(signal.SIGTERM, before)
+        soak.pool.shutdown()
     soak.count("wrong", len(soak.wrong), "faults")
     soak.count("seconds of all processes", round(sum(part.seconds for part in soak.done)), "s")
     seeds = [part.seed for part in soak.done] or [args.seed]
