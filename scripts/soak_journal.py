@@ -42,7 +42,7 @@ from tests.load.piped import kill_engines
 from tests.session.talks import cut_power, fail_calls, flip_bits
 
 STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 50, 10
-CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 100, 6
+CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 500, 6
 SAY_SECONDS = 5.0
 FAILED_CALLS = 150  # of each kind, one after another
 # Of a kill: what is killed, its share of all kills where every form runs, and what does it.
