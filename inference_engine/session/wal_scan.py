@@ -39,13 +39,14 @@ def find_damage(path: Path) -> int | None:
     frame_bytes = _FRAME + page_bytes
     count = (len(log) - _HEADER) // frame_bytes
     frames = np.frombuffer(log, dtype=np.uint8, count=count * frame_bytes, offset=_HEADER).reshape(count, frame_bytes)
-    heads = np.ascontiguousarray(frames[:, :_FRAME]).view(">u4").tolist()
+    heads: list[list[int]] = np.ascontiguousarray(frames[:, :_FRAME]).view(">u4").tolist()
     weights, of_start = _weights((_SUMMED + page_bytes) // 8)
     # A frame's checksum is of the start of its head, and of its page.
     left_out = np.zeros((2, (_FRAME - _SUMMED) // 4), dtype=np.uint32)
     weights = np.concatenate((weights[:, : _SUMMED // 4], left_out, weights[:, _SUMMED // 4 :]), axis=1)
-    added = _added(order, frames, weights).tolist()
-    wrong_at, commits_behind = None, 0
+    added: list[list[int]] = _added(order, frames, weights).tolist()
+    wrong_at: int | None = None
+    commits_behind = 0
     for number, ((_, size, *found, first, second), sums) in enumerate(zip(heads, added, strict=True)):
         if wrong_at is None:
             running = _after(of_start, running, sums)
