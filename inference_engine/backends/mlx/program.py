@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
-from inference_engine.backends.native.described import Frequencies
+from inference_engine.backends.native.described import Described, Frequencies
+from inference_engine.backends.native.program import Checkpoint
 from inference_engine.errors import ModelError
 from inference_engine.models.step_list import (
     Add,
@@ -33,6 +34,7 @@ from inference_engine.models.step_list import (
     Softcap,
     StepList,
     Tap,
+    step_list,
 )
 
 
@@ -68,6 +70,12 @@ class Program:
         del self._weights
         # Computed here: an array belongs to the thread that first computes it.
         mx.eval(self._arrays)
+
+    @staticmethod
+    def of(described: Described, checkpoint: Checkpoint, names: Sequence[str], dtype: mx.Dtype) -> Program:
+        """Of a described model, and of its checkpoint the tensors `names`. Raises as `step_list` and Program do."""
+        steps, weights = step_list(described.config, described.layers, names), CheckpointWeights(checkpoint, dtype)
+        return Program(steps, weights, described.rotaries, trained_positions=described.trained_positions, dtype=dtype)
 
     @property
     def weight_bytes(self) -> int:

@@ -1,1 +1,1 @@
-"""Array operations on Apple's GPU, as kernels in Metal that MLX compiles. Nothing outside `backends/mlx` imports them."""
+"""Kernels in Metal, each under the file name of the contract it fulfils. They need the package `mlx` and a Mac."""

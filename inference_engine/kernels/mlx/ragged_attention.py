@@ -15,6 +15,7 @@ No Mac has compiled this yet. `kernels=metal` asks for it, and the tests run its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -193,16 +194,14 @@ _SOURCE = """
 """
 
 
-def lines_of(
-    regions: NDArray[np.int64], rows: NDArray[np.int64], firsts: NDArray[np.int64], befores: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[L, M, LINE] for queries `rows` of a plan's `regions` [L, N, FIELDS].
+def lines_of(regions: NDArray[np.int64], sessions: Sequence[tuple[slice, int]]) -> NDArray[np.int64]:
+    """[L, M, LINE] for the queries of some sessions of a step.
 
-    firsts, befores: [M], where the new entries of each query's session begin in the step, and their position.
+    regions: of its plan, [L, N, FIELDS]. sessions: which of the N are of each, and the position of the first of them.
     """
-    layers = len(regions)
-    own = np.stack([befores, firsts, rows], axis=1)
-    return np.concatenate([regions[:, rows], np.broadcast_to(own, (layers, *own.shape))], axis=2)
+    own = [(before, rows.start, row) for rows, before in sessions for row in range(rows.start, rows.stop)]
+    added = np.array(own, dtype=np.int64)
+    return np.concatenate([regions[:, added[:, 2]], np.broadcast_to(added, (len(regions), *added.shape))], axis=2)
 
 
 def parts_of(lines: NDArray[np.int64]) -> list[int]:
@@ -255,11 +254,11 @@ def attend_ragged(
     return out[:, :, 0] if parts == 1 else merged(out, tops, totals).astype(queries.dtype)
 
 
-def merged(out: mx.array, tops: mx.array, totals: mx.array) -> mx.array:
-    """One softmax of several parts': out [M, Hq, P, D], their largest scores and their totals [M, Hq, P] -> [M, Hq, D]."""
+def merged(sums: mx.array, tops: mx.array, totals: mx.array) -> mx.array:
+    """One softmax of several parts': sums [M, Hq, P, D], largest scores and totals [M, Hq, P] -> [M, Hq, D]."""
     weights = mx.where(totals == 0, 0, mx.exp(tops - tops.max(axis=-1, keepdims=True)))
     total = (weights * totals).sum(axis=-1, keepdims=True)
-    return (weights[..., None] * out).sum(axis=2) / mx.where(total == 0, 1, total)
+    return (weights[..., None] * sums).sum(axis=2) / mx.where(total == 0, 1, total)
 
 
 @cache
