@@ -211,19 +211,20 @@ class _Together:
 
     def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         index, layer = operation.layer, self._layers[operation.layer]
-        pool, scoring = self._pool[layer.head_dim], {"scaling": operation.scaling, "softcap": operation.softcap}
+        pool, scaling, softcap = self._pool[layer.head_dim], operation.scaling, operation.softcap
         keys, values = _kept(keys), _kept(values)
         self._fresh[index] = keys, values
-        outs = {}
+        outs: dict[int, mx.array] = {}
         if self._by_kernel:
-            found = attend_ragged(queries, *pool, keys, values, self._lines[index], parts=self._parts[index], **scoring)
+            lines, count = self._lines[index], self._parts[index]
+            found = attend_ragged(queries, *pool, keys, values, lines, parts=count, scaling=scaling, softcap=softcap)
             ends = itertools.accumulate(span.stop - span.start for span in self._by_kernel)
-            parts = mx.split(found, list(ends)[:-1])
-            outs = {span.start: part for span, part in zip(self._by_kernel, parts, strict=True)}
+            outs = dict(zip((span.start for span in self._by_kernel), mx.split(found, list(ends)[:-1]), strict=True))
         for reading in self._readings[index]:
+            tokens = reading.tokens
             parts = [part_of(pool, run, layer.kv_heads) for run in reading.runs]
-            parts.append((keys[reading.tokens].swapaxes(0, 1), values[reading.tokens].swapaxes(0, 1)))
-            outs[reading.tokens.start] = attend(queries[reading.tokens], parts, reading.visible, **scoring)
+            parts.append((keys[tokens].swapaxes(0, 1), values[tokens].swapaxes(0, 1)))
+            outs[tokens.start] = attend(queries[tokens], parts, reading.visible, scaling=scaling, softcap=softcap)
         out = mx.concatenate([outs[first] for first in sorted(outs)]) if len(outs) > 1 else next(iter(outs.values()))
         return out.reshape(len(out), -1)
 

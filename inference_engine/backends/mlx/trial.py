@@ -38,5 +38,5 @@ def try_list(
     twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
     found = [twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)]
     if uses_metal:
-        found.append(twin.difference_of_chunks(tokens=3))
+        found.append(twin.difference_of_chunks(tokens=4))
     return checked(max(found), kind)

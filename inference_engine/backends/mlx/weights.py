@@ -41,19 +41,25 @@ class Matrix:
             return states @ self.numbers.swapaxes(-1, -2)
         if not len(states):  # mlx 0.32 divides by the rows, which ends the process
             return mx.zeros((0, self.numbers.shape[-2]), states.dtype)
-        return mx.quantized_matmul(states, *self.arrays, group_size=self.group, bits=self.bits)
+        return mx.quantized_matmul(
+            states, self.numbers, self.scales, self.offsets, group_size=self.group, bits=self.bits
+        )
 
     def times_chosen(self, states: mx.array, experts: mx.array) -> mx.array:
         """states [N, 1 or K, 1, inputs], experts [N, K] -> [N, K, 1, outputs], each by the matrix of its expert."""
         if self.scales is None:
             return mx.gather_mm(states, self.numbers.swapaxes(-1, -2), rhs_indices=experts)
-        return mx.gather_qmm(states, *self.arrays, rhs_indices=experts, group_size=self.group, bits=self.bits)
+        return mx.gather_qmm(
+            states, self.numbers, self.scales, self.offsets, None, experts, group_size=self.group, bits=self.bits
+        )
 
     def rows(self, ids: mx.array) -> mx.array:
         """[N, inputs], the rows of these outputs."""
-        if self.scales is None:
+        if self.scales is None or self.offsets is None:
             return self.numbers[ids]
-        return mx.dequantize(*(array[ids] for array in self.arrays), group_size=self.group, bits=self.bits)
+        return mx.dequantize(
+            self.numbers[ids], self.scales[ids], self.offsets[ids], group_size=self.group, bits=self.bits
+        )
 
     @staticmethod
     def below_each_other(matrices: Sequence[Matrix], *, axis: int = -2) -> Matrix:
