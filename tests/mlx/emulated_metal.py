@@ -11,16 +11,20 @@ import ctypes
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 import torch
 
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
+from inference_engine.kernels.mlx import ragged_attention
 from inference_engine.native.build import NoCompiler, find_compiler
 
 TORCH_DTYPES = {own: other for other, own in MLX_DTYPES.items()}
@@ -42,6 +46,30 @@ def compiler() -> tuple[str, ...]:
         return tuple(find_compiler())
     except NoCompiler:
         return ()
+
+
+needs_a_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or not compiler(), reason="a Mac has Metal itself; elsewhere a C++ compiler is needed"
+)
+
+
+@contextmanager
+def emulated() -> Iterator[EmulatedKernel]:
+    """The kernel of attention is emulated meanwhile."""
+    made, metal_kernel = [], mx.fast.metal_kernel
+
+    def make(**words: Any) -> EmulatedKernel:
+        made.append(EmulatedKernel(metal_kernel, **words))
+        return made[-1]
+
+    ragged_attention._kernel.cache_clear()
+    mx.fast.metal_kernel = make
+    try:
+        yield ragged_attention._kernel()
+    finally:
+        mx.fast.metal_kernel = metal_kernel
+        ragged_attention._kernel.cache_clear()
+    assert len(made) == 1, "it is made once, and used many times"
 
 
 class EmulatedKernel:

@@ -1,4 +1,4 @@
-"""Steps of sessions for the kernel in Metal, and what its reference gives for them; here on a CPU, on a Mac on its GPU."""
+"""Steps of sessions for the kernel in Metal, and what its reference gives for them: on a CPU, and on a Mac's GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """keys, values: the pool's, NaN but for old entries that some query sees. whole: both, with the new ones written."""
+    """keys, values: the pool's, NaN but for old entries that some query sees. whole: both, new ones written."""
 
     queries: Tensor
     keys: Tensor
@@ -117,6 +117,6 @@ def lanes(shape: tuple[int, int, int], dtype: torch.dtype, *, longest: int = 200
 
 
 def _lengths(layout: Layout) -> list[tuple[int, int]]:
-    """Lengths of histories, and how many of their tokens are new: a first one, some where a ring begins anew, others."""
+    """Lengths of histories, and how many of their tokens are new: the first, some where a ring begins anew, others."""
     wanted = [(1, 1), (8, 8), (17, 1), (63, 3), (199, 7)]
     return [(length, new) for length, new in wanted if layout.window is not None or length <= layout.capacity]

@@ -5,13 +5,10 @@ What a Mac alone can show, that the text compiles there and how fast it is, is a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import pytest
 import torch
 
@@ -32,31 +29,17 @@ from inference_engine.types import GenerateParams, Mode
 from tests import tiny
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
-from tests.mlx.emulated_metal import EmulatedKernel, compiler
+from tests.mlx.emulated_metal import EmulatedKernel, emulated, needs_a_compiler
 from tests.mlx.lanes import SHAPES, TOLERANCES, lanes
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions
 
-needs_a_compiler = pytest.mark.skipif(
-    sys.platform != "linux" or not compiler(), reason="a Mac has Metal itself; elsewhere a C++ compiler is needed"
-)
-METAL_KERNEL = mx.fast.metal_kernel
-
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedKernel]:
-    ragged_attention._kernel.cache_clear()
-    made: list[EmulatedKernel] = []
-
-    def make(**words: Any) -> EmulatedKernel:
-        made.append(EmulatedKernel(METAL_KERNEL, **words))
-        return made[-1]
-
-    monkeypatch.setattr(mx.fast, "metal_kernel", make)
-    yield ragged_attention._kernel()
-    ragged_attention._kernel.cache_clear()
-    assert len(made) == 1, "it is made once, and used many times"
+def kernel() -> Iterator[EmulatedKernel]:
+    with emulated() as found:
+        yield found
 
 
 HALVES = [(shape, dtype) for shape in (SHAPES[0], SHAPES[1]) for dtype in (torch.bfloat16, torch.float16)]
@@ -107,18 +90,17 @@ def test_the_order_of_threads_changes_no_bit(kernel: EmulatedKernel) -> None:
 
 @needs_a_compiler
 @pytest.mark.parametrize("barrier", [0, 1], ids=["before the sums are read", "before they are written over"])
-def test_a_missing_barrier_would_be_seen(
-    barrier: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_missing_barrier_would_be_seen(barrier: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the test above shows."""
     line = "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);"
     texts = ragged_attention._SOURCE.split(line)
     assert len(texts) == 3
     kept = texts[0] + (line if barrier else "") + texts[1] + ("" if barrier else line) + texts[2]
     monkeypatch.setattr(ragged_attention, "_SOURCE", kept)
-    kernel: EmulatedKernel = request.getfixturevalue("kernel")
-    given, kernel.order = lanes(SHAPES[1], torch.float32), 1
-    assert not torch.allclose(given.found(), given.expected(), atol=1e-3)
+    given = lanes(SHAPES[1], torch.float32)
+    with emulated() as kernel:
+        kernel.order = 1
+        assert not torch.allclose(given.found(), given.expected(), atol=1e-3)
 
 
 @needs_a_compiler
