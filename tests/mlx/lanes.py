@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -41,16 +42,20 @@ class Lanes:
     def found(self, *, softcap: float | None = None) -> Tensor:
         """By the kernel."""
         lines = lines_of(self.regions[None], self.sessions)
-        states = map(as_mlx, (self.queries, self.keys, self.values, self.new_keys, self.new_values))
+        queries, *states = map(as_mlx, (self.queries, self.keys, self.values, self.new_keys, self.new_values))
+        keys, values, new_keys, new_values = states
         (parts,) = parts_of(lines)
-        out = attend_ragged(*states, mx.array(lines[0]), parts=parts, scaling=self.scaling, softcap=softcap)
+        words: dict[str, Any] = {"parts": parts, "scaling": self.scaling, "softcap": softcap}
+        out = attend_ragged(queries, keys, values, new_keys, new_values, mx.array(lines[0]), **words)
         return torch.from_numpy(np.array(out.astype(mx.float32)))
 
     def expected(self, *, softcap: float | None = None) -> Tensor:
         """By the reference, in float32."""
+        keys, values = self.whole
         return attend_in_torch(
             self.queries.float(),
-            *(states.float() for states in self.whole),
+            keys.float(),
+            values.float(),
             torch.from_numpy(self.regions),
             kv_heads=self.new_keys.shape[1],
             scaling=self.scaling,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from tests.mlx.measures import (
     long_session,
     memory_held,
     older_names,
+    rates_by_turns,
     sessions_under_pressure,
     speeds,
 )
@@ -105,3 +107,17 @@ def test_speed_beside_mlx_lm_and_llama_cpp(
     if checked.gguf is not None and (rate := llama_cpp_speed(checked.gguf, tokens=128)) is not None:
         record_property("decode by llama.cpp of the GGUF file", exact(rate, "tokens/s"))
     assert older_names(json.loads((checked.folder / "config.json").read_text()))["rope_theta"]
+
+
+@pytest.mark.parametrize(("sessions", "prompt"), [(1, 256), (1, 4096), (8, 512)])
+def test_speed_of_the_kernel_in_metal_beside_the_default(sessions: int, prompt: int, record_property: Noted) -> None:
+    """A record of what should be the default; `test_metal.py` says whether the kernel is right."""
+    config = ModelConfig(device="mlx", dtype="bfloat16")
+    forwards = {kernels: open_backend(replace(config, kernels=kernels)) for kernels in ("auto", "metal")}
+    found = rates_by_turns(forwards, sessions=sessions, prompt=prompt, tokens=64, rounds=7)
+    what = f"{sessions} session{'s' if sessions > 1 else ''} of {prompt} tokens, bfloat16"
+    for kernels, rates in found.items():
+        record_property(f"{what}, kernels={kernels}", summarize(rates, "tokens/s"))
+    ratios = [one / other for one, other in zip(found["metal"], found["auto"], strict=True)]
+    record_property(f"{what}, metal to auto", summarize(ratios, "ratio"))
+    assert statistics.median(ratios) > 0

@@ -19,7 +19,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.step_list import Attend
 from tests.laws import test_session_kv_laws as laws
 from tests.laws.variants import all_strategies
-from tests.mlx.emulated_metal import emulated, needs_a_compiler
+from tests.mlx.metal_kernels import needs_a_kernel, recorded_kernel
 from tests.mlx.test_laws import READS
 
 
@@ -81,13 +81,13 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int) -
     assert MlxPlan.attended
 
 
-@needs_a_compiler
+@needs_a_kernel
 @pytest.mark.parametrize(("strategy", "chunk"), list(zip(all_strategies(), cycle((5, 1, 3)), strict=False)), ids=str)
 def test_a_query_of_the_kernel_in_metal_sees_what_the_mask_law_says(
     strategy: KVStrategy, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MlxPlan, "uses_metal", True)
-    with emulated() as kernel:
+    with recorded_kernel() as kernel:
         laws.test_a_query_sees_what_the_mask_law_says(strategy, chunk, (1, 1))
     assert kernel.launches
 

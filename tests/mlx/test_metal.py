@@ -1,7 +1,4 @@
-"""The kernel in Metal: its text, as MLX would give it to Apple's compiler, run on a CPU beside the reference.
-
-What a Mac alone can show, that the text compiles there and how fast it is, is asked by `make test-mac`.
-"""
+"""The kernel in Metal beside its reference: on a Mac's GPU, and elsewhere its text on a CPU (`metal_kernels.py`)."""
 
 from __future__ import annotations
 
@@ -29,26 +26,26 @@ from inference_engine.types import GenerateParams, Mode
 from tests import tiny
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
-from tests.mlx.emulated_metal import EmulatedKernel, emulated, needs_a_compiler
 from tests.mlx.lanes import SHAPES, TOLERANCES, lanes
+from tests.mlx.metal_kernels import RecordedKernel, needs_a_kernel, needs_emulation, recorded_kernel
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions
 
 
 @pytest.fixture
-def kernel() -> Iterator[EmulatedKernel]:
-    with emulated() as found:
+def kernel() -> Iterator[RecordedKernel]:
+    with recorded_kernel() as found:
         yield found
 
 
 HALVES = [(shape, dtype) for shape in (SHAPES[0], SHAPES[1]) for dtype in (torch.bfloat16, torch.float16)]
 
 
-@needs_a_compiler
+@needs_a_kernel
 @pytest.mark.parametrize(("shape", "dtype"), [*((shape, torch.float32) for shape in SHAPES), *HALVES], ids=str)
 def test_the_kernel_gives_what_the_reference_gives(
-    shape: tuple[int, int, int], dtype: torch.dtype, kernel: EmulatedKernel
+    shape: tuple[int, int, int], dtype: torch.dtype, kernel: RecordedKernel
 ) -> None:
     """Memory is NaN but for what is to be read, and outputs begin as NaN."""
     given = lanes(shape, dtype)
@@ -57,9 +54,9 @@ def test_the_kernel_gives_what_the_reference_gives(
     assert launch["output_dtypes"][0] == MLX_DTYPES[dtype], "a query of one part is rounded once"
 
 
-@needs_a_compiler
+@needs_a_kernel
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_parts_of_a_long_history_share_one_softmax(softcap: float | None, kernel: EmulatedKernel) -> None:
+def test_parts_of_a_long_history_share_one_softmax(softcap: float | None, kernel: RecordedKernel) -> None:
     """Short histories beside it have parts in which nothing is read."""
     given = lanes(SHAPES[0], torch.float32, longest=1300)
     assert float((given.found(softcap=softcap) - given.expected(softcap=softcap)).abs().max()) < 2e-5
@@ -67,8 +64,8 @@ def test_parts_of_a_long_history_share_one_softmax(softcap: float | None, kernel
     assert launch["grid"][2] == 3
 
 
-@needs_a_compiler
-def test_a_query_that_reads_nothing_gets_zeros_and_nan_is_not_lost(kernel: EmulatedKernel) -> None:
+@needs_a_kernel
+def test_a_query_that_reads_nothing_gets_zeros_and_nan_is_not_lost(kernel: RecordedKernel) -> None:
     given = lanes(SHAPES[2], torch.float32)
     given.regions[0] = 0
     given.new_keys[-1] = float("nan")
@@ -78,8 +75,8 @@ def test_a_query_that_reads_nothing_gets_zeros_and_nan_is_not_lost(kernel: Emula
     assert bool(found[:-1].isfinite().all())
 
 
-@needs_a_compiler
-def test_the_order_of_threads_changes_no_bit(kernel: EmulatedKernel) -> None:
+@needs_a_kernel
+def test_the_order_of_threads_changes_no_bit(kernel: RecordedKernel) -> None:
     given = lanes(SHAPES[1], torch.float32)
     found = []
     for kernel.order in (0, 1, 2):
@@ -88,7 +85,7 @@ def test_the_order_of_threads_changes_no_bit(kernel: EmulatedKernel) -> None:
     assert torch.equal(found[0], found[2])
 
 
-@needs_a_compiler
+@needs_emulation
 @pytest.mark.parametrize("barrier", [0, 1], ids=["before the sums are read", "before they are written over"])
 def test_a_missing_barrier_would_be_seen(barrier: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the test above shows."""
@@ -98,13 +95,13 @@ def test_a_missing_barrier_would_be_seen(barrier: int, monkeypatch: pytest.Monke
     kept = texts[0] + (line if barrier else "") + texts[1] + ("" if barrier else line) + texts[2]
     monkeypatch.setattr(ragged_attention, "_SOURCE", kept)
     given = lanes(SHAPES[1], torch.float32)
-    with emulated() as kernel:
+    with recorded_kernel() as kernel:
         kernel.order = 1
         assert not torch.allclose(given.found(), given.expected(), atol=1e-3)
 
 
-@needs_a_compiler
-def test_an_index_out_of_bounds_would_be_seen(kernel: EmulatedKernel) -> None:
+@needs_emulation
+def test_an_index_out_of_bounds_would_be_seen(kernel: RecordedKernel) -> None:
     given = lanes(SHAPES[2], torch.float32)
     row = next(rows.start for rows, before in given.sessions if before)
     given.regions[row, START] = len(given.keys)
@@ -112,9 +109,9 @@ def test_an_index_out_of_bounds_would_be_seen(kernel: EmulatedKernel) -> None:
         given.found()
 
 
-@needs_a_compiler
+@needs_a_kernel
 @pytest.mark.parametrize("family", ["gemma2", "qwen3"])
-def test_a_model_is_admitted_by_a_twin_that_the_kernel_serves(family: str, kernel: EmulatedKernel) -> None:
+def test_a_model_is_admitted_by_a_twin_that_the_kernel_serves(family: str, kernel: RecordedKernel) -> None:
     """Alone and beside others, with a softcap, windows, and heads of another size than the twins of other tests."""
     config, kind = text_generator(FAMILIES[family])
     traits = admit_config(config, kind, seed=1).traits
@@ -122,13 +119,13 @@ def test_a_model_is_admitted_by_a_twin_that_the_kernel_serves(family: str, kerne
     assert kernel.launches
 
 
-@needs_a_compiler
+@needs_a_kernel
 @pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=40)], ids=str)
 def test_tokens_with_the_kernel_are_those_of_torch(
-    strategy: KVStrategy, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
+    strategy: KVStrategy, kernel: RecordedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session beside others, with drafts and after a fork: prefills are MLX's, few tokens the kernel's."""
-    found = []
+    found: list[list[tuple[int, float | None]]] = []
     for make in (tiny.tiny_forward, partial(tiny_mlx, uses_metal=True)):
         monkeypatch.setattr(tiny, "tiny_forward", make)
         drafter = Knowing(text=[*text(), *(token for token, _ in (found[0] if found else []))], errs=3)
@@ -161,9 +158,9 @@ def test_the_kernel_is_for_mlx_alone_and_never_the_default() -> None:
     assert ModelConfig(device="mlx").kernels == "auto"
 
 
-@needs_a_compiler
+@needs_a_kernel
 def test_the_setting_chooses_the_kernel_and_a_start_says_so(
-    tmp_path: Path, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kernel: RecordedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "runs_metal", lambda: True)
     folder = saved(DENSE, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A kernel in Metal, run on a CPU: what MLX would compile on a Mac, compiled as C++ with Metal's words defined.
+"""Kernels in Metal: watched on a GPU, and where there is none, run on a CPU from the text that MLX would compile.
 
 MLX writes the function around a kernel's text also where it has no GPU, when a graph is exported: with the arguments,
 their types and address spaces that it would have on a Mac. That text is compiled, but for two things: pointers know
@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
+from inference_engine.backends.mlx.device import runs_metal
 from inference_engine.kernels.mlx import ragged_attention
 from inference_engine.native.build import NoCompiler, find_compiler
 
@@ -48,45 +49,35 @@ def compiler() -> tuple[str, ...]:
         return ()
 
 
-needs_a_compiler = pytest.mark.skipif(
-    sys.platform != "linux" or not compiler(), reason="a Mac has Metal itself; elsewhere a C++ compiler is needed"
-)
+class RecordedKernel:
+    """Takes the place of what `mx.fast.metal_kernel` gives. On a GPU; outputs begin as NaN."""
 
-
-@contextmanager
-def emulated() -> Iterator[EmulatedKernel]:
-    """The kernel of attention is emulated meanwhile."""
-    made, metal_kernel = [], mx.fast.metal_kernel
-
-    def make(**words: Any) -> EmulatedKernel:
-        made.append(EmulatedKernel(metal_kernel, **words))
-        return made[-1]
-
-    ragged_attention._kernel.cache_clear()
-    mx.fast.metal_kernel = make
-    try:
-        yield ragged_attention._kernel()
-    finally:
-        mx.fast.metal_kernel = metal_kernel
-        ragged_attention._kernel.cache_clear()
-    assert len(made) == 1, "it is made once, and used many times"
-
-
-class EmulatedKernel:
-    """Takes the place of what `mx.fast.metal_kernel` gives. Computes at once."""
+    order = 0  # in which threads run, if it can be chosen; 0: by their index
 
     def __init__(self, metal_kernel: Callable[..., Any], **words: Any) -> None:
         """metal_kernel: MLX's own. words: its arguments."""
-        self.order = 0  # in which threads run; 0: by their index
         self.launches: list[dict[str, Any]] = []
         self._kernel = metal_kernel(**words)
+
+    def __call__(self, **words: Any) -> list[mx.array]:
+        self.launches.append(words)
+        found: list[mx.array] = self._kernel(**words, init_value=float("nan"))
+        return found
+
+
+class EmulatedKernel(RecordedKernel):
+    """On a CPU, at once."""
+
+    def __init__(self, metal_kernel: Callable[..., Any], **words: Any) -> None:
+        super().__init__(metal_kernel, **words)
         self._runs: dict[Any, Callable[..., bytes | None]] = {}
 
-    def __call__(self, *, inputs: Sequence[mx.array], **words: Any) -> list[mx.array]:
+    def __call__(self, **words: Any) -> list[mx.array]:
         self.launches.append(words)
+        inputs = words["inputs"]
         key = str(words["template"]), tuple((one.dtype, one.size < 8, one.ndim == 0) for one in inputs)
         if (run := self._runs.get(key)) is None:
-            run = self._runs[key] = _compiled(self.generated(inputs, **words))
+            run = self._runs[key] = _compiled(self.generated(**words))
         inputs = [mx.contiguous(one) for one in inputs]
         mx.eval(inputs)
         outputs = [
@@ -101,7 +92,7 @@ class EmulatedKernel:
             raise AssertionError(error.decode())
         return [as_mlx(one) for one in outputs]
 
-    def generated(self, inputs: Sequence[mx.array], **words: Any) -> str:
+    def generated(self, *, inputs: Sequence[mx.array], **words: Any) -> str:
         """What MLX would have Apple's compiler compile."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "said")
@@ -164,3 +155,31 @@ def _compiled(generated: str) -> Callable[..., bytes | None]:
         run: Callable[..., bytes | None] = ctypes.CDLL(str(library)).run
     run.restype = ctypes.c_char_p  # type: ignore[attr-defined]
     return run
+
+
+IS_EMULATED = not runs_metal()
+needs_a_kernel = pytest.mark.skipif(
+    IS_EMULATED and not (sys.platform == "linux" and compiler()),
+    reason="neither a GPU that runs Metal nor a C++ compiler is here",
+)
+needs_emulation = pytest.mark.skipif(not IS_EMULATED or not compiler(), reason="it is about the emulation")
+
+
+@contextmanager
+def recorded_kernel() -> Iterator[RecordedKernel]:
+    """Meanwhile the kernel of attention writes over NaN, and where there is no Metal it is emulated."""
+    made: list[RecordedKernel] = []
+    metal_kernel = mx.fast.metal_kernel
+
+    def make(**words: Any) -> RecordedKernel:
+        made.append((EmulatedKernel if IS_EMULATED else RecordedKernel)(metal_kernel, **words))
+        return made[-1]
+
+    ragged_attention._kernel.cache_clear()
+    setattr(mx.fast, "metal_kernel", make)  # noqa: B010 - a function of other words
+    try:
+        yield ragged_attention._kernel()
+    finally:
+        mx.fast.metal_kernel = metal_kernel
+        ragged_attention._kernel.cache_clear()
+    assert len(made) == 1, "it is made once, and used many times"
