@@ -23,7 +23,7 @@ def tiny_mlx(
     model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
     checkpoint = LoadedTensors(model.state_dict())
     described = describe_seam(Seam(model))
-    program = Program.of(described, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
+    program = Program(described, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
     facts = ModelFacts(
         model_id="tiny",
         vocab_size=VOCABULARY,

@@ -141,9 +141,7 @@ class MlxForward:
             return as_torch(half).view(-1)
 
         pool = Pool(geometry, capacity_bytes, zeros)
-        keys, values = halves
-        address = _address_of(pool)
-        self._pools[address] = keys, values
+        self._pools[address := _address_of(pool)] = halves[0], halves[1]
         weakref.finalize(pool, self._pools.pop, address, None)
         return KVContext(
             geometry=geometry,

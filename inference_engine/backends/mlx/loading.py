@@ -40,7 +40,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         checkpoint = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
         check_fits(checkpoint, described.parameters)
         names = text_names(checkpoint, described.parameters)
-        program = Program.of(described, checkpoint, names, MLX_DTYPES[dtype])
+        program = Program(described, checkpoint, names, MLX_DTYPES[dtype])
     except NoStepListError as error:
         raise NotOnMlx(str(error)) from error
     bits = "" if checked.only_gguf or grouping_of(checked.folder) is None else "grouped weights, "

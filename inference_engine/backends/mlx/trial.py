@@ -33,7 +33,7 @@ def try_list(
     checkpoint = LoadedTensors(twin.tensors)
     described = describe_seam(twin.seam)
     check_rotation(twin, described)
-    program = Program.of(described, checkpoint, checkpoint.names(), mx.float32)
+    program = Program(described, checkpoint, checkpoint.names(), mx.float32)
     twin.forward = MlxForward(described, twin.forward.facts, program, dtype=torch.float32, uses_metal=uses_metal)
     twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
     found = [twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)]
