@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     to choose, and kernels that choose on the device, where choices cannot be observed; NoCapacity if memory cannot.
     """
     model = target.model
-    if model.kernels == "triton" or (model.kernels == "auto" and torch.device(model.device).type == "cuda"):
+    if model.kernels == "triton" or (model.kernels == "auto" and torch.device(model.torch_device).type == "cuda"):
         raise InvalidArgument("kernels", f"{model.kernels} chooses on {model.device} itself: ask with --kernels plain")
     if target.forward.facts.backend == "native":
         raise InvalidArgument("backend", "the native backend chooses in its kernels: ask with --backend torch")

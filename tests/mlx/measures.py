@@ -113,18 +113,24 @@ def long_session(forward: Forward, *, seconds: float, kv_bytes: int) -> LongSess
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Tokens per second of each round: ours, and mlx-lm's own generation over the same weights."""
+    """Tokens per second of each round: ours, mlx-lm's own generation over the same weights, llama.cpp's if it is here."""
 
     ours: list[float]
     theirs: list[float]
+    llama_cpp: list[float]
 
 
-def speeds(forward: Forward, folder: Path, prompt: Sequence[int], *, tokens: int, rounds: int) -> Speeds:
-    """Decode steps after the same prompt, taking turns; between the first token and the last."""
+def speeds(
+    forward: Forward, folder: Path, prompt: Sequence[int], *, tokens: int, rounds: int, gguf: Path | None = None
+) -> Speeds:
+    """Decode steps after the same prompt, taking turns; between the first token and the last.
+
+    gguf: what llama.cpp runs, from no history, as its own benchmark does.
+    """
     model, _ = load_model(folder, model_config=older_names(json.loads((folder / "config.json").read_text())))
     model.set_dtype(getattr(mx, forward.facts.dtype))
     mx.eval(model.parameters())
-    found = Speeds(ours=[], theirs=[])
+    found = Speeds(ours=[], theirs=[], llama_cpp=[])
     with Engine(forward, EngineConfig(kv_bytes=2**28, default_limit_tokens=len(prompt) + tokens)) as engine:
         for _ in range(rounds):
             session = engine.create_session().session_id
@@ -134,6 +140,8 @@ def speeds(forward: Forward, folder: Path, prompt: Sequence[int], *, tokens: int
             engine.close_session(session)
             stream = generate_step(mx.array(list(prompt)), model, max_tokens=tokens)
             found.theirs.append(_rate(stream))
+            if gguf is not None and (rate := llama_cpp_speed(gguf, tokens=tokens)) is not None:
+                found.llama_cpp.append(rate)
     return found
 
 
@@ -181,6 +189,6 @@ def llama_cpp_speed(gguf: Path, *, tokens: int) -> float | None:
     """Tokens per second of `llama-bench` on its default device; None where it is not installed."""
     if shutil.which("llama-bench") is None:
         return None
-    command = ["llama-bench", "-m", str(gguf), "-p", "0", "-n", str(tokens), "-r", "3", "-o", "json"]
+    command = ["llama-bench", "-m", str(gguf), "-p", "0", "-n", str(tokens), "-r", "1", "-o", "json"]
     ran = subprocess.run(command, capture_output=True, check=True, timeout=300)
     return float(json.loads(ran.stdout)[0]["avg_ts"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,11 +35,18 @@ def test_a_long_session_keeps_its_memory() -> None:
     assert ran.last_bytes <= ran.first_bytes + 2**20
 
 
-def test_speed_is_measured_beside_mlx_lm_over_the_same_weights(tmp_path: Path) -> None:
+def test_speed_is_measured_beside_mlx_lm_over_the_same_weights_and_beside_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(saved(DENSE, tmp_path / "model"))
-    found = speeds(open_backend(config), Path(config.model), IDS, tokens=8, rounds=2)
+    bench = tmp_path / "llama-bench"
+    bench.write_text("#!/bin/sh\necho '[{\"avg_ts\": 12.5}]'\n")
+    bench.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = speeds(open_backend(config), Path(config.model), IDS, tokens=8, rounds=2, gguf=tmp_path / "model.gguf")
     assert len(found.ours) == len(found.theirs) == 2
     assert min(*found.ours, *found.theirs) > 0
+    assert found.llama_cpp == [12.5, 12.5]
 
 
 def test_rates_of_forwards_that_take_turns_are_of_every_round() -> None:

@@ -138,3 +138,10 @@ def test_choices_that_a_kernel_makes_cannot_be_watched(tiny_torch_target: Target
 def test_choices_of_the_native_backend_cannot_be_observed(tiny_target: Target) -> None:
     with pytest.raises(InvalidArgument, match="--backend torch"):
         main(arguments("--strategies", str(GATHER), "--kinds", "looped"), tiny_target)
+
+
+def test_the_choices_of_mlx_are_observed_as_those_of_torch(tiny_torch_target: Target) -> None:
+    """It leaves choices to the plan."""
+    target = replace(tiny_torch_target, model=replace(tiny_torch_target.model, device="mlx"))
+    typed = ("--strategies", str(GATHER), "--lengths", "150", "--kinds", "looped", "--count=7", "--texts=1")
+    assert main(arguments(*typed), target)["values"]
