@@ -113,7 +113,7 @@ def long_session(forward: Forward, *, seconds: float, kv_bytes: int) -> LongSess
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Tokens per second of each round: ours, mlx-lm's own generation over the same weights, llama.cpp's if it is here."""
+    """Tokens per second of each round: ours, mlx-lm's own over the same weights, llama.cpp's if it is here."""
 
     ours: list[float]
     theirs: list[float]
