@@ -9,26 +9,33 @@ Recall is `needle`'s, with its control that must miss in every cell; KL is `fide
 in turns with full. Beyond `--trained` tokens there are bytes and times only: nothing a model says there means anything.
 With random weights, `--trained 0` measures just these.
 
-Baselines from papers are strategies of ours: `sink_window` is StreamingLLM (arXiv 2309.17453), `gather:scorer=bounds`
-chooses by Quest's bounds (2406.10774), `gather:scorer=components` by Loki's principal components (2406.02542).
+Baselines from papers: `sink_window` is StreamingLLM (arXiv 2309.17453); `--published` adds Quest, Loki, SnapKV and
+ShadowKV (`published_methods.py`), on the same prompts and passages, with their bytes and without times.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from laboratory.evaluation import cost, fidelity, needle
-from laboratory.evaluation.arguments import require_at_least, strategy_argument
+from laboratory.evaluation import cost, fidelity, needle, published, record
+from laboratory.evaluation.arguments import geometry_of, require_at_least, strategy_argument
 from laboratory.evaluation.divergence import Scores
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
+from laboratory.evaluation.passages import Passage
+from laboratory.evaluation.published_methods import METHODS, Method, held_bytes
 from laboratory.evaluation.tasks import TASKS, Grade
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = (1400, 5600, 21_000, 64_000, 100_000)
 RECALL = ("single", "multi", "values", "variables", "aggregation")
@@ -41,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategies", nargs="+", type=strategy_argument, default=[SinkWindow(sink=4, window=256)], metavar="SPEC",
         help="what to compare with full, such as gather:scorer=bounds (full and the control always run)",
     )  # fmt: skip
+    parser.add_argument(
+        "--published", nargs="+", choices=tuple(METHODS), default=[], help="methods of papers, on a model on torch"
+    )
+    parser.add_argument(
+        "--published-budget", type=int, default=800, metavar="N", help="of a prompt, that these read or keep"
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N", help="ids of a history")
     parser.add_argument(
         "--trained", type=int, metavar="N",
@@ -65,7 +78,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 
     Raises EvaluationVoid if a control finds what it cannot see, InvalidArgument or NoCapacity for what cannot run.
     """
-    require_at_least(arguments, lengths=1, trials=1, count=1, texts=1, rounds=1, tokens=2)
+    require_at_least(arguments, lengths=1, trials=1, count=1, texts=1, rounds=1, tokens=2, published_budget=1)
     if not isinstance(arguments.control, SinkWindow):
         raise InvalidArgument("control", f"must be a sink_window, got {arguments.control}")
     quick = arguments.quick
@@ -73,6 +86,9 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     count = min(_QUICK_COUNT, arguments.count) if quick else arguments.count
     rounds, tokens = (1, min(_QUICK_TOKENS, arguments.tokens)) if quick else (arguments.rounds, arguments.tokens)
     strategies, kind, seed = arguments.strategies, arguments.kind, arguments.seed
+    methods = [METHODS[name](arguments.published_budget) for name in arguments.published]
+    if methods:
+        published.seam_of(target)  # what is refused is refused before anything runs
     trained = target.engine.info().facts.trained_positions if arguments.trained is None else arguments.trained
     further = max(count, *(TASKS[name].answer_tokens for name in arguments.task))
     spoken = [length for length in arguments.lengths if length + further <= trained]
@@ -80,6 +96,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     cells: list[needle.Cell] = []
     scores: dict[fidelity.Cell, list[Scores]] = {}
     too_long: dict[str, str] = {}
+    others: list[dict[str, Any]] = []
     if spoken:
         cells = needle.measure(
             target,
@@ -96,6 +113,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         )
         scores, refused = fidelity.measure(target.engine, strategies, passages)
         too_long |= refused
+        others = _published(target, methods, cells, passages, kind=kind, seed=seed, trials=trials)
     # Text is read round and round: beyond what there is of a kind, a time does not depend on the words.
     text = target.texts.filler(kind, min(max(arguments.lengths), _TIMED_TEXT), seed)
     runs, left_out = cost.measure(
@@ -119,6 +137,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             "texts": arguments.texts,
             "rounds": rounds,
             "tokens": tokens,
+            "published": [str(method) for method in methods],
             "texts_sha256": target.texts.digest(kind),
         },
         "seeds": [seed],
@@ -126,14 +145,59 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             **(recalled["values"] if recalled else {}),
             **fidelity.values(scores, seed=seed),
             **cost.values(runs),
+            **_published_values(others),
         },
         "baseline": "full, on the same prompts and passages and in the same rounds",
         "tables": {
             "ladder": rows,
+            **({"as published": others} if others else {}),
             **({name: recalled["tables"][name] for name in ("base rate", "control")} if recalled else {}),
             "left out": [{"cell": cell, "reason": reason} for cell, reason in (too_long | left_out).items()],
         },
     }
+
+
+def _published(
+    target: Target,
+    methods: Sequence[Method],
+    cells: Sequence[needle.Cell],
+    passages: Sequence[Passage],
+    *,
+    kind: str,
+    seed: int,
+    trials: int,
+) -> list[dict[str, Any]]:
+    """A line for each length and method: what `_rows` has, but for times."""
+    geometry = geometry_of(target)
+    published.calibrate(target, methods, kind, seed)
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for cell in cells if methods else ():
+        for name, grades in published.grade_all(target, methods, cell.prompts, cell.task).items():
+            found = sum(grade is Grade.EXACT for grade in grades)
+            logger.info("%s, %s as published: %d of %d", cell, name, found, trials)
+            row = rows.setdefault((cell.length, name), {"length": cell.length, "method": name})
+            row |= {cell.task: found, "trials": trials}
+    for length in dict.fromkeys(len(passage.prefix) for passage in passages if methods):
+        some = [passage for passage in passages if len(passage.prefix) == length]
+        for name, parts in published.divergences(target, methods, some).items():
+            rows[length, name]["KL"] = float(np.concatenate(parts).mean())
+    for length, name in rows:
+        (method,) = (one for one in methods if str(one) == name)
+        on, off = held_bytes(method, geometry, length)
+        rows[length, name] |= {"bytes": on, "bytes off the device": off}
+    return list(rows.values())
+
+
+def _published_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for row in rows:
+        where = f"{row['method']}, as published, at {row['length']}"
+        found |= {
+            f"{where}: {task}": record.exact(row[task], f"of {row['trials']}") for task in TASKS if task in row
+        }
+        if "KL" in row:
+            found[f"KL to full, mean, {where}"] = record.exact(row["KL"], "nats")
+    return found
 
 
 def _rows(
