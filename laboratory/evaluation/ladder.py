@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,14 @@ from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage
 from laboratory.evaluation.published_methods import METHODS, Method, held_bytes
 from laboratory.evaluation.tasks import TASKS, Grade
+from laboratory.evaluation.timing import Run
 
 logger = logging.getLogger(__name__)
 
 LENGTHS = (1400, 5600, 21_000, 64_000, 100_000)
 RECALL = ("single", "multi", "values", "variables", "aggregation")
 _TIMED_TEXT = 20_000  # ids
-_QUICK_TRIALS, _QUICK_COUNT, _QUICK_TOKENS = 5, 32, 8
+_QUICK = {"trials": 5, "count": 32, "rounds": 1, "tokens": 8}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,70 +75,115 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
+def main(
+    arguments: argparse.Namespace, target: Target, save: Callable[[dict[str, Any]], object] = lambda _: None
+) -> dict[str, Any]:
     """Measure and return the record's payload.
 
-    Raises EvaluationVoid if a control finds what it cannot see, InvalidArgument or NoCapacity for what cannot run.
+    save: called with what there is whenever a length is done. Interrupted, it returns that. Raises EvaluationVoid if a
+    control finds what it cannot see, InvalidArgument or NoCapacity for what cannot run.
     """
     require_at_least(arguments, lengths=1, trials=1, count=1, texts=1, rounds=1, tokens=2, published_budget=1)
     if not isinstance(arguments.control, SinkWindow):
         raise InvalidArgument("control", f"must be a sink_window, got {arguments.control}")
-    quick = arguments.quick
-    trials = min(_QUICK_TRIALS, arguments.trials) if quick else arguments.trials
-    count = min(_QUICK_COUNT, arguments.count) if quick else arguments.count
-    rounds, tokens = (1, min(_QUICK_TOKENS, arguments.tokens)) if quick else (arguments.rounds, arguments.tokens)
-    strategies, kind, seed = arguments.strategies, arguments.kind, arguments.seed
+    if arguments.quick:
+        for name, most in _QUICK.items():
+            setattr(arguments, name, min(most, getattr(arguments, name)))
     methods = [METHODS[name](arguments.published_budget) for name in arguments.published]
     if methods:
         published.seam_of(target)  # what is refused is refused before anything runs
     trained = target.engine.info().facts.trained_positions if arguments.trained is None else arguments.trained
-    further = max(count, *(TASKS[name].answer_tokens for name in arguments.task))
-    spoken = [length for length in arguments.lengths if length + further <= trained]
+    further = max(arguments.count, *(TASKS[name].answer_tokens for name in arguments.task))
+    lengths = sorted(set(arguments.lengths))
+    done: list[_Length] = []
+    for length in lengths:
+        try:
+            done.append(_measure(arguments, target, methods, length, is_spoken=length + further <= trained))
+        except KeyboardInterrupt:
+            if not done:
+                raise
+            logger.warning("interrupted at %d tokens: the record has the lengths before", length)
+            break
+        save(_reported(arguments, target, methods, done, trained))
+    return _reported(arguments, target, methods, done, trained)
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Length:
+    """What was measured at one length; beyond the trained one only `runs`."""
+
+    length: int
+    cells: Sequence[needle.Cell]
+    scores: Mapping[fidelity.Cell, list[Scores]]
+    published: Sequence[Mapping[str, Any]]
+    runs: dict[cost.Cell, list[Run]]
+    left_out: Mapping[str, str]
+
+
+def _measure(
+    arguments: argparse.Namespace, target: Target, methods: Sequence[Method], length: int, *, is_spoken: bool
+) -> _Length:
+    strategies, kind, seed = arguments.strategies, arguments.kind, arguments.seed
     cells: list[needle.Cell] = []
     scores: dict[fidelity.Cell, list[Scores]] = {}
-    too_long: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     others: list[dict[str, Any]] = []
-    if spoken:
+    if is_spoken:
         cells = needle.measure(
             target,
             strategies=strategies,
             control=arguments.control,
             tasks=[TASKS[name] for name in arguments.task],
             kinds=[kind],
-            lengths=spoken,
-            trials=trials,
+            lengths=[length],
+            trials=arguments.trials,
             seed=seed,
         )
-        passages, too_long = fidelity.cut_all(
-            target.texts, [kind], spoken, count=count, texts=arguments.texts, seed=seed
+        passages, left_out = fidelity.cut_all(
+            target.texts, [kind], [length], count=arguments.count, texts=arguments.texts, seed=seed
         )
         scores, refused = fidelity.measure(target.engine, strategies, passages)
-        too_long |= refused
-        others = _published(target, methods, cells, passages, kind=kind, seed=seed, trials=trials)
+        left_out = left_out | refused
+        others = _published(target, methods, cells, passages, kind=kind, seed=seed, trials=arguments.trials)
     # Text is read round and round: beyond what there is of a kind, a time does not depend on the words.
     text = target.texts.filler(kind, min(max(arguments.lengths), _TIMED_TEXT), seed)
-    runs, left_out = cost.measure(
-        target.engine, strategies, text, lengths=arguments.lengths, rounds=rounds, tokens=tokens
+    runs, untimed = cost.measure(
+        target.engine, strategies, text, lengths=[length], rounds=arguments.rounds, tokens=arguments.tokens
     )
+    return _Length(
+        length=length, cells=cells, scores=scores, published=others, runs=runs, left_out={**left_out, **untimed}
+    )
+
+
+def _reported(
+    arguments: argparse.Namespace, target: Target, methods: Sequence[Method], done: Sequence[_Length], trained: int
+) -> dict[str, Any]:
+    seed, kind, trials, strategies = arguments.seed, arguments.kind, arguments.trials, arguments.strategies
+    cells = [cell for one in done for cell in one.cells]
+    scores = {cell: found for one in done for cell, found in one.scores.items()}
+    runs = {cell: found for one in done for cell, found in one.runs.items()}
+    others = [row for one in done for row in one.published]
+    lengths = [one.length for one in done]
     names = dict.fromkeys(map(str, (Full(), *strategies, arguments.control)))
-    rows = _rows(list(names), cells, fidelity.rows(scores), cost.rows(runs), arguments.lengths, trials)
+    rows = _rows(list(names), cells, fidelity.rows(scores), cost.rows(runs), lengths, trials)
     recalled = needle.payload(cells, target, control=arguments.control, trials=trials, seed=seed) if cells else None
+    left_out = {cell: reason for one in done for cell, reason in one.left_out.items()}
+    left_out |= {f"all at {length}": "ended before it" for length in set(arguments.lengths) - set(lengths)}
     return {
         "what": "Recall, KL, bytes, first token and decode of each strategy beside full, length by length.",
         "config": {
             **target.describe(),
             "strategies": [str(one) for one in (Full(), *strategies)],
             "control": str(arguments.control),
-            "lengths": arguments.lengths,
+            "lengths": lengths,
             "recall and KL up to": trained,
             "tasks": arguments.task,
             "kind": kind,
             "trials": trials,
-            "forced_tokens": count,
+            "forced_tokens": arguments.count,
             "texts": arguments.texts,
-            "rounds": rounds,
-            "tokens": tokens,
+            "rounds": arguments.rounds,
+            "tokens": arguments.tokens,
             "published": [str(method) for method in methods],
             "texts_sha256": target.texts.digest(kind),
         },
@@ -152,7 +199,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             "ladder": rows,
             **({"as published": others} if others else {}),
             **({name: recalled["tables"][name] for name in ("base rate", "control")} if recalled else {}),
-            "left out": [{"cell": cell, "reason": reason} for cell, reason in (too_long | left_out).items()],
+            "left out": [{"cell": cell, "reason": reason} for cell, reason in left_out.items()],
         },
     }
 
@@ -189,12 +236,10 @@ def _published(
 
 
 def _published_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for row in rows:
         where = f"{row['method']}, as published, at {row['length']}"
-        found |= {
-            f"{where}: {task}": record.exact(row[task], f"of {row['trials']}") for task in TASKS if task in row
-        }
+        found |= {f"{where}: {task}": record.exact(row[task], f"of {row['trials']}") for task in TASKS if task in row}
         if "KL" in row:
             found[f"KL to full, mean, {where}"] = record.exact(row["KL"], "nats")
     return found

@@ -58,7 +58,9 @@ def calibrate(target: Target, methods: Sequence[Method], kind: str, seed: int) -
             method.calibrate(layer, sessions.keys[layer][0])
 
 
-def grade_all(target: Target, methods: Sequence[Method], prompts: Sequence[Prompt], task: str) -> dict[str, list[Grade]]:
+def grade_all(
+    target: Target, methods: Sequence[Method], prompts: Sequence[Prompt], task: str
+) -> dict[str, list[Grade]]:
     """Each method's grades of greedy answers, in the order of the prompts, which have one length."""
     answer_tokens = TASKS[task].answer_tokens
     found: dict[str, list[Grade]] = {str(method): [] for method in methods}
@@ -113,9 +115,7 @@ def _answers(sessions: _Sessions, first: Tensor, count: int, stop_ids: Sequence[
 def _forced(sessions: _Sessions, first: Tensor, forced: Tensor) -> Tensor:
     """Log-probabilities [B, n, V] before each forced token; with no method chosen, of full attention."""
     sessions.forget_answers()
-    found = [first]
-    for place in range(forced.shape[1] - 1):
-        found.append(sessions.read(forced[:, place : place + 1]))
+    found = [first, *(sessions.read(forced[:, place : place + 1]) for place in range(forced.shape[1] - 1))]
     return torch.stack(found, dim=1).float().log_softmax(-1)
 
 
@@ -209,7 +209,8 @@ class _Sessions:
         if softcap is not None or head_sinks is not None:
             raise ModelError("methods of papers are not here for models with soft-capping or head sinks")
         own_queries, own_keys, own_values = (
-            states[0].unflatten(1, (self.count, -1)).transpose(0, 1) for states in (queries, keys, values)
+            states[0].reshape(states.shape[1], self.count, -1, states.shape[3]).transpose(0, 1)
+            for states in (queries, keys, values)
         )
         end = self._length + own_queries.shape[2]
         self.keys[layer][:, :, self._length : end] = own_keys
@@ -268,4 +269,4 @@ class _Turner:
     def __call__(self, keys: Tensor, *, back: bool) -> Tensor:
         shifts = torch.arange(keys.shape[2])
         turned = self._seam.rotate(keys.flatten(0, 1), -shifts if back else shifts, self._name)
-        return turned.unflatten(0, keys.shape[:2])
+        return turned.view(keys.shape)

@@ -83,7 +83,7 @@ class Method(ABC):
 
 def per_group(scores: Tensor, kv_heads: int) -> Tensor:
     """[B, Hq, …] → [B, Hkv, group, …]."""
-    return scores.unflatten(1, (kv_heads, -1))
+    return scores.reshape(len(scores), kv_heads, -1, *scores.shape[2:])
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -122,7 +122,7 @@ class _Pages(LayerChoice):
         super().__init__(layer.keys)
         self._page, self._count = page, max(1, budget // page)
         padded = functional.pad(layer.keys, (0, 0, 0, -layer.keys.shape[2] % page), mode="constant", value=torch.nan)
-        pages = padded.unflatten(2, (-1, page))
+        pages = padded.reshape(*padded.shape[:2], -1, page, padded.shape[3])
         self._low = pages.nan_to_num(torch.inf).amin(3)
         self._high = pages.nan_to_num(-torch.inf).amax(3)
 
@@ -231,7 +231,7 @@ class _Chunks(LayerChoice):
         self._size, self._scaling = size, layer.scaling
         self._whole = max(0, count - method.local) // size  # chunks; the rest is exact
         exact = layer.keys[:, :, : self._whole * size]
-        chunks = exact.unflatten(2, (self._whole, size))
+        chunks = exact.reshape(*exact.shape[:2], self._whole, size, exact.shape[3])
         self._landmarks = chunks.mean(3)
         # The least cosine of a chunk's keys with their mean: chunks that their mean stands for badly.
         near = functional.cosine_similarity(chunks, self._landmarks[:, :, :, None], dim=-1).amin(-1)
@@ -242,7 +242,7 @@ class _Chunks(LayerChoice):
         rank = min(method.rank(layer.keys.shape[1], layer.keys.shape[3]), *joined.shape[1:])
         products = (joined.mT @ joined).double()
         directions = torch.linalg.eigh(products)[1][..., -rank:].float()
-        low = (joined @ directions @ directions.mT).unflatten(2, layer.keys.shape[1::2]).transpose(1, 2)
+        low = (joined @ directions @ directions.mT).view(layer.keys.transpose(1, 2).shape).transpose(1, 2)
         rebuilt = layer.turn(low.to(layer.keys.dtype), back=False)
         is_exact = torch.cat(
             [

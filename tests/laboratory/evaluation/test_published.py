@@ -60,8 +60,8 @@ def prompted(seed: int = 0, tokens: int = 100, *, index: int = 2) -> Prompted:
     keys = torch.randn((1, 2, tokens, 8), generator=generator)
     queries = torch.randn((1, 4, 40, 8), generator=generator)
 
-    def turn(states: Tensor, *, back: bool) -> Tensor:
-        return -states
+    def turn(keys: Tensor, *, back: bool) -> Tensor:
+        return -keys
 
     return Prompted(keys=keys, queries=queries, scaling=8**-0.5, layer=index, turn=turn)
 
@@ -132,11 +132,9 @@ def test_the_ladder_has_lines_of_papers_methods(tiny_torch_target: Target) -> No
     parser = argparse.ArgumentParser()
     ladder.add_arguments(parser)
     parser.add_argument("--quick", action="store_true")
-    typed = parser.parse_args(
-        "--kind=looped --strategies sink_window:sink=2,window=32 --control=sink_window:sink=4,window=16 --count=4 "
-        "--texts=1 --rounds=1 --tokens=2 --trials=1 --lengths 401 --trained=433 --task values "
-        "--published snapkv quest --published-budget 96".split()
-    )
+    common = ("--kind=looped", "--control=sink_window:sink=4,window=16", "--count=4", "--texts=1", "--rounds=1")
+    few = ("--tokens=2", "--trials=1", "--lengths=401", "--trained=433", "--task=values", "--published-budget=96")
+    typed = parser.parse_args([*common, *few, "--published", "snapkv", "quest"])
     payload = ladder.main(typed, tiny_torch_target)
     rows = payload["tables"]["as published"]
     assert [row["method"] for row in rows] == ["SnapKV, 96 of the prompt", "Quest, 96 of the prompt"]
