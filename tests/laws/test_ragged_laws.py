@@ -68,7 +68,7 @@ def forward_on_torch(variant: str) -> TorchForward:
     device = "cuda" if ON_GPU else "cpu"
     if variant == "alone":
         return tiny_forward_on(device)
-    ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True)
+    ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True, reads_offloaded=True)
     return tiny_forward_on(
         device,
         ops=ops,
