@@ -36,8 +36,9 @@ MOST_SELECTING = 64  # tokens of a step in which some read selected blocks or to
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None]]
-# Tokens, tap layers, whether some read selected blocks, and the indexes by which some choose tokens.
-Kind = tuple[int, tuple[int, ...], bool, tuple[IndexShape, ...]]
+# Tokens, tap layers, whether some read selected blocks, whether these may be off the device, and the indexes by which
+# some choose tokens.
+Kind = tuple[int, tuple[int, ...], bool, bool, tuple[IndexShape, ...]]
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -81,7 +82,7 @@ class StepGraphs:
         self._refused: set[Kind] = set()
         # The largest first: the others reuse its temporary memory.
         self._recorded: dict[Kind, Recorded] = {
-            (size, taps, False, ()): self._record(pool, (size, taps, False, ()))
+            (size, taps, False, False, ()): self._record(pool, (size, taps, False, False, ()))
             for size in reversed(SIZES)
             for taps in self._taps
         }
@@ -89,12 +90,21 @@ class StepGraphs:
     def _record(self, pool: Pool, kind: Kind) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
-        size, taps, selects, shapes = kind
+        size, taps, selects, reads_offloaded, shapes = kind
         choices = [TokenChoice(shape=shape, tokens=geometry.trained_positions, rows=size) for shape in shapes]
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
-            tables = StepTables.over(rest, geometry, pool, attention, tokens=size, selects=selects, choices=choices)
+            tables = StepTables.over(
+                rest,
+                geometry,
+                pool,
+                attention,
+                tokens=size,
+                selects=selects,
+                choices=choices,
+                reads_offloaded=reads_offloaded,
+            )
             return _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
 
         nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)
@@ -142,8 +152,8 @@ class StepGraphs:
 
 
 def _kind(step: Step) -> Kind:
-    plan = step.plan
-    return SIZES[bisect_left(SIZES, plan.query_count)], step.tap_layers, plan.selects, plan.chosen_by
+    plan, size = step.plan, SIZES[bisect_left(SIZES, step.plan.query_count)]
+    return size, step.tap_layers, plan.selects, plan.reads_offloaded, plan.chosen_by
 
 
 def _logits(size: int) -> int:

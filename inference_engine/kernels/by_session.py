@@ -44,9 +44,11 @@ def attend_by_session(
     softcap: float | None = None,
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
+    reads_offloaded: bool = False,
 ) -> Tensor:
     """Implements RaggedAttention, on a CPU."""
     assert not choices, "it knows no index of keys"
+    assert not reads_offloaded, "it reads what is on the device"
     out = torch.zeros_like(queries)
     alike = regions[:, [START, HEAD_SLOTS, COUNT, BLOCK]]
     ends = torch.nonzero((alike[1:] != alike[:-1]).any(1)).flatten() + 1

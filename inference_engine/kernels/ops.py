@@ -46,6 +46,7 @@ class DeviceOps:
     `attend_ragged` choose tokens; None: it knows none, and plain operations choose. trellis: the coder of latents.
     latents: between their numbers and entries. open_fused: makes what a step is made of, for one model.
     open_invariant: as that, so that no token's bits depend on the others; attend_invariant is its attention.
+    reads_offloaded: does attend_ragged read blocks that are not on the device?
     attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
     session is attended to by itself, which is better where there is no kernel.
     """
@@ -59,6 +60,7 @@ class DeviceOps:
     latents: LatentOps = PLAIN_LATENTS
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
+    reads_offloaded: bool = False
     attends_together: bool = False
 
 
@@ -81,4 +83,4 @@ def open_ops(choice: str, device: torch.device) -> DeviceOps:
                 f"kernels={choice} on {device} needs the package triton, which cannot be imported ({error}); "
                 "install it, or start with kernels=plain"
             ) from error
-    return replace(REFERENCE, **kernels, attends_together=True)
+    return replace(REFERENCE, **kernels, reads_offloaded=True, attends_together=True)

@@ -18,6 +18,11 @@ everything from `local` on, and the `kept` tokens of largest weight between them
 device's operation knows the index of the layer's keys (`KVContext.open_index`); an operation that knows none gets no
 such lines. Its `bounds` is the number of the index's shape.
 
+A line that selects blocks may have some of them off the device: its `record` then is the address of numbers that say
+where (`kernels/offloaded.py`), and its slots are a ring as `ring` has it. Blocks before `offloaded_end` that are behind
+the sink are not in their slots. Where that number is negative, its absolute value is meant, and the query must not
+change which blocks are at hand. An operation that reads no offloaded blocks gets no such lines.
+
 The first entries of a fork lie in another session's region: slots before `base` are in a region of `prefix_region`
 vectors for each KV head from `prefix_start` on, and the fork's own region begins with slot `base`.
 
@@ -36,15 +41,19 @@ from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import bounds_scores
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.gather import masked_attend, select
+from inference_engine.kernels.offloaded import entries_by_position
 
 START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS = range(13)
 PREFIX_START, PREFIX_HEAD_SLOTS, BASE = range(13, 16)
 CHOOSER = PREFIX_START  # of a line with a block size
+RECORD, OFFLOADED_END = PREFIX_HEAD_SLOTS, BASE  # of one that selects blocks
 FIELDS = 16
 
 
 class RaggedAttention(Protocol):
     """`kv_heads`: Hkv. A query whose count is 0 gets zeros. Returns [N, Hq, D] in the dtype of `queries`.
+
+    reads_offloaded: may a query that selects blocks read some that are not on the device?
 
     blocks: the most blocks that a query selects from; 0 if none selects any. choices: by which indexes queries select
     tokens, a shape of index each; () if none selects any, or the operation need not know before.
@@ -62,6 +71,7 @@ class RaggedAttention(Protocol):
         softcap: float | None = None,
         blocks: int = 0,
         choices: Sequence[TokenChoice] = (),
+        reads_offloaded: bool = False,
     ) -> Tensor: ...
 
 
@@ -76,6 +86,7 @@ def attend_ragged(
     softcap: float | None = None,
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
+    reads_offloaded: bool = False,
 ) -> Tensor:
     """The reference of RaggedAttention."""
     assert not choices, "it knows no index of keys"
@@ -84,13 +95,29 @@ def attend_ragged(
         start, region, count = numbers[START], numbers[HEAD_SLOTS], numbers[COUNT]
         if not count:
             continue
+        if numbers[BLOCK] and numbers[RECORD]:
+            count = numbers[COUNT] = numbers[UPTO] + 1
         slots = torch.arange(count, device=queries.device)
         heads = start + torch.arange(kv_heads, device=queries.device)[:, None] * region
         if numbers[BLOCK]:
             assert blocks, "a query selects blocks, but blocks is 0"
-            read = kept(queries[query : query + 1], keys, values, heads, numbers, scaling=scaling)
-            index, one = heads + slots, queries[query : query + 1]
-            state, _ = masked_attend(one, keys[index], values[index], read, scaling=scaling, softcap=softcap)
+            one, index = queries[query : query + 1], heads + slots
+            read = kept(one, keys, values, heads, numbers, scaling=scaling)
+            if numbers[RECORD]:
+                assert reads_offloaded, "a query reads blocks that are off the device, and reads_offloaded is False"
+                entries = entries_by_position(
+                    keys,
+                    values,
+                    numbers[RECORD],
+                    heads=heads,
+                    sink=numbers[SINK],
+                    ring=numbers[RING],
+                    end=abs(numbers[OFFLOADED_END]),
+                    count=count,
+                )
+            else:
+                entries = keys[index], values[index]
+            state, _ = masked_attend(one, *entries, read, scaling=scaling, softcap=softcap)
             out[query] = state[0].to(out.dtype)
             continue
         mask = torch.zeros(1, count, dtype=queries.dtype, device=queries.device)

@@ -31,6 +31,8 @@ from inference_engine.kernels.ragged_attention import (
     KEPT,
     LAST,
     LOCAL,
+    OFFLOADED_END,
+    RECORD,
     RING,
     SINK,
     SINK_FLOOR,
@@ -141,6 +143,7 @@ class StepTables:
     attention: RaggedAttention
     blocks: int  # as RaggedAttention has it
     choices: tuple[TokenChoice, ...]  # as RaggedAttention has them
+    reads_offloaded: bool
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     regions: Tensor
 
@@ -154,8 +157,10 @@ class StepTables:
         tokens: int,
         selects: bool = False,
         choices: Sequence[TokenChoice] = (),
+        reads_offloaded: bool = False,
     ) -> StepTables:
-        """Views of `numbers`, which lie on the device as StepNumbers has them. selects: as in StepReads."""
+        """Views of `numbers`, which lie on the device as StepNumbers has them. selects, reads_offloaded: as in
+        StepReads."""
         writes, regions = _split(numbers, geometry, tokens)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
@@ -169,6 +174,7 @@ class StepTables:
             attention=attention,
             blocks=most_blocks(geometry) if selects else 0,
             choices=tuple(choices),
+            reads_offloaded=reads_offloaded,
             writes=ordered,
             regions=regions,
         )
@@ -199,6 +205,7 @@ class StepTables:
             softcap=softcap,
             blocks=self.blocks,
             choices=self.choices,
+            reads_offloaded=self.reads_offloaded,
         )
 
     def attend(
@@ -295,6 +302,18 @@ def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queri
     lines[..., KEPT] = selector.count
     lines[..., LOCAL] = selector.local_starts(queries)
     lines[..., BOUNDS] = layout.summaries_from
+
+
+def choose_offloaded(lines: Numbers, layout: Layout, records: Sequence[int], end: int, *, may_fetch: bool) -> None:
+    """Let the queries of these lines [layers, n, FIELDS], which choose blocks, read some that are not on the device.
+
+    records: by layer, the address of its numbers (`kernels/offloaded.py`). end: the first position behind the sink that
+    is on the device. may_fetch: the query may change which blocks are at hand; only one of a session and step may.
+    """
+    assert layout.tier is not None
+    lines[..., COUNT] = layout.tier.blocks * layout.tier.block  # slots are not counted: `upto` says what it sees
+    lines[..., RECORD] = np.array(records, dtype=np.int64)[:, None]
+    lines[..., OFFLOADED_END] = end if may_fetch else -end
 
 
 def choose_tokens(

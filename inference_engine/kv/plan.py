@@ -101,6 +101,11 @@ class StepPlan:
         return self._reads.selects
 
     @property
+    def reads_offloaded(self) -> bool:
+        """May some of these blocks not be on the device?"""
+        return self._reads.reads_offloaded
+
+    @property
     def chosen_by(self) -> tuple[IndexShape, ...]:
         """The shapes of indexes by which queries that read by numbers choose tokens, always in the same order."""
         return tuple(sorted(self._reads.choosing, key=lambda shape: shape.number))
@@ -148,6 +153,7 @@ class StepPlan:
             self._attend_ragged,
             tokens=self.query_count,
             selects=self.selects,
+            reads_offloaded=self.reads_offloaded,
             choices=[self._choice(shape) for shape in self.chosen_by],
         )
 

@@ -82,7 +82,8 @@ class StepReads:
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
     largest: chooses blocks for queries that read by views.
-    selects: does a query that reads by numbers choose blocks? choosing: by the shape of their index, the end of the
+    selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
+    choosing: by the shape of their index, the end of the
     last tokens of the step that read by numbers and choose tokens; a device's operation may have to know.
     """
 
@@ -94,6 +95,7 @@ class StepReads:
     numbers: StepNumbers
     largest: Largest = topk_by_sorting
     selects: bool = False
+    reads_offloaded: bool = False
     choosing: dict[IndexShape, int] = field(default_factory=dict)
 
     @property

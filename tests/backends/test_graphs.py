@@ -20,7 +20,13 @@ from tests.tiny import tiny_engine
 def step(pool: Pool, *, tokens: int, selects: bool) -> Any:
     positions = np.arange(tokens)
     plan = SimpleNamespace(
-        pool=pool, query_count=tokens, selects=selects, chosen_by=(), is_numbers_only=True, positions=positions
+        pool=pool,
+        query_count=tokens,
+        selects=selects,
+        chosen_by=(),
+        reads_offloaded=False,
+        is_numbers_only=True,
+        positions=positions,
     )
     return SimpleNamespace(plan=plan, tap_layers=(), logit_queries=[0])
 

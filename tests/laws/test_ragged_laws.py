@@ -23,11 +23,14 @@ from inference_engine.engine import Engine
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv import plan
+from inference_engine.kv.parts.offload import OffloadedBlocks
 from inference_engine.kv.parts.shared_prefix import PrefixView
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.views import StagedQueries, StepReads, View
 from inference_engine.native.library import KVType
 from inference_engine.types import GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
@@ -68,7 +71,7 @@ def forward_on_torch(variant: str) -> TorchForward:
     device = "cuda" if ON_GPU else "cpu"
     if variant == "alone":
         return tiny_forward_on(device)
-    ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True)
+    ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True, reads_offloaded=True)
     return tiny_forward_on(
         device,
         ops=ops,
@@ -229,6 +232,39 @@ def test_forks_that_read_a_prefix_are_attended_to_with_all_others(
 
     monkeypatch.setattr(PrefixView, "read", read)
     for wanted, got in zip(expected, said(variant), strict=True):
+        assert same(wanted, got, Mode.BATCHED)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["plain", "drafted"])
+def test_blocks_that_are_off_the_device_are_read_with_all_others(
+    drafter: NgramDrafter | None, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two sessions in the same steps, over boundaries at which entries leave and prefills that read all of them."""
+    options = {"block": 4, "sink": 4, "window": 16, "budget": 48}
+    strategies = (Gather(**options, scorer="bounds"), Tiered(**options, resident_tokens=16))
+
+    def said(strategy: KVStrategy) -> list[list[tuple[int, float | None]]]:
+        found = []
+        with engine_on(variant, drafter=drafter) as engine:
+            sessions = [opened(engine, strategy, text(12) * 6), opened(engine, strategy, text(50, seed=3))]
+            for turn in range(2):
+                running = [engine.generate(each, GenerateParams(max_tokens=40, logprobs=True)) for each in sessions]
+                found += [tokens(drain(generation)) for generation in running]
+                for each in sessions:
+                    engine.append(each, text(9, seed=turn))
+        return found
+
+    expected = said(strategies[0])
+
+    view = OffloadedBlocks.view
+
+    def seen(self: OffloadedBlocks, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        assert queries.has_appended, "the host is asked for blocks"
+        return view(self, queries, step, inner)
+
+    monkeypatch.setattr(OffloadedBlocks, "view", seen)
+    for wanted, got in zip(expected, said(strategies[1]), strict=True):
         assert same(wanted, got, Mode.BATCHED)
 
 

@@ -251,7 +251,9 @@ class NativeAttention:
         softcap: float | None = None,
         blocks: int = 0,
         choices: Sequence[TokenChoice] = (),
+        reads_offloaded: bool = False,
     ) -> Tensor:
+        assert not reads_offloaded, "it reads what is on the device"
         count, heads, head_dim = queries.shape
         queries, regions = queries.contiguous(), regions.contiguous()
         out = torch.empty_like(queries)

@@ -65,6 +65,7 @@ class Scores(NamedTuple):
 _SCORE = Tile(64, 2**14, 4, 1)
 _SELECT_WARPS = 8
 _FEW = 32  # blocks that are selected of many by their tiles
+_FOUND = 64  # listed blocks, and places, that are compared at once
 _MERGED = 64  # channels that a program merges
 _READ = Tile(64, 2**14, 4, 1)
 
@@ -81,6 +82,7 @@ def attend_selecting(
     softcap: float | None = None,
     blocks: int,
     serves_all: bool = True,
+    reads_offloaded: bool = False,
 ) -> None:
     """See `RaggedAttention`; blocks > 0, queries and regions contiguous.
 
@@ -88,7 +90,18 @@ def attend_selecting(
     """
     scores = score_blocks(queries, keys, values, regions, scaling=scaling, kv_heads=kv_heads, blocks=blocks)
     listed = select_blocks(scores, regions)
-    attend_listed(queries, keys, values, regions, listed, out, scaling=scaling, softcap=softcap, serves_all=serves_all)
+    attend_listed(
+        queries,
+        keys,
+        values,
+        regions,
+        listed,
+        out,
+        scaling=scaling,
+        softcap=softcap,
+        serves_all=serves_all,
+        sources=find_blocks(listed, regions) if reads_offloaded else None,
+    )
 
 
 def score_blocks(
@@ -152,6 +165,27 @@ def select_blocks(scores: Scores, regions: Tensor) -> Tensor:
     return listed
 
 
+def find_blocks(listed: Tensor, regions: Tensor) -> Tensor:
+    """Where the listed blocks are, of lines whose blocks may be off the device: [N, Hkv, any] int32; else undefined.
+
+    A slot of the regions; or -1, only in the host's memory; or -2 - slot: there, and to be put into that slot. Blocks
+    are given places here: see `kernels/offloaded.py`.
+    """
+    query_count, kv_heads, width = listed.shape
+    sources = torch.empty_like(listed)
+    _find_blocks[(kv_heads, query_count)](
+        listed,
+        sources,
+        regions,
+        FIELDS=FIELDS,
+        WIDTH=width,
+        AT_ONCE=_FOUND,
+        num_warps=4,
+        **chained(regions.device),
+    )
+    return sources
+
+
 def attend_listed(
     queries: Tensor,
     keys: Tensor,
@@ -163,10 +197,12 @@ def attend_listed(
     scaling: float,
     softcap: float | None = None,
     serves_all: bool = True,
+    sources: Tensor | None = None,
 ) -> None:
     """Attention of each query to its sink, its listed blocks, and what is local; of others, to all that they see.
 
     listed: [N, Hkv, any] int32, as many valid ones as the line keeps, or as there are candidates if these are fewer.
+    sources: as `find_blocks` has them; None: all entries are on the device.
     """
     query_count, query_heads, head_dim = queries.shape
     kv_heads = listed.shape[1]
@@ -195,6 +231,8 @@ def attend_listed(
         BLOCK_G=max(_LEAST, triton.next_power_of_2(group)),
         BLOCK_D=width,
         BLOCK_S=tile,
+        p_sources=listed if sources is None else sources,
+        OFFLOADED=sources is not None,
         num_warps=_READ.warps,
         num_stages=_READ.stages,
         **chained(queries.device),
@@ -427,6 +465,95 @@ def _list_of(b_order, o_b, p_listed, first, kept, low, high):
 
 
 @triton.jit
+def _find_blocks(
+    p_listed,
+    p_sources,
+    p_regions,
+    FIELDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program for each KV head and query; the only one of a step that changes places of its session and head."""
+    head = tl.program_id(0)
+    heads = tl.num_programs(0)
+    query = tl.program_id(1).to(tl.int64)
+    p_line = p_regions + query * FIELDS
+    size, first, end = _candidates(p_line)
+    sink = tl.load(p_line + 3).to(tl.int32)
+    ring = tl.maximum(tl.load(p_line + 4).to(tl.int32), 1)
+    by_tokens = tl.load(p_line + 13) != 0
+    record = tl.load(p_line + 14)
+    offloaded_end = tl.load(p_line + 15).to(tl.int32)
+    kept = tl.minimum(tl.load(p_line + 10).to(tl.int32), end - first)
+    has_record = (tl.load(p_line + 9) > 0) & (record != 0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    if has_record & (by_tokens == 0) & (kept > 0):
+        p_record = record.to(tl.pointer_type(tl.int64))
+        count = tl.load(p_record + 4).to(tl.int32)
+        p_places = tl.load(p_record + 3).to(tl.pointer_type(tl.int32)) + head * count
+        fetched_from = tl.load(p_record + 5).to(tl.int32)
+        p_counts = tl.load(p_record + 6).to(tl.pointer_type(tl.int64)) + head * 2
+        p_list = p_listed + (query * heads + head) * WIDTH
+        p_source = p_sources + (query * heads + head) * WIDTH
+        away = tl.abs(offloaded_end)
+        o_k = tl.arange(0, AT_ONCE)
+        o_p = tl.arange(0, AT_ONCE)
+        found = 0
+        missed = 0
+        for k in range(0, kept, AT_ONCE):
+            m_k = k + o_k < kept
+            b_block = tl.load(p_list + k + o_k, mask=m_k, other=-2)
+            b_first = b_block * size
+            b_source = tl.where(b_first < sink, b_first, sink + (b_first - sink) % ring)
+            m_away = m_k & (b_first >= sink) & (b_first < away)
+            b_source = tl.where(m_away, -1, b_source)
+            for p in range(0, count, AT_ONCE):
+                b_held = tl.load(p_places + p + o_p, mask=p + o_p < count, other=-3)
+                m_same = m_away[:, None] & (b_block[:, None] == b_held[None, :])
+                b_place = tl.sum(tl.where(m_same, p + o_p[None, :] + 1, 0), axis=1)
+                b_source = tl.where(b_place > 0, fetched_from + (b_place - 1) * size, b_source)
+            tl.store(p_source + k + o_k, b_source, mask=m_k)
+            missed += tl.sum((m_k & (b_source < 0)).to(tl.int32), axis=0)
+            found += tl.sum((m_away & (b_source >= 0)).to(tl.int32), axis=0)
+        tl.store(p_counts, tl.load(p_counts) + found)
+        tl.store(p_counts + 1, tl.load(p_counts + 1) + missed)
+        if (offloaded_end > 0) & (missed > 0):
+            tl.debug_barrier()  # what was stored is read again by other threads
+            free = 0
+            for p in range(0, count, AT_ONCE):
+                m_p = p + o_p < count
+                b_held = tl.load(p_places + p + o_p, mask=m_p, other=-3)
+                b_wanted = tl.zeros((AT_ONCE,), dtype=tl.int32)
+                for k in range(0, kept, AT_ONCE):
+                    b_block = tl.load(p_list + k + o_k, mask=k + o_k < kept, other=-2)
+                    m_same = b_block[:, None] == b_held[None, :]
+                    b_wanted += tl.sum(m_same.to(tl.int32), axis=0)
+                m_free = m_p & (b_wanted == 0)
+                b_free = m_free.to(tl.int32)
+                b_turn = free + tl.cumsum(b_free, axis=0) - b_free  # the free place of this number
+                missing = 0
+                b_new = b_held
+                for k in range(0, kept, AT_ONCE):
+                    m_k = k + o_k < kept
+                    b_block = tl.load(p_list + k + o_k, mask=m_k, other=-2)
+                    b_source = tl.load(p_source + k + o_k, mask=m_k, other=0)
+                    b_miss = (b_source < 0).to(tl.int32)
+                    b_number = missing + tl.cumsum(b_miss, axis=0) - b_miss
+                    m_pair = (b_miss == 1)[:, None] & m_free[None, :] & (b_number[:, None] == b_turn[None, :])
+                    b_given = tl.sum(tl.where(m_pair, p + o_p[None, :] + 1, 0), axis=1)
+                    b_slot = fetched_from + (b_given - 1) * size
+                    tl.store(p_source + k + o_k, -2 - b_slot, mask=m_k & (b_given > 0))
+                    b_taken = tl.sum(tl.where(m_pair, b_block[:, None] + 1, 0), axis=0)
+                    b_new = tl.where(b_taken > 0, b_taken - 1, b_new)
+                    missing += tl.sum(b_miss, axis=0)
+                tl.store(p_places + p + o_p, b_new, mask=m_p)
+                free += tl.sum(b_free, axis=0)
+
+
+@triton.jit
 def with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP: tl.constexpr):
     """Attention so far, to which a tile is added: its keys and values [slots, D], and which of them are seen."""
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
@@ -466,6 +593,8 @@ def _attend_part(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     CHAINED: tl.constexpr,
+    p_sources,
+    OFFLOADED: tl.constexpr,
 ):
     attend_reads(
         p_queries,
@@ -490,6 +619,8 @@ def _attend_part(
         BLOCK_D,
         BLOCK_S,
         CHAINED,
+        p_sources,
+        OFFLOADED,
     )
 
 
@@ -517,10 +648,12 @@ def attend_reads(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     CHAINED: tl.constexpr,
+    p_sources=None,
+    OFFLOADED: tl.constexpr = False,
 ):
     """One of PARTS parts of what a line reads (see the module); its state is the one of that number, of HELD.
 
-    CHAINED: the kernel before wrote the list and nothing else that is read here.
+    CHAINED: the kernel before wrote the list, or the sources, and nothing else that is read here.
     """
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -538,6 +671,10 @@ def attend_reads(
     prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
     begin = tl.load(p_line + 15)
     block = tl.load(p_line + 9)
+    is_away = False
+    if OFFLOADED:
+        is_away = (block > 0) & (tl.load(p_line + 13) == 0) & (tl.load(p_line + 14) != 0)
+        begin = tl.where(is_away, 0, begin)
     size, _, _ = _candidates(p_line)
     to_listed, to_local, end = reads_of(p_line, SERVES_ALL)
 
@@ -562,7 +699,48 @@ def attend_reads(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    if is_whole & is_plain:
+    if is_away:
+        p_record = tl.load(p_line + 14).to(tl.pointer_type(tl.int64))
+        p_table = tl.load(p_record).to(tl.pointer_type(tl.int64))
+        chunk = tl.load(p_record + 1).to(tl.int32)
+        layer_bytes = tl.load(p_record + 2)
+        p_source = p_sources + (query * heads + head) * BLOCKS
+        ITEM: tl.constexpr = p_keys.dtype.element_ty.primitive_bitwidth // 8
+        for r in range(part * BLOCK_S, end, PARTS * BLOCK_S):
+            o_r = r + o_i
+            m_listed = (o_r >= to_listed) & (o_r < to_local)
+            o_in = o_r - to_listed
+            b_block = tl.load(p_list + o_in // size, mask=m_listed, other=0)
+            b_source = tl.load(p_source + o_in // size, mask=m_listed, other=0)
+            o_behind = tl.where(m_listed, b_block * size + o_in % size, o_r - to_local + local)
+            position = tl.where(o_r < to_listed, o_r, o_behind)
+            in_sink = position < sink
+            m_s = (o_r < end) & (position <= upto) & ~(m_listed & (in_sink | (position >= local)))
+            o_slot = tl.where(in_sink, position, sink + (position - sink) % step)
+            o_place = tl.where(b_source >= 0, b_source, -2 - b_source) + o_in % size
+            o_here = (own + tl.where(m_listed, o_place, o_slot)) * D
+            m_host = m_listed & m_s & (b_source < 0)
+            o_chunk = (position - sink) // chunk
+            at = tl.load(p_table + o_chunk, mask=m_host, other=0) + layer_bytes
+            # Counted in numbers from the buffers, of which the device sees the host's memory as a part.
+            o_in_chunk = (position - sink) % chunk
+            o_keys = (at - p_keys.to(tl.int64)) // ITEM + (head * chunk + o_in_chunk) * D
+            o_values = (at - p_values.to(tl.int64)) // ITEM + ((heads + head) * chunk + o_in_chunk) * D
+            o_keys = tl.where(m_host, o_keys, o_here)
+            o_values = tl.where(m_host, o_values, o_here)
+            if D % 8 == 0:
+                o_keys = tl.multiple_of(o_keys, 8)
+                o_values = tl.multiple_of(o_values, 8)
+            m_kv = m_s[:, None] & m_d[None, :]
+            b_k = tl.load(p_keys + o_keys[:, None] + o_d[None, :], mask=m_kv, other=0.0)
+            b_v = tl.load(p_values + o_values[:, None] + o_d[None, :], mask=m_kv, other=0.0)
+            b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
+            if D % 8 == 0:
+                o_here = tl.multiple_of(o_here, 8)
+            m_put = (m_host & (b_source < -1))[:, None] & m_d[None, :]
+            tl.store(p_keys + o_here[:, None] + o_d[None, :], b_k, mask=m_put)
+            tl.store(p_values + o_here[:, None] + o_d[None, :], b_v, mask=m_put)
+    elif is_whole & is_plain:
         for r in range(part * BLOCK_S, end, PARTS * BLOCK_S):
             first = r
             floor_here = own_floor

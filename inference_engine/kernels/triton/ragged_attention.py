@@ -53,6 +53,7 @@ def attend_ragged(
     softcap: float | None = None,
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
+    reads_offloaded: bool = False,
 ) -> Tensor:
     """See `RaggedAttention`."""
     queries, regions = queries.contiguous(), regions.contiguous()
@@ -75,6 +76,7 @@ def attend_ragged(
             softcap=softcap,
             blocks=blocks,
             serves_all=is_few,
+            reads_offloaded=reads_offloaded,
         )
     for choice in choices:
         attend_choosing(
@@ -103,6 +105,7 @@ def attend_invariant(
     softcap: float | None = None,
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
+    reads_offloaded: bool = False,
 ) -> Tensor:
     """As `attend_ragged`; queries that select blocks or tokens, too, are served in one way, however many there are."""
     queries, regions = queries.contiguous(), regions.contiguous()
@@ -121,6 +124,7 @@ def attend_invariant(
             softcap=softcap,
             blocks=blocks,
             serves_all=False,
+            reads_offloaded=reads_offloaded,
         )
     for choice in choices:
         attend_choosing(

@@ -5,8 +5,12 @@
     fetch     copy the blocks that a generated token reads into slots of the session's own regions
 
 A fetched block stays in its place until another one needs it, so a token that reads the blocks of the token before
-fetches nothing. Which block is in which place is a function of the committed tokens alone: when a draft token is
-rejected, the blocks that it fetched leave and those that it displaced come back.
+fetches nothing. Where views fetch, which block is in which place is a function of the committed tokens alone: when a
+draft token is rejected, the blocks that it fetched leave and those that it displaced come back.
+
+Where the device's operation reads blocks that are not on the device (`kernels/offloaded.py`), generated tokens read by
+numbers, and it fetches blocks itself: the host neither knows nor asks which. Whenever views and the operation take
+turns, places begin empty. What the operation moved is counted when entries leave, which waits for the device anyway.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import attend_entries, gather_vectors
+from inference_engine.kernels.offloaded import OffloadedRecord
 from inference_engine.kernels.ragged_attention import FLOOR
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -30,6 +35,7 @@ from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.memory.tier import ChunkShape
 from inference_engine.kv.memory.transfers import Transfers, TransferTotals
+from inference_engine.kv.numbers import choose_offloaded
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.block_index import BlockIndex, GatherView
 from inference_engine.kv.slots import LayerSlots
@@ -69,6 +75,21 @@ class OffloadedEntries:
         self._places: dict[int, Blocks] = {layer: places.copy() for layer in layers}
         # By layer, for the running step: the block in each place before it, and after each generated token.
         self._trail: dict[int, list[tuple[int, Blocks]]] = {}
+        self._record: OffloadedRecord | None = None
+        if context.ops.reads_offloaded and tier.chunks:
+            self._record = OffloadedRecord.of(
+                layers=len(layers),
+                kv_heads=kv_heads,
+                places=tier.fetched,
+                fetched_from=layout.fetched_from,
+                chunks=tier.chunks,
+                chunk_tokens=tier.chunk,
+                layer_bytes=kv_heads * tier.chunk * self._head_bytes,
+                device=self._device,
+            )
+        self._told = 0  # chunks whose addresses the record has
+        self._counted = [0, 0]  # of the record's counts, what the transfers have
+        self._is_by_numbers = False  # does the operation fill the places?
 
     # -- entries that leave ----------------------------------------------------------------------------------------
 
@@ -90,6 +111,8 @@ class OffloadedEntries:
         except OSError as error:
             raise RestorationFailed(error) from error
         self.end += len(positions)
+        self._tell()
+        self._count_fetched()
         self.transfers.add(kept_bytes=states.numel() * states.itemsize)
 
     def save(self) -> Iterator[tuple[Tensor]]:
@@ -103,6 +126,49 @@ class OffloadedEntries:
         for chunk, (states,) in enumerate(chunks):
             self._store.write(chunk, 0, states)
             self.end += states.shape[3]
+        self._tell()
+
+    # -- entries that an operation of the device reads ----------------------------------------------------------------
+
+    @property
+    def is_read_by_numbers(self) -> bool:
+        """Can the device's operation read them?"""
+        return self._record is not None
+
+    def read_by_numbers(self) -> Sequence[int]:
+        """An operation will read them. Returns the address of each layer's numbers."""
+        assert self._record is not None
+        if not self._is_by_numbers:
+            for places in self._places.values():
+                places.fill(-1)
+            self._is_by_numbers = True
+        return self._record.addresses
+
+    def _read_by_views(self) -> None:
+        if self._is_by_numbers:
+            assert self._record is not None
+            self._count_fetched()
+            self._record.places.fill_(-1)
+            self._is_by_numbers = False
+
+    def _tell(self) -> None:
+        """Write the addresses of new chunks to the record."""
+        chunks = -(-(self.end - self.layout.sink) // self._tier.chunk)
+        if self._record is not None and chunks > self._told:
+            fresh = [self._store.read(chunk).data_ptr() for chunk in range(self._told, chunks)]
+            self._record.table[self._told : chunks] = torch.tensor(fresh)
+            self._told = chunks
+
+    def _count_fetched(self) -> None:
+        """Count what the operation fetched since the last time. Waits for the device."""
+        if not self._is_by_numbers:
+            return
+        assert self._record is not None
+        totals = self._record.counts.sum((0, 1)).tolist()
+        found, fetched = (total - before for total, before in zip(totals, self._counted, strict=True))
+        self._counted = totals
+        block_bytes = self._tier.block * self._head_bytes
+        self.transfers.add(blocks_found=found, blocks_fetched=fetched, fetched_bytes=fetched * block_bytes)
 
     # -- entries that are read -------------------------------------------------------------------------------------
 
@@ -120,6 +186,7 @@ class OffloadedEntries:
 
         Blocks that never left the device stay in their own slots.
         """
+        self._read_by_views()
         size = self._tier.block
         here = (wanted >= 0) & (wanted * size < self.end)
         places = self._places[layer]
@@ -175,9 +242,14 @@ class OffloadedEntries:
 
     def forget(self) -> None:
         """Drop all entries and fetched blocks."""
+        was_by_numbers = self._is_by_numbers
+        self._read_by_views()
         self.end = self.layout.sink
-        for layer, before in self._places.items():
-            self._places[layer] = np.full_like(before, -1)
+        self._told = 0
+        for layer, places in self._places.items():
+            # What the operation fetched is not known: every place is wiped.
+            before = np.zeros_like(places) if was_by_numbers else places
+            self._places[layer] = np.full_like(places, -1)
             self._load(layer, before)
         self._trail.clear()
         self.transfers.commit(0)
@@ -193,7 +265,11 @@ class OffloadedEntries:
         return self._store.held_bytes(self.end - self.layout.sink)
 
     def fetched_bytes(self) -> int:
-        """Bytes of fetched blocks in the regions."""
+        """Bytes of fetched blocks in the regions; if the device's operation fetches them, of all that may be there."""
+        if self._is_by_numbers:
+            offloaded = (self.end - self.layout.sink) // self._tier.block
+            heads = sum(len(places) for places in self._places.values())
+            return heads * min(self._tier.fetched, offloaded) * self._tier.block * self._head_bytes
         held = sum(int(np.count_nonzero(places >= 0)) for places in self._places.values())
         return held * self._tier.block * self._head_bytes
 
@@ -249,25 +325,45 @@ class OffloadedBlocks(BlockIndex):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def quiet_until(self, position: int) -> int:
-        """Blocks are fetched while a step runs."""
-        return position
+        """Blocks are fetched while a step runs; or, if the device's operation does it, entries leave."""
+        if not self._offloaded.is_read_by_numbers:
+            return position
+        return min(super().quiet_until(position), self._segment_end(position))
 
     @property
     def fits_numbers(self) -> bool:
         return False
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        is_here = self._offloaded.end == self._slots.layout.sink
-        return is_here and super().has_numbers(queries, step)
+        if self._has_left and not (self._offloaded.is_read_by_numbers and queries.has_generated):
+            return False
+        return super().has_numbers(queries, step)
+
+    @property
+    def _has_left(self) -> bool:
+        return self._offloaded.end > self._slots.layout.sink
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         # Entries leave in whole blocks: some are seen although they are before the window.
-        step.numbers.regions[self._slots.layer_index, queries.real, FLOOR] = 0
+        layers, layout = self._slots.layer_index, self._slots.layout
+        step.numbers.regions[layers, queries.real, FLOOR] = 0
         super().amend(queries, step)
+        if self._has_left and queries.has_generated:
+            step.reads_offloaded = True
+            records, may_fetch = self._offloaded.read_by_numbers(), queries.count == 1
+            lines = step.numbers.regions[layers, queries.real]
+            choose_offloaded(lines, layout, records, self._offloaded.end, may_fetch=may_fetch)
+            step.numbers.regions[layers, queries.real] = lines
 
     def amends_until(self, position: int) -> int:
-        """Entries may leave, and then queries have views."""
-        return position
+        """Entries may leave, and then queries read otherwise."""
+        if not self._offloaded.is_read_by_numbers:
+            return position
+        return min(super().amends_until(position), self._segment_end(position))
+
+    def _segment_end(self, position: int) -> int:
+        layout = self._slots.layout
+        return layout.segment_start(position) + layout.segment
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         def dense() -> View:
