@@ -30,7 +30,7 @@ def find_damage(path: Path) -> int | None:
     log = path.read_bytes()
     if len(log) < _HEADER:
         return None
-    magic, _, page_bytes, _, *salts = struct.unpack(">6I", log[:24])
+    magic, _, page_bytes, _, *salts = (int(word) for word in struct.unpack(">6I", log[:24]))
     order = ">" if magic & 1 else "<"
     running = _checksum(order, log[:24], (0, 0))
     if magic | 1 != _MAGIC | 1 or running != struct.unpack(">2I", log[24:32]):
