@@ -247,10 +247,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="in calm, and as many beside the attack")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
+    parser.add_argument("--commit", help="that runs, where there is no repository")
     options = parser.parse_args()
     if options.victim:
         victim(options.victim)
         return
+    commit = record.running_commit(options.commit)
     found, each = measure(options.rounds, options.seconds)
     values: dict[str, dict[str, Any]] = {
         "bytes of a connection without a call": record.summarize([one["connection"] / 1024 for one in each], "KiB"),
@@ -268,7 +270,8 @@ def main() -> None:
     for name, value in values.items():
         print(f"{name:64} {value['median']:10.2f} {value['unit']:6} ({value['low']:.2f} to {value['high']:.2f})")
     payload = {
-        "command": record.command_line(),
+        "command": record.command_line(without=("--results", "--commit")),
+        "commit": commit,
         "config": {
             "rounds": options.rounds,
             "seconds": options.seconds,
