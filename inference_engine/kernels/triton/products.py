@@ -151,7 +151,9 @@ class Products:
         else:
             tokens, tile = tile_of_many(outputs, count, states.element_size())
         if not isinstance(matrix, Tensor):
-            tile = tile_of_quantised(states.element_size(), group if is_grouped else None, is_fp8=matrix.is_fp8)
+            tile = tile_of_quantised(
+                states.element_size(), tokens, matrices, group if is_grouped else None, is_fp8=matrix.is_fp8
+            )
         tile = fitting(tile, states.element_size(), tokens, matrices, shared_bytes(states.device))
         rows, columns = triton.cdiv(outputs, tile.rows), triton.cdiv(count, tokens)
         is_split = parts > 1 and columns == 1

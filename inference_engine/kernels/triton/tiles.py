@@ -86,13 +86,17 @@ def tile_of_some(outputs: int, inputs: int, itemsize: int, tokens: int, matrices
     return Tile(64, 128, 4, 5)
 
 
-def tile_of_quantised(itemsize: int, group: int | None, *, is_fp8: bool) -> Tile:
+def tile_of_quantised(itemsize: int, tokens: int, matrices: int, group: int | None, *, is_fp8: bool) -> Tile:
     """For more than one token, of a matrix in fewer bits: few stages leave room for other programs, while one unpacks.
 
-    The width does not depend on the number of tokens, since a group's sum is made of that of each tile. group: inputs
-    that a scale belongs to; None: all.
+    Rows and width do not depend on the number of tokens. Tensor cores multiply tiles of fewer rows by another
+    instruction, and a group's sum is made of that of each tile. group: inputs that a scale belongs to; None: all.
     """
-    tile = Tile(16, 64, 4, 4) if itemsize > 2 else Tile(64, 128, 4, 3)
+    if itemsize > 2:
+        tile = Tile(16, 64, 4, 4)
+    else:
+        stages = 3 if not is_fp8 or (matrices > 1 and tokens <= 32) else 4 if tokens <= 32 else 6
+        tile = Tile(64, 128, 4, stages)
     if group is None:
         return tile
     return tile._replace(width=min(group, tile.width) if is_fp8 else group)
