@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from inference_engine.config import has_mlx
 from inference_engine.types import Mode
 from tests import tiny
 
 HERE = Path(__file__).parent
 # About plans and attention of torch; those of MLX are in tests/mlx.
 WITHOUT_EXECUTOR = ("test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
+# Changes the masks of torch's plan: what reads by numbers asks for none.
+OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_window"
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if HERE in item.path.parents and not _is_for_mlx(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+    if not has_mlx():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
 
 
 def _is_for_mlx(item: Any) -> bool:
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return item.path.name not in WITHOUT_EXECUTOR and Mode.FIXED_SHAPE not in parameters
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    grows = given.get("guaranteed") is False  # MLX gives a session all its memory at once, and refuses another wish
+    is_about_it = item.path.name not in WITHOUT_EXECUTOR and item.originalname != OF_MASKS
+    return is_about_it and not grows and Mode.FIXED_SHAPE not in given.values()
