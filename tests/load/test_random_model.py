@@ -19,7 +19,7 @@ def test_a_model_of_random_weights_is_served_and_made_again_alike(tmp_path: Path
     with open_target(model, EngineConfig(**SMALL)) as target:
         session = target.engine.create_session(limit_tokens=64).session_id
         target.engine.append(session, target.texts.filler("looped", 20, 0))
-        assert target.engine.session_info(session).history_tokens == 20
+        assert target.engine.session_info(session).history_length == 20
         assert target.model_id == "one"
 
 
