@@ -82,8 +82,8 @@ class LongChunks:
         states, first = [], 0
         for size in self._pieces:
             while keys.shape[1] - len(queries) - first >= size:
-                piece = (states_of[None, :, first : first + size].contiguous() for states_of in (keys, values))
-                states.append(self._whole(by_head, *piece, scaling))
+                some_keys, some_values = (each[None, :, first : first + size].contiguous() for each in (keys, values))
+                states.append(self._whole(by_head, some_keys, some_values, scaling))
                 first += size
         states.append(self._causal(by_head, keys[None, :, first:], values[None, :, first:], scaling))
         top = torch.stack([lse for _, lse in states]).amax(0)

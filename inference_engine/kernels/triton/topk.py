@@ -49,9 +49,7 @@ def largest(scores: Tensor, k: int, *, candidates: Tensor | None = None) -> Tens
     constants = {"HAS_MASK": candidates is not None, **chained(scores.device)}
     if count <= _ONE:
         width = max(16, triton.next_power_of_2(count))
-        _choose_in_one[(len(rows),)](
-            rows, mask, indices, count, kept, WIDTH=width, num_warps=16 if width > 4096 else 8, **constants
-        )
+        _choose_in_one[(len(rows),)](rows, mask, indices, count, kept, WIDTH=width, num_warps=8, **constants)
         return indices.view(*scores.shape[:-1], kept)
     chunk = min(_CHUNK[1], max(_CHUNK[0], triton.next_power_of_2(triton.cdiv(count, _PROGRAMS))))
     chunks = triton.cdiv(count, chunk)
