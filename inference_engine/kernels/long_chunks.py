@@ -26,7 +26,7 @@ State = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 PIECES = (32768, 16384, 8192, 4096)  # entries
 _CHUNK = 1024  # queries
-_TRIED = (1024, 4096)  # queries and entries of the trial
+_TRIED = (4096, sum(PIECES) + 100)  # queries, and entries before them, of the trial: those of most prefills
 _WORST = 2e-2  # of the largest number, in half precision
 
 
@@ -59,6 +59,7 @@ class LongChunks:
     def __init__(self, whole: State, causal: State, *, pieces: Iterable[int] = PIECES, chunk: int = _CHUNK) -> None:
         """pieces: sizes, the largest first. chunk: it serves chunks that are a multiple of it."""
         self._whole, self._causal, self._pieces, self._chunk = whole, causal, tuple(pieces), chunk
+        self._works = True
 
     def __call__(
         self,
@@ -71,11 +72,23 @@ class LongChunks:
         head_sinks: Tensor | None = None,
     ) -> Tensor:
         count, length = len(queries), keys.shape[1]
-        is_fitting = not count % self._chunk and length - count >= self._pieces[-1]
+        is_fitting = self._works and not count % self._chunk and length - count >= self._pieces[-1]
         is_fitting &= keys.dtype == queries.dtype
         if not is_fitting or softcap is not None or head_sinks is not None:
             return attend_causal(queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
-        return self.attend(queries, keys, values, scaling)
+        try:
+            return self.attend(queries, keys, values, scaling)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._works = False
+            logger.warning(
+                "cuDNN attends to no more long chunks: with %d queries of %d heads it says %s",
+                count,
+                queries.shape[1],
+                error,
+            )
+            return attend_causal(queries, keys, values, scaling=scaling)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         by_head = queries.transpose(0, 1)[None]
@@ -111,6 +124,7 @@ def open_long_chunks(
                 "long chunks are attended to by torch's flash attention: cuDNN's, with heads %s: %s", shape, wrong
             )
             return attend_causal
+    torch.cuda.empty_cache()  # what the trial took is room for entries
     logger.debug("long chunks are attended to by cuDNN")
     return found
 
@@ -118,7 +132,7 @@ def open_long_chunks(
 def _fault(found: LongChunks, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> str:
     """What is wrong; nothing: it is right."""
     generator = torch.Generator(device).manual_seed(0)
-    count, length = _TRIED[0], sum(_TRIED) + 100
+    count, length = _TRIED[0], sum(_TRIED)
     queries, keys, values = (
         torch.randn(shape, generator=generator, device=device, dtype=dtype)
         for shape in ((count, heads, dim), (kv_heads, length, dim), (kv_heads, length, dim))

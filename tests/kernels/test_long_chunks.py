@@ -76,7 +76,7 @@ def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
         out, lse = right(queries, keys, values, scaling)
         return out, lse / 0.69  # as a logarithm of two would be
 
-    monkeypatch.setattr(long_chunks, "_TRIED", (8, 64))
+    monkeypatch.setattr(long_chunks, "_TRIED", (8, 80))
     found = LongChunks(faulty, causal, pieces=(64,), chunk=4)
     wrong = long_chunks._fault(found, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
     assert wrong == "no plan for it" or "differs" in wrong
@@ -88,6 +88,21 @@ def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
     assert wrong in caplog.text
     assert open_long_chunks(torch.device("cpu"), torch.bfloat16, [(4, 2, 16)]) is attend_causal
     assert open_long_chunks(torch.device("cuda"), torch.float32, [(4, 2, 16)]) is attend_causal
+
+
+def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    asked = 0
+
+    def failing(*_: object) -> tuple[Tensor, Tensor]:
+        nonlocal asked
+        asked += 1
+        raise RuntimeError("no plan for it")
+
+    attend = LongChunks(failing, causal, pieces=(64, 8), chunk=4)
+    given = states((4, 2, 16), 4, 100, torch.float32, "cpu")
+    for _ in range(2):
+        assert torch.equal(attend(*given, scaling=0.3), attend_causal(*given, scaling=0.3))
+    assert asked == 1 and "no plan for it" in caplog.text
 
 
 @ON_GPU
