@@ -291,7 +291,7 @@ def find_latent(model: ModelConfig) -> LatentCodec | None:
 
     checked = check_model(model.model, cache=model.cache_path)
     codec, _ = load_codec(
-        folder, target_digest=weights_digest(checked), device=model.torch_device, kernels=model.kernels
+        folder, target_digest=weights_digest(checked), device=model.torch_device, kernels=model.torch_kernels
     )
     return codec
 

@@ -330,6 +330,10 @@ class EngineMetrics:
             "Connections dropped because there were too many without an accepted call.",
             port=PORTS,
         )
+        self.addresses_barred = self._counter(
+            "server_address_barred_total",
+            "How often an address was barred: its connections were dropped too often, and it has shown no key.",
+        )
         self.replays = self._counter(
             "rpc_replayed_total", "Calls repeated with their request id: answered as before, or attached."
         )

@@ -202,7 +202,7 @@ def main() -> None:
             "commit": arguments.commit,
             "config": {
                 "model": facts.model_id,
-                "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
+                "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else config.device,
                 "dtype": config.dtype,
                 "linear": config.linear,
                 "threads": torch.get_num_threads(),

@@ -240,7 +240,7 @@ def main() -> None:
     config = resolve(ModelConfig, {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype})
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(config.model, config.cache_path))
     loaded = load_model(
-        config.model, cache=config.cache_path, device=config.device, dtype=config.dtype, attention="sdpa"
+        config.model, cache=config.cache_path, device=config.torch_device, dtype=config.dtype, attention="sdpa"
     )
 
     def captured(name: str) -> Captured:
@@ -261,7 +261,7 @@ def main() -> None:
         f"{letter} error, {codec}, less {centre}": record.summarize(samples, "share of the squared length")
         for (letter, codec, centre), samples in errors.items()
     }
-    values |= times_of(compressors, max(head_dims), arguments.vectors, arguments.rounds, config.device)
+    values |= times_of(compressors, max(head_dims), arguments.vectors, arguments.rounds, config.torch_device)
     path = record.write_record(
         f"codec_error_{loaded.model_id}",
         {
@@ -270,7 +270,7 @@ def main() -> None:
             "config": {
                 "model": loaded.model_id,
                 "weights_sha256": loaded.weights_sha256,
-                "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
+                "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else config.device,
                 "dtype": config.dtype,
                 "threads": torch.get_num_threads(),
                 "head_dims": sorted(head_dims),

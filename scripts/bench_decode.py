@@ -229,7 +229,7 @@ def main() -> None:
     config = resolve(ModelConfig, flags)
     forward = open_backend(config)
     theirs = load_model(
-        config.model, cache=config.cache_path, device=config.device, dtype=config.dtype, attention="sdpa"
+        config.model, cache=config.cache_path, device=config.torch_device, dtype=config.dtype, attention="sdpa"
     )
     engines = open_engines(forward, arguments.kv_bytes)
     cells = measure(theirs.model, engines, arguments.lengths, arguments.rounds, arguments.tokens)
@@ -246,7 +246,7 @@ def main() -> None:
             "config": {
                 "model": theirs.model_id,
                 "weights_sha256": theirs.weights_sha256,
-                "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
+                "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else config.device,
                 "dtype": config.dtype,
                 "linear": config.linear,
                 "threads": torch.get_num_threads(),

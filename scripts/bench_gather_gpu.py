@@ -1,7 +1,7 @@
 """The kernels of `gather` on a GPU: checked against their references, then timed stage by stage beside dense attention.
 
     python -m scripts.bench_gather_gpu                writes results/gather_cuda_bfloat16/<date>-<machine>/
-    python -m scripts.bench_gather_gpu --tries        prints times with other tiles, of Top-K and of reading all, too
+    python -m scripts.bench_gather_gpu --tries bounds prints times with other tiles, of Top-K and of reading all, too
 
 A step's queries choose blocks by bounds, or tokens by components, or read everything. Each operation of a timed graph
 has entries of its own, as many as fit, so that nothing is read from the cache of the operation before it; the graphs
@@ -38,7 +38,7 @@ from inference_engine.kernels.components import (
 )
 from inference_engine.kernels.gather import always_read, gather_attend
 from inference_engine.kernels.topk import topk_by_sorting
-from inference_engine.kernels.triton import components, gather, topk
+from inference_engine.kernels.triton import component_index, components, gather, topk
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
 from inference_engine.kv.layout import BlockSelector, TokenSelector
 from laboratory.evaluation import record
@@ -60,7 +60,7 @@ SHAPE = IndexShape(rank=16, bits=3, run=4) if HAS_GPU else IndexShape(rank=5, bi
 WINDOW, KEPT_TOKENS = (512, 512) if HAS_GPU else (40, 20)
 MOST_TOKENS = 131072  # of a history whose choice is compared with the reference's
 ROUNDS = 15
-STAGES = ("score", "weigh", "list", "read", "merge")  # of a choice by components, in their order
+STAGES = ("score", "weigh", "gather", "choose", "read", "merge")  # of a choice by components, in their order
 # Query heads, KV heads, head size, sessions and length where every entry is read.
 READ_ALL = [
     *((28, 4, 128, 1, 1024), (28, 4, 128, 1, 8192), (28, 4, 128, 16, 1024), (28, 4, 128, 16, 8192)),
@@ -197,7 +197,7 @@ class Chosen:
         basis = torch.linalg.qr(torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q[..., : SHAPE.rank]
         mean = torch.randn(KV_HEADS, HEAD_DIM, generator=generator) / 4
         self.components = KeyComponents(mean=mean, basis=basis, deviations=torch.ones(KV_HEADS, SHAPE.rank))
-        indexes = components.key_indexes
+        indexes = component_index.key_indexes
         self.frequencies = 1e6 ** -(torch.arange(HEAD_DIM // 2, dtype=torch.float64) / (HEAD_DIM // 2))
         self.alive: list[Any] = [
             indexes.rows(self.components, SHAPE, HEAD_DIM, DEVICE),
@@ -229,7 +229,7 @@ class Chosen:
         self.table = torch.tensor(table, device=DEVICE)
         self.write(0, self.tiles)
         self.stages = self.made(0)
-        for stage in ("score", "weigh", "list", "read"):
+        for stage in STAGES[:-1]:
             getattr(self.stages, stage)()
         self.out = torch.full_like(case.queries, float("nan"))
 
@@ -240,7 +240,7 @@ class Chosen:
 
     def write(self, first: int, end: int) -> None:
         """Tiles of all copies and sessions: what as many layers write at once."""
-        components.key_indexes.write_tiles(
+        component_index.key_indexes.write_tiles(
             self.buffers[0], self.table, kv_heads=KV_HEADS, region=self.case.region, first=first, end=end, shape=SHAPE
         )
 
@@ -271,13 +271,13 @@ class Chosen:
         always = always_read(positions, positions * 0 + self.local, sink=SINK, device=DEVICE)
         for session in range(case.sessions):
             own, other = case.entries(self.buffers[0], 0, session), case.entries(self.buffers[1], 0, session)
-            weights = self.stages.weights[session, :, : self.local].clone()
+            # In order, weights that are not below zero are the bits of their numbers.
+            weights = self.stages.orders[session, :, : self.local].clone().view(torch.float32)
             places = torch.arange(self.local, device=DEVICE)
             candidates = (places >= SINK).expand(KV_HEADS, -1)
             chosen = topk_by_sorting(weights, KEPT_TOKENS, candidates=candidates)
-            above, count = self.stages.above[session].long(), self.stages.found[session, :, 0].tolist()
-            for head, number in enumerate(count):
-                assert set(above[head, :number].tolist()) <= set(chosen[head].tolist()), (session, head)
+            kept = chosen.shape[1]
+            assert torch.equal(self.stages.chosen[session, :, :kept].long(), chosen.sort().values), f"session {session}"
             given = (case.queries[session : session + 1].float(), own[:, : case.length], other[:, : case.length])
             attended, _ = gather_attend(*given, chosen[None], always, block=1, scaling=SCALING)
             worst = float((out[session] - attended[0]).abs().max() / attended.abs().max())
@@ -473,31 +473,35 @@ def _largest_of(rows: Sequence[Tensor], kept: int, copy: int) -> Tensor:
 
 
 def swept_choice(chosen: Chosen) -> dict[str, float]:
-    """The time of stages with other numbers of warps and parts."""
+    """The time of stages with other tiles and numbers of warps and parts."""
     found, copies = {}, chosen.case.copies
-    for warps, registers in ((4, None), (4, 168), (4, 128), (8, None), (8, 128)):
-        with patch.object(components, "_SCORE_WARPS", warps), patch.object(components, "_SCORE_REGISTERS", registers):
-            run = partial(chosen.up_to, "score")
-            found[f"score, {warps} warps, {registers} registers"] = microseconds(run, copies)
-    for parts in (64, 256):
-        with patch.object(components, "_PARTS", parts):
+    for chunk, warps, registers, parts in (
+        *((128, 8, None, 128), (128, 8, 128, 128), (128, 4, None, 128), (64, 4, None, 128), (64, 4, 168, 128)),
+        *((64, 4, 128, 128), (64, 4, None, 64), (64, 4, None, 256), (64, 4, 168, 256)),
+    ):
+        with (
+            patch.object(component_index, "CHUNK", chunk),
+            patch.object(components, "_SCORE_WARPS", warps),
+            patch.object(components, "_SCORE_REGISTERS", registers),
+            patch.object(components, "_PARTS", parts),
+        ):
             other = Chosen(chosen.case, *chosen.buffers)
-            for stage in ("score", "weigh", "list"):
-                found[f"to {stage}, {parts} parts"] = microseconds(partial(other.up_to, stage), copies)
-            found[f"whole, {parts} parts"] = microseconds(other.whole, copies)
-    with patch.object(components, "DISTANCES", 128):
-        other = Chosen(chosen.case, *chosen.buffers)
-        for stage in ("score", "weigh", "list"):
-            found[f"to {stage}, 128 distances"] = microseconds(partial(other.up_to, stage), copies)
-        found["whole, 128 distances"] = microseconds(other.whole, copies)
-    for slots in (16, 64):
-        with patch.object(components, "_CHOSEN_SLOTS", slots):
-            found[f"to read, {slots} slots"] = microseconds(partial(chosen.up_to, "read"), copies)
-            found[f"whole, {slots} slots read"] = microseconds(chosen.whole, copies)
+            name = f"score, {chunk} tokens {warps} warps {registers} registers {parts} parts"
+            found[name] = microseconds(partial(other.up_to, "score"), copies)
+            print(name, found[name], flush=True)
+    for name, numbers, stage in (
+        *(("_WEIGHED", (512, 2048), "weigh"), ("_GATHERED", (1024, 4096), "gather")),
+        *(("_GROUPS", (8, 32), "gather"), ("_FEW", (512, 2048), "choose"), ("_CHOSEN_SLOTS", (32, 64), "read")),
+    ):
+        for number in numbers:
+            with patch.object(components, name, number):
+                other = Chosen(chosen.case, *chosen.buffers)
+                found[f"to {stage}, {name} {number}"] = microseconds(partial(other.up_to, stage), copies)
+                print(stage, name, number, found[f"to {stage}, {name} {number}"], flush=True)
     return found
 
 
-def of_case(case: Case, keys: Tensor, values: Tensor, *, tries: bool) -> dict[str, Any]:
+def of_case(case: Case, keys: Tensor, values: Tensor, *, tries: Sequence[str]) -> dict[str, Any]:
     """Checked, and on a GPU timed: by name, samples in microseconds; other things are no lists."""
     found: dict[str, Any] = {"copies": case.copies, "bounds, differences": checked(case, keys, values)}
     chosen = Chosen(case, keys, values)
@@ -519,8 +523,10 @@ def of_case(case: Case, keys: Tensor, values: Tensor, *, tries: bool) -> dict[st
             found["bounds, unchained"] = microseconds(stages.whole, case.copies)
         with patch.object(components, "chained", lambda _device: {"CHAINED": False}):
             found["components, unchained"] = microseconds(chosen.whole, case.copies)
-        if (case.sessions, case.length) in ((1, 131072), (8, 131072)):
-            found["bounds, tries"], found["components, tries"] = swept(case, keys, values), swept_choice(chosen)
+        if "bounds" in tries and (case.sessions, case.length) in ((1, 131072), (8, 131072)):
+            found["bounds, tries"] = swept(case, keys, values)
+        if "components" in tries and (case.sessions, case.length) == (1, 131072):
+            found["components, tries"] = swept_choice(chosen)
     # A tile is written once in so many steps: of as many layers as there are copies.
     last = chosen.tiles - 1
     writing = in_turns({"": lambda _copy: chosen.write(last, last + 1)}, 1)[""]
@@ -572,7 +578,9 @@ def write(cells: dict[str, dict[str, Any]], left_out: dict[str, str], arguments:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The kernels of gather on a GPU, stage by stage.")
-    parser.add_argument("--tries", action="store_true", help="also print times with other tiles, of Top-K and of all")
+    parser.add_argument(
+        "--tries", nargs="+", choices=("bounds", "components"), default=(), help="print times with other tiles, too"
+    )
     parser.add_argument("--cases", nargs="+", metavar="SESSIONSxTOKENS", default=[f"{a}x{b}" for a, b in CASES])
     parser.add_argument("--results", type=Path, default=None)
     parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
@@ -599,7 +607,7 @@ def main() -> None:
             print(name, json.dumps(shown), f"{time.perf_counter() - began:.0f} s", flush=True)
             if HAS_GPU:
                 write(cells, left_out, arguments)
-        if arguments.tries or not HAS_GPU:
+        if "bounds" in arguments.tries or not HAS_GPU:
             for shape in READ_ALL:
                 print("all", shape, json.dumps(read_all(keys, values, *shape)), flush=True)
             for count, kept in [(8192, 2048), (131072, 2048), (1 << 20, 2048)] if HAS_GPU else [(500, 40)]:

@@ -4,9 +4,11 @@
 
 A server on the scripted model with keys, its victim and the attacker are processes of their own on one machine. The
 victim asks GetSessionInfo, one call after another. In each round, for each attack of `tests/hostile/attacks.py`, it
-does so for a while in calm and for as long beside the attack; ratios are taken within a pair. The attacker takes
-processor time that the victim would have: what that alone costs is shown by one that only spins. How far two
-measurements in calm differ is shown as well: on a machine with other work, that is the least that a ratio means.
+does so for a while in calm and for as long beside the attack, once that has gone on for a second; ratios are taken
+within a pair, and the longest call is that of the first second, too. Each attacker has a loopback address of its own,
+never seen before. Attacks that repeat themselves on new connections come from the victim's address as well. The
+attacker takes processor time that the victim would have: what that alone costs is shown by one that only spins. How far
+two measurements in calm differ is shown as well: on a machine with other work, that is the least that a ratio means.
 
 First in a round comes a burst: on as many connections as one address may have, as many calls as a connection may have,
 all at once, of a peer without a key. It shows what is held of a connection and of a call, and what the victim
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -47,7 +50,20 @@ NOTHING, SPIN = "none: calm", "none: a process that only spins"
 BURST = "a burst of calls that are headers alone"
 # As many as one address may have, and on each as many calls as a connection may.
 FIRST_CONNECTIONS, CONNECTIONS, CALLS_OF_CONNECTION = 20, 100, 256
-BURST_SECONDS = 6.0
+BURST_SECONDS = 4.0
+ONSET_SECONDS = 1.0
+VICTIMS_ADDRESS = "127.0.0.1"
+BESIDE = ", from the victim's address"
+# Of these an address that is barred takes no more part; the others harm no more from one address than from another.
+REPEATED = (
+    "calls that are headers alone",
+    "calls with a wrong key",
+    "2,000 headers a call",
+    "2,000 indexed headers a call",
+    "HPACK bomb",
+    "rapid reset",
+    "idle connections",
+)
 CALL = call_headers(INFO)
 
 
@@ -88,18 +104,29 @@ def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def addresses() -> Iterator[str]:
+    """Loopback addresses that nobody has attacked from yet."""
+    return (f"127.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}" for number in itertools.count(0x010101))
+
+
 @contextlib.contextmanager
-def attacking(name: str, target: str, seconds: float) -> Iterator[None]:
+def attacking(name: str, target: str, seconds: float, source: str) -> Iterator[None]:
+    """An attack that has begun, and is ended."""
     others = {
-        NOTHING: ("-c", ""),
-        SPIN: ("-c", f"import time\nends = time.time() + {seconds}\nwhile time.time() < ends: pass"),
+        NOTHING: ("-c", f"import time\nprint(flush=True)\ntime.sleep({seconds})"),
+        SPIN: ("-c", f"import time\nprint(flush=True)\nends = time.time() + {seconds}\nwhile time.time() < ends: pass"),
     }
-    arguments = others.get(name, ("-m", "tests.hostile.attacks", target, name, str(seconds)))
-    process = subprocess.Popen((sys.executable, *arguments), cwd=record.ROOT)
+    attack = ("-m", "tests.hostile.attacks", target, name.removesuffix(BESIDE), str(seconds), source)
+    process = subprocess.Popen(
+        (sys.executable, *others.get(name, attack)), cwd=record.ROOT, stdout=subprocess.PIPE, text=True
+    )
     try:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield
     finally:
-        process.wait(seconds + 60.0)
+        process.kill()
+        process.communicate()
 
 
 class Watched:
@@ -129,14 +156,16 @@ class Watched:
         return json.loads(self._asking.stdout.readline())
 
 
-def pair(watched: Watched, name: str, seconds: float) -> dict[str, float]:
+def pair(watched: Watched, name: str, seconds: float, source: str) -> dict[str, float]:
     """One measurement in calm and one beside the attack."""
     calm = watched.ask(seconds)
     before = watched.resident_bytes
-    with attacking(name, watched.target, seconds + 1.0):
-        time.sleep(0.5)  # it starts
+    with attacking(name, watched.target, ONSET_SECONDS + seconds + 1.0, source):
+        first = watched.ask(ONSET_SECONDS)
         attacked = watched.ask(seconds)
         after = watched.resident_bytes
+    attacked["failed"] += first["failed"]
+    attacked["longest"] = max(attacked["longest"], first["longest"])
     return compared(calm, attacked, after - before)
 
 
@@ -153,9 +182,10 @@ def compared(calm: Any, attacked: Any, more_bytes: int) -> dict[str, float]:
     }
 
 
-def burst(watched: Watched) -> tuple[dict[str, float], dict[str, float]]:
+def burst(watched: Watched, source: str) -> tuple[dict[str, float], dict[str, float]]:
     """What the victim notices of it, and what is held of a peer without a key: of a connection, and of a call."""
     calm = watched.ask(BURST_SECONDS)
+    Connection.source = source
     with contextlib.ExitStack() as stack:
 
         def connect(count: int) -> list[Connection]:
@@ -184,7 +214,9 @@ def burst(watched: Watched) -> tuple[dict[str, float], dict[str, float]]:
 
 def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {BURST: []}
-    paired: dict[str, list[dict[str, float]]] = {name: [] for name in (NOTHING, SPIN, *ATTACKS)}
+    names = (NOTHING, SPIN, *ATTACKS, *(f"{name}{BESIDE}" for name in REPEATED))
+    paired: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    strangers = addresses()
     each: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
@@ -199,11 +231,12 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float
                     assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
                     watched = Watched(target, process.pid, asking)
                     watched.ask(1.0)
-                    noticed, held = burst(watched)
+                    noticed, held = burst(watched, next(strangers))
                     found[BURST].append(noticed)
                     each.append(held)
                     for name, pairs in paired.items():
-                        pairs.append(pair(watched, name, seconds))
+                        source = VICTIMS_ADDRESS if name.endswith(BESIDE) else next(strangers)
+                        pairs.append(pair(watched, name, seconds, source))
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
     return found | paired, each
 
@@ -211,13 +244,15 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--victim", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="in calm, and as many beside the attack")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="in calm, and as many beside the attack")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
+    parser.add_argument("--commit", help="that runs, where there is no repository")
     options = parser.parse_args()
     if options.victim:
         victim(options.victim)
         return
+    commit = record.running_commit(options.commit)
     found, each = measure(options.rounds, options.seconds)
     values: dict[str, dict[str, Any]] = {
         "bytes of a connection without a call": record.summarize([one["connection"] / 1024 for one in each], "KiB"),
@@ -235,7 +270,8 @@ def main() -> None:
     for name, value in values.items():
         print(f"{name:64} {value['median']:10.2f} {value['unit']:6} ({value['low']:.2f} to {value['high']:.2f})")
     payload = {
-        "command": record.command_line(),
+        "command": record.command_line(without=("--results", "--commit")),
+        "commit": commit,
         "config": {
             "rounds": options.rounds,
             "seconds": options.seconds,
@@ -243,6 +279,7 @@ def main() -> None:
             "calls_of_connection": CALLS_OF_CONNECTION,
             "engine": "the scripted model, steps of a millisecond",
             "transport": "loopback, no TLS, keys; victim, attacker and server share the machine",
+            "addresses": "the victim's is 127.0.0.1; each attacker has one of its own, but where it says otherwise",
         },
         "seeds": [],
         "values": values,

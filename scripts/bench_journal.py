@@ -324,7 +324,7 @@ def journal_of(folder: Path) -> Iterator[SQLiteJournal]:
 def folded(journal: SQLiteJournal) -> None:
     """Returns once all that was recorded is written, and turns that ended are folded."""
     assert journal._writer.flush(60.0)
-    while journal._to_fold:
+    while journal._tables.to_fold:
         time.sleep(0.001)
     with journal._db_lock:
         pass

@@ -160,7 +160,9 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 2.0, 5.0, 10.0], metavar="X")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
+    parser.add_argument("--commit", help="that runs, where there is no repository")
     args = parser.parse_args()
+    commit = record.running_commit(args.commit)
     # One client stands for all agents, on one connection.
     server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0, max_connection_calls=1024)
     load_before = os.getloadavg()[0]
@@ -173,7 +175,8 @@ def main() -> int:
     for name, value in values.items():
         print(f"{name:36} {value['median']:>12,.2f} {value['unit']}")
     payload = {
-        "command": record.command_line(without=("--results",)),
+        "command": record.command_line(without=("--results", "--commit")),
+        "commit": commit,
         "config": {
             "model": "scripted",
             "streams": args.streams,

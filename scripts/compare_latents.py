@@ -144,7 +144,7 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
             "calibrated_on", f"must be from {sequence} to the {calibration.numel()} tokens that are read, got {beyond}"
         )
     loaded = load_model(
-        model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa"
+        model.model, cache=model.cache_path, device=model.torch_device, dtype=model.dtype, attention="sdpa"
     ).model
     variants, codec = make(loaded, calibration, layers, rates, arguments)
     values: dict[str, dict[str, Any]] = {}

@@ -42,6 +42,7 @@ WATCHED = [
     "inference_engine.engine.fork",
     "inference_engine.engine.generation",
     "inference_engine.engine.arguments",
+    "inference_engine.engine.calls",
     "inference_engine.session",
 ]
 NEW_UNITS = re.compile(r"stat::new_units_added:\s*(\d+)")

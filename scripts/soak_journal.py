@@ -8,11 +8,17 @@ Kills have three forms: of an engine that acknowledges through a pipe, and of a 
 `--processes` does parts of its own. Writes results/soak_<what>/<date>-<machine>/record.json with the sums, also of a
 run that `--minutes` or SIGTERM ends. Exits with 1 if anything that was sent to a client is lost, doubled or wrong, or
 if a control is not caught.
+
+With `--parts FILE`, each part that is done is a line of that file, and a run goes on from what the file has: the record
+sums all of it. More files may be named, of runs with other seeds on other machines. All of them must be of one journal:
+the record has the digest of its source, and says which machine did what at which commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import logging
 import multiprocessing
 import signal
@@ -22,20 +28,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from inference_engine.errors import ConfigError
 from laboratory.evaluation import record
 from tests.load.kills import Agents, NodeAgents, has_node_agents, kill_often
 from tests.load.piped import kill_engines
 from tests.session.talks import cut_power, fail_calls, flip_bits
 
-STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE = 500, 100, 100
-CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 100, 6
+STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 50, 10
+CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 500, 6
+SAY_SECONDS = 5.0
 FAILED_CALLS = 150  # of each kind, one after another
 # Of a kill: what is killed, its share of all kills where every form runs, and what does it.
 FORMS: dict[str, tuple[str, int, Callable[..., tuple[Counter[str], list[str]]]]] = {
@@ -44,6 +52,7 @@ FORMS: dict[str, tuple[str, int, Callable[..., tuple[Counter[str], list[str]]]]]
     "typescript": ("a server under agents of the TypeScript SDK", 1, kill_often),
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
+SOURCE = ROOT / "inference_engine" / "session"  # of the journal
 OF: dict[str, Any] = {"python": Agents, "typescript": NodeAgents}
 CAUGHT = "kills until the control is caught"
 # What an outcome of `tests/session/talks.py` is called in a record.
@@ -62,16 +71,65 @@ BASELINE = {
 }
 
 
+@dataclass(frozen=True)
+class Part:
+    """What was done with one seed. name: what it is; unit: of what it counts; seconds: that it took."""
+
+    name: str
+    unit: str
+    seed: int
+    counts: Mapping[str, int]
+    wrong: Sequence[str]
+    seconds: float
+    where: Mapping[str, Any]  # commit, digest of the journal's source, machine
+
+    @property
+    def size(self) -> int:
+        return self.counts[self.unit] if self.unit in self.counts else sum(self.counts.values())
+
+
+def read_parts(files: Sequence[Path], where: Mapping[str, Any]) -> list[Part]:
+    """Raises ConfigError for parts of another journal, and for a seed that comes twice."""
+    found = [Part(**json.loads(line)) for file in files if file.exists() for line in file.read_text().splitlines()]
+    for part in found:
+        if part.where["journal"] != where["journal"]:
+            raise ConfigError(f"parts at {part.where['commit']} are of another journal than this one: name a new file")
+    seen = Counter((part.name, part.seed) for part in found)
+    if twice := [one for one, count in seen.items() if count > 1]:
+        raise ConfigError(f"{twice[0]} is there twice: give each machine's run a --seed of its own")
+    return found
+
+
+def journal_digest() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(SOURCE.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 @dataclass
 class Soak:
     """What was done, and what was wrong. values: of the record."""
 
     processes: int
     deadline: float
+    where: Mapping[str, Any]
+    done: list[Part]
+    file: Path | None
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    stop: Any = field(default_factory=lambda: multiprocessing.get_context("spawn").Event())
+    faults: list[str] = field(default_factory=list)  # of the soak as a whole
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.stop = context.Event()
+        until = None if self.deadline == float("inf") else self.deadline
+        self.pool = ProcessPoolExecutor(
+            self.processes, mp_context=context, initializer=_begin, initargs=(self.stop, until)
+        )
+
+    @property
+    def wrong(self) -> list[str]:
+        return self.faults + [one for part in self.done for one in part.wrong]
 
     def has_time(self) -> bool:
         return time.monotonic() < self.deadline and not self.stop.is_set()
@@ -80,39 +138,72 @@ class Soak:
         self.values[name] = record.exact(value, unit)
         print(f"{name}: {value:,} {unit}", flush=True)
 
-    def batches(self, count: int, most: int, seed: int) -> Iterator[tuple[int, int]]:
-        """Seeds and sizes of parts that make `count` together, as far as there is time."""
-        done = 0
-        while done < count and self.has_time():
-            seed, size = seed + 1, min(most, count - done)
-            self.seeds.append(seed)
-            yield seed, size
-            done += size
+    def of(self, name: str) -> list[Part]:
+        """The parts that are done, of a name and of those that it begins with a comma behind."""
+        return [part for part in self.done if part.name == name or part.name.startswith(f"{name}, ")]
 
-    def in_parts(self, calls: Iterator[Call], unit: str) -> list[tuple[str, Counter[str]]]:
-        """Run parts, calls of `part`, in processes of their own. The name and the counts of each; wrong ones are kept.
+    def summed(self, name: str) -> Counter[str]:
+        total = Counter[str]()
+        for part in self.of(name):
+            total.update(part.counts)
+        return total
+
+    def batches(self, name: str, count: int, most: int, seed: int) -> Iterator[tuple[int, int]]:
+        """Seeds and sizes of parts that make `count` together with those that are done, as far as there is time."""
+        used = {part.seed for part in self.of(name)}
+        done = sum(part.size for part in self.of(name))
+        while done < count and self.has_time():
+            seed += 1
+            if seed not in used:
+                size = min(most, count - done)
+                yield seed, size
+                done += size
+
+    def in_parts(self, calls: Iterator[Call], unit: str) -> None:
+        """Run parts, calls of `part`, in processes of their own, and keep what each did.
 
         The next part is chosen when a process is free, so that one that is stopped has begun little.
         """
-        found: list[tuple[str, Counter[str]]] = []
-        began, context = time.monotonic(), multiprocessing.get_context("spawn")
-        until = None if self.deadline == float("inf") else self.deadline
-        with ProcessPoolExecutor(
-            self.processes, mp_context=context, initializer=_begin, initargs=(self.stop, until)
-        ) as pool:
-            waiting = set[Future[tuple[str, Counter[str], list[str]]]]()
-            while True:
-                while len(waiting) < self.processes and (call := next(calls, None)) is not None:
-                    waiting.add(pool.submit(part, *call))
-                if not waiting:
-                    return found
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for one in done:
-                    name, counts, wrong = one.result()
-                    found.append((name, counts))
-                    self.wrong += wrong
-                total = sum(counts[unit] if unit in counts else counts.total() for _, counts in found)
-                print(f"{total:,} {unit} after {time.monotonic() - began:.0f} s, {len(self.wrong)} wrong", flush=True)
+        began = say_at = time.monotonic()
+        total = 0
+        waiting: dict[Future[tuple[str, Counter[str], list[str], float]], int] = {}
+        while True:
+            while len(waiting) < self.processes and (call := next(calls, None)) is not None:
+                waiting[self.pool.submit(part, *call)] = call[1]
+            if not waiting:
+                return
+            for one in wait(waiting, return_when=FIRST_COMPLETED).done:
+                name, counts, wrong, seconds = one.result()
+                self._keep(Part(name, unit, waiting.pop(one), dict(counts), wrong, round(seconds, 1), self.where))
+                total += self.done[-1].size
+            now = time.monotonic()
+            if not waiting or now >= say_at:
+                say_at = now + SAY_SECONDS
+                print(f"{total:,} {unit} after {now - began:.0f} s, {len(self.wrong)} wrong", flush=True)
+
+    def _keep(self, part: Part) -> None:
+        self.done.append(part)
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps(asdict(part)) + "\n")
+
+    def machines(self) -> list[dict[str, Any]]:
+        """Which machine did how much, at which commit."""
+        rows: dict[tuple[Any, ...], Counter[str]] = {}
+        for part in self.done:
+            where = (part.where["commit"], part.where["machine"], part.unit)
+            rows.setdefault(where, Counter()).update(parts=1, amount=part.size, ms=round(1000 * part.seconds))
+        return [
+            {
+                "commit": commit,
+                "machine": machine,
+                "parts": sums["parts"],
+                "amount": sums["amount"],
+                "unit": unit,
+                "process seconds": round(sums["ms"] / 1000),
+            }
+            for (commit, machine, unit), sums in sorted(rows.items())
+        ]
 
 
 _stop: Any = None
@@ -131,19 +222,25 @@ def is_over() -> bool:
     return _stop.is_set() or (_until is not None and time.monotonic() > _until)
 
 
-def part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[str, Counter[str], list[str]]:
-    """What one part counts, and what is wrong; an assertion that fails is one that is wrong, and ends no soak."""
+def part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[str, Counter[str], list[str], float]:
+    """The part's name, what it counts, what is wrong, and how long it took."""
+    began = time.monotonic()
+    return *_part(name, seed, size, options), time.monotonic() - began
+
+
+def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[str, Counter[str], list[str]]:
+    """An assertion that fails is one that is wrong, and ends no soak."""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
         try:
             if name in FORMS:
                 return kill_part(name, state, seed, size, **options)
             state.mkdir()
-            if name == "states":
+            if name in ("states", "states control"):
                 return name, cut_power(state, seed=seed, states=size, **options), []
-            if name == "flips":
+            if name in ("flips", "flips control"):
                 return name, flip_bits(state, seed=seed, count=size, **options), []
-            return name, fail_calls(state, name, range(1, 1 + size)), []
+            return name, fail_calls(state, name.rsplit(maxsplit=1)[-1], range(seed, seed + size)), []
         except AssertionError as error:
             return name, Counter(wrong=1), [f"{name}, seed {seed}: {error}"]
 
@@ -160,73 +257,83 @@ def kill_part(
         given["is_over"] = lambda: False
     counts, wrong = kill(state, durability, **given)
     if is_early:
-        return form, Counter(kills=counts["kills"] if wrong else -1), []
+        return f"{form} control", Counter(kills=counts["kills"] if wrong else -1), []
     return f"{form}, {durability}", counts, [f"{form}, {durability}, seed {seed}: {one}" for one in wrong]
-
-
-def summed(found: Sequence[tuple[str, Counter[str]]]) -> dict[str, Counter[str]]:
-    totals: dict[str, Counter[str]] = {}
-    for name, counts in found:
-        totals.setdefault(name, Counter()).update(counts)
-    return totals
 
 
 def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
     shares = sum(FORMS[form][1] for form in forms)
     durabilities = ("process", "power")
     for form in forms:
-        early = iter([(form, seed, CONTROL_KILLS, {"durability": "process", "is_early": True})])
-        caught = soak.in_parts(early, "kills")[0][1]["kills"]
-        soak.count(f"{CAUGHT}, {FORMS[form][0]}", caught, "kills")
-        if caught < 0:
-            soak.wrong.append(f"{FORMS[form][0]}: the control was not caught")
+        if not soak.of(f"{form} control"):
+            soak.in_parts(iter([(form, seed, CONTROL_KILLS, {"durability": "process", "is_early": True})]), "kills")
     for form in forms:
-        what, share, _ = FORMS[form]
         parts: Iterator[Call] = (
-            (form, number, size, {"durability": durabilities[index % 2]})
-            for index, (number, size) in enumerate(
-                soak.batches(-(-count * share // shares), KILLS_AT_ONCE, seed + 1_000_000 * list(FORMS).index(form))
+            (form, number, size, {"durability": durabilities[number % 2]})
+            for number, size in soak.batches(
+                form, -(-count * FORMS[form][1] // shares), KILLS_AT_ONCE, seed + 1_000_000 * list(FORMS).index(form)
             )
         )
-        totals = summed(soak.in_parts(parts, "kills"))
+        soak.in_parts(parts, "kills")
+    total = 0
+    for form, (what, _, _) in FORMS.items():
+        for part in soak.of(f"{form} control"):
+            soak.count(f"{CAUGHT}, {what}", part.counts["kills"], "kills")
+            if part.counts["kills"] < 0:
+                soak.faults.append(f"{what}: the control was not caught")
         for durability in durabilities:
-            counts = totals.get(f"{form}, {durability}", Counter())
+            counts = soak.summed(f"{form}, {durability}")
+            total += counts["kills"]
             for name in ("kills", "tokens", "sessions", *(["from a file"] if form == "pipe" else [])):
-                unit = "Generates" if name == "from a file" else name
-                soak.count(f"{name}, {durability}, {what}", counts[name], unit)
-    soak.count(
-        "kills, in all",
-        sum(int(value["median"]) for name, value in soak.values.items() if name.startswith("kills, p")),
-        "kills",
-    )
+                if counts:
+                    unit = "Generates" if name == "from a file" else name
+                    soak.count(f"{name}, {durability}, {what}", counts[name], unit)
+    soak.count("kills, in all", total, "kills")
 
 
 def power(count: int, seed: int, soak: Soak) -> None:
-    control = soak.in_parts(iter([("states", seed, CONTROL_STATES, {"without_syncs_of": "-wal"})]), "states")[0][1]
+    if not soak.of("states control"):
+        soak.in_parts(iter([("states control", seed, CONTROL_STATES, {"without_syncs_of": "-wal"})]), "states")
+    parts: Iterator[Call] = (
+        ("states", number, size, {}) for number, size in soak.batches("states", count, STATES_AT_ONCE, seed)
+    )
+    soak.in_parts(parts, "states")
+    control, outcomes = soak.summed("states control"), soak.summed("states")
     said(control, "states, control", soak, "states")
-    parts: Iterator[Call] = (("states", number, size, {}) for number, size in soak.batches(count, STATES_AT_ONCE, seed))
-    outcomes = summed(soak.in_parts(parts, "states")).get("states", Counter())
     said(outcomes, "states", soak, "states")
-    soak.wrong += [f"{outcomes[name]} states: {OUTCOMES[name]}" for name in outcomes.keys() - {"whole", "wrong"}]
+    soak.faults += [f"{outcomes[name]} states: {OUTCOMES[name]}" for name in outcomes.keys() - {"whole", "wrong"}]
     if not control.keys() - {"whole"}:
-        soak.wrong.append("the control was not caught")
+        soak.faults.append("the control was not caught")
 
 
 def faults(count: int, seed: int, soak: Soak) -> None:
-    control = soak.in_parts(iter([("flips", seed, CONTROL_FLIPS, {"is_checked": False})]), "flips")[0][1]
+    if not soak.of("flips control"):
+        soak.in_parts(iter([("flips control", seed, CONTROL_FLIPS, {"is_checked": False})]), "flips")
+    parts: Iterator[Call] = (
+        ("flips", number, size, {}) for number, size in soak.batches("flips", count, FLIPS_AT_ONCE, seed)
+    )
+    soak.in_parts(parts, "flips")
+    kinds = ("write", "sync")
+    done = {(part.name, part.seed) for part in soak.done}
+    calls: Iterator[Call] = (
+        (name, first, min(FAILED_AT_ONCE, most + 1 - first), {})
+        for most in (min(count, FAILED_CALLS),)
+        for first in range(1, most + 1, FAILED_AT_ONCE)
+        for name in (f"errors of a {kind}" for kind in kinds)
+        if (name, first) not in done and soak.has_time()
+    )
+    soak.in_parts(calls, "errors")
+    control, flips = soak.summed("flips control"), soak.summed("flips")
     said(control, "flips, control", soak, "flips")
     if not control["wrong"]:
-        soak.wrong.append("the control was not caught")
-    parts: Iterator[Call] = (("flips", number, size, {}) for number, size in soak.batches(count, FLIPS_AT_ONCE, seed))
-    flips = summed(soak.in_parts(parts, "flips")).get("flips", Counter())
+        soak.faults.append("the control was not caught")
     said(flips, "flips", soak, "flips")
     if flips["shorter"]:
-        soak.wrong.append(f"{flips['shorter']} of {flips.total()} flips made a history shorter")
-    kinds = ("write", "sync")
-    calls: Iterator[Call] = ((kind, 0, min(count, FAILED_CALLS), {}) for kind in kinds)
-    for kind, failed in soak.in_parts(calls, "errors"):
+        soak.faults.append(f"{flips['shorter']} of {flips.total()} flips made a history shorter")
+    for kind in kinds:
+        failed = soak.summed(f"errors of a {kind}")
         said(failed, f"errors of a {kind}", soak, "errors")
-        soak.wrong += [f"{failed[name]} errors of a {kind}: {OUTCOMES[name]}" for name in failed.keys() - {"whole"}]
+        soak.faults += [f"{failed[name]} errors of a {kind}: {OUTCOMES[name]}" for name in failed.keys() - {"whole"}]
 
 
 def said(outcomes: Mapping[str, int], what: str, soak: Soak, unit: str) -> None:
@@ -246,13 +353,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--forms", nargs="+", choices=tuple(FORMS), help="of kills (default: all, the last if its SDK is built)"
     )
+    parser.add_argument(
+        "--parts", type=Path, action="append", default=[], help="a file of parts; new ones go into the first"
+    )
     parser.add_argument("--commit", help="that runs, where there is no repository")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args(arguments)
     logging.disable()
     began = time.monotonic()
     commit = record.running_commit(args.commit)
-    soak = Soak(args.processes, began + 60 * args.minutes)
+    machine = record.describe_machine()
+    where = {
+        "commit": commit,
+        "journal": journal_digest(),
+        "machine": f"{machine['cpu']}, {machine['threads']} threads, Python {machine['python']}",
+    }
+    done = read_parts(args.parts, where)
+    soak = Soak(args.processes, began + 60 * args.minutes, where, done, args.parts[0] if args.parts else None)
     forms = args.forms or [form for form in FORMS if form != "typescript" or has_node_agents()]
     before = signal.signal(signal.SIGTERM, lambda *_: soak.stop.set())
     try:
@@ -262,21 +379,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"power": power, "faults": faults}[args.what](args.count, args.seed, soak)
     finally:
         signal.signal(signal.SIGTERM, before)
+        soak.pool.shutdown()
     soak.count("wrong", len(soak.wrong), "faults")
-    soak.count("seconds", round(time.monotonic() - began), "s")
-    config = {"asked_for": args.count, "parts": len(soak.seeds), "seed": args.seed, "processes": args.processes}
+    soak.count("seconds of all processes", round(sum(part.seconds for part in soak.done)), "s")
+    seeds = [part.seed for part in soak.done] or [args.seed]
+    config: dict[str, Any] = {"asked_for": args.count, "parts": len(soak.done), "journal_source": where["journal"]}
     if args.what == "kill":
-        config |= {"forms": [FORMS[form][0] for form in forms]}
+        config |= {"forms": [what for form, (what, _, _) in FORMS.items() if soak.of(form)]}
     path = record.write_record(
         f"soak_{args.what}",
         {
             "commit": commit,
-            "command": record.command_line(without=("--results", "--commit")),
+            "command": record.command_line(without=("--results", "--commit", "--parts")),
             "config": config,
-            "seeds": [min(soak.seeds), max(soak.seeds)] if soak.seeds else [args.seed],
+            "seeds": [min(seeds), max(seeds)],
             "values": soak.values,
             "baseline": BASELINE[args.what],
-            "tables": {"wrong": [{"wrong": one} for one in soak.wrong]},
+            "tables": {"machines": soak.machines(), "wrong": [{"wrong": one} for one in soak.wrong]},
         },
         results_dir=args.results,
     )

@@ -31,3 +31,7 @@ def _ending(status: int | None) -> str:
     if status is None or status >= 0:
         return f"with status {status}"
     return f"by signal {-status} ({signal.strsignal(-status)})"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--executor", choices=("torch", "mlx"), default="torch", help="runs TinyModel in tests/laws")

@@ -158,7 +158,7 @@ def save_some_pieces(engine: Engine, session_id: str) -> None:
 
 
 def remembered_appends(engine: Engine) -> int:
-    return len(engine._appended)
+    return len(engine._calls.appended)
 
 
 def remembered_generates(engine: Engine) -> list[Transcript]:

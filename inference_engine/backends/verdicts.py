@@ -113,7 +113,7 @@ def _configuration(found: FoundModel) -> str:
 
 
 def _key(configuration: str) -> str | None:
-    """None if something about this installation cannot be told apart from a changed one."""
+    """None if a change of something in this installation could not be seen."""
     installed = _installed()
     return None if installed is None else _with(installed, configuration)
 

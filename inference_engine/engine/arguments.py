@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from inference_engine.config import EngineConfig
 from inference_engine.errors import AppendTooLarge, HistoryLengthMismatch, InvalidArgument, TokenOutOfRange
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategies import parse_strategy, strategy_names
+from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
-from inference_engine.types import GenerateParams
+from inference_engine.types import GenerateParams, ModelFacts
 
 MAX_LABEL_CHARACTERS = 128
 MAX_PAGE_SESSIONS = 1000
@@ -26,10 +27,38 @@ _ROUTE = re.compile("[0-9a-f]{16}")
 class Arguments:
     """The checks that depend on the model and the settings."""
 
-    def __init__(self, config: EngineConfig, geometry: Geometry, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, geometry: Geometry, facts: ModelFacts, *, prefers_components: bool
+    ) -> None:
+        """prefers_components: strategies that choose tokens do so by components of keys, unless they say how.
+
+        Raises InvalidArgument if the model cannot be served with the default strategy.
+        """
         self._config = config
         self._geometry = geometry
-        self._vocab_size = vocab_size
+        self._vocab_size = facts.vocab_size
+        self._refused_strategies = dict(facts.refused_strategies)
+        self._prefers_components = prefers_components
+        self.default_strategy = self._possible(parse_strategy(config.strategy))
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The names of those that this model can be served with."""
+        return tuple(name for name in strategy_names() if name not in self._refused_strategies)
+
+    def strategy(self, asked: KVStrategy | None) -> KVStrategy:
+        """What a session gets: with its defaults filled in; the default strategy for None.
+
+        Raises InvalidArgument if this model cannot be served with it.
+        """
+        return self.default_strategy if asked is None else self._possible(asked)
+
+    def _possible(self, strategy: KVStrategy) -> KVStrategy:
+        resolved = strategy.resolved(self._geometry, has_components=self._prefers_components)
+        if why := self._refused_strategies.get(resolved.name):
+            raise InvalidArgument("strategy", f"{resolved.name} is not available with this model: {why}")
+        check_strategy(resolved, self._geometry)
+        return resolved
 
     def limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
         """The length limit of a session created with `limit_tokens`. None: no limit.

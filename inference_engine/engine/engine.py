@@ -5,13 +5,10 @@ Thread-safe. Everything but iterating a Generation returns in microseconds and n
 
 from __future__ import annotations
 
-import hashlib
-import json
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,16 +25,11 @@ from inference_engine.engine.arguments import (
     check_page,
     check_route,
 )
+from inference_engine.engine.calls import Calls
 from inference_engine.engine.fork import open_fork
 from inference_engine.engine.generation import Generates, Generation
-from inference_engine.engine.memory import grows, open_memory, refuse_if_too_small
-from inference_engine.engine.recall import (
-    length_from_text,
-    length_to_text,
-    opened_from_text,
-    opened_to_text,
-    recalled_generates,
-)
+from inference_engine.engine.memory import grows, open_copies, open_memory, refuse_if_too_small
+from inference_engine.engine.recall import Recall
 from inference_engine.engine.results import (
     EngineInfo,
     HistoryLength,
@@ -48,38 +40,23 @@ from inference_engine.engine.results import (
     SessionOpened,
 )
 from inference_engine.engine.stats import collect_statistics
-from inference_engine.errors import (
-    Draining,
-    EngineStalled,
-    HistoryCorrupt,
-    InvalidArgument,
-    ModelMismatch,
-    SessionClosed,
-)
+from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
 from inference_engine.kernels.components import ModelComponents, components_digest
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
-from inference_engine.kv.strategy import KVStrategy, check_strategy
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.capacity import SessionLimits
-from inference_engine.session.hibernation import Hibernation, HibernationLimits
 from inference_engine.session.history import TokenIds
-from inference_engine.session.journal import (
-    CopyBook,
-    Journal,
-    MemoryJournal,
-    ReplyRecord,
-)
-from inference_engine.session.replies import Call, Replies, identify
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.journal import Journal, MemoryJournal
+from inference_engine.session.replies import identify
+from inference_engine.session.session import Operation
 from inference_engine.session.store import SessionStore, holding
 from inference_engine.tracing import Tracing
 from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark
-
-Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
 
 _FAILED_STEPS = 3  # consecutive: then the device, not a request, is at fault
 
@@ -124,44 +101,34 @@ class Engine:
         self._clock = clock
         self._wall_clock = wall_clock
         self._journal = journal or MemoryJournal()
-        self._geometry = forward.geometry(
+        geometry = forward.geometry(
             mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
         )
-        self._arguments = Arguments(self.config, self._geometry, vocab_size=forward.facts.vocab_size)
-        self._refused_strategies = dict(forward.facts.refused_strategies)
+        # Without an operation for it, choosing by components is far slower than by blocks: then it has to be asked for.
+        prefers_components = bool(components) and forward.indexes_keys
         check_registry()
-        self._default_strategy = self._resolved(parse_strategy(self.config.strategy), components)
-        self._check_possible(self._default_strategy)
+        self._arguments = Arguments(self.config, geometry, forward.facts, prefers_components=prefers_components)
+        default = self._arguments.default_strategy
         self._is_growing = grows(self.config, forward)
-        limit = self._arguments.limit(self._default_strategy, None)
         self._context = open_memory(
             forward,
-            self._geometry,
+            geometry,
             self.config,
             self.metrics,
-            default_strategy=self._default_strategy,
+            default_strategy=default,
             latent=latent,
             components=components,
             drafter=drafter,
         )
-        self._check_ready(self._default_strategy)
-        refuse_if_too_small(self._default_strategy, self._context, limit, is_growing=self._is_growing)
+        default.ready(self._context)
+        limit = self._arguments.limit(default, None)
+        refuse_if_too_small(default, self._context, limit, is_growing=self._is_growing)
         self._store = SessionStore(
             self._context,
             self._journal,
             self.metrics,
             clock,
-            limits=SessionLimits(
-                max_sessions=self.config.max_sessions,
-                evictable_seconds=self.config.session_evictable_seconds,
-                max_sessions_per_owner=self.config.max_sessions_per_owner,
-                kv_bytes_per_owner=self.config.kv_bytes_per_owner,
-                history_tokens_per_owner=self.config.history_tokens_per_owner,
-                history_tokens_per_session=self.config.history_tokens_per_session,
-                kept_sessions_per_owner=self.config.kept_sessions_per_owner,
-                kept_tokens_per_owner=self.config.kept_tokens_per_owner,
-                share_forks=self.config.share_forks,
-            ),
+            limits=SessionLimits.of(self.config),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
             mode=self.config.mode,
             codec=codec_digest,
@@ -179,60 +146,20 @@ class Engine:
             vocab_size=forward.facts.vocab_size,
             timer=timer,
             drafter=drafter,
-            hibernation=None if self.config.hibernate == "never" else self._hibernation_in(self._journal.book),
+            hibernation=open_copies(
+                self._journal.book, self._store, self._context, forward, self.config, self.metrics, clock
+            ),
         )
         self.metrics.watch(
             lambda: collect_statistics(self._store, self._scheduler, self._context, self._clock()), strategy_names()
         )
-        replies = self._store.replies
-        self._opened: Replies[SessionOpened] = replies.page()
-        self._appended: Replies[HistoryLength] = replies.page(pack=_tokens_of, unpack=_length_of)
-        self._closed: Replies[HistoryLength] = replies.page(pack=_tokens_of, unpack=_length_of)
-        self._forked: Replies[SessionForked] = replies.page(most_per_session=1)
-        # By their names in the journal; calls of some are an owner's, those of others a session's.
-        self._pages: dict[str, Replies[Any]] = {
-            "opened": self._opened,
-            "appended": self._appended,
-            "closed": self._closed,
-            "forked": self._forked,
-        }
-        self._recalling = threading.Lock()
+        self._calls = Calls(self._store, self.metrics)
         self._generates = Generates(
             self._store, self._scheduler, self.metrics, self.tracing, clock, refuse=self._refuse_when_draining
         )
+        self._recall = Recall(self._store, self._journal, self._calls, self._generates, self.metrics)
         self._is_draining = False
         self._scheduler.start()
-
-    def _hibernation_in(self, book: CopyBook | None) -> Callable[[Callable[[], None]], Hibernation] | None:
-        """What makes the Hibernation of this engine; None if its journal keeps no copies of K/V."""
-        if book is None:
-            return None
-        config, facts, geometry = self.config, self._forward.facts, self._geometry
-        dtypes = sorted({str(buffer.keys.dtype) for buffer in self._context.pool.buffers.values()})
-        made_by = {
-            "weights": book.weights,
-            "model": [facts.dtype, facts.backend, facts.numerics, self._forward.device.type],
-            "kv": dtypes,
-            "layers": hashlib.sha256(repr(geometry.layers).encode()).hexdigest(),
-            "mode": config.mode.value,
-            "page_tokens": geometry.page_tokens,
-            "segment_tokens": geometry.segment_tokens,
-        }
-
-        def fingerprint(session: Session) -> str:
-            strategy = session.kv.strategy
-            of_session = {"strategy": str(strategy), "codec": self._store.codec_of(strategy)}
-            return json.dumps({**made_by, **of_session}, sort_keys=True)
-
-        limits = HibernationLimits(
-            after_seconds=config.hibernate_after_seconds,
-            is_measured=config.hibernate == "auto",
-            state_bytes=config.state_bytes,
-            state_bytes_per_owner=config.state_bytes_per_owner,
-        )
-        return lambda nudge: Hibernation(
-            self._store, book, self.metrics, self._clock, limits=limits, fingerprint=fingerprint, nudge=nudge
-        )
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -257,9 +184,8 @@ class Engine:
         is_transient: it belongs to one call of its owner, who does not receive its id: it is not listed.
         """
         self._refuse_when_draining()
-        spec = self._resolved(strategy or self._default_strategy, self._context.components)
-        self._check_possible(spec)
-        self._check_ready(spec)
+        spec = self._arguments.strategy(strategy)
+        spec.ready(self._context)
         self._arguments.check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
         check_label(label)
         check_route(route)
@@ -271,8 +197,8 @@ class Engine:
         asked = () if guaranteed is None else (guaranteed,)
         call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, *asked, owner=owner)
         with self._store.locked(), self._journal.unit():
-            if (known := self._opened.recall(call)) is not None:
-                return self._again(known)
+            if (known := self._calls.opened.recall(call)) is not None:
+                return known
             session = self._store.create(
                 spec,
                 eos_token_ids=eos_ids,
@@ -283,14 +209,8 @@ class Engine:
                 label=label,
                 is_transient=is_transient,
             )
-            opened = SessionOpened(
-                session_id=session.session_id,
-                strategy=spec,
-                bound=session.kv.bound,
-                limit_tokens=session.limit_tokens,
-                reserved_bytes=session.kv.reserved.sustained_bytes,
-            )
-            self._remember("opened", call, opened, session, opened_to_text)
+            opened = SessionOpened.of(session)
+            self._calls.opened.remember(call, opened, session)
             return opened
 
     def fork_session(
@@ -312,12 +232,13 @@ class Engine:
         limit_tokens: None for the parent's. request_id: makes a retry safe: a second call with it returns the first
         reply. Raises what `create_session` and `append` raise.
         """
+        forked = self._calls.forked
         with self._store.locked():
-            if not self._forked.knows(request_id, owner=owner):
+            if not forked.knows(request_id, owner=owner):
                 self._store.find_healthy(session_id, owner)
         call = identify(request_id, session_id, expected_history_length, limit_tokens, label, owner=owner)
-        if (reply := self._forked_before(call)) is not None:
-            return reply
+        if (known := forked.recall(call)) is not None:
+            return known
         parent = self._store.find_healthy(session_id, owner)
         self._refuse_when_draining()
         check_label(label)
@@ -327,26 +248,13 @@ class Engine:
             self._store.locked(),
             self._journal.unit(),
         ):
-            if (reply := self._forked_before(call)) is not None:
-                return reply
+            if (known := forked.recall(call)) is not None:
+                return known
             check_length(parent, expected_history_length)
             fork = open_fork(self._store, self._scheduler, parent, limit, label)
-            reply = SessionForked(
-                session_id=fork.session_id,
-                strategy=fork.kv.strategy,
-                bound=fork.kv.bound,
-                limit_tokens=fork.limit_tokens,
-                history_length=len(fork.history),
-                shared_bytes=fork.kv.shared_bytes,
-                reserved_bytes=fork.kv.reserved.sustained_bytes,
-            )
-            self._remember("forked", call, reply, fork, opened_to_text)
+            reply = SessionForked.of(fork)
+            forked.remember(call, reply, fork)
             return reply
-
-    def _forked_before(self, call: Call | None) -> SessionForked | None:
-        with self._store.locked():
-            reply = self._forked.recall(call)
-        return None if reply is None else self._again(reply)
 
     def append(
         self,
@@ -380,15 +288,14 @@ class Engine:
         wait_seconds: float = 0.0,
     ) -> HistoryLength:
         """As `append`; a call with the request id of an earlier one does nothing and returns the earlier reply."""
-        appended, named = self._appended, {"owner": owner, "session_id": session_id}
+        appended, named = self._calls.appended, {"owner": owner, "session_id": session_id}
         with self._store.locked():
             if not appended.knows(request_id, **named):
                 self._store.find_healthy(session_id, owner)
         ids = self._arguments.ids(token_ids)
         call = identify(request_id, ids.tobytes(), expected_history_length, **named)
-        with self._store.locked():
-            if (known := appended.recall(call)) is not None:
-                return self._again(known)
+        if (known := appended.recall(call)) is not None:
+            return known
         session = self._store.find_healthy(session_id, owner)
         self._refuse_when_draining()
         with (
@@ -397,7 +304,7 @@ class Engine:
             self._journal.unit(),
         ):
             if (known := appended.recall(call)) is not None:
-                return self._again(known)
+                return known
             check_length(session, expected_history_length)
             if session.is_closed:
                 raise SessionClosed
@@ -406,7 +313,7 @@ class Engine:
                 self._store.secure(session, len(session.history) + len(ids))
                 session.record(ids, Mark.APPENDED)
             length = HistoryLength(tokens=len(session.history))
-            self._remember("appended", call, length, session, length_to_text)
+            appended.remember(call, length, session)
             return length
 
     def generate(
@@ -527,37 +434,19 @@ class Engine:
         owner: str = "",
     ) -> HistoryLength:
         """As `close_session`; a call with the request id of an earlier one does nothing and returns its reply."""
-        closed = self._closed
+        closed = self._calls.closed
         with self._store.locked(), self._journal.unit():
             if not closed.knows(request_id, owner=owner):
                 check_length(self._store.find(session_id, owner), expected_history_length)
             call = identify(request_id, session_id, expected_history_length, owner=owner)
             if (known := closed.recall(call)) is not None:
-                return self._again(known)
+                return known
             session = self._store.find(session_id, owner)
             length = HistoryLength(tokens=self._store.close(session_id, owner))
-            self._remember("closed", call, length, session, length_to_text)
-            closed.session_ended(session_id, owner)
+            closed.remember(call, length, session)
+            closed.session_ended(session)
         self._scheduler.nudge()
         return length
-
-    def _remember(
-        self,
-        kind: str,
-        call: Call | None,
-        reply: Any,
-        session: Session,
-        to_text: Callable[[Any], str],
-    ) -> None:
-        """Keep the reply to a call that has an id, in memory and in the journal."""
-        if call is None:
-            return
-        self._pages[kind].remember(call, reply, session_id=session.session_id)
-        if session.journal.keeps:
-            position, text = len(session.history), to_text(reply)
-            session.journal.reply(
-                ReplyRecord(session.session_id, call.owner, kind, call.request_id, call.digest, position, text)
-            )
 
     # -- what the journal keeps -------------------------------------------------------------------------------------
 
@@ -570,14 +459,7 @@ class Engine:
 
         session_id: of the session that the call is about; "": it makes one. request_id: of the call.
         """
-        if not self._journal.keeps:
-            return False
-        if session_id and not self._store.is_resident(session_id):
-            return True
-        with self._store.locked():
-            return bool(request_id) and not any(
-                page.knows(request_id, owner=owner) for page in (self._opened, self._forked, self._closed)
-            )
+        return self._recall.is_needed(session_id, owner, request_id)
 
     def recall(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> None:
         """Bring back into memory what `is_elsewhere` found missing, as far as the journal has it. Waits for the disk.
@@ -586,53 +468,7 @@ class Engine:
         for K/V until it is used. Raises HistoryCorrupt, ModelMismatch, NoCapacity or QuotaExceeded, and the session
         stays in the journal as it is; JournalFull or EngineStalled if the journal cannot be read now.
         """
-        if not self._journal.keeps:
-            return
-        with self._recalling:  # so that what was read is not older than what is in memory
-            if session_id and not self._store.is_resident(session_id):
-                self._restore(session_id, owner)
-            if request_id:
-                replies = self._journal.replies_to(owner, request_id)
-                with self._store.locked():
-                    self._recall_replies(replies)
-
-    def _restore(self, session_id: str, owner: str) -> None:
-        began, outcome = time.perf_counter(), "refused"
-        try:
-            kept = self._journal.load(session_id, owner)
-            if kept is None:
-                return
-            try:
-                with self._store.locked():
-                    session = self._store.restore(kept, parse_strategy(kept.record.strategy))
-                    self._generates.recall(session, recalled_generates(session, kept))
-                    self._recall_replies(kept.replies)
-            except BaseException:
-                with self._store.locked():
-                    self._journal.leave(session_id)
-                raise
-            outcome = "restored"
-            self.metrics.restore_seconds.observe(time.perf_counter() - began)
-        except HistoryCorrupt:
-            outcome = "corrupt"
-            raise
-        except ModelMismatch:
-            outcome = "mismatch"
-            raise
-        finally:
-            self.metrics.restores.labels(outcome).inc()
-
-    def _recall_replies(self, replies: Sequence[ReplyRecord]) -> None:
-        for record in replies:
-            page = self._pages[record.kind]
-            of_session = record.session_id if record.kind == "appended" else ""
-            if page.knows(record.request_id, owner=record.owner, session_id=of_session):
-                continue
-            from_text = opened_from_text if record.kind in ("opened", "forked") else length_from_text
-            call = Call(record.owner, of_session, record.request_id, record.digest)
-            page.remember(call, from_text(record.body), session_id=record.session_id)
-            if not self._store.is_resident(record.session_id):
-                page.session_ended(record.session_id, record.owner)  # else nothing would make it expire
+        self._recall.of_call(session_id, owner, request_id)
 
     def is_saved(self) -> bool:
         """Is everything safe, by the engine's durability, that was done until now?"""
@@ -654,22 +490,17 @@ class Engine:
         """Call back once, from any thread, when the session is free (at once if it is, or does not exist)."""
         self._store.when_free(session_id, callback)
 
-    def _again(self, reply: Reply) -> Reply:
-        """The remembered reply, marked as replayed."""
-        self.metrics.replays.inc()
-        return replace(reply, is_replayed=True)
-
     # -- the engine itself ------------------------------------------------------------------------------------------
 
     def info(self) -> EngineInfo:
-        tier = self._context.tier
+        tier, default = self._context.tier, self._arguments.default_strategy
         return EngineInfo(
             facts=self._forward.facts,
             mode=self.config.mode,
-            strategies=tuple(name for name in strategy_names() if name not in self._refused_strategies),
-            default_strategy=self._default_strategy,
-            limit_tokens=self._default_strategy.length_limit(self._geometry),
-            default_limit_tokens=self._arguments.limit(self._default_strategy, None),
+            strategies=self._arguments.strategies,
+            default_strategy=default,
+            limit_tokens=default.length_limit(self._context.geometry),
+            default_limit_tokens=self._arguments.limit(default, None),
             growth_is_guaranteed=not self._is_growing,
             kv_capacity_bytes=self._context.pool.capacity_bytes,
             kv_reserved_bytes=self._context.pool.reserved_bytes,
@@ -683,6 +514,13 @@ class Engine:
     def reserved_by(self, owner: str) -> Bound:
         """Bytes that the owner's sessions have reserved between Generates."""
         return self._store.reserved_by(owner)
+
+    def carrying(self, owner: str, tokens: int) -> AbstractContextManager[None]:
+        """Around an append of so many ids, from when they are in memory: they count in the owner's quota of history.
+
+        Raises QuotaExceeded if those of the owner's other appends leave no room for them.
+        """
+        return self._store.carrying(owner, tokens)
 
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""
@@ -719,21 +557,6 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- checks -----------------------------------------------------------------------------------------------------
-
-    def _check_possible(self, strategy: KVStrategy) -> None:
-        """Raise InvalidArgument if this model cannot be served with `strategy`."""
-        if why := self._refused_strategies.get(strategy.name):
-            raise InvalidArgument("strategy", f"{strategy.name} is not available with this model: {why}")
-        check_strategy(strategy, self._geometry)
-
-    def _resolved(self, strategy: KVStrategy, components: ModelComponents | None) -> KVStrategy:
-        # Without an operation for it, choosing by components is far slower than by blocks: then it has to be asked for.
-        return strategy.resolved(self._geometry, has_components=bool(components) and self._forward.indexes_keys)
-
-    def _check_ready(self, strategy: KVStrategy) -> None:
-        strategy.ready(self._context)
-
     def _refuse_when_draining(self) -> None:
         """Raise Draining, or EngineStalled if the engine's thread does not run."""
         if self._is_draining:
@@ -741,11 +564,3 @@ class Engine:
         if self.is_stalled():
             raise EngineStalled
         self._journal.refuse_when_full()
-
-
-def _tokens_of(length: HistoryLength) -> int:
-    return length.tokens
-
-
-def _length_of(tokens: int) -> HistoryLength:
-    return HistoryLength(tokens=tokens)

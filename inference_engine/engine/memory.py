@@ -1,7 +1,10 @@
-"""The memory of sessions: the pool of K/V on the device and the second tier, sized by the settings."""
+"""The memory of sessions, sized by the settings: the pool of K/V on the device, the second tier, copies in files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
 from dataclasses import replace
 
 from inference_engine.backends.base import Forward
@@ -18,6 +21,10 @@ from inference_engine.kv.session_kv import bound_of, grows_with_history
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.hibernation import Hibernation, HibernationLimits
+from inference_engine.session.journal import CopyBook
+from inference_engine.session.session import Session
+from inference_engine.session.store import SessionStore
 
 _SHARE = 4  # without a setting, one part in this many of the free memory is taken
 
@@ -107,3 +114,40 @@ def refuse_if_too_small(
     raise ConfigError(
         f"{what} of the default strategy {strategy} needs {needed} bytes of K/V, there are {capacity} in all; {remedy}"
     )
+
+
+def open_copies(
+    book: CopyBook | None,
+    store: SessionStore,
+    context: KVContext,
+    forward: Forward,
+    config: EngineConfig,
+    metrics: EngineMetrics,
+    clock: Callable[[], float],
+) -> Callable[[Callable[[], None]], Hibernation] | None:
+    """What makes the Hibernation of an engine; None if its settings or its journal keep no copies of K/V."""
+    if book is None or config.hibernate == "never":
+        return None
+    facts, geometry = forward.facts, context.geometry
+    made_by = {
+        "weights": book.weights,
+        "model": [facts.dtype, facts.backend, facts.numerics, forward.device.type],
+        "kv": sorted({str(buffer.keys.dtype) for buffer in context.pool.buffers.values()}),
+        "layers": hashlib.sha256(repr(geometry.layers).encode()).hexdigest(),
+        "mode": config.mode.value,
+        "page_tokens": geometry.page_tokens,
+        "segment_tokens": geometry.segment_tokens,
+    }
+
+    def fingerprint(session: Session) -> str:
+        strategy = session.kv.strategy
+        of_session = {"strategy": str(strategy), "codec": store.codec_of(strategy)}
+        return json.dumps({**made_by, **of_session}, sort_keys=True)
+
+    limits = HibernationLimits(
+        after_seconds=config.hibernate_after_seconds,
+        is_measured=config.hibernate == "auto",
+        state_bytes=config.state_bytes,
+        state_bytes_per_owner=config.state_bytes_per_owner,
+    )
+    return lambda nudge: Hibernation(store, book, metrics, clock, limits=limits, fingerprint=fingerprint, nudge=nudge)

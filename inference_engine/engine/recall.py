@@ -1,47 +1,89 @@
-"""What the journal keeps of calls, back into memory: replies to repeated calls, and Generates that may go on.
-
-A reply is kept as JSON. Its sizes are those that were promised when the session was made.
-"""
+"""What the journal keeps, back into memory: sessions, the replies to their calls, and Generates that may go on."""
 
 from __future__ import annotations
 
-import json
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 
-from inference_engine.engine.results import HistoryLength, SessionForked, SessionOpened
+from inference_engine.engine.calls import Calls
+from inference_engine.engine.generation import Generates
+from inference_engine.errors import HistoryCorrupt, ModelMismatch
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.transcript import Transcript
-from inference_engine.session.journal import Logprobs, SessionKept, TokensRecord
+from inference_engine.session.journal import Journal, Logprobs, SessionKept, TokensRecord
 from inference_engine.session.session import Session
-from inference_engine.types import Bound, Mark
+from inference_engine.session.store import SessionStore
+from inference_engine.types import Mark
 
 _GENERATED = np.uint8(Mark.GENERATED)
 
 
-def opened_to_text(opened: SessionOpened) -> str:
-    """Of a SessionForked, too."""
-    fields = {name: getattr(opened, name) for name in opened.__dataclass_fields__ if name != "is_replayed"}
-    return json.dumps({**fields, "strategy": str(opened.strategy), "bound": asdict(opened.bound)})
+class Recall:
+    """Brings sessions back one at a time, so that what was read is not older than what is in memory."""
+
+    def __init__(
+        self, store: SessionStore, journal: Journal, calls: Calls, generates: Generates, metrics: EngineMetrics
+    ) -> None:
+        self._store = store
+        self._journal = journal
+        self._calls = calls
+        self._generates = generates
+        self._metrics = metrics
+        self._lock = threading.Lock()
+
+    def is_needed(self, session_id: str, owner: str, request_id: bytes) -> bool:
+        """May the journal have something that the call needs and that is not in memory?"""
+        if not self._journal.keeps:
+            return False
+        if session_id and not self._store.is_resident(session_id):
+            return True
+        with self._store.locked():
+            return bool(request_id) and not self._calls.knows(request_id, owner)
+
+    def of_call(self, session_id: str, owner: str, request_id: bytes) -> None:
+        """Bring back what the call needs, as far as the journal has it. See `Engine.recall`."""
+        if not self._journal.keeps:
+            return
+        with self._lock:
+            if session_id and not self._store.is_resident(session_id):
+                self._restore(session_id, owner)
+            if request_id:
+                replies = self._journal.replies_to(owner, request_id)
+                with self._store.locked():
+                    self._calls.restore(replies)
+
+    def _restore(self, session_id: str, owner: str) -> None:
+        began, outcome = time.perf_counter(), "refused"
+        try:
+            kept = self._journal.load(session_id, owner)
+            if kept is None:
+                return
+            try:
+                with self._store.locked():
+                    session = self._store.restore(kept, parse_strategy(kept.record.strategy))
+                    self._generates.recall(session, _recalled_generates(session, kept))
+                    self._calls.restore(kept.replies)
+            except BaseException:
+                with self._store.locked():
+                    self._journal.leave(session_id)
+                raise
+            outcome = "restored"
+            self._metrics.restore_seconds.observe(time.perf_counter() - began)
+        except HistoryCorrupt:
+            outcome = "corrupt"
+            raise
+        except ModelMismatch:
+            outcome = "mismatch"
+            raise
+        finally:
+            self._metrics.restores.labels(outcome).inc()
 
 
-def opened_from_text(text: str) -> SessionOpened:
-    fields = json.loads(text)
-    fields |= {"strategy": parse_strategy(fields["strategy"]), "bound": Bound(**fields["bound"])}
-    return SessionForked(**fields) if "history_length" in fields else SessionOpened(**fields)
-
-
-def length_to_text(length: HistoryLength) -> str:
-    return json.dumps(length.tokens)
-
-
-def length_from_text(text: str) -> HistoryLength:
-    return HistoryLength(tokens=json.loads(text))
-
-
-def recalled_generates(session: Session, kept: SessionKept) -> list[Transcript]:
+def _recalled_generates(session: Session, kept: SessionKept) -> list[Transcript]:
     """The Generates of a restored session that a call can name, oldest first."""
     found = []
     for index, record in enumerate(kept.generates):

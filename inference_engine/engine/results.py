@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,10 @@ class SessionOpened:
     reserved_bytes: int
     is_replayed: bool = False  # an earlier call with the same request id made it
 
+    @staticmethod
+    def of(session: Session) -> SessionOpened:
+        return SessionOpened(**_guarantees(session))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionForked(SessionOpened):
@@ -40,6 +45,22 @@ class SessionForked(SessionOpened):
     history_length: int
     shared_bytes: int
     is_replayed: bool = False
+
+    @staticmethod
+    def of(session: Session) -> SessionForked:
+        return SessionForked(
+            **_guarantees(session), history_length=len(session.history), shared_bytes=session.kv.shared_bytes
+        )
+
+
+def _guarantees(session: Session) -> dict[str, Any]:
+    return {
+        "session_id": session.session_id,
+        "strategy": session.kv.strategy,
+        "bound": session.kv.bound,
+        "limit_tokens": session.limit_tokens,
+        "reserved_bytes": session.kv.reserved.sustained_bytes,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from inference_engine.kernels.trellis import PLAIN, Trellis
 _KERNELS = {
     "attend_ragged": ("ragged_attention", "attend_ragged"),
     "attend_invariant": ("ragged_attention", "attend_invariant"),
-    "key_indexes": ("components", "key_indexes"),
+    "key_indexes": ("component_index", "key_indexes"),
     "largest": ("topk", "largest"),
     "latents": ("latents", "latents"),
     "noise_of_all": ("noise", "noise_of_all"),

@@ -129,6 +129,9 @@ def _matrix(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: in
 
 def _read_fp8(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: int, inputs: int) -> QuantisedMatrix:
     codes = _tensor(files, f"{stem}.weight", ("F8_E4M3",), (outputs, inputs))
+    # Kernels do not tell it from a number. 0x7f and 0xff are the only codes of it.
+    if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ModelError(f"{files.path}: {stem}.weight has numbers that are NaN; fetch the checkpoint again")
     name = next((f"{stem}.{suffix}" for suffix in _FP8_SCALES if f"{stem}.{suffix}" in files), f"{stem}.weight_scale")
     if layout.block is not None:
         rows, columns = layout.block

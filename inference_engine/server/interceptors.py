@@ -81,7 +81,7 @@ async def _abort(context: Context, code: grpc.StatusCode, text: str, trailers: T
     """End the call with this status. Returns: gRPC raises by itself once the handler has returned.
 
     gRPC keeps its error with the call, and through its traceback all frames of the call, which hold the call. Only the
-    garbage collector frees such a cycle; with thousands of refusals it takes 0.2 s, in which nobody gets a token.
+    garbage collector frees such a cycle; with thousands of refusals it takes 0.2 s, in which no session gets a token.
     """
     try:
         await context.abort(code, text, trailers)
@@ -188,7 +188,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             else:
                 async with self._owner_readers.one(caller()):
                     raw = await read_message(context, limit_bytes, incoming.MESSAGE_SECONDS)
-            return await behaviour(raw if parse is None else parse(raw), context)
+            # Handed over, not kept beside what becomes of it: the call may go on for long.
+            message = [raw if parse is None else parse(raw)]
+            del raw
+            return await behaviour(message.pop(), context)
 
         return with_message
 

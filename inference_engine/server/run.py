@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # Once the engine has drained: how long calls may take to return, and their last bytes to be sent.
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
+SWITCH_SECONDS = 0.0005
 # The default if the server can be reached from other machines.
 OWNER_CALLS_PER_SECOND = 1000.0
 
@@ -135,6 +136,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             _unauthenticated(keys, config, connections, address),
             engine.metrics.connections_dropped.labels("grpc").inc,
             time.monotonic,
+            engine.metrics.addresses_barred.inc,
         )
         calls = CallInterceptor(
             keys,
@@ -221,6 +223,9 @@ async def _serve(
     # of a second, in which no token is generated.
     gc.collect()
     gc.freeze()
+    # The engine's thread and the event loop take turns at Python. Whoever waits is let in after this long: with the
+    # usual 5 ms a busy loop, as beside many refusals, would lengthen each step by several of those.
+    sys.setswitchinterval(SWITCH_SECONDS)
     on_ready(handle)
     watchdog = Watchdog(engine, config.stall_exit_seconds, time.monotonic, weights)
     gave_up = asyncio.create_task(watchdog.gave_up(), name="watchdog")

@@ -19,7 +19,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
-from inference_engine.engine.results import HistoryLength, SessionForked, SessionListed
+from inference_engine.engine.results import HistoryLength, SessionForked
 from inference_engine.errors import InvalidArgument, SessionBusy
 from inference_engine.logs import name_request
 from inference_engine.server import convert
@@ -86,23 +86,27 @@ class RuntimeService:
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
         # Too many ids are refused by their count, before they are converted.
         too_many = len(request.token_ids) > self._max_append_tokens
-        token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
-        expected = convert.optional(request, "expected_history_length")
         owner = caller()
-        if self._engine.is_elsewhere(request.session_id, owner=owner):
-            # Perhaps it was closed, and its appends are remembered for a while.
-            await self._recall(request.session_id, request.request_id)
+        with self._engine.carrying(owner, len(request.token_ids)):
+            token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
+            # Below it may wait: of its ids there is one copy then.
+            if not too_many:
+                request.ClearField("token_ids")
+            expected = convert.optional(request, "expected_history_length")
+            if self._engine.is_elsewhere(request.session_id, owner=owner):
+                # Perhaps it was closed, and its appends are remembered for a while.
+                await self._recall(request.session_id, request.request_id)
 
-        def append() -> HistoryLength:
-            return self._engine.append_once(
-                request.session_id,
-                token_ids,
-                request_id=request.request_id,
-                expected_history_length=expected,
-                owner=owner,
-            )
+            def append() -> HistoryLength:
+                return self._engine.append_once(
+                    request.session_id,
+                    token_ids,
+                    request_id=request.request_id,
+                    expected_history_length=expected,
+                    owner=owner,
+                )
 
-        return convert.appended_to_wire(await self._when_free(request.session_id, append))
+            return convert.appended_to_wire(await self._when_free(request.session_id, append))
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
@@ -168,10 +172,13 @@ class RuntimeService:
     async def list_sessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
         most, owner = request.page_size or PAGE_SESSIONS, caller()
 
-        def page() -> list[SessionListed]:
-            return self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
+        def page() -> pb.ListSessionsResponse:
+            listed = self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
+            return convert.list_to_wire(listed, most=most)
 
-        return convert.list_to_wire(await asyncio.to_thread(page) if self._keeps else page(), most=most)
+        # A long page takes milliseconds, a kept one waits for the disk.
+        is_short = most <= PAGE_SESSIONS and not self._keeps
+        return page() if is_short else await asyncio.to_thread(page)
 
     async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
         await self._recall(request.session_id)
@@ -317,6 +324,7 @@ def _decoded(behaviour: Behaviour, request_type: type[Message]) -> Behaviour:
     async def call(raw: bytes, context: Context) -> Any:
         try:
             request = request_type.FromString(raw)
+            del raw  # the call may go on for long
         except DecodeError:
             raise TransportError(
                 grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a valid {request_type.DESCRIPTOR.full_name}"

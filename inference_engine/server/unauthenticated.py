@@ -9,8 +9,9 @@ unauthenticated peers are dropped, the oldest first: a client with a key is know
                     │  └────────┘                          its keys were removed
                     ├──▶ dropped                           one of more than KEPT of its address, after PATIENCE_SECONDS
                     ├──▶ dropped                           too many of its address, or in all, the oldest first
-                    └──▶ waits for each further refusal    refused too often; dropped if too many wait, or if one
-                                                           cancels its call to make another at once
+                    ├──▶ waits for each further refusal    refused too often; dropped if too many wait, or if one
+                    │                                      cancels its call to make another at once
+                    └──▶ dropped, and its address barred   refused far too often, or too many bytes (`barring.py`)
 
 An address is the peer's as the system reports it: behind a proxy, the proxy's. In IPv6 it is a network of 64 bits,
 because one host may use any of its addresses.
@@ -22,6 +23,7 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
+import logging
 import os
 import socket
 import stat
@@ -29,11 +31,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias, TypeVar
 from urllib.parse import unquote
 
 from inference_engine.server.auth import KeyRing
+from inference_engine.server.barring import FILES, OFFENCES, ListenerFilter, Offenders, received_bytes
 
 Peer: TypeAlias = tuple[str, int]  # address and port of the other side
 
@@ -44,7 +46,12 @@ MOST_REFUSALS = 16  # on one connection
 # On all unauthenticated connections of one address together; beyond that, one refusal is too many.
 ADDRESS_REFUSALS = 128
 ADDRESS_REFUSALS_PER_SECOND = 16.0
-# How often gRPC's connections are scanned: with few unauthenticated peers, and with more than KEPT.
+# Refusals beyond that, until the address is barred.
+MOST_EXCESS = 256
+# What an unauthenticated peer may send: the headers of as many calls as a connection may have, and what flow control
+# lets through of their messages; then so much a second. More bars its address.
+FIRST_BYTES, BYTES_PER_SECOND = 256 * 1024, 4 * 1024
+# How often gRPC's connections are scanned: without unauthenticated peers, and with.
 CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25
 # The share of one thread's time that scans may take; and the longest scan that the event loop may wait for.
 LOOKING_SHARE = 0.05
@@ -57,10 +64,14 @@ MOST_WAITING = 512
 DROPPED_SECONDS = 5.0
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(slots=True)
 class _Allowance:
     refusals: float
     filled_at: float
+    excess: int = 0  # refusals beyond it since it was last enough
 
 
 @dataclass(slots=True)
@@ -89,9 +100,21 @@ class UnauthenticatedPeers:
         """The number of unauthenticated peers; known ones do not count."""
         return sum(map(len, self._unauthenticated.values()))
 
-    @property
-    def is_crowded(self) -> bool:
-        return len(self) > KEPT
+    def since(self) -> dict[Peer, float]:
+        """The unauthenticated peers, and when they became that."""
+        return {peer: since for of_address in self._unauthenticated.values() for peer, since in of_address.items()}
+
+    def of_address(self, address: str) -> list[Peer]:
+        """The unauthenticated peers of an address."""
+        return list(self._unauthenticated.get(address, ()))
+
+    def takes_excess(self, address: str) -> bool:
+        """Was that address refused far too often? That is told once, and counted anew."""
+        allowance = self._allowances.get(address)
+        if allowance is None or allowance.excess < MOST_EXCESS:
+            return False
+        allowance.excess = 0
+        return True
 
     def opened(self, peer: Peer) -> None:
         """Idempotent."""
@@ -132,6 +155,7 @@ class UnauthenticatedPeers:
         allowance.refusals = min(float(ADDRESS_REFUSALS), allowance.refusals + more)
         allowance.filled_at = now
         is_too_many = allowance.refusals < 1.0
+        allowance.excess = allowance.excess + 1 if is_too_many else 0
         allowance.refusals = max(0.0, allowance.refusals - 1.0)
         return is_too_many or self._refused[peer] >= MOST_REFUSALS
 
@@ -255,16 +279,23 @@ class GrpcDoor:
     """Drops connections of a gRPC server, which has no interface for closing them.
 
     They are found among the open files of this process: sockets whose local port is the server's. One is dropped by
-    shutting its socket down; gRPC then sees a closed connection.
+    shutting its socket down; gRPC then sees a closed connection. Addresses that go on nevertheless are barred.
     """
 
     def __init__(
-        self, unauthenticated: UnauthenticatedPeers, on_drop: Callable[[int], object], clock: Callable[[], float]
+        self,
+        unauthenticated: UnauthenticatedPeers,
+        on_drop: Callable[[int], object],
+        clock: Callable[[], float],
+        on_bar: Callable[[], object],
     ) -> None:
-        """on_drop: called with the number of dropped connections. clock: that of `unauthenticated`."""
+        """on_drop: called with the number of dropped connections. clock: that of `unauthenticated`. on_bar: called
+        when an address is barred.
+        """
         self._unauthenticated = unauthenticated
         self._clock = clock
         self._on_drop = on_drop
+        self._on_bar = on_bar
         self._port = 0
         self._files: Mapping[Peer, int] = {}
         self._seen: dict[int, tuple[int, Peer | None]] = {}  # by descriptor: its inode and its peer
@@ -272,12 +303,17 @@ class GrpcDoor:
         self._looking_seconds = 0.0  # CPU time of the last scan
         self._waiting = 0  # calls that wait for their refusal
         self._dropped: dict[Peer, float] = {}  # and when: gRPC may still have calls of theirs in its queue
+        self._offenders = Offenders(clock)
+        self._filter: ListenerFilter | None = None
+        self._was_known: set[Peer] = set()  # at the last scan
+        self._sent_before: dict[Peer, int] = {}  # bytes, by peers whose keys were removed: sent while they were known
         self._wake = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
 
     def follow(self, port: int) -> None:
         """Watch the connections of this port until `stop`."""
         self._port = port
+        self._filter = ListenerFilter(port)
         self._looking = asyncio.create_task(self._keep_looking(), name="door")
 
     def stop(self) -> None:
@@ -289,12 +325,15 @@ class GrpcDoor:
         found = peer_of(peer)
         if found is not None:
             self._unauthenticated.accepted(found, key)
+            self._offenders.accepted(address_of(found[0]))
 
     async def refused(self, peer: str) -> None:
         """Returns when the refusal may be sent."""
         found = peer_of(peer)
         if found is None or not self._unauthenticated.refused(found):
             return
+        if self._unauthenticated.takes_excess(address_of(found[0])):
+            self._offended(found, offences=OFFENCES)
         if self._waiting < MOST_WAITING:
             self._waiting += 1
             try:
@@ -302,16 +341,44 @@ class GrpcDoor:
             except asyncio.CancelledError:
                 # A cancelled call makes room for another one on its connection, so waiting would not slow the peer
                 # down.
-                self._drop_soon(found)
+                self._drop_offender(found)
                 raise
             finally:
                 self._waiting -= 1
         else:
-            self._drop_soon(found)
+            self._drop_offender(found)
 
     def has_dropped(self, peer: str) -> bool:
         """Was the peer's connection dropped while this call was queued?"""
         return bool(self._dropped) and peer_of(peer) in self._dropped
+
+    def _drop_offender(self, peer: Peer) -> None:
+        """Once for each connection, of which hundreds of calls may be waiting."""
+        if peer not in self._dropped:
+            self._drop_soon(peer)
+            self._dropped.setdefault(peer, self._clock())
+            self._offended(peer)
+
+    def _offended(self, peer: Peer, *, offences: int = 1) -> None:
+        address = address_of(peer[0])
+        if self._offenders.offended(address, offences=offences):
+            self._on_bar()
+            self._bar()
+            self._drop(self._unauthenticated.of_address(address))
+
+    def _bar(self) -> None:
+        """Have the system drop new connections of those that are barred now, and of no others."""
+        if self._filter is None:
+            return
+        try:
+            self._filter.bar(self._offenders.barred())
+        except OSError as error:
+            self._filter = None
+            _log.warning(
+                "addresses cannot be barred on this system (%s): who attacks without a key is only disconnected, and "
+                "may connect again",
+                error.strerror,
+            )
 
     def _drop_soon(self, peer: Peer) -> None:
         """Drop a connection that may be newer than the last scan."""
@@ -348,12 +415,13 @@ class GrpcDoor:
                 await self._look(began)
             await asyncio.sleep(min(self._looking_seconds / LOOKING_SHARE, CALM_SECONDS))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BUSY_SECONDS if self._unauthenticated.is_crowded else CALM_SECONDS):
+                async with asyncio.timeout(BUSY_SECONDS if len(self._unauthenticated) else CALM_SECONDS):
                     await self._wake.wait()
             self._wake.clear()
 
     async def _look(self, began: float) -> None:
-        files = await asyncio.to_thread(self._find)
+        since = self._unauthenticated.since()
+        files, received = await asyncio.to_thread(self._find_and_count, tuple(since))
         self._dropped = {peer: since for peer, since in self._dropped.items() if began - since < DROPPED_SECONDS}
         for peer in files:
             self._unauthenticated.opened(peer)
@@ -364,12 +432,33 @@ class GrpcDoor:
         wanted, self._to_drop = self._to_drop, set()
         self._drop([peer for peer in wanted if peer in files])
         self._drop(self._unauthenticated.to_drop())
+        self._drop_talkers(since, received)
+        self._bar()
+
+    def _drop_talkers(self, since: Mapping[Peer, float], received: Mapping[Peer, int]) -> None:
+        """Drop those without a key that have sent too much. since, received: of the unauthenticated peers."""
+        now, still = self._clock(), self._unauthenticated.since()
+        for peer, nbytes in received.items():
+            if peer in self._was_known:
+                self._sent_before[peer] = nbytes
+            sent = nbytes - self._sent_before.get(peer, 0)
+            if peer in still and sent > FIRST_BYTES + (now - since[peer]) * BYTES_PER_SECOND:
+                self._drop((peer,))
+                self._offended(peer, offences=OFFENCES)
+        self._sent_before = {peer: sent for peer, sent in self._sent_before.items() if peer in still}
+        self._was_known = self._files.keys() - still.keys()
+
+    def _find_and_count(self, unauthenticated: Collection[Peer]) -> tuple[dict[Peer, int], dict[Peer, int]]:
+        """As `_find`, and the bytes that those peers have sent so far."""
+        files = self._find()
+        counts = {peer: received_bytes(files[peer]) for peer in unauthenticated if peer in files}
+        return files, {peer: count for peer, count in counts.items() if count is not None}
 
     def _find(self) -> dict[Peer, int]:
         """The connections of the server's port, and their descriptors. Any thread."""
         began = time.thread_time()
         seen: dict[int, tuple[int, Peer | None]] = {}
-        for entry in _FILES.iterdir():
+        for entry in FILES.iterdir():
             file = int(entry.name)
             with contextlib.suppress(OSError):
                 facts = os.fstat(file)
@@ -383,9 +472,6 @@ class GrpcDoor:
         self._seen = seen
         self._looking_seconds = time.thread_time() - began
         return {peer: file for file, (_, peer) in seen.items() if peer is not None}
-
-
-_FILES = Path("/proc/self/fd") if Path("/proc/self/fd").exists() else Path("/dev/fd")
 
 
 def _peer_at(file: int, port: int) -> Peer | None:

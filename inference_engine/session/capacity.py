@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from inference_engine.config import EngineConfig
 from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV, bound_of, grows_with_history, no_capacity, whole_segments
@@ -36,6 +37,20 @@ class SessionLimits:
     kept_sessions_per_owner: int = 0
     kept_tokens_per_owner: int = 0
     share_forks: bool = True
+
+    @staticmethod
+    def of(config: EngineConfig) -> SessionLimits:
+        return SessionLimits(
+            max_sessions=config.max_sessions,
+            evictable_seconds=config.session_evictable_seconds,
+            max_sessions_per_owner=config.max_sessions_per_owner,
+            kv_bytes_per_owner=config.kv_bytes_per_owner,
+            history_tokens_per_owner=config.history_tokens_per_owner,
+            history_tokens_per_session=config.history_tokens_per_session,
+            kept_sessions_per_owner=config.kept_sessions_per_owner,
+            kept_tokens_per_owner=config.kept_tokens_per_owner,
+            share_forks=config.share_forks,
+        )
 
 
 class Admission:
@@ -148,11 +163,11 @@ class Admission:
             self._evict(idle[0])
 
     def _no_place(self, sessions: Collection[Session], owner: str) -> NoCapacity | QuotaExceeded | None:
-        limits, own = self._limits, sum(session.owner == owner for session in sessions)
-        if limits.max_sessions_per_owner and own >= limits.max_sessions_per_owner:
+        limits, most = self._limits, self._limits.max_sessions_per_owner
+        if most and (own := sum(session.owner == owner for session in sessions)) >= most:
             return QuotaExceeded(
                 "max_sessions_per_owner",
-                limits.max_sessions_per_owner,
+                most,
                 f"{own} sessions of yours are open, as many as one owner may have; close some",
                 retry_after_seconds=_RETRY_SECONDS,
             )
@@ -216,10 +231,12 @@ class Admission:
     ) -> None:
         """Raise QuotaExceeded if the owner's sessions and this one would reserve too much between Generates."""
         most = self._limits.kv_bytes_per_owner
+        if not most:
+            return
         own = [session for session in sessions if session.owner == owner]
         held = sum(session.kv.reserved.sustained_bytes for session in own if session not in without)
         held += orphaned_bytes(own)
-        if most and held + needed.sustained_bytes > most:
+        if held + needed.sustained_bytes > most:
             raise QuotaExceeded(
                 "kv_bytes_per_owner",
                 most,
@@ -236,10 +253,14 @@ class Admission:
         without: sessions that would be dropped first.
         """
         bounds = [session.kv.reserved for session in sessions if session not in without] + [needed]
-        sustained = sum(bound.sustained_bytes for bound in bounds) + orphaned_bytes(sessions)
-        waking = max(bound.peak_bytes - bound.sustained_bytes for bound in bounds)
+        waking = max([bound.peak_bytes - bound.sustained_bytes for bound in bounds])
         capacity = self._context.pool.capacity_bytes
-        if waking and sustained + waking > capacity:
+        # What the pool has reserved holds all of it, and what sessions that are awake have beyond: mostly that is the
+        # answer, and nothing has to be added up over all sessions.
+        if not waking or self._context.pool.reserved_bytes + needed.sustained_bytes + waking <= capacity:
+            return
+        sustained = sum([bound.sustained_bytes for bound in bounds]) + orphaned_bytes(sessions)
+        if sustained + waking > capacity:
             raise NoCapacity(
                 f"the session needs {needed.sustained_bytes} bytes of K/V, and would leave too few of the server's "
                 f"{capacity} to wake a session. Close sessions, or ask for a smaller limit_tokens or another strategy",

@@ -26,7 +26,7 @@ from inference_engine.errors import InvalidArgument, RequestIdReused
 R = TypeVar("R")
 
 REQUEST_ID_BYTES = 16
-DIGEST_BYTES = 8  # it finds an owner's own mistake, and keeps nobody out
+DIGEST_BYTES = 8  # it finds an owner's own mistake; it is no protection
 KEEP_SECONDS = 600.0  # after the session ended
 MOST_PER_SESSION = 64  # of one kind of call
 MOST_ENDED_PER_OWNER = 4096  # of one kind of call, over all sessions that ended

@@ -15,7 +15,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -44,6 +44,8 @@ from inference_engine.types import Bound, Mode
 T = TypeVar("T")
 
 _TOMBSTONES = 10_000
+_ID_BYTES = 4
+_RETRY_SECONDS = 1.0
 _EXPIRED_TOKENS = 2**22  # of histories that one call of `expire` ends
 
 
@@ -77,6 +79,7 @@ class SessionStore:
         self._limits = limits
         self._leaves = Leaves()
         self._holdings: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # of histories, by owner
+        self._carried: Counter[str] = Counter()  # token ids of appends that are under way, by owner
         self._admission = Admission(
             context, limits, clock, evict=lambda session: self._evict(session, "lru"), drop=self._drop
         )
@@ -418,19 +421,50 @@ class SessionStore:
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""
         with self._lock:
-            self._leaves.recount()
-            holdings = self._holdings.get(owner)
-            return 0 if holdings is None else holdings.tokens
+            return self._held_by(owner)
 
     def held_history(self) -> Holdings:
-        """Tokens and bytes of all owners' histories, the journal's bytes included."""
+        """Tokens and bytes of all owners' histories and appends under way, the journal's bytes included."""
         with self._lock:
             self._leaves.recount()
             held = list(self._holdings.values())
-            nbytes = sum(one.nbytes for one in held) + self._leaves.going_bytes + self._journal.held_bytes()
+            carried = self._carried.total()
+            nbytes = (
+                sum(one.nbytes for one in held)
+                + carried * _ID_BYTES
+                + self._leaves.going_bytes
+                + self._journal.held_bytes()
+            )
             if self._transient is not self._journal:
                 nbytes += self._transient.held_bytes()
-            return Holdings(tokens=sum(one.tokens for one in held), nbytes=nbytes)
+            return Holdings(tokens=sum(one.tokens for one in held) + carried, nbytes=nbytes)
+
+    @contextmanager
+    def carrying(self, owner: str, tokens: int) -> Iterator[None]:
+        """Around an append of so many ids, which are in memory until it is done: they count as the owner's history.
+
+        Raises QuotaExceeded if that makes too many. An owner's only append may pass: it is refused when it is done,
+        unless it was done before and its reply is remembered.
+        """
+        with self._lock:
+            most, carried = self._limits.history_tokens_per_owner, self._carried[owner]
+            if most and carried and (held := self._held_by(owner)) + carried + tokens > most:
+                raise QuotaExceeded(
+                    "history_tokens_per_owner",
+                    most,
+                    f"your sessions hold {held} tokens of history, and your appends under way carry {carried}; "
+                    f"{tokens} more would pass the {most} that one owner may have, and nothing was added. Try again "
+                    "once they are done, or close sessions",
+                    retry_after_seconds=_RETRY_SECONDS,
+                )
+            self._carried[owner] += tokens
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._carried[owner] -= tokens
+                if not self._carried[owner]:
+                    del self._carried[owner]
 
     def remembered_replies(self) -> int:
         """How many replies are remembered, of all owners."""
@@ -442,6 +476,11 @@ class SessionStore:
         return session.history.nbytes + session.journal.held_bytes(session.session_id)
 
     # -- helpers, lock held -----------------------------------------------------------------------------------------
+
+    def _held_by(self, owner: str) -> int:
+        self._leaves.recount()
+        holdings = self._holdings.get(owner)
+        return 0 if holdings is None else holdings.tokens
 
     def _check_owner(self, session: Session, adding: int) -> None:
         self._leaves.recount()

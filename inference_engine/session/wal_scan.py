@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _HEADER, _FRAME = 32, 24
+_SUMMED = 8  # bytes of a frame's head that its checksum is of
 _MAGIC = 0x377F0682  # and one more: checksums of big-endian numbers
 
 
@@ -29,22 +30,30 @@ def find_damage(path: Path) -> int | None:
     log = path.read_bytes()
     if len(log) < _HEADER:
         return None
-    magic, _, page_bytes, _, *salts = struct.unpack(">6I", log[:24])
+    magic, _, page_bytes, _, *salts = (int(word) for word in struct.unpack(">6I", log[:24]))
     order = ">" if magic & 1 else "<"
     running = _checksum(order, log[:24], (0, 0))
     if magic | 1 != _MAGIC | 1 or running != struct.unpack(">2I", log[24:32]):
         # Nothing behind it can be trusted; a log that was never synced has no commits behind it either.
         return 0 if len(log) > _HEADER + _FRAME else None
-    wrong_at, commits_behind = None, 0
-    for at in range(_HEADER, len(log) - _FRAME - page_bytes + 1, _FRAME + page_bytes):
-        _, size, *found, first, second = struct.unpack(">6I", log[at : at + _FRAME])
+    frame_bytes = _FRAME + page_bytes
+    count = (len(log) - _HEADER) // frame_bytes
+    frames = np.frombuffer(log, dtype=np.uint8, count=count * frame_bytes, offset=_HEADER).reshape(count, frame_bytes)
+    heads: list[list[int]] = np.ascontiguousarray(frames[:, :_FRAME]).view(">u4").tolist()
+    weights, of_start = _weights((_SUMMED + page_bytes) // 8)
+    # A frame's checksum is of the start of its head, and of its page.
+    left_out = np.zeros((2, (_FRAME - _SUMMED) // 4), dtype=np.uint32)
+    weights = np.concatenate((weights[:, : _SUMMED // 4], left_out, weights[:, _SUMMED // 4 :]), axis=1)
+    added: list[list[int]] = _added(order, frames, weights).tolist()
+    wrong_at: int | None = None
+    commits_behind = 0
+    for number, ((_, size, *found, first, second), sums) in enumerate(zip(heads, added, strict=True)):
         if wrong_at is None:
-            page = log[at + _FRAME : at + _FRAME + page_bytes]
-            running = _checksum(order, page, _checksum(order, log[at : at + 8], running))
+            running = _after(of_start, running, sums)
             if running != (first, second):
-                wrong_at = at
+                wrong_at = _HEADER + number * frame_bytes
             elif found != salts:  # a frame of an older log would have another checksum
-                return at
+                return _HEADER + number * frame_bytes
         if wrong_at is not None and found == salts and size:
             commits_behind += 1
     return wrong_at if commits_behind >= 2 else None
@@ -56,9 +65,24 @@ def _checksum(order: str, data: bytes, start: tuple[int, int]) -> tuple[int, int
     It is linear, so that a whole page is a product with weights that depend on its length only.
     """
     weights, of_start = _weights(len(data) // 8)
-    words = np.frombuffer(data, dtype=f"{order}u4").astype(np.uint32)
-    low, high = weights @ words + of_start @ np.array(start, dtype=np.uint32)
-    return int(low), int(high)
+    (sums,) = _added(order, np.frombuffer(data, dtype=np.uint8)[None], weights).tolist()
+    return _after(of_start, start, sums)
+
+
+def _added(order: str, rows: NDArray[np.uint8], weights: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """What each row of bytes [N, B] adds to low and high [N, 2], with the weights of its words [2, B / 4]."""
+    words = rows.view(f"{order}u4").astype(np.uint32, copy=False)
+    found: NDArray[np.uint32] = np.einsum("nw,sw->ns", words, weights)
+    return found
+
+
+def _after(of_start: NDArray[np.uint32], start: tuple[int, int], added: list[int]) -> tuple[int, int]:
+    (low_low, low_high), (high_low, high_high) = of_start.tolist()
+    low, high = start
+    return (
+        (low_low * low + low_high * high + added[0]) & 0xFFFFFFFF,
+        (high_low * low + high_high * high + added[1]) & 0xFFFFFFFF,
+    )
 
 
 @lru_cache(8)

@@ -60,7 +60,11 @@ EXPERIMENTS = {
         "laboratory.evaluation.free_running", "what strategies write when left alone, beside full"
     ),
     "cost": Experiment("laboratory.evaluation.cost", "time to first token, tokens/s and bytes"),
-    "ladder": Experiment("laboratory.evaluation.ladder", "recall, KL, bytes, first token and decode, length by length"),
+    "ladder": Experiment(
+        "laboratory.evaluation.ladder",
+        "recall, KL, bytes, first token and decode, length by length",
+        saves_parts=True,
+    ),
     "mac-statistics": Experiment(
         "laboratory.evaluation.mac_statistics", "how often mac matches, what it skips, what that costs"
     ),

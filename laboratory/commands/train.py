@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
             basis=args.basis,
             bits=args.bits,
             quantiser=args.quantiser,
-            kernels=model.kernels,
+            kernels=model.torch_kernels,
             advance=partial(progress.advance, task),
         )
         refinement = None

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     )
     use_threads(model.threads)
     loaded = load_model(
-        model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention=ATTENTION
+        model.model, cache=model.cache_path, device=model.torch_device, dtype=model.dtype, attention=ATTENTION
     )
     if args.length > loaded.trained_positions:
         raise ConfigError(f"--length must be at most {loaded.trained_positions} for this model, got {args.length}")

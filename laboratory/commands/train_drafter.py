@@ -111,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
     corpora = [read_manifest(folder, target_digest=digest) for folder in folders]
     texts = [text for folder, corpus in zip(folders, corpora, strict=True) for text in read_texts(folder, corpus)]
     mask = unused_id(texts, corpora[0].vocab_size) if args.mask_token_id is None else args.mask_token_id
-    loaded = load_model(model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa")
+    loaded = load_model(
+        model.model, cache=model.cache_path, device=model.torch_device, dtype=model.dtype, attention="sdpa"
+    )
     config = config_for(
         loaded.model,
         layers=args.layers,

@@ -2,8 +2,9 @@
 
     python scripts/mlx/suite.py [--seconds 600]        pytest's report, and a record in results/tests_mlx/
 
-Laws and families on the GPU stream, checkpoints in MLX's layout, greedy tokens beside torch, memory and its limits, a
-session of so many seconds, speed beside mlx-lm and, where it is installed, llama.cpp. Further arguments go to pytest.
+Laws and families on the GPU stream, our kernel in Metal beside its reference and beside the default, checkpoints in
+MLX's layout, greedy tokens beside torch, memory and its limits, a session of so many seconds, speed beside mlx-lm and,
+where it is installed, llama.cpp. Further arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import pytest
 
 from laboratory.evaluation import record
 
-PATHS = ("tests/mlx",)
+TESTS = ("tests/mlx", "tests/laws", "--executor", "mlx", "-m", "not long")
 OUTCOMES = ("passed", "failed", "skipped")
 MODEL = "smollm2-135m"
 
@@ -87,7 +88,7 @@ def main() -> None:
         raise SystemExit(reason)
     subprocess.run([sys.executable, "-m", "inference_engine.cli.main", "models", "fetch", MODEL], check=True)
     recorder = Recorder(arguments.seconds, arguments.results)
-    sys.exit(pytest.main([*PATHS, "-m", "not long", *others], plugins=[recorder]))
+    sys.exit(pytest.main([*TESTS, *others], plugins=[recorder]))
 
 
 def why_not() -> str:

@@ -10,6 +10,7 @@ from inference_engine.kv.parts.restored import RestoredEntries
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
+from tests.facade import context_of
 from tests.laws.variants import drain, engine_for, generate, same, text, tokens
 
 LIMIT = 256
@@ -25,7 +26,8 @@ def engine_with_room(strategy: KVStrategy, *, sessions: int, active: float) -> E
     with engine_for(Mode.BATCHED) as roomy:
         bound = roomy.create_session(strategy=strategy, limit_tokens=LIMIT).bound
         waking = bound.peak_bytes - bound.sustained_bytes
-        unit = 2 * roomy._geometry.alignment * roomy._geometry.itemsize
+        geometry = context_of(roomy).geometry
+        unit = 2 * geometry.alignment * geometry.itemsize
     return engine_for(
         Mode.BATCHED,
         growth="guaranteed",

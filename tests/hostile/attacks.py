@@ -404,5 +404,7 @@ WITH_KEY: dict[str, Attack] = {
 ATTACKS = WITHOUT_KEY | WITH_KEY
 
 if __name__ == "__main__":
-    # target, name of an attack, seconds
+    # target, name of an attack, seconds, and the attacker's address if it has one of its own
+    Connection.source = sys.argv[4] if len(sys.argv) > 4 else None
+    print("begins", flush=True)
     ATTACKS[sys.argv[2]](sys.argv[1], float(sys.argv[3]))

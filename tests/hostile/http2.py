@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
@@ -78,10 +78,13 @@ def call_headers(method: str, extra: Headers = ()) -> bytes:
 class Connection:
     """One connection to a server. What the other side says is read by `frames`."""
 
+    source: ClassVar[str | None] = None  # the address of this side, of all that are opened from now on
+
     def __init__(self, target: str, *, greet: bool = True, settings: bytes = b"") -> None:
         """greet: send the preface. settings: pairs of two bytes and four, as they go into the frame."""
         host, _, port = target.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=WAIT_SECONDS)
+        source = None if self.source is None else (self.source, 0)
+        self.socket = socket.create_connection((host, int(port)), timeout=WAIT_SECONDS, source_address=source)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._read = b""
         self._next = 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ from tests.hostile.http2 import (
 
 pytestmark = pytest.mark.hostile
 
+ROOT = Path(__file__).resolve().parents[2]
 SHORT_SECONDS, LONG_SECONDS = 0.5, 10.0
 # What its server takes no longer than a moment for; the others take their time, so they are in the long form alone.
 SHORT = ("messages that do not end", "2,000 headers a call", "rapid reset", "CONTINUATION without end", "PING flood")
@@ -117,6 +121,43 @@ def cancel_until_dropped(connection: Connection, first_stream: int = 1) -> None:
         if not connection.try_send(call) or connection.is_closed(0.005):
             break
         assert time.monotonic() < ends, "it goes on"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system's filters are Linux's, and so are more loopback addresses"
+)
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [("rapid reset", "127.0.2.1"), ("HPACK bomb", "127.0.2.2"), ("calls with a wrong key", "127.0.2.3")],
+)
+def test_an_address_that_goes_on_attacking_gets_no_new_connection_and_owners_do(
+    name: str, address: str, attacked: Attacked, victim: Victim
+) -> None:
+    attacker = subprocess.Popen(
+        (sys.executable, "-m", "tests.hostile.attacks", attacked.target, name, "30", address), cwd=ROOT
+    )
+    try:
+        ends = time.monotonic() + 60.0
+        while connects(attacked.target, address):
+            assert time.monotonic() < ends, "it is not barred"
+            victim.goes_on(1)
+    finally:
+        attacker.kill()
+        attacker.wait()
+    assert connects(attacked.target, "127.0.2.99")
+    victim.goes_on()
+
+
+def connects(target: str, source: str) -> bool:
+    host, _, port = target.rpartition(":")
+    with socket.socket() as connection:
+        connection.settimeout(0.5)
+        connection.bind((source, 0))
+        try:
+            connection.connect((host, int(port)))
+        except TimeoutError:
+            return False
+        return True
 
 
 def test_a_client_with_a_key_may_be_refused_any_number_of_times(attacked: Attacked) -> None:

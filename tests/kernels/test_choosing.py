@@ -152,7 +152,7 @@ def histories(
 
     Their indexes have addresses and no tile yet. `key` of a kind: keys are all that number before rotation.
     """
-    from inference_engine.kernels.triton.components import key_indexes
+    from inference_engine.kernels.triton.component_index import key_indexes
 
     generator = torch.Generator().manual_seed(11)
     total = sum(kind["length"] for kind in kinds) * model.kv_heads + 3
@@ -210,7 +210,8 @@ def small_parts() -> torch.device:
     if device.type != "cuda":
         from inference_engine.kernels.triton import components
 
-        components._PARTS, components._NEAR, components._CHOSEN, components._EQUALS = 4, 4, 4, 16
+        components._PARTS, components._NEAR, components._CHOSEN = 4, 4, 4
+        components._GATHERED, components._WEIGHED, components._FEW, components._MANY = 128, 64, 16, 32
     return device
 
 
@@ -329,7 +330,7 @@ def compare_rounded() -> None:
 
 def compare_tiles() -> None:
     """What a child process runs: the tiles of several layers, at once and one by one."""
-    from inference_engine.kernels.triton.components import key_indexes
+    from inference_engine.kernels.triton.component_index import key_indexes
 
     device = small_parts()
     shapes = [IndexShape(rank=5, bits=3, run=2), IndexShape(rank=16, bits=3, run=4), IndexShape(rank=3, bits=8, run=1)]

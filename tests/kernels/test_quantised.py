@@ -14,8 +14,17 @@ from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_fused import Case, device_of_kernels, is_close, moved, numbers
 
 # Tokens, inputs, outputs: none, one or all of them a multiple of a tile or of a group.
-SHAPES = ((1, 64, 32), (1, 200, 37), (1, 1400, 6), (5, 200, 37), (16, 1030, 6), (33, 256, 37), (70, 200, 37))
-OF_ANY_NUMBER = ((1, 200, 37), (3, 1030, 6), (70, 200, 37))
+SHAPES = (
+    (1, 64, 32),
+    (1, 200, 37),
+    (1, 1400, 6),
+    (5, 200, 37),
+    (16, 1030, 6),
+    (33, 256, 37),
+    (33, 2100, 6),
+    (70, 200, 37),
+)
+OF_ANY_NUMBER = ((1, 200, 37), (3, 1030, 6), (70, 200, 37), (70, 2100, 6))
 
 
 def fp8(outputs: int, inputs: int, group: int) -> QuantisedMatrix:
@@ -115,7 +124,33 @@ def compare_numbers() -> None:
             assert torch.equal(found, matrix.unpacked(torch.float32)), (outputs, inputs, name)
 
 
-@pytest.mark.parametrize("compare", [compare_products, compare_products_of_any_number, compare_numbers])
+def compare_every_code() -> None:
+    """Products with unit vectors are the numbers themselves: every 8-bit float, every code with every zero, exactly."""
+    from inference_engine.kernels.triton.fused import open_invariant
+
+    device, product_of = device_of_kernels(), open_invariant().product
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(4, 64)
+    floats = torch.where(codes.float().isnan(), torch.zeros(()), codes.float()).to(torch.float8_e4m3fn)
+    ones = torch.ones(4, 1)
+    zeros = torch.arange(17, dtype=torch.uint8)[:, None]
+    nibbles = pack_codes((torch.arange(128) % 16).expand(17, -1), 128)
+    for matrix in (
+        QuantisedMatrix(codes=floats, scales=ones, zeros=None, inputs=64, group=64),
+        QuantisedMatrix(codes=floats, scales=torch.ones(4, 2), zeros=None, inputs=64, group=32),
+        QuantisedMatrix(codes=nibbles, scales=torch.ones(17, 1), zeros=zeros, inputs=128, group=128),
+        QuantisedMatrix(codes=nibbles, scales=torch.ones(17, 1), zeros=None, inputs=128, group=128),
+    ):
+        units = torch.eye(matrix.inputs, dtype=dtype, device=device)
+        found = torch.cat(
+            [product_of(units[first : first + 16], matrix.to(device)) for first in range(0, len(units), 16)]
+        )
+        assert torch.equal(found.T.float().cpu(), matrix.unpacked(torch.float32)), matrix.format
+
+
+@pytest.mark.parametrize(
+    "compare", [compare_products, compare_products_of_any_number, compare_numbers, compare_every_code]
+)
 def test_the_kernels_give_what_the_references_give(compare: Callable[[], None]) -> None:
     run_with_triton(compare)
 

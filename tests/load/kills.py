@@ -33,7 +33,7 @@ MOST_TOKENS = 250  # of one session
 
 
 class Lives:
-    """A server on one port and folder, which lives as often as it is told to."""
+    """A server on one port and folder, started again as often as a test asks."""
 
     def __init__(self, folder: Path, durability: str, *, is_early: bool = False) -> None:
         with socket.socket() as free:
@@ -94,7 +94,7 @@ class Lives:
 
 
 class Agents:
-    """Threads that talk until they are told to stop. wrong: what was not as it has to be."""
+    """Threads that talk until they are stopped. wrong: what was not as it has to be."""
 
     def __init__(self, target: str, count: int, seed: int) -> None:
         self.counts: Counter[str] = Counter()

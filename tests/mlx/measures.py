@@ -7,8 +7,8 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.types import Failed, GenerateParams, TokenCommitted
-from laboratory.evaluation.sessions import append_all
+from inference_engine.types import Failed, GenerateParams, Mode, TokenCommitted
+from laboratory.evaluation.sessions import append_all, turned
 
 
 def said(engine: Engine, session: str, tokens: int) -> list[int]:
@@ -113,18 +113,24 @@ def long_session(forward: Forward, *, seconds: float, kv_bytes: int) -> LongSess
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Tokens per second of each round: ours, and mlx-lm's own generation over the same weights."""
+    """Tokens per second of each round: ours, mlx-lm's own over the same weights, llama.cpp's if it is here."""
 
     ours: list[float]
     theirs: list[float]
+    llama_cpp: list[float]
 
 
-def speeds(forward: Forward, folder: Path, prompt: Sequence[int], *, tokens: int, rounds: int) -> Speeds:
-    """Decode steps after the same prompt, taking turns; between the first token and the last."""
+def speeds(
+    forward: Forward, folder: Path, prompt: Sequence[int], *, tokens: int, rounds: int, gguf: Path | None = None
+) -> Speeds:
+    """Decode steps after the same prompt, taking turns; between the first token and the last.
+
+    gguf: what llama.cpp runs, from no history, as its own benchmark does.
+    """
     model, _ = load_model(folder, model_config=older_names(json.loads((folder / "config.json").read_text())))
     model.set_dtype(getattr(mx, forward.facts.dtype))
     mx.eval(model.parameters())
-    found = Speeds(ours=[], theirs=[])
+    found = Speeds(ours=[], theirs=[], llama_cpp=[])
     with Engine(forward, EngineConfig(kv_bytes=2**28, default_limit_tokens=len(prompt) + tokens)) as engine:
         for _ in range(rounds):
             session = engine.create_session().session_id
@@ -134,6 +140,35 @@ def speeds(forward: Forward, folder: Path, prompt: Sequence[int], *, tokens: int
             engine.close_session(session)
             stream = generate_step(mx.array(list(prompt)), model, max_tokens=tokens)
             found.theirs.append(_rate(stream))
+            if gguf is not None and (rate := llama_cpp_speed(gguf, tokens=tokens)) is not None:
+                found.llama_cpp.append(rate)
+    return found
+
+
+def rates_by_turns(
+    forwards: Mapping[str, Forward], *, sessions: int, prompt: int, tokens: int, rounds: int
+) -> dict[str, list[float]]:
+    """Tokens per second of sessions that generate together after prompts of so many tokens, by forward and round."""
+    found: dict[str, list[float]] = {name: [] for name in forwards}
+    ids = [int(one) for one in np.random.default_rng(2).integers(1, 100, prompt)]
+    limit = prompt + rounds * tokens
+    with ExitStack() as opened:
+        engines: dict[str, tuple[Engine, list[str]]] = {}
+        for name, forward in forwards.items():
+            entry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=256).entry_bytes
+            settings = EngineConfig(kv_bytes=(sessions + 1) * (limit + 256) * entry, default_limit_tokens=limit)
+            engine = opened.enter_context(Engine(forward, settings))
+            own = [engine.create_session(guaranteed=True).session_id for _ in range(sessions)]
+            for session in own:
+                append_all(engine, session, ids)
+            engines[name] = engine, own
+        for number in range(rounds):
+            for name in turned(list(forwards), number):
+                engine, own = engines[name]
+                began = time.perf_counter()
+                running = [engine.generate(session, GenerateParams(max_tokens=tokens)) for session in own]
+                count = sum(isinstance(event, TokenCommitted) for events in running for event in events)
+                found[name].append(count / (time.perf_counter() - began))
     return found
 
 
@@ -154,6 +189,6 @@ def llama_cpp_speed(gguf: Path, *, tokens: int) -> float | None:
     """Tokens per second of `llama-bench` on its default device; None where it is not installed."""
     if shutil.which("llama-bench") is None:
         return None
-    command = ["llama-bench", "-m", str(gguf), "-p", "0", "-n", str(tokens), "-r", "3", "-o", "json"]
+    command = ["llama-bench", "-m", str(gguf), "-p", "0", "-n", str(tokens), "-r", "1", "-o", "json"]
     ran = subprocess.run(command, capture_output=True, check=True, timeout=300)
     return float(json.loads(ran.stdout)[0]["avg_ts"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,10 +22,10 @@ from laboratory.evaluation.record import exact, summarize
 from scripts.evaluate_greedy import NEAR_TIE, compare, prompts
 from tests.mlx.measures import (
     active_bytes,
-    llama_cpp_speed,
     long_session,
     memory_held,
     older_names,
+    rates_by_turns,
     sessions_under_pressure,
     speeds,
 )
@@ -64,14 +65,22 @@ def test_greedy_tokens_are_those_of_torch(forward: Forward, texts: Sequence[list
 
 
 def test_memory_is_the_weights_and_the_pool_and_limits_are_restored(record_property: Noted) -> None:
-    wired = mx.set_wired_limit(0)
-    mx.set_wired_limit(wired)
-    held = memory_held(lambda: open_backend(CONFIG), kv_bytes=2**28)
+    own, recommended = 2**27, int(mx.device_info()["max_recommended_working_set_size"])
+    before = mx.set_wired_limit(own)
+    try:
+        held = memory_held(lambda: open_backend(CONFIG), kv_bytes=2**28)
+        active_bytes()
+        assert mx.set_wired_limit(own) == own, "the limit of before is restored when the model goes"
+        opened = open_backend(CONFIG)
+        assert mx.set_wired_limit(recommended) == recommended, "set while a model is there"
+        del opened
+        active_bytes()
+    finally:
+        mx.set_wired_limit(before)
     record_property("weights", exact(held.weights, "bytes"))
+    record_property("memory recommended for a GPU", exact(recommended, "bytes"))
     assert 2**28 <= held.pool <= 2**28 + 64 * TIGHT
     assert held.left < TIGHT
-    active_bytes()
-    assert mx.set_wired_limit(wired) == wired, "the limit of before is restored when the model goes"
 
 
 def test_under_pressure_a_session_is_refused_and_none_is_lost(forward: Forward) -> None:
@@ -95,13 +104,28 @@ def test_speed_beside_mlx_lm_and_llama_cpp(
     checked = check_model(CONFIG.model, cache=CONFIG.cache_path)
     prompt = max(texts, key=len)
     for dtype in ("float32", "bfloat16"):
-        own = forward if dtype == "float32" else open_backend(ModelConfig(device="mlx", dtype=dtype))
-        found = speeds(own, checked.folder, prompt, tokens=128, rounds=7)
+        own = forward if dtype == "float32" else open_backend(replace(CONFIG, dtype=dtype))
+        found = speeds(own, checked.folder, prompt, tokens=128, rounds=7, gguf=checked.gguf)
         ratios = [one / other for one, other in zip(found.ours, found.theirs, strict=True)]
         record_property(f"decode in {dtype}", summarize(found.ours, "tokens/s"))
         record_property(f"decode in {dtype} by mlx-lm", summarize(found.theirs, "tokens/s"))
         record_property(f"ratio to mlx-lm in {dtype}", summarize(ratios, "ratio"))
+        if found.llama_cpp:
+            what = f"decode by llama.cpp of the GGUF file, from no history, between those in {dtype}"
+            record_property(what, summarize(found.llama_cpp, "tokens/s"))
         assert statistics.median(found.ours) > 0
-    if checked.gguf is not None and (rate := llama_cpp_speed(checked.gguf, tokens=128)) is not None:
-        record_property("decode by llama.cpp of the GGUF file", exact(rate, "tokens/s"))
     assert older_names(json.loads((checked.folder / "config.json").read_text()))["rope_theta"]
+
+
+@pytest.mark.parametrize(("sessions", "prompt"), [(1, 256), (1, 4096), (8, 512)])
+def test_speed_of_the_kernel_in_metal_beside_the_default(sessions: int, prompt: int, record_property: Noted) -> None:
+    """A record of what should be the default; `test_metal.py` says whether the kernel is right."""
+    config = ModelConfig(device="mlx", dtype="bfloat16")
+    forwards = {kernels: open_backend(replace(config, kernels=kernels)) for kernels in ("auto", "metal")}
+    found = rates_by_turns(forwards, sessions=sessions, prompt=prompt, tokens=64, rounds=7)
+    what = f"{sessions} session{'s' if sessions > 1 else ''} of {prompt} tokens, bfloat16"
+    for kernels, rates in found.items():
+        record_property(f"{what}, kernels={kernels}", summarize(rates, "tokens/s"))
+    ratios = [one / other for one, other in zip(found["metal"], found["auto"], strict=True)]
+    record_property(f"{what}, metal to auto", summarize(ratios, "ratio"))
+    assert statistics.median(ratios) > 0

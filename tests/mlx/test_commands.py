@@ -10,11 +10,15 @@ import pytest
 from transformers import CohereConfig, CohereForCausalLM
 
 from inference_engine.cli.main import main
-from inference_engine.config import ModelConfig
+from inference_engine.compose import find_drafter, open_backend
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.engine import Engine
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.types import Mode
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.target import words_in
+from kv_cache_proposer.ngram import NgramDrafter
+from laboratory.evaluation import record
 from tests import tiny
 from tests.kv_cache_proposer.drafter_cases import tiny_network
 from tests.laws.variants import engine_for, generate, same, text
@@ -88,14 +92,42 @@ def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: p
     assert same(streams[0], streams[1], Mode.BATCHED)
 
 
+def test_a_drafter_is_trained_on_torch_where_mlx_is_the_device_and_drafts_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is trained asks torch for the CPU, as its own default on a Mac is MLX."""
+    folder = save_tiny_chat_model(tmp_path / "model")
+    own = tmp_path / "own.txt"
+    own.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    shared = ("--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx")
+    few = ("--tokens", "3000", "--texts-at-once", "25", "--length", "160", "--text", str(own))
+    assert main(["train", "corpus", *shared, *few]) == 0
+    small = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "4")
+    quick = ("--measured-texts", "1", "--mask-token-id", "127", "--commit", "0123abc")
+    monkeypatch.setattr(record, "commit", lambda: "none")
+    assert main(["train", "drafter", *shared, *small, *quick]) == 0
+
+    model = ModelConfig(model=str(folder), cache_dir=str(tmp_path), device="mlx", drafter="trained")
+    forward, streams, drafted = open_backend(model), [], 0
+    for drafter in (None, find_drafter(model, forward), NgramDrafter()):
+        settings = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4, draft_tokens=3)
+        with Engine(forward, settings, drafter=drafter) as engine:
+            session = engine.create_session().session_id
+            engine.append(session, [*text(40), *text(40)])
+            streams.append(generate(engine, session, 24))
+            drafted = engine.session_info(session).drafted_tokens
+        assert bool(drafted) == (drafter is not None)
+    assert same(streams[0], streams[1], Mode.BATCHED)
+    assert same(streams[0], streams[2], Mode.BATCHED)
+
+
 @pytest.mark.real_model
 @pytest.mark.long
 def test_greedy_tokens_of_the_real_model_are_those_of_torch() -> None:
     """But for near-ties. Prompts are short: products on a CPU are slow. The trained drafter drafts after the last."""
     from transformers import AutoTokenizer
 
-    from inference_engine.compose import find_drafter, open_parts
-    from inference_engine.config import EngineConfig
+    from inference_engine.compose import open_parts
     from inference_engine.models import load_model, tokenizer_folder
     from scripts.evaluate_greedy import NEAR_TIE, compare, prompts
 

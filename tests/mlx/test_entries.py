@@ -19,6 +19,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.step_list import Attend
 from tests.laws import test_session_kv_laws as laws
 from tests.laws.variants import all_strategies
+from tests.mlx.metal_kernels import needs_a_kernel, recorded_kernel
 from tests.mlx.test_laws import READS
 
 
@@ -34,6 +35,7 @@ class MlxPlan(StepPlan):
 
     pools: ClassVar[dict[int, tuple[mx.array, mx.array]]] = {}
     attended = 0
+    uses_metal = False
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **{**words, "ops": DeviceOps(attends_together=True)})
@@ -43,7 +45,7 @@ class MlxPlan(StepPlan):
             return super().attend(layer, queries, keys, values, **words)
         MlxPlan.attended += 1
         address = next(iter(self.pool.buffers.values())).keys.data_ptr()
-        together = _Together(self, Layers(), self.pools[address])  # type: ignore[arg-type]
+        together = _Together(self, Layers(), self.pools[address], self.uses_metal)  # type: ignore[arg-type]
         operation = Attend(input="", output="", layer=layer, **words)
         out = together(operation, *(as_mlx(states[0].transpose(0, 1)) for states in (queries, keys, values)))
         mx.eval(out, *together.written())
@@ -77,6 +79,17 @@ def _through_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int) -> None:
     laws.test_a_query_sees_what_the_mask_law_says(strategy, chunk, (1, 1))
     assert MlxPlan.attended
+
+
+@needs_a_kernel
+@pytest.mark.parametrize(("strategy", "chunk"), list(zip(all_strategies(), cycle((5, 1, 3)), strict=False)), ids=str)
+def test_a_query_of_the_kernel_in_metal_sees_what_the_mask_law_says(
+    strategy: KVStrategy, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MlxPlan, "uses_metal", True)
+    with recorded_kernel() as kernel:
+        laws.test_a_query_sees_what_the_mask_law_says(strategy, chunk, (1, 1))
+    assert kernel.launches
 
 
 @pytest.mark.parametrize("strategy", READS, ids=str)

@@ -58,12 +58,19 @@ def saved(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype = torch.
     return folder
 
 
-def published(config: PretrainedConfig, folder: Path, *, bits: int, exceptions: dict[str, Any] | None = None) -> Path:
+def published(
+    config: PretrainedConfig,
+    folder: Path,
+    *,
+    bits: int,
+    exceptions: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """A folder as mlx-lm's converter writes it.
 
-    bits: 0 for none. exceptions: quantisation of modules by the end of their names.
+    bits: 0 for none. exceptions: quantisation of modules by the end of their names. dtype: of scales, and of the rest.
     """
-    source = saved(config, folder / "source")
+    source = saved(config, folder / "source", dtype=dtype)
     # Names that transformers 5 does not write any more, and published configurations have.
     content = json.loads((source / CONFIG).read_text()) | {"rope_theta": 10000.0, "rope_scaling": None}
     if config.model_type == "qwen3_moe":
@@ -101,20 +108,22 @@ def test_a_folder_of_safetensors_gives_the_logits_of_torch(config: PretrainedCon
 
 
 @pytest.mark.parametrize(
-    ("config", "bits", "exceptions"),
+    ("config", "bits", "exceptions", "dtype"),
     [
-        (DENSE, 4, None),
-        (DENSE, 8, {"v_proj": {"group_size": 64, "bits": 4}, "down_proj": False}),
-        (MIXED, 4, {"mlp.gate": {"group_size": 64, "bits": 8}}),
-        (MIXED, 0, None),
+        (DENSE, 4, None, torch.bfloat16),
+        (DENSE, 8, {"v_proj": {"group_size": 64, "bits": 4}, "down_proj": False}, torch.float16),
+        (MIXED, 4, {"mlp.gate": {"group_size": 64, "bits": 8}}, torch.bfloat16),
+        (MIXED, 0, None, torch.float32),
     ],
     ids=["4 bits", "8 bits, some with fewer, some with none", "experts", "experts, not quantised"],
 )
 def test_a_checkpoint_in_the_layout_of_mlx_gives_the_logits_of_its_own_library(
-    config: PretrainedConfig, bits: int, exceptions: dict[str, Any] | None, tmp_path: Path
+    config: PretrainedConfig, bits: int, exceptions: dict[str, Any] | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    folder = published(config, tmp_path, bits=bits, exceptions=exceptions)
+    """Scales have the 16 bits that published checkpoints have; both compute in float32."""
+    folder = published(config, tmp_path, bits=bits, exceptions=exceptions, dtype=dtype)
     reference, _ = load_model(folder)
+    reference.set_dtype(mx.float32)
     expected = np.array(reference(mx.array([IDS]))[0].astype(mx.float32))
 
     forward = open_backend(config_of(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ import pytest
 
 from inference_engine.backends.mlx import loading
 from inference_engine.compose import open_backend
-from tests.mlx.measures import long_session, memory_held, sessions_under_pressure, speeds
+from tests.mlx.measures import long_session, memory_held, rates_by_turns, sessions_under_pressure, speeds
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
 from tests.mlx.tiny import tiny_mlx
 
@@ -34,11 +35,25 @@ def test_a_long_session_keeps_its_memory() -> None:
     assert ran.last_bytes <= ran.first_bytes + 2**20
 
 
-def test_speed_is_measured_beside_mlx_lm_over_the_same_weights(tmp_path: Path) -> None:
+def test_speed_is_measured_beside_mlx_lm_over_the_same_weights_and_beside_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(saved(DENSE, tmp_path / "model"))
-    found = speeds(open_backend(config), Path(config.model), IDS, tokens=8, rounds=2)
+    bench = tmp_path / "llama-bench"
+    bench.write_text("#!/bin/sh\necho '[{\"avg_ts\": 12.5}]'\n")
+    bench.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = speeds(open_backend(config), Path(config.model), IDS, tokens=8, rounds=2, gguf=tmp_path / "model.gguf")
     assert len(found.ours) == len(found.theirs) == 2
     assert min(*found.ours, *found.theirs) > 0
+    assert found.llama_cpp == [12.5, 12.5]
+
+
+def test_rates_of_forwards_that_take_turns_are_of_every_round() -> None:
+    forwards = {"own": tiny_mlx(), "other": tiny_mlx(seed=1)}
+    found = rates_by_turns(forwards, sessions=2, prompt=20, tokens=4, rounds=3)
+    assert {name: len(rates) for name, rates in found.items()} == {"own": 3, "other": 3}
+    assert min(*found["own"], *found["other"]) > 0
 
 
 def test_the_wired_limit_is_set_for_a_model_and_restored_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:

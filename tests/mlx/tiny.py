@@ -9,27 +9,21 @@ import torch
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
-from inference_engine.backends.mlx.weights import CheckpointWeights
 from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.models.step_list import step_list
 from inference_engine.types import ModelFacts
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_model
 
 
 @lru_cache(maxsize=8)
-def tiny_mlx(*, seed: int = 0, windowed: bool = True, dtype: torch.dtype = torch.float32) -> MlxForward:
+def tiny_mlx(
+    *, seed: int = 0, windowed: bool = True, dtype: torch.dtype = torch.float32, uses_metal: bool = False
+) -> MlxForward:
     model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
     checkpoint = LoadedTensors(model.state_dict())
     described = describe_seam(Seam(model))
-    program = Program(
-        step_list(described.config, described.layers, checkpoint.names()),
-        CheckpointWeights(checkpoint, MLX_DTYPES[dtype]),
-        described.rotaries,
-        trained_positions=TRAINED_POSITIONS,
-        dtype=MLX_DTYPES[dtype],
-    )
+    program = Program(described, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
     facts = ModelFacts(
         model_id="tiny",
         vocab_size=VOCABULARY,
@@ -39,4 +33,4 @@ def tiny_mlx(*, seed: int = 0, windowed: bool = True, dtype: torch.dtype = torch
         backend="mlx",
         numerics="tiny",
     )
-    return MlxForward(described, facts, program, dtype=dtype)
+    return MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)

@@ -241,6 +241,7 @@ UP = "model.layers.1.mlp.up_proj"
         ("awq", f"{UP}.scales", lambda found: found.int(), "I32"),
         ("compressed-tensors", f"{UP}.weight_scale", lambda found: found[:-1].contiguous(), "each of 96 outputs"),
         ("fp8, blocks", f"{UP}.weight_scale_inv", lambda found: found[:, :-1].contiguous(), "do not fit"),
+        ("fp8, blocks", f"{UP}.weight", lambda found: torch.full_like(found.float(), torch.nan).to(found.dtype), "NaN"),
         ("fp8, blocks", "model.norm.weight", lambda found: found.to(torch.float8_e4m3fn), "F8_E4M3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

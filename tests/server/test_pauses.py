@@ -6,8 +6,10 @@ Counted is the processor time of the thread, so that a machine that is busy with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -24,8 +26,10 @@ import grpc
 import numpy as np
 import pytest
 
+from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Wanted
 from inference_engine.engine import Engine
+from inference_engine.engine.arguments import MAX_PAGE_SESSIONS, MAX_PIECE_TOKENS
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.scheduler.commit import Settling
 from inference_engine.scheduler.lifecycle import Beginnings
@@ -43,6 +47,12 @@ from tests.server_thread import server_thread
 MOST_SECONDS = 0.005
 TRIES = 5  # caches and the processor's clock are shared with others: what takes long each time takes long
 APPEND = 65_536
+LIMIT_TOKENS = 1024
+MOST_STOP_IDS = 64
+LIMITS = EngineConfig()
+GENERATES = LIMITS.max_running + LIMITS.max_queued + 20
+CONNECTIONS = 6  # of fewer calls each than one may have
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 KEY = "alice-has-a-long-key-of-her-own-0123456789"
 # What holds the engine's thread at a Generate's beginning and end, between steps, and in each step, but for the model.
 ENGINES_WORK: tuple[tuple[type, str], ...] = (
@@ -139,10 +149,19 @@ def longest_pauses() -> dict[str, float]:
 
 
 async def watched_use() -> Watch:
-    with pytest.MonkeyPatch.context() as monkeypatch, scripted_engine() as engine, server_thread(engine) as target:
-        async with grpc.aio.insecure_channel(target) as channel:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        scripted_engine(kv_bytes=2**31) as engine,
+        server_thread(engine) as target,
+    ):
+        async with contextlib.AsyncExitStack() as stack:
+            channels = [grpc.aio.insecure_channel(target, options=OWN_CONNECTION) for _ in range(CONNECTIONS)]
+            client, *others = [Client(await stack.enter_async_context(channel)) for channel in channels]
+            most = LIMITS.max_sessions - 20
+            held = [engine.create_session(limit_tokens=LIMIT_TOKENS).session_id for _ in range(most)]
             with watching(monkeypatch) as watch:
-                await use(Client(channel), engine)
+                await use(client, engine)
+                await use_beside_many_sessions(client, held, others)
         return watch
 
 
@@ -168,6 +187,32 @@ async def use(client: Client, engine: Engine) -> None:
     asked: dict[str, Any] = {"max_tokens": 700, "request_id": b"g" * 16}
     assert await client.generate(reported, **asked) == await client.generate(reported, **asked)
     for session_id in (shorter, reported, *forks):
+        await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+
+
+async def use_beside_many_sessions(client: Client, held: list[str], others: list[Client]) -> None:
+    """As many sessions as there may be, and of calls on them the largest; as many Generates as may run and wait."""
+    opened = await client.open(list(range(128)) * 4, limit_tokens=LIMIT_TOKENS, eos_token_ids=range(MOST_STOP_IDS))
+    forked = await fork(client, opened)
+    listed = await client.call("ListSessions", pb.ListSessionsRequest(page_size=MAX_PAGE_SESSIONS))
+    assert len(listed.sessions) == MAX_PAGE_SESSIONS
+    await client.call("GetServerInfo", pb.GetServerInfoRequest())
+    await client.generate(
+        opened,
+        8,
+        stop_token_ids=range(MOST_STOP_IDS),
+        logit_bias=dict.fromkeys(range(100), 1.0),
+        token_details=True,
+    )
+    endless = await client.open_endless(list(range(128)) * (APPEND // 128))
+    read = await client.call("ReadHistory", pb.ReadHistoryRequest(session_id=endless, max_tokens=MAX_PIECE_TOKENS))
+    assert len(read.token_ids) == min(APPEND, MAX_PIECE_TOKENS)
+    each_with = list(zip(held[:GENERATES], itertools.cycle(others), strict=False))
+    await asyncio.gather(*(other.append(each, [1, 2, 3]) for each, other in each_with))
+    running = [other.generate(each, 3) for each, other in each_with]
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    assert sum(isinstance(one, list) for one in ended) >= LIMITS.max_running
+    for session_id in (opened, forked, endless):
         await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
 
 
@@ -220,7 +265,7 @@ async def test_a_call_that_is_refused_leaves_no_frames_to_the_garbage_collector(
                     assert (await stream.read()).WhichOneof("payload") == "accepted"
                 calls: dict[str, Callable[[], Awaitable[object]]] = {
                     "UNAUTHENTICATED UNAUTHENTICATED": lambda: stranger.info(session),
-                    "NOT_FOUND SESSION_NOT_FOUND": lambda: client.info("nobody's"),
+                    "NOT_FOUND SESSION_NOT_FOUND": lambda: client.info("missing"),
                     "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE": lambda: client.append(session, [2**31]),
                     "INVALID_ARGUMENT INVALID_ARGUMENT": lambda: client.generate(session, 0),
                     "ABORTED SESSION_BUSY": lambda: client.append(busy, [1]),

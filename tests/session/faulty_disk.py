@@ -1,4 +1,4 @@
-"""A disk for SQLite that fails where it is told to, fills up, and remembers what a loss of power could leave of it."""
+"""A disk for SQLite that fails where a test wants it to, fills up, and remembers what a loss of power could leave."""
 
 from __future__ import annotations
 
@@ -53,17 +53,18 @@ class FaultyDisk:
         self.events.append((kind, *event))
 
     def states(
-        self, rng: random.Random, *, most: int, without_syncs_of: str = "\0"
+        self, rng: random.Random, *, draws: int, without_syncs_of: str = "\0"
     ) -> Iterator[tuple[dict[str, bytes], int]]:
         """States of the files that a loss of power could leave, each with how many events had been by then.
 
-        All that was synced is there. Of what was not, any part may be, the last write torn at a sector.
+        All that was synced is there. Of what was not, any part may be, the last write torn at a sector. Moments are
+        drawn, and come in order; states may come again.
         """
-        moments = [rng.randrange(1, len(self.events) + 1) for _ in range(most)]
-        for moment in moments:
-            synced = {name: bytearray(data) for name, data in self._base.items()}
-            pending: dict[str, list[Event]] = {}
-            for event in self.events[:moment]:
+        synced = {name: bytearray(data) for name, data in self._base.items()}
+        pending: dict[str, list[Event]] = {}
+        past = 0
+        for moment in sorted(rng.randrange(1, len(self.events) + 1) for _ in range(draws)):
+            for event in self.events[past:moment]:
                 kind, name = event[:2]
                 if kind == "sync" and not name.endswith(without_syncs_of):
                     for one in pending.pop(name, []):
@@ -73,10 +74,12 @@ class FaultyDisk:
                     pending.pop(name, None)
                 elif kind in ("write", "cut"):
                     pending.setdefault(name, []).append(event)
+            past = moment
+            left = {name: bytearray(data) for name, data in synced.items()}
             for events in pending.values():
                 for event in _part(rng, events):
-                    _apply(synced, event)
-            yield {name: bytes(data) for name, data in synced.items()}, moment
+                    _apply(left, event)
+            yield {name: bytes(data) for name, data in left.items()}, moment
 
 
 def _part(rng: random.Random, events: list[Event]) -> list[Event]:

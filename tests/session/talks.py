@@ -108,10 +108,12 @@ class Talk:
 @contextmanager
 def no_checks() -> Iterator[None]:
     """The control of flips: rows without checksums, and a log that is not looked through."""
-    rows = "inference_engine.session.sqlite_journal"
+    reader, tables = (f"inference_engine.session.journal_{name}" for name in ("reader", "tables"))
     with (
-        patch(f"{rows}.tokens_crc", lambda *_: 0),
-        patch(f"{rows}.session_crc", lambda *_: 0),
+        patch(f"{reader}.tokens_crc", lambda *_: 0),
+        patch(f"{tables}.tokens_crc", lambda *_: 0),
+        patch(f"{reader}.session_crc", lambda *_: 0),
+        patch(f"{tables}.session_crc", lambda *_: 0),
         patch("inference_engine.session.journal_database.find_damage", lambda _: None),
     ):
         yield
@@ -121,7 +123,7 @@ def flip_bits(folder: Path, *, seed: int, count: int, is_checked: bool = True) -
     """Flip one bit of what a kill left, so many times: what came of it.
 
     "last": the step that was recorded last is missing, or a part of it; "shorter": more is. is_checked False: without
-    any checks of ours, and "wrong" counts histories that were never told.
+    any checks of ours, and "wrong" counts histories that no client has sent.
     """
     if not is_checked:
         with no_checks():
@@ -188,8 +190,9 @@ def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:
 
 
 def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "\0") -> Counter[str]:
-    """Cut the power at random moments of a journal under load: what is found afterwards."""
-    outcomes, target = Counter[str](), folder / "cut"
+    """Cut the power at random moments of a journal under load: what is found in so many states that differ."""
+    outcomes, target, rng = Counter[str](), folder / "cut", random.Random(seed)
+    seen = set[int]()
     with FaultyDisk("power") as disk:
         journal = open_journal(folder / "state", Durability.POWER, vfs=disk.name)
         talk = Talk(journal, seed)
@@ -203,13 +206,21 @@ def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "
                 with journal._db_lock:
                     journal._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
         journal.stop()
-        for state, moment in disk.states(random.Random(seed), most=states, without_syncs_of=without_syncs_of):
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(mode=0o700)
-            for name, data in state.items():
-                (target / name).write_bytes(data)
-            (target / LOCK).write_text("1 power\n")
-            until = [count for events, count in confirmed if events <= moment]
-            talk.confirmed = talk.confirmed_before = max([0, *until])
-            outcomes[talk.check(target, may_refuse=True)] += 1
+        while len(seen) < states:
+            known = len(seen)
+            for state, moment in disk.states(rng, draws=states, without_syncs_of=without_syncs_of):
+                talk.confirmed = talk.confirmed_before = max(
+                    [0, *(count for events, count in confirmed if events <= moment)]
+                )
+                found = hash((talk.confirmed, *sorted(state.items())))
+                if found in seen or len(seen) == states:
+                    continue
+                seen.add(found)
+                shutil.rmtree(target, ignore_errors=True)
+                target.mkdir(mode=0o700)
+                for name, data in state.items():
+                    (target / name).write_bytes(data)
+                (target / LOCK).write_text("1 power\n")
+                outcomes[talk.check(target, may_refuse=True)] += 1
+            assert len(seen) > known, f"there are no more than {known} states"
     return outcomes

@@ -53,11 +53,8 @@ def _joined(queries: mx.array, parts: Sequence[Part], visible: Visible, scaling:
     keys, values = (
         mx.concatenate(list(states), axis=1) if len(states) > 1 else states[0] for states in zip(*parts, strict=True)
     )
-    mask: mx.array | str | None
-    if visible.is_causal:
-        mask = None if visible.new is None else "causal"
-    else:
-        mask = _over_all(visible, queries.shape[0], keys.shape[1])
+    causal = None if visible.new is None else "causal"
+    mask = causal if visible.is_causal else _over_all(visible, queries.shape[0], keys.shape[1])
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None], keys[None], values[None], scale=scaling, mask=mask
     )

@@ -1,6 +1,7 @@
 """A model on MLX: all sessions of a step in one graph, K and V where the plan says.
 
-    the queries of all sessions read by numbers    one graph from ids to logits; then its K and V are put into the pool
+    the queries of all sessions read by numbers    one graph from ids to logits; then its K and V are put into the pool.
+                                                   Attention is MLX's; with kernels=metal few queries have our kernel
     some need a view (offloaded entries), or       computed up to each layer's attention, the plan attends in torch, the
     select blocks                                  graph goes on
 
@@ -12,6 +13,7 @@ is done to entries between steps is the code of all backends.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,12 +31,14 @@ from inference_engine.backends.mlx.reading import readings
 from inference_engine.backends.native.described import Described
 from inference_engine.errors import BackendError
 from inference_engine.kernels.by_session import attend_by_session
+from inference_engine.kernels.mlx.ragged_attention import FEW_QUERIES, attend_ragged, lines_of, parts_of
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.views import StagedQueries
 from inference_engine.models.step_list import Attend
 from inference_engine.types import Mode, ModelFacts
 
@@ -42,12 +46,15 @@ from inference_engine.types import Mode, ModelFacts
 class MlxForward:
     """Implements Forward."""
 
-    def __init__(self, described: Described, facts: ModelFacts, program: Program, *, dtype: torch.dtype) -> None:
-        """dtype: of activations, and of K and V."""
+    def __init__(
+        self, described: Described, facts: ModelFacts, program: Program, *, dtype: torch.dtype, uses_metal: bool = False
+    ) -> None:
+        """dtype: of activations, and of K and V. uses_metal: few queries of a session are served by our own kernel."""
         self.described = described
         self._program = program
         self._facts = facts
         self._dtype = dtype
+        self._uses_metal = uses_metal
         self._ops = replace(REFERENCE, attend_ragged=attend_by_session, attends_together=True)
         # By the address that torch has of a pool's keys: a pool may have several views.
         self._pools: dict[int, tuple[mx.array, mx.array]] = {}
@@ -134,9 +141,7 @@ class MlxForward:
             return as_torch(half).view(-1)
 
         pool = Pool(geometry, capacity_bytes, zeros)
-        keys, values = halves
-        address = _address_of(pool)
-        self._pools[address] = keys, values
+        self._pools[address := _address_of(pool)] = halves[0], halves[1]
         weakref.finalize(pool, self._pools.pop, address, None)
         return KVContext(
             geometry=geometry,
@@ -154,7 +159,7 @@ class MlxForward:
         plan = step.plan
         attention: _Together | _ByPlan
         if plan.is_numbers_only and not plan.selects:
-            attention = _Together(plan, self.described, self._pools[_address_of(plan.pool)])
+            attention = _Together(plan, self.described, self._pools[_address_of(plan.pool)], self._uses_metal)
         else:
             attention = _ByPlan(plan, self._dtype)
         logits, tapped = self._program.run(
@@ -183,33 +188,42 @@ def _address_of(pool: Pool) -> int:
 class _Together:
     """Implements Attention: all sessions in one graph. Its K and V are written when it is computed."""
 
-    def __init__(self, plan: StepPlan, described: Described, pool: tuple[mx.array, mx.array]) -> None:
+    def __init__(
+        self, plan: StepPlan, described: Described, pool: tuple[mx.array, mx.array], uses_metal: bool = False
+    ) -> None:
         self._plan = plan
         self._layers = described.layers
         dims = {layer.head_dim for layer in described.layers}
         self._pool = {dim: (pool[0].reshape(-1, dim), pool[1].reshape(-1, dim)) for dim in dims}
-        self._readings = readings(plan)
+        few: list[StagedQueries] = []
+        others: list[StagedQueries] = []
+        for span in plan.spans:
+            (few if uses_metal and len(span.positions) <= FEW_QUERIES else others).append(span)
+        self._by_kernel = [span.packed for span in few]
+        if few:
+            lines = lines_of(plan.numbers.regions, [(span.packed, span.first) for span in few])
+            self._lines, self._parts = mx.array(lines), parts_of(lines)
+        self._readings = readings(plan, others)
         self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
         self._rows: list[tuple[Sequence[int], mx.array, mx.array]] = []
 
     def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        layer = self._layers[operation.layer]
+        index, layer = operation.layer, self._layers[operation.layer]
+        pool, scaling, softcap = self._pool[layer.head_dim], operation.scaling, operation.softcap
         keys, values = _kept(keys), _kept(values)
-        self._fresh[operation.layer] = keys, values
-        outs = []
-        for reading in self._readings[operation.layer]:
-            parts = [part_of(self._pool[layer.head_dim], run, layer.kv_heads) for run in reading.runs]
-            parts.append((keys[reading.tokens].swapaxes(0, 1), values[reading.tokens].swapaxes(0, 1)))
-            outs.append(
-                attend(
-                    queries[reading.tokens],
-                    parts,
-                    reading.visible,
-                    scaling=operation.scaling,
-                    softcap=operation.softcap,
-                )
-            )
-        out = outs[0] if len(outs) == 1 else mx.concatenate(outs)
+        self._fresh[index] = keys, values
+        outs: dict[int, mx.array] = {}
+        if self._by_kernel:
+            lines, count = self._lines[index], self._parts[index]
+            found = attend_ragged(queries, *pool, keys, values, lines, parts=count, scaling=scaling, softcap=softcap)
+            ends = itertools.accumulate(span.stop - span.start for span in self._by_kernel)
+            outs = dict(zip((span.start for span in self._by_kernel), mx.split(found, list(ends)[:-1]), strict=True))
+        for reading in self._readings[index]:
+            tokens = reading.tokens
+            parts = [part_of(pool, run, layer.kv_heads) for run in reading.runs]
+            parts.append((keys[tokens].swapaxes(0, 1), values[tokens].swapaxes(0, 1)))
+            outs[tokens.start] = attend(queries[tokens], parts, reading.visible, scaling=scaling, softcap=softcap)
+        out = mx.concatenate([outs[first] for first in sorted(outs)]) if len(outs) > 1 else next(iter(outs.values()))
         return out.reshape(len(out), -1)
 
     def written(self) -> list[mx.array]:

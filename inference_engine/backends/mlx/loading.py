@@ -10,10 +10,9 @@ import torch
 
 from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
-from inference_engine.backends.mlx.device import describe, kind
+from inference_engine.backends.mlx.device import describe, kind, runs_metal
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
-from inference_engine.backends.mlx.weights import CheckpointWeights
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.loading import check_fits, text_names
 from inference_engine.backends.verdicts import Verdicts
@@ -22,7 +21,7 @@ from inference_engine.errors import NotOnMlx
 from inference_engine.models import CheckedFolder, check_model
 from inference_engine.models.folder import describe_ignored, grouping_of
 from inference_engine.models.open_checkpoint import open_checkpoint
-from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.models.step_list import NoStepListError
 from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     """Load the model that was admitted. Raises NotOnMlx, ModelError or BackendError."""
     _check_settings(config)
+    uses_metal = config.kernels == "metal"
     use_threads(config.threads)
     checked = check_model(config.model, cache=config.cache_path)
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -39,13 +39,8 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         # The safetensors where there are both: MLX has no use for a GGUF file's blocks.
         checkpoint = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
         check_fits(checkpoint, described.parameters)
-        program = Program(
-            step_list(described.config, described.layers, text_names(checkpoint, described.parameters)),
-            CheckpointWeights(checkpoint, MLX_DTYPES[dtype]),
-            described.rotaries,
-            trained_positions=described.trained_positions,
-            dtype=MLX_DTYPES[dtype],
-        )
+        names = text_names(checkpoint, described.parameters)
+        program = Program(described, checkpoint, names, MLX_DTYPES[dtype])
     except NoStepListError as error:
         raise NotOnMlx(str(error)) from error
     bits = "" if checked.only_gguf or grouping_of(checked.folder) is None else "grouped weights, "
@@ -56,20 +51,20 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         device="mlx",
         dtype=config.dtype,
         backend="mlx",
-        numerics=f"{bits}{kind()}",
+        numerics=f"{bits}{kind()}{', kernels of our own' if uses_metal else ''}",
         refused_strategies=admitted.refused,
     )
     if reported := describe_ignored(checked.ignored):
         logger.info("%s: %s", checked.model_id, reported)
     logger.debug("%s runs on %s: %d MiB of weights", checked.model_id, describe(), program.weight_bytes >> 20)
-    forward = MlxForward(described, facts, program, dtype=dtype)
+    forward = MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)
     _keep_resident(forward)
     return forward
 
 
 def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted) -> Described:
     """Kept from an earlier start, or tried on a small twin now. Raises as `describe` and `try_list` do."""
-    verdicts, depends = Verdicts(checked, config.cache_path), f"{describe()} {admitted.traits}"
+    verdicts, depends = Verdicts(checked, config.cache_path), f"{describe()} {config.kernels} {admitted.traits}"
     if (kept := verdicts.read(Described, "mlx", depends)) is not None:
         return kept
     from inference_engine.backends.mlx.trial import try_list
@@ -79,7 +74,7 @@ def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted) 
 
     full, model_class = text_generator(read_config(checked))
     described = describe_model(full, model_class, admitted.traits)
-    difference = try_list(model_class, full, admitted.traits)
+    difference = try_list(model_class, full, admitted.traits, uses_metal=config.kernels == "metal")
     logger.debug("a twin's logits differ by %.3g from transformers'", difference)
     verdicts.keep(described, "mlx", depends)
     return described
@@ -90,8 +85,10 @@ def _check_settings(config: ModelConfig) -> None:
     if config.kv_dtype not in ("auto", config.dtype):
         raise NotOnMlx(f"it keeps K and V in the dtype of its activations, and kv_dtype is {config.kv_dtype}")
     for name in ("weights", "numerics", "kernels", "linear", "graphs"):
-        if (asked := getattr(config, name)) not in ("auto", "off"):
+        if (asked := getattr(config, name)) not in ("auto", "off", "metal"):
             raise NotOnMlx(f"{name}={asked} is about other backends")
+    if config.kernels == "metal" and not runs_metal():
+        raise NotOnMlx(f"kernels=metal needs a GPU that runs Metal, and {describe()} is none; leave kernels at auto")
 
 
 def _keep_resident(forward: MlxForward) -> None:

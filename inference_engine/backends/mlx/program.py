@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
-from inference_engine.backends.native.described import Frequencies
+from inference_engine.backends.native.described import Described
+from inference_engine.backends.native.program import Checkpoint
 from inference_engine.errors import ModelError
 from inference_engine.models.step_list import (
     Add,
@@ -31,8 +32,8 @@ from inference_engine.models.step_list import (
     Rotate,
     Select,
     Softcap,
-    StepList,
     Tap,
+    step_list,
 )
 
 
@@ -45,23 +46,20 @@ class Attention(Protocol):
 class Program:
     """The list of a model, with its weights."""
 
-    def __init__(
-        self,
-        steps: StepList,
-        weights: CheckpointWeights,
-        rotaries: Mapping[str, Frequencies],
-        *,
-        trained_positions: int,
-        dtype: mx.Dtype,
-    ) -> None:
-        """Raises NoStepListError for a list that is not one of a model, ModelError for weights that do not fit it."""
-        self.steps = steps
+    def __init__(self, described: Described, checkpoint: Checkpoint, names: Sequence[str], dtype: mx.Dtype) -> None:
+        """names: of the checkpoint's tensors, those of this model. dtype: of activations.
+
+        Raises NoStepListError for a list that is not one of a model, ModelError for weights that do not fit it.
+        """
+        self.steps = steps = step_list(described.config, described.layers, names)
         self.dtype = dtype
-        self._trained = trained_positions
-        self._rotaries = {name: (np.array(table.angles, np.float32), table.factor) for name, table in rotaries.items()}
+        self._trained = described.trained_positions
+        self._rotaries = {
+            name: (np.array(table.angles, np.float32), table.factor) for name, table in described.rotaries.items()
+        }
         self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
         self._arrays: list[mx.array] = []
-        self._weights = weights
+        self._weights = CheckpointWeights(checkpoint, dtype)
         self._operations = [(one, self._ready(one, index)) for index, one in enumerate(steps.operations)]
         self._embedding = next(one.matrix for one in steps.operations if isinstance(one, Embed))
         self._head = next(one for one in steps.operations if isinstance(one, Product) and one.output is None)

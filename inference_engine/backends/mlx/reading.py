@@ -10,7 +10,7 @@ write. Layers whose lines differ only in where their regions start share what is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ from inference_engine.kernels.ragged_attention import (
     UPTO,
 )
 from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.views import StagedQueries
 
 Mask = NDArray[np.bool_]
 
@@ -72,12 +73,12 @@ class Reading:
     visible: Visible
 
 
-def readings(plan: StepPlan) -> list[list[Reading]]:
-    """By layer, one for each session of the step. Every query reads by numbers, and none selects blocks."""
+def readings(plan: StepPlan, spans: Sequence[StagedQueries]) -> list[list[Reading]]:
+    """By layer, one for each of these sessions of a step. Their queries read by numbers, and none selects blocks."""
     regions, geometry = plan.numbers.regions, plan.numbers.geometry
     places = {layer: (heads, at) for heads, layers in geometry.by_heads.items() for at, layer in enumerate(layers)}
     found: list[list[Reading]] = [[] for _ in geometry.layers]
-    for span in plan.spans:
+    for span in spans:
         known: dict[bytes, Visible] = {}
         lines = regions[:, span.packed].copy()
         starts, prefixes = lines[:, 0, START].tolist(), lines[:, 0, PREFIX_START].tolist()

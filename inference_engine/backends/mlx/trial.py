@@ -10,12 +10,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
-from inference_engine.backends.mlx.weights import CheckpointWeights
 from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.trial import LoadedTensors, check_rotation, checked
 from inference_engine.backends.twin import Twin, TwinSizes
 from inference_engine.kv.geometry import LayerTraits
-from inference_engine.models.step_list import step_list
 from inference_engine.types import Mode
 
 
@@ -26,6 +24,7 @@ def try_list(
     *,
     seed: int = 0,
     sizes: TwinSizes | None = None,
+    uses_metal: bool = False,
 ) -> float:
     """As `native.trial.try_list`, in chunks beside another session and token by token alone."""
     with torch.random.fork_rng(devices=[]):
@@ -34,13 +33,10 @@ def try_list(
     checkpoint = LoadedTensors(twin.tensors)
     described = describe_seam(twin.seam)
     check_rotation(twin, described)
-    program = Program(
-        step_list(described.config, described.layers, checkpoint.names()),
-        CheckpointWeights(checkpoint, mx.float32),
-        described.rotaries,
-        trained_positions=described.trained_positions,
-        dtype=mx.float32,
-    )
-    twin.forward = MlxForward(described, twin.forward.facts, program, dtype=torch.float32)
+    program = Program(described, checkpoint, checkpoint.names(), mx.float32)
+    twin.forward = MlxForward(described, twin.forward.facts, program, dtype=torch.float32, uses_metal=uses_metal)
     twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
-    return checked(max(twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)), kind)
+    found = [twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)]
+    if uses_metal:
+        found.append(twin.difference_of_chunks(tokens=4))
+    return checked(max(found), kind)

@@ -42,7 +42,7 @@ class Matrix:
         if not len(states):  # mlx 0.32 divides by the rows, which ends the process
             return mx.zeros((0, self.numbers.shape[-2]), states.dtype)
         return mx.quantized_matmul(
-            states, self.numbers, self.scales, self.offsets, transpose=True, group_size=self.group, bits=self.bits
+            states, self.numbers, self.scales, self.offsets, group_size=self.group, bits=self.bits
         )
 
     def times_chosen(self, states: mx.array, experts: mx.array) -> mx.array:
@@ -50,14 +50,7 @@ class Matrix:
         if self.scales is None:
             return mx.gather_mm(states, self.numbers.swapaxes(-1, -2), rhs_indices=experts)
         return mx.gather_qmm(
-            states,
-            self.numbers,
-            self.scales,
-            self.offsets,
-            rhs_indices=experts,
-            transpose=True,
-            group_size=self.group,
-            bits=self.bits,
+            states, self.numbers, self.scales, self.offsets, None, experts, group_size=self.group, bits=self.bits
         )
 
     def rows(self, ids: mx.array) -> mx.array:

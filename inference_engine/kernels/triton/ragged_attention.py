@@ -28,8 +28,8 @@ from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.components import attend_choosing
-from inference_engine.kernels.triton.fused import shared_bytes
 from inference_engine.kernels.triton.gather import attend_selecting
+from inference_engine.kernels.triton.tiles import shared_bytes
 
 _PROGRAMS = 128  # tiles and heads that fill a GPU; of fewer, parts are served by programs of their own
 _PROGRAMS_OF_TWO = 512  # tiles of twice as many rows and heads that fill it

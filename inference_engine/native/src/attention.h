@@ -18,7 +18,6 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <functional>
 #include <limits>
 #include <vector>
 
@@ -67,20 +66,37 @@ struct Ahead {
 };
 constexpr Ahead NOTHING = {nullptr, 0};
 
-// c[R][16 N] += a[R][count] · b[count][16 N]: every element is one chain of fma, `count` ascending.
-template <int R, int N, class T>
-static void product_tile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
-                         int64_t c_stride, Ahead ahead) {
+// The rows of b: one behind the other, or as a list says.
+template <class T>
+struct Rows {
+  const T* from;
+  int64_t stride;
+  const T* operator()(int k) const { return from + k * stride; }
+};
+template <class T>
+struct ListedRows {
+  const T* from;
+  int64_t stride;
+  const int32_t* list;
+  const T* operator()(int k) const { return from + list[k] * stride; }
+};
+
+// c[R][16 N] += a[R][count] · b[count][16 N], from column `at` on: every element is one chain of fma, `count` ascending.
+template <int R, int N, class B>
+static void product_tile(const float* a, int64_t a_stride, const B& b, int at, int count, float* c, int64_t c_stride,
+                         Ahead ahead) {
   F sums[R][N];
+  c += at;
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) sums[r][n] = load(c + r * c_stride + 16 * n);
-  for (int k = 0; k < count; k++, b += b_stride) {
+  for (int k = 0; k < count; k++) {
     ahead.fetch(k);
+    const auto* from = b(k) + at;
     F row[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) row[n] = load(b + 16 * n);
+    for (int n = 0; n < N; n++) row[n] = load(from + 16 * n);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       F weight = all(a[r * a_stride + k]);
@@ -94,32 +110,37 @@ static void product_tile(const float* a, int64_t a_stride, const T* b, int64_t b
     for (int n = 0; n < N; n++) store(c + r * c_stride + 16 * n, sums[r][n]);
 }
 
-template <int R, class T>
-static void product_rows(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
-                         int64_t c_stride, int vectors, Ahead ahead) {
+template <int R, class B>
+static void product_rows(const float* a, int64_t a_stride, const B& b, int count, float* c, int64_t c_stride, int vectors,
+                         Ahead ahead) {
   constexpr int WIDE = wide(R);
   int v = 0;
   for (; v + WIDE <= vectors; v += WIDE, ahead = NOTHING)
-    product_tile<R, WIDE>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride, ahead);
+    product_tile<R, WIDE>(a, a_stride, b, 16 * v, count, c, c_stride, ahead);
   if (WIDE > 2 && v + 2 <= vectors) {
-    product_tile<R, 2>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride, ahead);
+    product_tile<R, 2>(a, a_stride, b, 16 * v, count, c, c_stride, ahead);
     v += 2, ahead = NOTHING;
   }
-  if (v < vectors) product_tile<R, 1>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride, ahead);
+  if (v < vectors) product_tile<R, 1>(a, a_stride, b, 16 * v, count, c, c_stride, ahead);
 }
 
 // c[rows][16 · vectors] += a[rows][count] · b[count][16 · vectors], at most ROWS rows.
+template <class B>
+static void product_of(int rows, const float* a, int64_t a_stride, const B& b, int count, float* c, int64_t c_stride,
+                       int vectors, Ahead ahead) {
+  switch (rows) {
+    case 1: return product_rows<1>(a, a_stride, b, count, c, c_stride, vectors, ahead);
+    case 2: return product_rows<2>(a, a_stride, b, count, c, c_stride, vectors, ahead);
+    case 3: return product_rows<3>(a, a_stride, b, count, c, c_stride, vectors, ahead);
+    case 4: return product_rows<4>(a, a_stride, b, count, c, c_stride, vectors, ahead);
+    case 5: return product_rows<5>(a, a_stride, b, count, c, c_stride, vectors, ahead);
+    default: return product_rows<6>(a, a_stride, b, count, c, c_stride, vectors, ahead);
+  }
+}
 template <class T>
 static void product(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
                     int64_t c_stride, int vectors, Ahead ahead = NOTHING) {
-  switch (rows) {
-    case 1: return product_rows<1>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
-    case 2: return product_rows<2>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
-    case 3: return product_rows<3>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
-    case 4: return product_rows<4>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
-    case 5: return product_rows<5>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
-    default: return product_rows<6>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
-  }
+  product_of(rows, a, a_stride, Rows<T>{b, b_stride}, count, c, c_stride, vectors, ahead);
 }
 
 // 16 vectors into columns: channel d of vector i goes to out[d · WORD + i]. `ahead` counts 16 channels.
@@ -151,26 +172,6 @@ struct Sight {
   bool none() const { return !(words[0] | words[1] | words[2] | words[3]); }
 };
 
-// The blocks that a query reads for one KV head, ascending.
-struct Chosen {
-  const int32_t* blocks;
-  int count;
-};
-
-INLINE Sight sight_of_blocks(const int64_t* line, const Chosen& chosen, int64_t chunk) {
-  Sight sight = {};
-  int64_t count = line[COUNT] - chunk, upto = std::min(count, line[UPTO] + 1 - chunk), block = line[BLOCK];
-  sight.add(-chunk, std::min(line[SINK] - chunk, upto));
-  sight.add(line[LOCAL] - chunk, upto);
-  int64_t local = std::min(line[LOCAL] - chunk, count);
-  const int32_t *first = chosen.blocks, *end = first + chosen.count;
-  for (const int32_t* b = std::lower_bound(first, end, (int32_t)(chunk / block)); b < end; b++) {
-    if (*b * block >= chunk + CHUNK) break;
-    sight.add(*b * block - chunk, std::min((*b + 1) * block - chunk, local));
-  }
-  return sight;
-}
-
 // `seen` of the reference, for the slots from `chunk` on.
 INLINE Sight sight_of(const int64_t* line, int64_t chunk) {
   Sight sight = {};
@@ -190,18 +191,18 @@ INLINE Sight sight_of(const int64_t* line, int64_t chunk) {
   return sight;
 }
 
-// Is the query one of those that choose tokens? They are attended to by selection.h.
+// Is the query one of those that choose tokens, or blocks? They are attended to by selection.h and blocks.h.
 INLINE bool chooses_tokens(const int64_t* line) { return line[COUNT] && line[BLOCK] && line[CHOOSER]; }
+INLINE bool chooses_blocks(const int64_t* line) { return line[COUNT] && line[BLOCK] && !line[CHOOSER]; }
 
 // Between which slots a query may see any.
 INLINE int64_t first_slot(const int64_t* line) {
-  bool from_floor = !line[BLOCK] && !line[RING] && line[SINK_FLOOR] >= line[SINK];
+  bool from_floor = !line[RING] && line[SINK_FLOOR] >= line[SINK];
   return from_floor ? std::max<int64_t>(line[FLOOR], 0) : 0;
 }
 INLINE int64_t end_slot(const int64_t* line) {
-  if (line[RING] && !line[BLOCK]) return line[COUNT];
-  int64_t end = line[UPTO] + 1;
-  return std::max<int64_t>(0, std::min(line[COUNT], line[BLOCK] ? std::max(end, line[LOCAL]) : end));
+  if (line[RING]) return line[COUNT];
+  return std::max<int64_t>(0, std::min(line[COUNT], line[UPTO] + 1));
 }
 
 INLINE bool same_prefix(const int64_t* a, const int64_t* b) {
@@ -322,12 +323,6 @@ struct Item {
 struct Plan {
   std::vector<Tile> tiles;
   std::vector<Item> items;
-  std::vector<int64_t> selecting;  // queries that read chosen blocks
-  std::vector<int64_t> chosen_at;  // by query, its index among these
-  std::vector<int32_t> chosen;     // [selecting][kv_heads][most_kept]
-  std::vector<int32_t> chosen_count;
-  std::vector<int64_t> keys;  // [selecting][kv_heads][most_blocks], where a KV head's blocks are scored in pieces
-  int64_t most_kept = 0, most_blocks = 0;
   std::vector<float> states;
   int64_t states_size = 0, counts = 0;
 };
@@ -365,8 +360,8 @@ INLINE int64_t padded(int64_t floats) { return (floats + 15) / 16 * 16; }
 template <class T>
 class Reader {
  public:
-  Reader(const Attention& call, const Plan& plan)
-      : call_(call), plan_(plan), dim_(call.head_dim), group_(call.query_heads / call.kv_heads) {}
+  Reader(const Attention& call)
+      : call_(call), dim_(call.head_dim), group_(call.query_heads / call.kv_heads) {}
 
   // Chunks first … end - 1 of a tile. states: where each chunk's state goes; null: they are joined and finished here.
   void read(const Tile& tile, int head, int64_t first, int64_t end, float* states) {
@@ -425,10 +420,7 @@ class Reader {
   }
 
   Sight look(int query, int64_t chunk) const {
-    const int64_t* numbers = line(query);
-    if (!numbers[BLOCK]) return sight_of(numbers, chunk);
-    int64_t at = plan_.chosen_at[first_ + query] * call_.kv_heads + head_;
-    return sight_of_blocks(numbers, {plan_.chosen.data() + at * plan_.most_kept, plan_.chosen_count[at]}, chunk);
+    return sight_of(line(query), chunk);
   }
 
   // What each query sees of a chunk; false if that is nothing.
@@ -474,7 +466,7 @@ class Reader {
   }
 
   void take_region(const int64_t* numbers) {
-    base_ = numbers[BLOCK] ? 0 : numbers[BASE];
+    base_ = numbers[BASE];
     own_ = numbers[START] + head_ * numbers[HEAD_SLOTS] - base_;
     prefix_ = numbers[PREFIX_START] + head_ * numbers[PREFIX_HEAD_SLOTS];
   }
@@ -483,7 +475,7 @@ class Reader {
   void read_chunk(int64_t chunk, float* states) {
     // Forks of one prefix share what lies in it, and only that.
     for (int first = 0, end; first < count_; first = end) {
-      bool in_prefix = !line(first)[BLOCK] && chunk + CHUNK <= line(first)[BASE];
+      bool in_prefix = chunk + CHUNK <= line(first)[BASE];
       end = first + 1;
       while (end < count_ && (in_prefix || same_region(line(first), line(end)))) end++;
       read_together(first, end, chunk, states);
@@ -622,7 +614,6 @@ class Reader {
   }
 
   const Attention& call_;
-  const Plan& plan_;
   Room& room_ = Room::own();
   int dim_, group_;
   size_t next_ = 0;                           // of what is ahead
@@ -632,121 +623,6 @@ class Reader {
   float *queries_ = nullptr, *scores_ = nullptr, *keys_ = nullptr, *parts_ = nullptr, *totals_ = nullptr;
   float* nothing_ = nullptr;
   Sight* sights_ = nullptr;
-};
-
-// Chooses blocks for one query and KV head: those of the highest bounds (`inference_engine/kernels/bounds.py`).
-template <class T>
-class Chooser {
- public:
-  Chooser(const Attention& call, Plan& plan)
-      : call_(call), plan_(plan), dim_(call.head_dim), group_(call.query_heads / call.kv_heads) {}
-
-  // Scores the blocks [first, end) of a query and KV head into their keys; `first` is a multiple of WORD.
-  void score_blocks(int64_t index, int head, int64_t first, int64_t end, int64_t* keys) {
-    int64_t query = plan_.selecting[index];
-    const int64_t* line = call_.regions + query * call_.region_stride;
-    int64_t block = line[BLOCK], local = line[LOCAL];
-    make_room();
-    take_query(query, head);
-    for (; first < end; first += WORD) {
-      int some = (int)std::min<int64_t>(end - first, WORD);
-      score(line[START] + head * line[HEAD_SLOTS] + line[BOUNDS] + first, some);
-      for (int b = 0; b < some; b++) {
-        int64_t begin = (first + b) * block;
-        bool is_candidate = std::max(begin, line[SINK]) < std::min(begin + block, local);
-        keys[first + b] = is_candidate ? key(order(best(b)), (int32_t)(first + b)) : NONE;
-      }
-    }
-  }
-
-  // By the keys of all blocks: the best ones, in the order of their positions. Reorders the keys.
-  void choose(int64_t index, int head, int64_t* keys) {
-    int64_t query = plan_.selecting[index], at = index * call_.kv_heads + head;
-    const int64_t* line = call_.regions + query * call_.region_stride;
-    int64_t* end = std::remove(keys, keys + blocks_of(line), NONE);
-    int kept = (int)std::min<int64_t>(line[KEPT], end - keys);
-    std::nth_element(keys, keys + kept, end, std::greater<int64_t>());
-    int32_t* out = plan_.chosen.data() + at * plan_.most_kept;
-    for (int i = 0; i < kept; i++) out[i] = INT32_MAX - (int32_t)(keys[i] & INT32_MAX);
-    std::sort(out, out + kept);
-    plan_.chosen_count[at] = kept;
-  }
-
-  static int64_t blocks_of(const int64_t* line) {
-    return (std::max<int64_t>(1, line[LOCAL]) + line[BLOCK] - 1) / line[BLOCK];
-  }
-
- private:
-  void make_room() {
-    int64_t query = (int64_t)group_ * dim_, bounds = (int64_t)dim_ * WORD;
-    positive_ = Room::own().floats(padded(query) * 2 + bounds + (int64_t)group_ * WORD + dim_);
-    negative_ = positive_ + padded(query);
-    bounds_ = negative_ + padded(query);
-    scores_ = bounds_ + bounds;
-    nothing_ = scores_ + (int64_t)group_ * WORD;
-    memset(nothing_, 0, sizeof(float) * dim_);
-  }
-
-  void take_query(int64_t query, int head) {
-    const float* from = call_.queries + query * call_.query_stride + (int64_t)head * group_ * dim_;
-    for (int d = 0; d < group_ * dim_; d += 16) {
-      F x = mul(load(from + d), all(call_.scaling)), zero = all(0.0f);
-      store(positive_ + d, larger(zero, x));  // what is not a number stays
-      store(negative_ + d, smaller(zero, x));
-    }
-  }
-
-  // The bounds of `count` blocks from a slot on, for each head of the group: all channels of `high`, then of `low`.
-  void score(int64_t slot, int count) {
-    memset(scores_, 0, sizeof(float) * group_ * WORD);
-    const T *high = (const T*)call_.values + slot * dim_, *low = (const T*)call_.keys + slot * dim_;
-    Ahead{(const char*)high, count * dim_ * (int64_t)sizeof(T)}.fetch(0);
-    Ahead{(const char*)low, count * dim_ * (int64_t)sizeof(T)}.fetch(0);
-    add(positive_, high, count);
-    add(negative_, low, count);
-  }
-
-  void add(const float* queries, const T* bounds, int count) {
-    int groups = (count + 15) / 16;
-    for (int g = 0; g < groups; g++) {
-      const T* vectors[16];
-      for (int i = 0; i < 16; i++)
-        vectors[i] = 16 * g + i < count ? bounds + (int64_t)(16 * g + i) * dim_ : (const T*)nothing_;
-      turn(vectors, dim_, bounds_ + 16 * g);
-    }
-    for (int head = 0; head < group_; head += ROWS)
-      product(std::min(ROWS, group_ - head), queries + (int64_t)head * dim_, dim_, bounds_, WORD, dim_,
-              scores_ + (int64_t)head * WORD, WORD, groups);
-  }
-
-  // The best head of the group; not a number if any is not.
-  float best(int block) const {
-    float value = scores_[block];
-    for (int head = 1; head < group_; head++) {
-      float other = scores_[head * WORD + block];
-      value = other > value || other != other ? other : value;
-    }
-    return value;
-  }
-
-  // Integers in the order of the scores: what is not a number comes first, and -0 equals 0.
-  static int32_t order(float score) {
-    if (score != score) return 0x7f800001;
-    score += 0.0f;
-    int32_t word;
-    memcpy(&word, &score, 4);
-    return word < 0 ? word ^ 0x7fffffff : word;
-  }
-
-  static constexpr int64_t NONE = INT64_MIN;  // less than any key
-
-  // The larger the better: by its score, and among equals the first block.
-  static int64_t key(int32_t order, int32_t block) { return (int64_t)order * ((int64_t)1 << 32) + (INT32_MAX - block); }
-
-  const Attention& call_;
-  Plan& plan_;
-  int dim_, group_;
-  float *positive_ = nullptr, *negative_ = nullptr, *bounds_ = nullptr, *scores_ = nullptr, *nothing_ = nullptr;
 };
 
 // -- who does what ----------------------------------------------------------------------------------------------------
@@ -763,8 +639,7 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
     int64_t fair = call.count * call.kv_heads / (4 * threads);
     most = std::min(most, std::max(strip, fair / strip * strip));
   }
-  plan.tiles.clear(), plan.selecting.clear(), plan.most_kept = plan.most_blocks = 0;
-  plan.chosen_at.assign(call.count, -1);
+  plan.tiles.clear();
   for (int64_t query = 0; query < call.count;) {
     const int64_t* line = line_of(call, query);
     if (!line[COUNT]) {
@@ -772,15 +647,9 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
       query++;
       continue;
     }
-    if (chooses_tokens(line)) {
+    if (line[BLOCK]) {
       query++;
       continue;
-    }
-    if (line[BLOCK]) {
-      plan.chosen_at[query] = (int64_t)plan.selecting.size();
-      plan.selecting.push_back(query);
-      plan.most_kept = std::max(plan.most_kept, line[KEPT]);
-      plan.most_blocks = std::max(plan.most_blocks, (std::max<int64_t>(1, line[LOCAL]) + line[BLOCK] - 1) / line[BLOCK]);
     }
     Tile tile = {query, query + 1, first_slot(line) / CHUNK, (end_slot(line) + CHUNK - 1) / CHUNK};
     for (; tile.end < call.count && tile.end - query < most; tile.end++) {
@@ -796,12 +665,7 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
 
 // Chunks that a tile reads, times its rows; turning the keys counts as two rows.
 INLINE int64_t cost_of(const Attention& call, const Tile& tile) {
-  const int64_t* line = line_of(call, tile.first);
   int64_t chunks = std::max<int64_t>(1, tile.end_chunk - tile.first_chunk);
-  if (line[BLOCK]) {
-    int64_t read = line[SINK] + line[KEPT] * line[BLOCK] + line[UPTO] + 1 - line[LOCAL];
-    chunks = std::min(chunks, read / CHUNK + 1);
-  }
   return chunks * ((tile.end - tile.first) * (call.query_heads / call.kv_heads) + 2);
 }
 
@@ -839,42 +703,11 @@ static void take_turns(Threads& threads, int64_t items, bool alone, const Body& 
   else threads.run(work);
 }
 
-// A decode step has as many queries as sessions, so the blocks of one KV head are scored in pieces; who scores the last
-// of them chooses. A score depends on its block alone.
-template <class T>
-static void choose_all(Threads& threads, const Attention& call, Plan& plan) {
-  int64_t lines = (int64_t)plan.selecting.size() * call.kv_heads;
-  if (!lines) return;
-  int64_t pieces = 1;
-  if (threads.count() > 1) {  // some for each thread
-    int64_t words = (plan.most_blocks + WORD - 1) / WORD;
-    pieces = std::max<int64_t>(1, std::min(words, (4 * threads.count() + lines - 1) / lines));
-  }
-  int64_t each = ((plan.most_blocks + pieces - 1) / pieces + WORD - 1) / WORD * WORD;
-  plan.chosen.resize(lines * plan.most_kept), plan.chosen_count.resize(lines);
-  bool is_whole = pieces == 1;
-  if (!is_whole && (int64_t)plan.keys.size() < lines * plan.most_blocks) plan.keys.resize(lines * plan.most_blocks);
-  std::vector<std::atomic<int64_t>> left(is_whole ? 0 : lines);
-  for (auto& count : left) count = pieces;
-  take_turns(threads, lines * pieces, false, [&](int64_t item) {
-    static thread_local std::vector<int64_t> own;
-    if (is_whole && (int64_t)own.size() < plan.most_blocks) own.resize(plan.most_blocks);
-    int64_t line = item / pieces, index = line / call.kv_heads, first = item % pieces * each;
-    int head = (int)(line % call.kv_heads);
-    int64_t* keys = is_whole ? own.data() : plan.keys.data() + line * plan.most_blocks;
-    Chooser<T> chooser(call, plan);
-    int64_t blocks = Chooser<T>::blocks_of(line_of(call, plan.selecting[index]));
-    if (first < blocks) chooser.score_blocks(index, head, first, std::min(blocks, first + each), keys);
-    if (is_whole || left[line].fetch_sub(1, std::memory_order_acq_rel) == 1) chooser.choose(index, head, keys);
-  });
-}
-
 template <class T>
 static void attend_as(Threads& threads, const Attention& call) {
   static thread_local Plan own;
   Plan& plan = own;  // the other threads use the caller's
   make_tiles(call, threads.count(), plan);
-  choose_all<T>(threads, call, plan);
   make_items(call, threads.count(), plan);
   std::vector<std::atomic<int64_t>> left(plan.counts);  // pieces, for each KV head of a tile in pieces
   int64_t work = 0;
@@ -886,7 +719,7 @@ static void attend_as(Threads& threads, const Attention& call) {
   take_turns(threads, last + 1, work < WORTH_THREADS, [&](int64_t index) {
     const Item& item = plan.items[last - index];  // the later ones of a prefill are the larger ones
     const Tile& tile = plan.tiles[item.tile];
-    Reader<T> reader(call, plan);
+    Reader<T> reader(call);
     if (tile.pieces == 1) return reader.read(tile, item.head, item.first_chunk, item.end_chunk, nullptr);
     int64_t each = (tile.end - tile.first) * (call.query_heads / call.kv_heads) * state_size(call.head_dim);
     float* states = plan.states.data() + tile.states + item.head * (tile.end_chunk - tile.first_chunk) * each;
@@ -899,13 +732,5 @@ static void attend_as(Threads& threads, const Attention& call) {
 }
 
 }  // namespace attention
-
-static void attend(Threads& threads, const Attention& call) {
-  switch (call.kv_type) {
-    case KV_FLOAT16: return attention::attend_as<attention::Half>(threads, call);
-    case KV_BFLOAT16: return attention::attend_as<attention::Brain>(threads, call);
-    default: return attention::attend_as<float>(threads, call);
-  }
-}
 
 }  // namespace KERNELS

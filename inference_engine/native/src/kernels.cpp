@@ -20,7 +20,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::LEVEL,
       KERNELS::linear,
       KERNELS::row,
-      KERNELS::attend_each,
+      KERNELS::attend,
       KERNELS::decompress,
       KERNELS::compress,
       KERNELS::restore_run,

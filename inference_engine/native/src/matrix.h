@@ -61,7 +61,7 @@ struct Tile {
   INLINE F offset(const uint8_t* block) { return after_codes(block, 1); }
 };
 
-// Asks for what lies `ahead` bytes after a step of C tiles. A processor guesses what a loop reads next only once it has
+// Asks for what lies `ahead` bytes after a step of C tiles. A processor predicts what a loop reads next only once it has
 // read some of it, and a tile is over soon: while one tile is computed, the next ones come into the second cache.
 template <int64_t BYTES, int C>
 INLINE void fetch(const uint8_t* at, int64_t tile_bytes, int64_t ahead) {

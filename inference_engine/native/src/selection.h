@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "blocks.h"
 #include "restoring.h"
 #include "simd.h"
 #include "threads.h"
@@ -629,13 +630,19 @@ static void attend_all(Threads& threads, const Attention& call) {
 
 }  // namespace selection
 
-// Attention of every query of a call, by blocks, by tokens or over all it sees.
-static void attend_each(Threads& threads, const Attention& call) {
-  attend(threads, call);
+// Attention of every query of a call: over all it sees, over blocks and over tokens that it chooses.
+template <class T>
+static void attend_as(Threads& threads, const Attention& call) {
+  attention::attend_as<T>(threads, call);
+  blocks::attend_all<T>(threads, call);
+  selection::attend_all<T>(threads, call);
+}
+
+static void attend(Threads& threads, const Attention& call) {
   switch (call.kv_type) {
-    case KV_FLOAT16: return selection::attend_all<attention::Half>(threads, call);
-    case KV_BFLOAT16: return selection::attend_all<attention::Brain>(threads, call);
-    default: return selection::attend_all<float>(threads, call);
+    case KV_FLOAT16: return attend_as<attention::Half>(threads, call);
+    case KV_BFLOAT16: return attend_as<attention::Brain>(threads, call);
+    default: return attend_as<float>(threads, call);
   }
 }
 

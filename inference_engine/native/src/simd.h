@@ -562,6 +562,33 @@ INLINE void transpose(F* x) {
 }
 #endif
 
+// Lane i: `sum` of x[i], to the bit.
+INLINE F sums_of(F* x) {
+#if defined(__AVX512F__)
+  // Halves are added of two vectors at once, so that what is left of 16 vectors fits one.
+  F t[4];
+  for (int i = 0; i < 4; i++) {
+    F eight[2], four[2];
+    for (int j = 0; j < 2; j++) {
+      F a = x[i + 8 * j], b = x[i + 8 * j + 4];
+      eight[j] = add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    four[0] = _mm512_shuffle_f32x4(eight[0], eight[1], 0x88), four[1] = _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd);
+    t[i] = add(four[0], four[1]);
+  }
+  for (int i = 0; i < 4; i += 2) {
+    __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 1]);
+    t[i / 2] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  return add(_mm512_shuffle_ps(t[0], t[1], 0x88), _mm512_shuffle_ps(t[0], t[1], 0xdd));
+#else
+  transpose(x);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) x[i] = add(x[i], x[i + n]);
+  return x[0];
+#endif
+}
+
 // -- functions --------------------------------------------------------------------------------------------------------
 
 // e^x, within 2 units in the last place; 0 below x = -87.3, so that a masked score has no weight at all.

@@ -194,7 +194,7 @@ class Run {
     what.kv_type = p_.kv_type;
     what.scaling = o.number;
     what.softcap = o.other;
-    attend_each(*p_.threads, what);
+    attend(*p_.threads, what);
   }
 
   void sum_up(const Operation& o) {

@@ -23,7 +23,7 @@ export type StopReason = "max_tokens" | "eos" | "cancelled" | "truncated" | "unk
 export type Mode = "batched" | "fixed-shape" | "unknown";
 
 /**
- * What a session's history survives; what the server has told a client of it is never lost by less. "none": it ends with
+ * What a session's history survives; what a client has received of it is never lost by less. "none": it ends with
  * the server's process. "process": the end of the process, however it comes. "power": a loss of power as well. "unknown":
  * a kind newer than this SDK.
  */

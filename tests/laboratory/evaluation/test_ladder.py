@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inference_engine.errors import InvalidArgument
-from laboratory.evaluation import ladder
+from laboratory.evaluation import cost, ladder
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.record import write_record
 
@@ -47,3 +49,21 @@ def test_beyond_the_trained_length_there_are_bytes_and_times_only(tiny_target: T
 def test_a_control_that_is_no_window_is_refused(tiny_target: Target) -> None:
     with pytest.raises(InvalidArgument, match="must be a sink_window"):
         ladder.main(arguments("--lengths=200", "--control=full"), tiny_target)
+
+
+def test_lengths_that_are_done_are_kept_when_it_is_interrupted(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = cost.measure
+
+    def measure(*given: Any, lengths: Sequence[int], **named: Any) -> Any:
+        if lengths == [300]:
+            raise KeyboardInterrupt
+        return measured(*given, lengths=lengths, **named)
+
+    monkeypatch.setattr(cost, "measure", measure)
+    saved: list[dict[str, Any]] = []
+    payload = ladder.main(arguments("--lengths", "300", "200", "--trained=0"), tiny_target, saved.append)
+    assert [row["length"] for row in payload["tables"]["ladder"]] == [200, 200]
+    assert [one["config"]["lengths"] for one in saved] == [[200]]
+    assert payload["tables"]["left out"] == [{"cell": "all at 300", "reason": "ended before it"}]

@@ -29,7 +29,7 @@ class Mode(enum.Enum):
 
 
 class Durability(enum.Enum):
-    """What a session's history survives. What the server has told a client of it is never lost by less."""
+    """What a session's history survives. What a client has received of it is never lost by less."""
 
     NONE = "none"  # it ends with the server's process
     PROCESS = "process"  # the end of the process, however it comes

@@ -62,7 +62,7 @@ class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability
     """Those, too, on storage that keeps what it said it has written."""
 
 class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
-    """What a history survives. What the server has told a client about it is never lost or changed by less."""
+    """What a history survives. What a client has received of it is never lost or changed by less."""
 
 DURABILITY_UNSPECIFIED: Durability.ValueType  # 0
 """An older server: as DURABILITY_NONE."""

@@ -1934,7 +1934,7 @@ export const ModeSchema: GenEnum<Mode> = /*@__PURE__*/
   enumDesc(file_kakeya_v1_runtime, 0);
 
 /**
- * What a history survives. What the server has told a client about it is never lost or changed by less.
+ * What a history survives. What a client has received of it is never lost or changed by less.
  *
  * @generated from enum kakeya.v1.Durability
  */

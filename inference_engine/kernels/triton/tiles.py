@@ -1,0 +1,133 @@
+"""How much of a matrix a program of `products.py` reads at once, and in how many parts a sum is made.
+
+The tiles were measured on a GPU, with each matrix of Qwen2.5-7B and SmolLM2-135M. What decides how a sum is made
+follows from the shape of the matrix and its format, and from whether there is one token.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+_PROGRAMS = 132  # that fill a large GPU
+_LEAST_PART = 512  # inputs that are worth a program of their own
+_MOST_PARTS = 4
+_WIDEST = 128  # inputs of a tile
+
+
+class Tile(NamedTuple):
+    """What a program reads at once: rows of the matrix, numbers of each. stages: tiles that are under way."""
+
+    rows: int
+    width: int
+    warps: int
+    stages: int = 1
+
+
+def tile_of_one(outputs: int, inputs: int) -> Tile:
+    """For a step of one token. Within 1 % of the best of 15, for each matrix of Qwen2.5-7B and SmolLM2-135M on an H200.
+
+    Where there are few outputs, all programs should run at the same time; where there are many, they should be small.
+    """
+    if outputs > 8192:
+        return Tile(4, 256, 2)
+    if outputs < 4096 and inputs <= 4096:
+        width = max(64, triton.next_power_of_2(inputs))
+        return Tile(1 if outputs < inputs else 2, width, 4 if width <= 2048 else 8)
+    return Tile(2, 512, 2) if outputs < 4096 else Tile(8, 512, 4)
+
+
+def tile_of_bytes(outputs: int, inputs: int) -> Tile:
+    """For a step of one token, where a number is a byte and an output has one scale."""
+    if outputs >= 4096:
+        return Tile(4, 512, 2)
+    if inputs > 4096:
+        return Tile(4, 1024, 2)
+    tile = tile_of_one(outputs, inputs)
+    return tile._replace(width=min(2 * tile.width, triton.next_power_of_2(inputs)))
+
+
+def tile_of_groups(outputs: int, *, is_fp8: bool) -> Tile:
+    """For a step of one token, where groups have scales of their own: width counts inputs."""
+    if outputs < 4096:
+        return Tile(1, 2048, 4 if is_fp8 else 2)
+    return Tile(8, 256, 2) if is_fp8 and outputs > 8192 else Tile(4, 512, 2)
+
+
+def parts_of(outputs: int, inputs: int) -> int:
+    """Of a sum over the inputs, where there are few outputs: parts are summed by programs of their own.
+
+    It follows from the shape of the matrix alone, so that equal shapes have equal bits on all devices.
+    """
+    tiles = -(-outputs // 64)
+    return max(1, min(_PROGRAMS // tiles, inputs // _LEAST_PART, _MOST_PARTS))
+
+
+def part_of(inputs: int, parts: int) -> int:
+    """Inputs of each part but the last: a multiple of all tiles' widths."""
+    return int(triton.cdiv(triton.cdiv(inputs, _WIDEST), parts)) * _WIDEST
+
+
+def tile_of_some(outputs: int, inputs: int, itemsize: int, tokens: int, matrices: int) -> Tile:
+    """For up to 64 tokens: within 4 % of the best of those tried with each matrix of Qwen2.5-7B on an H200, 1, 16 and
+    64 tokens, and within 5 % of SmolLM2-135M.
+
+    tokens: for which a tile has room. matrices: of which a program reads a tile at once.
+    """
+    if itemsize > 2:
+        return Tile(16, 64, 4, 4)
+    if matrices > 1 and inputs >= 2048 and tokens <= 32:
+        return Tile(64, 128, 4, 4)
+    if matrices > 1 or inputs < 2048 or outputs > 8192:
+        return Tile(64, 64, 4, 8)
+    return Tile(64, 128, 4, 5)
+
+
+def tile_of_quantised(itemsize: int, tokens: int, matrices: int, group: int | None, *, is_fp8: bool) -> Tile:
+    """For more than one token, of a matrix in fewer bits: few stages leave room for other programs, while one unpacks.
+
+    Rows and width do not depend on the number of tokens. Tensor cores multiply tiles of fewer rows by another
+    instruction, and a group's sum is made of that of each tile. group: inputs that a scale belongs to; None: all.
+    """
+    if itemsize > 2:
+        tile = Tile(16, 64, 4, 4)
+    else:
+        stages = 3 if not is_fp8 or (matrices > 1 and tokens <= 32) else 4 if tokens <= 32 else 6
+        tile = Tile(64, 128, 4, stages)
+    if group is None:
+        return tile
+    return tile._replace(width=min(group, tile.width) if is_fp8 else group)
+
+
+def tile_of_many(outputs: int, count: int, itemsize: int) -> tuple[int, Tile]:
+    """For more tokens: how many of them a tile has room for, and the tile."""
+    if itemsize > 2:
+        return 32, Tile(16, 64, 4, 4)
+    if triton.cdiv(outputs, 128) * triton.cdiv(count, 128) < 64:
+        return 128, Tile(64, 64, 4, 4)
+    return 128, Tile(128, 64, 8, 3)
+
+
+def fitting(tile: Tile, itemsize: int, tokens: int, matrices: int, most_bytes: int) -> Tile:
+    """The tile, or a smaller one that fits the shared memory that a program may have."""
+    while tile.stages > 1 and _shared(tile, itemsize, tokens, matrices) > most_bytes:
+        tile = tile._replace(stages=tile.stages - 1)
+    while tile.rows > 16 and _shared(tile, itemsize, tokens, matrices) > most_bytes:
+        tile = tile._replace(rows=tile.rows // 2)
+    return tile
+
+
+def _shared(tile: Tile, itemsize: int, tokens: int, matrices: int) -> int:
+    return (matrices * tile.rows + tokens) * tile.width * itemsize * tile.stages
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that a program may have, as Triton counts it; the interpreter has as much as is wanted."""
+    if device.type != "cuda":
+        return 2**30
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

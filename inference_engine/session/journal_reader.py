@@ -1,0 +1,213 @@
+"""Reading the tables of a journal: histories, and what else is known of their sessions.
+
+Every row is held against its checksum, and a history must be without a hole.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import apsw
+
+from inference_engine.errors import HistoryCorrupt
+from inference_engine.session.journal import (
+    CopyRecord,
+    GenerateRecord,
+    Kept,
+    ReplyRecord,
+    SessionEntry,
+    SessionRecord,
+    TokensRecord,
+)
+from inference_engine.session.journal_rows import (
+    appends_crc,
+    copy_crc,
+    crc_of,
+    damage_is_refused,
+    reply_crc,
+    session_crc,
+    session_record,
+    tokens_crc,
+    tokens_record,
+    unpacked,
+    unpacked_appends,
+)
+from inference_engine.session.replies import DIGEST_BYTES
+
+
+class Reader:
+    """Called with the journal's lock held. number: of a session; entries: its rows in the tail, in order."""
+
+    def __init__(self, db: apsw.Connection) -> None:
+        self._db = db
+
+    def find(self, session_id: str, owner: str) -> int | None:
+        """The owner's session, in both indexes: damage of one neither hides a session nor gives another one's.
+
+        Raises HistoryCorrupt.
+        """
+        (found, known) = (
+            list(self._db.execute(f"select session from sessions {condition}", (session_id, owner)))  # noqa: S608 - a text of ours
+            for condition in (
+                "where id = ?1 and +owner = ?2",
+                "indexed by sessions_by_owner where owner = ?2 and id = ?1",
+            )
+        )
+        if found != known:
+            raise HistoryCorrupt(0)
+        return int(found[0][0]) if found else None
+
+    def session(self, number: int, session_id: str) -> tuple[SessionRecord, float]:
+        """How a session began, and when it was used. Raises HistoryCorrupt."""
+        owner, body, length, used_at, crc = next(
+            self._db.execute("select owner, body, length, used_at, crc from sessions where session = ?", (number,))
+        )
+        if crc != session_crc(number, owner, body, length) or session_record(body).session_id != session_id:
+            raise HistoryCorrupt(0)
+        return session_record(body), used_at
+
+    def tokens(self, number: int, entries: Sequence[int]) -> list[TokensRecord]:
+        """The history of a session. Raises HistoryCorrupt."""
+        (length,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
+        rows, known, position = list[TokensRecord](), 0, 0
+        for first, mark, ids, logprobs, crc in self._db.execute(
+            "select position, mark, ids, logprobs, crc from tokens where session = ? order by position", (number,)
+        ):
+            if first != position or crc != tokens_crc(first, mark, ids, logprobs):
+                raise HistoryCorrupt(position)
+            rows += unpacked(first, mark, ids, logprobs)
+            position += sum(len(record.token_ids) for record in rows[known:])
+            known = len(rows)
+        end = self.end(number, length)
+        if position != (end[0].position if end else length):
+            raise HistoryCorrupt(position)
+        return rows + end + self.tail(number, entries, length)
+
+    def end_rows(self, number: int) -> list[tuple[Any, ...]]:
+        return list(
+            self._db.execute("select position, mark, ids, logprobs, crc from ends where session = ?", (number,))
+        )
+
+    def end(self, number: int, length: int) -> list[TokensRecord]:
+        """The tokens that did not fill a row, the last of `length` that are folded. Raises HistoryCorrupt."""
+        for position, mark, ids, logprobs, crc in self.end_rows(number):
+            with damage_is_refused(position if isinstance(position, int) else 0):
+                if crc != tokens_crc(position, mark, ids, logprobs, number):
+                    raise HistoryCorrupt(position)
+                records = unpacked(position, mark, ids, logprobs)
+                if position + sum(len(record.token_ids) for record in records) != length:
+                    raise HistoryCorrupt(position)
+                return records
+        return []
+
+    def tail(self, number: int, entries: Sequence[int], position: int) -> list[TokensRecord]:
+        """Rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
+        rows = []
+        for entry in entries:
+            with damage_is_refused(position):
+                of, first, mark, ids, logprobs, crc = next(
+                    self._db.execute(
+                        "select session, position, mark, ids, logprobs, crc from tail where entry = ?", (entry,)
+                    )
+                )
+                if (of, first) != (number, position) or crc != tokens_crc(first, mark, ids, logprobs, number):
+                    raise HistoryCorrupt(position)
+                rows.append(tokens_record(first, mark, ids, logprobs))
+                position += len(ids) // 4
+        return rows
+
+    def generates(self, number: int) -> list[GenerateRecord]:
+        """The session's Generates whose rows are intact: one that is not is as if it had been forgotten."""
+        return [
+            GenerateRecord(position, request_id, digest[:DIGEST_BYTES], int.from_bytes(seed, "little"))
+            for position, request_id, digest, seed, kept in self._db.execute(
+                "select position, request_id, digest, seed, crc from generates where session = ? order by position",
+                (number,),
+            )
+            if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
+        ]
+
+    def replies_of(self, number: int, session_id: str, owner: str) -> list[ReplyRecord]:
+        found = unpacked_appends(session_id, owner, self.packed_appends(number))
+        return found + self.replies("session = ? order by position", (number,))
+
+    def replies(self, condition: str, values: tuple[Any, ...]) -> list[ReplyRecord]:
+        """Replies that are intact: one that is not is as if it had been forgotten."""
+        rows = self._db.execute(
+            f"select id, owner, kind, request_id, digest, position, body, crc from replies where {condition}",  # noqa: S608 - a text of ours
+            values,
+        )
+        found = [(ReplyRecord(*fields), crc) for *fields, crc in rows]
+        # An older server's digests were longer.
+        return [replace(one, digest=one.digest[:DIGEST_BYTES]) for one, crc in found if crc == reply_crc(one)]
+
+    def packed_appends(self, number: int) -> bytes:
+        """Damaged ones are as if they had been forgotten."""
+        for replies, crc in self._db.execute("select replies, crc from appends where session = ?", (number,)):
+            if isinstance(replies, bytes) and crc == appends_crc(number, replies):
+                return replies
+        return b""
+
+    def page(
+        self, owner: str, after: str, most: int, committed: Callable[[int], Sequence[int]], now: float
+    ) -> list[SessionEntry]:
+        """The owner's sessions in the order of their ids. committed: a session's rows in the tail; most: -1: all."""
+        entries = []
+        for number, session_id, body, length, used_at, crc in self._db.execute(
+            "select session, id, body, length, used_at, crc from sessions where owner = ? and id > ? "
+            "order by id limit ?",
+            (owner, after, most),
+        ):
+            try:
+                entries.append(self._entry(number, owner, body, length, used_at, crc, committed(number)))
+            except HistoryCorrupt:  # it can be closed or purged, so it is in the list
+                nothing = SessionRecord(session_id, owner, "full", None, ())
+                entries.append(SessionEntry(nothing, now, 0))
+        return entries
+
+    def _entry(
+        self, number: int, owner: str, body: str, length: int, used_at: float, crc: int, entries: Sequence[int]
+    ) -> SessionEntry:
+        with damage_is_refused(0):
+            if crc != session_crc(number, owner, body, length):
+                raise HistoryCorrupt(0)
+            for last in entries[-1:]:
+                for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
+                    length = position + len(ids) // 4
+            return SessionEntry(session_record(body), float(used_at), length)
+
+    def copies(self) -> list[CopyRecord]:
+        """The files with copies of K/V whose rows are intact, of the session used longest ago first."""
+        rows = list(
+            self._db.execute(
+                "select session, id, owner, file, copies.length, bytes, header_crc, copies.crc from copies "
+                "join sessions using (session) order by used_at"
+            )
+        )
+        records = [(number, CopyRecord(*fields), crc) for number, *fields, crc in rows]
+        return [record for number, record, crc in records if crc == copy_crc(number, record)]
+
+    def kept(self) -> dict[str, Kept]:
+        """By owner, as the folder has it."""
+        tails = dict(
+            self._db.execute(
+                "select owner, sum(length(ids)) / 4 from tail join sessions using (session) group by owner"
+            )
+        )
+        return {
+            owner: Kept(sessions, int(tokens) + int(tails.get(owner) or 0))
+            for owner, sessions, tokens in self._db.execute(
+                "select owner, count(*), sum(length) from sessions group by owner"
+            )
+        }
+
+    def last_number(self) -> int:
+        """The highest number that a session has, or had while its replies are remembered."""
+        last = (self.value("select max(session) from sessions"), self.value("select max(session) from replies"))
+        return max(one or 0 for one in last)
+
+    def value(self, question: str) -> Any:
+        return next(self._db.execute(question))[0]
