@@ -1,6 +1,7 @@
 """Operations of a decode step on a GPU beside the best kernels that are installed: attention, exact Top-K, and MAC.
 
-    python scripts/bench_gpu_ops.py                writes results/ops_cuda_bfloat16/<date>-<machine>/
+    python scripts/bench_gpu_ops.py                     writes results/ops_cuda_bfloat16/<date>-<machine>/
+    python scripts/bench_gpu_ops.py --attention --mac   exact Top-K alone: results/topk_cuda_float32/<date>-<machine>/
 
 Attention is one query for each session over all entries, in the shape of Qwen2.5-7B: 28 query heads on 4 KV heads of
 128. A graph runs it over as many caches as the model has layers, each of its own, so that nothing is left in the
@@ -219,8 +220,9 @@ def write(
             ratios = [a / b for a, b in zip(samples[OURS], samples[row["best other"]], strict=True)]
             values[f"{where}, ours ÷ {row['best other']}"] = record.summarize(ratios, "ratio")
     on_gpu = arguments.device != "cpu"
+    name = "ops_{}_bfloat16" if arguments.attention or arguments.mac else "topk_{}_float32"
     return record.write_record(
-        f"ops_{arguments.device.partition(':')[0]}_bfloat16",
+        name.format(arguments.device.partition(":")[0]),
         {
             "command": record.command_line(without=("--results", "--commit")),
             "commit": arguments.commit,

@@ -46,9 +46,11 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kernels import merge
+from inference_engine.kernels.long_chunks import LongChunks
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
+from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation import record
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
@@ -168,13 +170,14 @@ def unattended() -> Iterator[None]:
     with (
         patch.object(torch.nn.functional, "scaled_dot_product_attention", zeros),
         patch.object(merge, "_attend_fused", zero_state),
+        patch.object(LongChunks, "attend", lambda _self, *given: zeros(*given)),
     ):
         yield
 
 
 def entries_read(strategy: KVStrategy, attended: int) -> int:
-    """Entries whose bytes a step reads: of `gather` those of its budget, and for each block of the history a bound."""
-    if not isinstance(strategy, Gather) or strategy.budget is None:
+    """Entries whose bytes a step reads: of `gather` and `tiered` those of the budget, and a bound for each block."""
+    if not isinstance(strategy, Gather | Tiered) or strategy.budget is None:
         return attended
     bounds = attended // strategy.block if strategy.block else 0
     return min(attended, strategy.budget + bounds)

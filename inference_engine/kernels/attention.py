@@ -9,9 +9,26 @@ Where they are kept in another dtype than that of the queries, they are converte
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class CausalAttention(Protocol):
+    """As `attend_causal`."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 def attend(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from inference_engine.errors import BackendError
+from inference_engine.kernels.attention import CausalAttention, attend_causal
 from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
@@ -46,7 +47,8 @@ class DeviceOps:
     `attend_ragged` choose tokens; None: it knows none, and plain operations choose. trellis: the coder of latents.
     latents: between their numbers and entries. open_fused: makes what a step is made of, for one model.
     open_invariant: as that, so that no token's bits depend on the others; attend_invariant is its attention.
-    reads_offloaded: does attend_ragged read blocks that are not on the device?
+    attend_causal: of long chunks over all entries before them. reads_offloaded: does attend_ragged read blocks that are
+    not on the device?
     attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
     session is attended to by itself, which is better where there is no kernel.
     """
@@ -60,6 +62,7 @@ class DeviceOps:
     latents: LatentOps = PLAIN_LATENTS
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
+    attend_causal: CausalAttention = attend_causal
     reads_offloaded: bool = False
     attends_together: bool = False
 

@@ -86,6 +86,7 @@ class StepPlan:
             most_queries=_MOST_RAGGED_TOKENS,
             numbers=self.numbers,
             largest=ops.largest,
+            attend_causal=ops.attend_causal,
         )
         for session, span in zip(sessions, self.spans, strict=True):
             for part in session.parts:

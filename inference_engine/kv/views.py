@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.attention import attend, attend_causal
+from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
 from inference_engine.kernels.topk import Largest, topk_by_sorting
@@ -81,10 +81,10 @@ class StepReads:
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
-    largest: chooses blocks for queries that read by views.
+    largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
     selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
-    choosing: by the shape of their index, the end of the
-    last tokens of the step that read by numbers and choose tokens; a device's operation may have to know.
+    choosing: by the shape of their index, the end of the last tokens of the step that read by numbers and choose
+    tokens; a device's operation may have to know.
     """
 
     geometry: Geometry
@@ -94,6 +94,7 @@ class StepReads:
     most_queries: int
     numbers: StepNumbers
     largest: Largest = topk_by_sorting
+    attend_causal: CausalAttention = attend_causal
     selects: bool = False
     reads_offloaded: bool = False
     choosing: dict[IndexShape, int] = field(default_factory=dict)
@@ -148,9 +149,10 @@ class CausalView:
 
     region: Region
     count: int
+    attend_causal: CausalAttention
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
-        return attend_causal(
+        return self.attend_causal(
             queries,
             self.region.slots(buffer.keys, layer, 0, self.count),
             self.region.slots(buffer.values, layer, 0, self.count),

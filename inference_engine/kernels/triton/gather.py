@@ -66,8 +66,8 @@ _SCORE = Tile(64, 2**14, 4, 1)
 _SELECT_WARPS = 8
 _FEW = 32  # blocks that are selected of many by their tiles
 _FOUND = 64  # listed blocks, and places, that are compared at once
-_MERGED = 64  # channels that a program merges
-_READ = Tile(64, 2**14, 4, 1)
+_MERGED = 32  # channels that a program merges
+_READ = Tile(64, 2**14, 2, 1)
 
 
 def attend_selecting(

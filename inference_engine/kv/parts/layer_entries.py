@@ -207,7 +207,7 @@ class LayerEntries(LayerSlots, Part):
         """The view of queries that read every entry, all of them in regions."""
         count = self.slot_count(queries.end)
         if self._is_causal(queries.positions, count, step):
-            return CausalView(region=self.region, count=count)
+            return CausalView(region=self.region, count=count, attend_causal=step.attend_causal)
         return DenseView(region=self.region, count=count, mask=self.mask(queries.positions, count, step))
 
     def _is_causal(self, positions: Positions, count: int, step: StepReads) -> bool:

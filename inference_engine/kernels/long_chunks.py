@@ -1,0 +1,146 @@
+"""Attention of a long chunk of a prefill over a long history, through the fastest fused operations that torch has.
+
+    positions   0 … 32767 | … 36863 | 36864 … 38000 | 38001 … 42096        a chunk of 4,096 at the end of 42,097
+    attended    whole     | whole   | causal, with the chunk itself
+
+Of the history, pieces of a few sizes are attended to as wholes, and the rest together with the chunk; the states are
+merged by their log-sum-exps (`kernels/merge.py`). On Hopper, cuDNN's operation takes half the time of the causal one,
+but it needs a plan for each shape, which takes longer to make than to run: hence the few sizes, contiguous copies of
+pieces, and chunks of whole multiples of `_CHUNK` alone. Other chunks are attended to as `kernels/attention.py` has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.attention import CausalAttention, attend_causal
+
+logger = logging.getLogger(__name__)
+
+# (queries [1, Hq, T, D], keys and values [1, Hkv, S, D], scaling) -> (out like the queries, lse [Hq, T] float32)
+State = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+PIECES = (32768, 16384, 8192, 4096)  # entries
+_CHUNK = 1024  # queries
+_TRIED = (4096, sum(PIECES) + 100)  # queries, and entries before them, of the trial: those of most prefills
+_WORST = 2e-2  # of the largest number, in half precision
+
+
+def whole_by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every key."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        queries, keys, values, None, True, 0.0, False, scale=scaling
+    )
+    return out, lse.reshape(queries.shape[1], queries.shape[2])
+
+
+def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """The queries stand at the last of the keys' positions."""
+    group, (_, kv_heads, count, head_dim) = queries.shape[1] // keys.shape[1], keys.shape
+    shared = (kv_heads, group, count, head_dim)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        queries.reshape(kv_heads, group, -1, head_dim),
+        keys[0, :, None].expand(shared),
+        values[0, :, None].expand(shared),
+        0.0,
+        True,
+        scale=scaling,
+    )
+    return out.reshape(queries.shape), lse.reshape(queries.shape[1], queries.shape[2])
+
+
+class LongChunks:
+    """Implements CausalAttention."""
+
+    def __init__(self, whole: State, causal: State, *, pieces: Iterable[int] = PIECES, chunk: int = _CHUNK) -> None:
+        """pieces: sizes, the largest first. chunk: it serves chunks that are a multiple of it."""
+        self._whole, self._causal, self._pieces, self._chunk = whole, causal, tuple(pieces), chunk
+        self._works = True
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor:
+        count, length = len(queries), keys.shape[1]
+        is_fitting = self._works and not count % self._chunk and length - count >= self._pieces[-1]
+        is_fitting &= keys.dtype == queries.dtype
+        if not is_fitting or softcap is not None or head_sinks is not None:
+            return attend_causal(queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+        try:
+            return self.attend(queries, keys, values, scaling)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._works = False
+            logger.warning(
+                "cuDNN attends to no more long chunks: with %d queries of %d heads it says %s",
+                count,
+                queries.shape[1],
+                error,
+            )
+            return attend_causal(queries, keys, values, scaling=scaling)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        by_head = queries.transpose(0, 1)[None]
+        states, first = [], 0
+        for size in self._pieces:
+            while keys.shape[1] - len(queries) - first >= size:
+                some_keys, some_values = (each[None, :, first : first + size].contiguous() for each in (keys, values))
+                states.append(self._whole(by_head, some_keys, some_values, scaling))
+                first += size
+        states.append(self._causal(by_head, keys[None, :, first:], values[None, :, first:], scaling))
+        top = torch.stack([lse for _, lse in states]).amax(0)
+        weights = [torch.exp(lse - top) for _, lse in states]
+        total = torch.stack(weights).sum(0)
+        merged = torch.zeros(by_head.shape, dtype=torch.float32, device=queries.device)
+        for (out, _), weight in zip(states, weights, strict=True):
+            merged += out * (weight / total)[None, ..., None]
+        return merged[0].transpose(0, 1).to(queries.dtype)
+
+
+def open_long_chunks(
+    device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]]
+) -> CausalAttention:
+    """What attends to long chunks on this device: tried once for each shape (Hq, Hkv, D) of the model's layers.
+
+    `attend_causal` where cuDNN has no operation for them, or one that gives something else; the log says which and why.
+    """
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return attend_causal
+    found = LongChunks(whole_by_cudnn, causal_by_flash)
+    for shape in dict.fromkeys(shapes):
+        if wrong := _fault(found, device, dtype, *shape):
+            logger.info(
+                "long chunks are attended to by torch's flash attention: cuDNN's, with heads %s: %s", shape, wrong
+            )
+            return attend_causal
+    torch.cuda.empty_cache()  # what the trial took is room for entries
+    logger.debug("long chunks are attended to by cuDNN")
+    return found
+
+
+def _fault(found: LongChunks, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> str:
+    """What is wrong; nothing: it is right."""
+    generator = torch.Generator(device).manual_seed(0)
+    count, length = _TRIED[0], sum(_TRIED)
+    queries, keys, values = (
+        torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        for shape in ((count, heads, dim), (kv_heads, length, dim), (kv_heads, length, dim))
+    )
+    try:
+        out = found.attend(queries, keys, values, dim**-0.5)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0][:200]
+    expected = attend_causal(queries, keys, values, scaling=dim**-0.5)
+    worst = float((out.float() - expected.float()).abs().max() / expected.float().abs().max())
+    return "" if worst < _WORST else f"it differs by {worst:.2g} of the largest number"

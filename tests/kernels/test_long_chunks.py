@@ -1,0 +1,118 @@
+"""A chunk over pieces of its history is a chunk over all of it; an operation that is missing or wrong is not used."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels import long_chunks
+from inference_engine.kernels.attention import attend_causal
+from inference_engine.kernels.long_chunks import LongChunks, open_long_chunks
+from inference_engine.kernels.merge import attend_state
+from tests.kernels.test_attention import TOLERANCES, causal_mask, states
+
+HEADS = [(9, 3, 64), (4, 4, 16), (4, 2, 128)]
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN's attention needs a GPU")
+
+
+def by_parts(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = attend_state(queries[0].transpose(0, 1), keys[0], values[0], mask, scaling=scaling)
+    return out.transpose(0, 1)[None].to(queries.dtype), lse.T
+
+
+def whole(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    assert keys.is_contiguous() and values.is_contiguous(), "a plan is made for strides, too"
+    assert keys.shape[2] in (8, 16, 64), "a plan is made for each size"
+    return by_parts(queries, keys, values, scaling, None)
+
+
+def causal(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    mask = causal_mask(queries.shape[2], keys.shape[2], torch.float32, "cpu")
+    return by_parts(queries, keys, values, scaling, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_pieces_of_a_history_give_what_the_whole_of_it_gives(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    attend = LongChunks(whole, causal, pieces=(64, 16, 8), chunk=4)
+    for tokens, count in ((4, 12), (8, 40), (12, 155), (4, 260)):
+        given = states(heads, tokens, count, dtype, "cpu")
+        queries, keys, values = (one.float() for one in given)
+        expected = attend_causal(queries, keys, values, scaling=0.2)
+        found = attend(*given, scaling=0.2)
+        assert (found.dtype, found.shape) == (dtype, expected.shape)
+        worst = (found.float() - expected).abs().max().item()
+        assert worst < TOLERANCES[dtype], (tokens, count, worst)
+
+
+def test_other_chunks_are_left_to_the_other_operation() -> None:
+    def refuse(*_: object) -> tuple[Tensor, Tensor]:
+        raise AssertionError("it was asked")
+
+    attend = LongChunks(refuse, refuse, pieces=(64, 8), chunk=4)
+    sinks = torch.zeros(4)
+    for tokens, count, more in ((5, 100, {}), (4, 11, {}), (4, 100, {"softcap": 3.0}), (4, 100, {"head_sinks": sinks})):
+        given = states((4, 2, 16), tokens, count, torch.float32, "cpu")
+        assert torch.equal(attend(*given, scaling=0.3, **more), attend_causal(*given, scaling=0.3, **more))
+    queries, keys, values = states((4, 2, 16), 4, 100, torch.bfloat16, "cpu")
+    attend(queries.float(), keys, values, scaling=0.3)  # entries in another dtype than the queries
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong"])
+def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def right(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        return by_parts(queries, keys, values, scaling, None)
+
+    def faulty(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        if fault == "missing":
+            raise RuntimeError("no plan for it\nand more")
+        out, lse = right(queries, keys, values, scaling)
+        return out, lse / 0.69  # as a logarithm of two would be
+
+    monkeypatch.setattr(long_chunks, "_TRIED", (8, 80))
+    found = LongChunks(faulty, causal, pieces=(64,), chunk=4)
+    wrong = long_chunks._fault(found, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+    assert wrong == "no plan for it" or "differs" in wrong
+    works = LongChunks(right, causal, pieces=(64,), chunk=4)
+    assert not long_chunks._fault(works, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+    monkeypatch.setattr(long_chunks, "_fault", lambda *_: wrong)
+    with caplog.at_level(logging.INFO):
+        assert open_long_chunks(torch.device("cuda"), torch.bfloat16, [(4, 2, 16)]) is attend_causal
+    assert wrong in caplog.text
+    assert open_long_chunks(torch.device("cpu"), torch.bfloat16, [(4, 2, 16)]) is attend_causal
+    assert open_long_chunks(torch.device("cuda"), torch.float32, [(4, 2, 16)]) is attend_causal
+
+
+def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    asked = 0
+
+    def failing(*_: object) -> tuple[Tensor, Tensor]:
+        nonlocal asked
+        asked += 1
+        raise RuntimeError("no plan for it")
+
+    attend = LongChunks(failing, causal, pieces=(64, 8), chunk=4)
+    given = states((4, 2, 16), 4, 100, torch.float32, "cpu")
+    for _ in range(2):
+        assert torch.equal(attend(*given, scaling=0.3), attend_causal(*given, scaling=0.3))
+    assert asked == 1 and "no plan for it" in caplog.text
+
+
+@ON_GPU
+@pytest.mark.parametrize("heads", [(9, 3, 64), (28, 4, 128), (4, 1, 256)], ids=str)
+def test_a_gpu_gives_what_its_causal_operation_gives(heads: tuple[int, int, int]) -> None:
+    """Whichever was chosen."""
+    device = torch.device("cuda")
+    attend = open_long_chunks(device, torch.bfloat16, [heads])
+    for tokens, count in ((1024, 1024 + 4096), (2048, 2048 + 12288 + 77), (1024, 5000)):
+        given = states(heads, tokens, count, torch.bfloat16, "cuda")
+        expected = attend_causal(*given, scaling=heads[2] ** -0.5)
+        found = attend(*given, scaling=heads[2] ** -0.5)
+        assert (found.float() - expected.float()).abs().max() < TOLERANCES[torch.bfloat16]
