@@ -177,7 +177,8 @@ class KeyIndexes(Protocol):
         ring: int = 0,
     ) -> None:
         """Write the tiles [first, end) of every layer of the table from its keys in the buffer [R, D], one at each
-        position; from position `sink` on in a ring buffer of so many slots behind the sink, if ring > 0. As `pack(encode(…))` of the keys rotated back, up to rounding, and each tile by itself.
+        position; from position `sink` on in a ring buffer of so many slots behind the sink, if ring > 0. As
+        `pack(encode(…))` of the keys rotated back, up to rounding, and each tile by itself.
 
         table: [layers, 2] int64, the addresses of the indexes, and the first buffer vectors of the regions, which have
         `region` vectors for each KV head.

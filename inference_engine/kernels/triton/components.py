@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.components import TokenChoice
-from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.latents import operand_dtype
+from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton import choosing, component_index, component_scores, restoring
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.component_index import half_width, rank_width
