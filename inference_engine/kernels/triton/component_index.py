@@ -14,6 +14,7 @@ An index is known by the address of these numbers on the device, all 64 bits wid
     means         [Hkv, 2, H]
     turned        how many pairs of channels are rotated; a number, no address
     archive       of tokens that have left the regions (`restoring.py`); 0: there is none
+    rounded       `runs` in float16
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 from inference_engine.kernels.components import IndexShape, KeyComponents
 from inference_engine.kernels.latents import CodeTables, Synthesis
 
-CHUNK = 128  # tokens that share a rotation of the query; a multiple of every run
+CHUNK = 64  # tokens that share a rotation of the query; a multiple of every run
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _ARCHIVE = 10  # of an index's numbers
 
@@ -42,11 +43,12 @@ def pairs_of(head_dim: int, turned: int) -> tuple[Tensor, Tensor]:
 
 
 class Turns(NamedTuple):
-    """The rotations of one kind of key: see `middles`, `runs` and `offsets` of the module."""
+    """The rotations of one kind of key: see `middles`, `runs`, `offsets` and `rounded` of the module."""
 
     middles: Tensor
     runs: Tensor
     offsets: Tensor
+    rounded: Tensor
     turned: int  # pairs
 
 
@@ -71,10 +73,12 @@ class TritonIndexes:
         in_run = torch.arange(shape.run, dtype=torch.float64) - (shape.run - 1) / 2
         # A run has the mean rotation of its positions: that of its middle, shrunk by the mean cosine of its offsets.
         shrunk = (in_run[:, None] * speeds).cos().mean(0)
+        runs = (_turns(of_runs, speeds) * shrunk).float()
         return Turns(
             middles=_turns(middles, speeds).float().to(device),
-            runs=(_turns(of_runs, speeds) * shrunk).float().to(device),
+            runs=runs.to(device),
             offsets=_turns(places - (CHUNK - 1) / 2, speeds).float().to(device),
+            rounded=runs.half().to(device),
             turned=len(frequencies),
         )
 
@@ -103,7 +107,7 @@ class TritonIndexes:
 
     def numbers(self, halves: Sequence[Tensor], rows: Rows, turns: Turns) -> Tensor:
         tensors = (*halves, rows.rows, rows.scales, *turns[:3], rows.projection, rows.means)
-        numbers = [*(tensor.data_ptr() for tensor in tensors), turns.turned, 0]
+        numbers = [*(tensor.data_ptr() for tensor in tensors), turns.turned, 0, turns.rounded.data_ptr()]
         return torch.tensor(numbers, dtype=torch.int64).to(halves[0].device)
 
     def archive(
