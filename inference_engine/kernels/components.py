@@ -87,6 +87,18 @@ class IndexShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenBy:
+    """What steps whose queries choose tokens by indexes of one shape have in common, so that they are recorded once.
+
+    restored, numbers: see `TokenChoice`.
+    """
+
+    shape: IndexShape
+    restored: int = 0
+    numbers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChoice:
     """What a device's operation needs to know of the queries of a step that choose tokens by indexes of one shape.
 

@@ -118,8 +118,8 @@ class TritonIndexes:
         assert synthesis.matrix.is_contiguous() and found.is_contiguous()
         numbers = [low.data_ptr(), high.data_ptr(), low.shape[1], first]
         numbers += [tables.first_byte, tables.count, tables.padded, tables.chains]
-        tensors = (tables.begins, tables.widths, tables.tables, tables.levels, tables.scales)
-        tensors += (synthesis.matrix, synthesis.factors, synthesis.means, found)
+        tensors = [tables.begins, tables.widths, tables.tables, tables.levels, tables.scales]
+        tensors += [synthesis.matrix, synthesis.factors, synthesis.means, found]
         numbers += [tensor.data_ptr() for tensor in tensors]
         return torch.tensor(numbers, dtype=torch.int64).to(low.device)
 

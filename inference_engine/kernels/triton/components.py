@@ -358,10 +358,9 @@ def _read(
     p_line = p_regions + query * FIELDS
     _, _, kept = choices_of(p_line, SHAPE)
     own = tl.load(p_line) + head * tl.load(p_line + 1)
-    if RESTORED > 0:
-        sink = tl.load(p_line + 3).to(tl.int32)
-        ring = tl.load(p_line + 4).to(tl.int32)
-        _, before = restored_before(p_line, SHAPE)
+    sink = tl.load(p_line + 3).to(tl.int32)
+    ring = tl.load(p_line + 4).to(tl.int32)
+    _, before = restored_before(p_line, SHAPE)
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
     m_g = o_g < GROUP
