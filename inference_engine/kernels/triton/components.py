@@ -41,8 +41,8 @@ _BUCKETS = 1024
 _WEIGHED, _GATHERED = 1024, 2048  # tokens of a program
 _GROUPS = 16  # of neighbours that a program gathers from at once
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
-_SCORE_WARPS = 8
-_SCORE_REGISTERS: int | None = None  # of a thread, at most
+_SCORE_WARPS = 4
+_SCORE_REGISTERS: int | None = 128  # of a thread, at most
 _UNPACKED, _CODES = 8, 256  # tokens of a program that unpacks, and codes of each
 _RESTORED, _STEP = 64, 64  # tokens of a program that restores, and numbers that it takes at once
 _MOST_SCRATCH = 2**29  # bytes; more queries take turns
@@ -180,7 +180,7 @@ class Choosing:
             R=rank_width(self.shape),
             num_warps=_SCORE_WARPS,
             num_stages=1,
-            maxnreg=_SCORE_REGISTERS,
+            maxnreg=_SCORE_REGISTERS if self.block_d <= 128 else None,
         )
 
     def weigh(self) -> None:
