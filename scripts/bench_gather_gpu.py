@@ -249,7 +249,6 @@ class Chosen:
         codes = torch.randint(0, 256, (2, case.length, half), dtype=torch.uint8, device=DEVICE)
         found = torch.zeros(2, device=DEVICE)
         size = (KV_HEADS, 2 * HEAD_DIM, CODES)
-        self.archives = []
         for copy in range(case.copies):
             matrix = torch.randn(size, generator=generator).to(DEVICE) / CODES**0.5
             synthesis = Synthesis.of(matrix, torch.zeros(size[:2], device=DEVICE), DTYPE)
