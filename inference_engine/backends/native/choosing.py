@@ -138,6 +138,14 @@ class NativeIndex:
         self._archive = self._read = None
 
     @property
+    def restored_numbers(self) -> int:
+        return 0
+
+    @property
+    def found(self) -> None:
+        return None
+
+    @property
     def restored_all_finite(self) -> bool:
         return self._archive is None or not self._archive.is_broken
 
