@@ -176,8 +176,8 @@ class EngineMetrics:
         )
         self.held_history_tokens = self._gauge(
             "session_history_held_tokens",
-            "Tokens in the histories of open sessions, shared ones of forks counted once, and those that streams of "
-            "closed sessions have still to send.",
+            "Tokens in the histories of open sessions, shared ones of forks counted once, those that streams of closed "
+            "sessions have still to send, and those of appends under way.",
         )
         self.held_history_bytes = self._gauge(
             "session_history_held_bytes",

@@ -84,29 +84,24 @@ class RuntimeService:
         return convert.opened_to_wire(opened, mode=self._mode, model_id=self._model_id, durability=self._durability)
 
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
-        # Too many ids are refused by their count, before they are converted.
-        too_many = len(request.token_ids) > self._max_append_tokens
-        owner = caller()
+        session_id, request_id, owner = request.session_id, request.request_id, caller()
+        expected = convert.optional(request, "expected_history_length")
         with self._engine.carrying(owner, len(request.token_ids)):
+            # Too many ids are refused by their count, before they are converted.
+            too_many = len(request.token_ids) > self._max_append_tokens
             token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
-            # Below it may wait: of its ids there is one copy then.
-            if not too_many:
-                request.ClearField("token_ids")
-            expected = convert.optional(request, "expected_history_length")
-            if self._engine.is_elsewhere(request.session_id, owner=owner):
+            # The call may have to wait, and a message takes three times the memory of its ids.
+            del request
+            if self._engine.is_elsewhere(session_id, owner=owner):
                 # Perhaps it was closed, and its appends are remembered for a while.
-                await self._recall(request.session_id, request.request_id)
+                await self._recall(session_id, request_id)
 
             def append() -> HistoryLength:
                 return self._engine.append_once(
-                    request.session_id,
-                    token_ids,
-                    request_id=request.request_id,
-                    expected_history_length=expected,
-                    owner=owner,
+                    session_id, token_ids, request_id=request_id, expected_history_length=expected, owner=owner
                 )
 
-            return convert.appended_to_wire(await self._when_free(request.session_id, append))
+            return convert.appended_to_wire(await self._when_free(session_id, append))
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
@@ -331,6 +326,9 @@ def _decoded(behaviour: Behaviour, request_type: type[Message]) -> Behaviour:
             ) from None
         if request_id := getattr(request, "request_id", b""):
             name_request(request_id)
-        return await behaviour(request, context)
+        # Handed over, so that the call may let go of it.
+        handed = [request]
+        del request
+        return await behaviour(handed.pop(), context)
 
     return call

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import statistics
 import time
+import urllib.request
 from pathlib import Path
 
 import grpc
 import pytest
 
+from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.server import incoming
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
+from laboratory.commands.scripted_server import scripted_child
 from tests.hostile.attacks import INFO, KEY, METADATA, OWN_KEY, STOP_IDS, WITH_KEY
 from tests.hostile.conftest import VICTIM, Attacked, Victim, attack, bearer
 from tests.hostile.http2 import Connection
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.hostile
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 SHORT_SECONDS, LONG_SECONDS = 0.5, 10.0
 PAIRS = 4_000
+APPENDS = 100
 
 
 def test_an_owner_is_served_beside_messages_that_are_far_too_large(attacked: Attacked) -> None:
@@ -73,6 +78,46 @@ async def test_calls_whose_message_does_not_come_are_an_owners_calls_until_their
                 await asyncio.sleep(2.0)
                 await attacker.call("GetServerInfo", question)
     assert details.reason == "RESOURCE_EXHAUSTED OVERLOADED"
+
+
+def test_appends_that_wait_hold_their_ids_and_nothing_else() -> None:
+    """A message takes three times the memory of its ids."""
+    ids = range(65_536)
+    config = ServerConfig(bind="127.0.0.1:0", metrics_bind=f"127.0.0.1:{free_port()}", busy_wait_seconds=60.0)
+    with scripted_child(EngineConfig(kv_bytes=2**26), config, step_seconds=0.05) as child:
+        server = Attacked(child.wait_ready(), child.pid)
+        with grpc.insecure_channel(server.target, options=OWN_CONNECTION) as channel:
+            stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+            endless = pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=4, window=32))
+            session_id = stub.CreateSession(pb.CreateSessionRequest(strategy=endless), timeout=60.0).session_id
+            vocabulary = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60.0).vocab_size
+            append = pb.AppendTokensRequest(session_id=session_id, token_ids=[each % vocabulary for each in ids])
+            stub.AppendTokens(pb.AppendTokensRequest(session_id=session_id, token_ids=[1, 2, 3]), timeout=60.0)
+            running = stub.Generate(pb.GenerateRequest(session_id=session_id, max_tokens=10_000), timeout=120.0)
+            next(running)
+            before, ends = server.resident_bytes, time.monotonic() + 60.0
+            appends = [stub.AppendTokens.future(append, timeout=60.0) for _ in range(APPENDS)]
+            while held_tokens(config.metrics_bind) < APPENDS * len(ids):
+                assert time.monotonic() < ends, "not all of them wait"
+                time.sleep(0.1)
+            while server.resident_bytes - before > APPENDS * 2 * 4 * len(ids):
+                assert time.monotonic() < ends, f"{(server.resident_bytes - before) >> 20} MiB"
+                time.sleep(0.1)
+            assert not any(each.done() for each in appends)
+            running.cancel()
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def held_tokens(metrics_target: str) -> float:
+    """Token ids in memory, of histories and of appends under way, as an operator sees them."""
+    with urllib.request.urlopen(f"http://{metrics_target}/metrics", timeout=10.0) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("session_history_held_tokens "))
 
 
 @pytest.mark.long
