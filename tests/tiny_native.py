@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
+from inference_engine.backends.base import Forward
 from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.native.trial import LoadedTensors
+from inference_engine.engine import Engine
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.models.step_list import step_list
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library
-from inference_engine.types import ModelFacts
-from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_model
+from inference_engine.types import Mode, ModelFacts
+from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward, tiny_model
 
 
 def library() -> Library:
@@ -72,3 +76,16 @@ def tiny_native(
     if not attends_together:
         forward._ops = replace(forward._ops, attends_together=False)
     return forward
+
+
+# What runs TinyModel in each mode: what serves on a CPU, where a step costs a third, and torch. Without a compiler both
+# have torch.
+EXECUTORS: dict[Mode, Callable[..., Forward]] = {
+    Mode.BATCHED: tiny_forward if native_library.load() is None else tiny_native,
+    Mode.FIXED_SHAPE: tiny_forward,
+}
+
+
+def served_engine(*, mode: Mode = Mode.BATCHED, **settings: Any) -> Engine:
+    """As `tiny_engine`, on what a mode has in EXECUTORS."""
+    return tiny_engine(mode=mode, make=EXECUTORS[mode], **settings)

@@ -25,11 +25,12 @@ from tests.facade import drop_entries, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import LENGTH, drain, each_strategy, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
+from tests.tiny_native import served_engine
 
 
 def bytes_for(tokens: int | None = None) -> int:
     """What a session of `full` may hold with a history of so many, or of as many as can be."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         return engine.create_session(limit_tokens=tokens).bound.sustained_bytes
 
 
@@ -54,7 +55,7 @@ def test_fifty_default_sessions_of_200_tokens_fit_where_one_used_to() -> None:
 
 
 def test_an_append_without_room_changes_nothing_and_succeeds_when_there_is_some() -> None:
-    with tiny_engine(kv_bytes=3 * bytes_for(160)) as engine:
+    with served_engine(kv_bytes=3 * bytes_for(160)) as engine:
         other = engine.create_session().session_id
         engine.append(other, text(300))
         session = engine.create_session().session_id
@@ -69,7 +70,7 @@ def test_an_append_without_room_changes_nothing_and_succeeds_when_there_is_some(
         engine.close_session(other)
         assert engine.append(session, text(100)) == 204
         again = generate(engine, session, 4)
-    with tiny_engine() as roomy:
+    with served_engine() as roomy:
         session = roomy.create_session().session_id
         roomy.append(session, text(100))
         assert [token for token, _ in generate(roomy, session, 4)] == [token for token, _ in first]
@@ -78,11 +79,11 @@ def test_an_append_without_room_changes_nothing_and_succeeds_when_there_is_some(
 
 
 def test_a_generate_that_runs_out_of_room_keeps_its_tokens_and_goes_on_later() -> None:
-    with tiny_engine() as roomy:
+    with served_engine() as roomy:
         session = roomy.create_session().session_id
         roomy.append(session, text(20))
         expected = [token for token, _ in generate(roomy, session, 80)]
-    with tiny_engine(kv_bytes=bytes_for(64) + bytes_for(320)) as engine:
+    with served_engine(kv_bytes=bytes_for(64) + bytes_for(320)) as engine:
         other = engine.create_session(guaranteed=True, limit_tokens=320).session_id
         session = engine.create_session().session_id
         engine.append(session, text(20))
@@ -98,7 +99,7 @@ def test_a_generate_that_runs_out_of_room_keeps_its_tokens_and_goes_on_later() -
 
 
 def test_a_session_with_a_guarantee_is_served_whatever_its_neighbours_take() -> None:
-    with tiny_engine(kv_bytes=2 * bytes_for()) as engine:
+    with served_engine(kv_bytes=2 * bytes_for()) as engine:
         kept = engine.create_session(guaranteed=True, owner="me")
         assert kept.reserved_bytes == kept.bound.sustained_bytes
         grown = engine.create_session(owner="you").session_id
@@ -112,7 +113,7 @@ def test_a_session_with_a_guarantee_is_served_whatever_its_neighbours_take() -> 
 
 
 def test_a_setting_gives_every_session_the_guarantee() -> None:
-    with tiny_engine(growth="guaranteed", kv_bytes=int(1.5 * bytes_for())) as engine:
+    with served_engine(growth="guaranteed", kv_bytes=int(1.5 * bytes_for())) as engine:
         session = engine.create_session()
         assert session.reserved_bytes == session.bound.sustained_bytes
         assert engine.info().growth_is_guaranteed
@@ -123,12 +124,12 @@ def test_a_setting_gives_every_session_the_guarantee() -> None:
 
 
 def test_sessions_that_ask_for_no_limit_get_the_settings() -> None:
-    with tiny_engine(default_limit_tokens=100) as engine:
+    with served_engine(default_limit_tokens=100) as engine:
         assert engine.info().default_limit_tokens == 100
         assert engine.create_session().limit_tokens == 100
         assert engine.create_session(limit_tokens=200).limit_tokens == 200
         assert engine.create_session(strategy=SinkWindow(sink=1, window=8)).limit_tokens is None
-    with tiny_engine(default_limit_tokens=10 * TRAINED_POSITIONS) as engine:
+    with served_engine(default_limit_tokens=10 * TRAINED_POSITIONS) as engine:
         assert engine.create_session().limit_tokens == TRAINED_POSITIONS
 
 
@@ -141,8 +142,8 @@ def test_sessions_that_ask_for_no_limit_get_the_settings() -> None:
 )
 def test_a_pool_too_small_for_one_default_session_refuses_to_start(settings: dict[str, Any], way_out: str) -> None:
     with pytest.raises(ConfigError, match=way_out):
-        tiny_engine(**settings)
-    with tiny_engine(growth="guaranteed", kv_bytes=100_000, default_limit_tokens=50) as engine:
+        served_engine(**settings)
+    with served_engine(growth="guaranteed", kv_bytes=100_000, default_limit_tokens=50) as engine:
         assert engine.create_session().limit_tokens == 50
 
 
@@ -152,8 +153,7 @@ def test_growth_is_one_of_three_words() -> None:
 
 
 def test_growth_best_effort_is_refused_in_words_without_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = tiny_forward()
-    monkeypatch.setattr(type(forward), "has_address_space", property(lambda _: False))
+    monkeypatch.setattr(type(tiny_forward()), "has_address_space", property(lambda _: False))
     with pytest.raises(ConfigError, match="best_effort"):
         tiny_engine(growth="best_effort")
     with tiny_engine() as engine:
@@ -167,7 +167,7 @@ def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVSt
     """Also after its K/V was dropped for another session, when it is granted memory for its history so far."""
     now, said = 0.0, []
     for guaranteed in (True, False):
-        with tiny_engine(clock=lambda: now, stall_seconds=1e6) as engine:
+        with served_engine(clock=lambda: now, stall_seconds=1e6) as engine:
             session = engine.create_session(strategy=strategy, guaranteed=guaranteed).session_id
             received = []
             for turn in range(3):
@@ -183,7 +183,7 @@ def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVSt
 @each_strategy
 def test_what_is_held_never_exceeds_what_is_granted(strategy: KVStrategy) -> None:
     """At every step of a history that grows by appends, generated tokens and forks."""
-    with tiny_engine(mode=Mode.BATCHED) as engine:
+    with served_engine(mode=Mode.BATCHED) as engine:
         sessions = [engine.create_session(strategy=strategy).session_id]
 
         def check() -> None:
@@ -213,7 +213,7 @@ def test_what_is_held_never_exceeds_what_is_granted(strategy: KVStrategy) -> Non
 def test_an_owner_within_its_share_of_memory_leaves_addresses_for_all_others() -> None:
     """Though its sessions may become long, and those of the default strategy are short."""
     whole = bytes_for()
-    with tiny_engine(
+    with served_engine(
         kv_bytes=2 * whole, kv_bytes_per_owner=whole, max_sessions=64, strategy="sink_window:sink=4,window=32"
     ) as engine:
         longest = [Full(), Gather(block=4, sink=4, window=16, budget=64)]
@@ -232,7 +232,7 @@ def test_an_owner_within_its_share_of_memory_leaves_addresses_for_all_others() -
 def test_an_owner_that_forks_and_closes_leaves_addresses_for_all_others(share_forks: bool) -> None:
     """A fork reads entries of sessions that ended; each of these took addresses for all it might become."""
     most = 6
-    with tiny_engine(
+    with served_engine(
         windowed=False,
         kv_bytes=bytes_for(),
         max_sessions=most,
@@ -260,7 +260,7 @@ def test_an_owner_that_forks_and_closes_leaves_addresses_for_all_others(share_fo
 def test_want_of_addresses_is_reported_apart_from_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bytes_for()
     monkeypatch.setattr(memory, "MOST_BYTES", whole)  # of each buffer, so that both hold two of the longest sessions
-    with tiny_engine(kv_bytes=whole, max_sessions=64) as engine:
+    with served_engine(kv_bytes=whole, max_sessions=64) as engine:
         opened = [engine.create_session().session_id for _ in range(2)]
         with pytest.raises(NoCapacity, match=r"no address space is left.*limit_tokens") as refused:
             engine.create_session()
@@ -274,12 +274,12 @@ def test_want_of_addresses_is_reported_apart_from_want_of_memory(monkeypatch: py
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_room_for_draft_tokens_drops_no_sessions_entries(has_drafter: bool) -> None:
     """Also of a Generate that ends before it needs the room."""
-    with tiny_engine() as roomy:
+    with served_engine() as roomy:
         expected = [token for token, _ in generate(roomy, opened(roomy, 20), 40)]
     now = 0.0
     drafter: dict[str, Any] = {"drafter": Knowing(text=[*text(20), *expected])} if has_drafter else {}
     patient: dict[str, Any] = {"clock": lambda: now, "stall_seconds": 1e6, "session_evictable_seconds": 1}
-    with tiny_engine(kv_bytes=bytes_for(16) + bytes_for(32), **patient, **drafter) as engine:
+    with served_engine(kv_bytes=bytes_for(16) + bytes_for(32), **patient, **drafter) as engine:
         idle = opened(engine, 10)
         generate(engine, idle, 1)
         session = opened(engine, 20)
@@ -293,11 +293,11 @@ def test_room_for_draft_tokens_drops_no_sessions_entries(has_drafter: bool) -> N
 
 
 def test_draft_tokens_have_memory_where_it_is_free() -> None:
-    with tiny_engine() as alone:
+    with served_engine() as alone:
         expected = [token for token, _ in generate(alone, opened(alone, 20), 80)]
     accepted = []
     for guaranteed in (False, True):
-        with tiny_engine(drafter=Knowing(text=[*text(20), *expected]), draft_tokens=5) as engine:
+        with served_engine(drafter=Knowing(text=[*text(20), *expected]), draft_tokens=5) as engine:
             session = engine.create_session(guaranteed=guaranteed).session_id
             engine.append(session, text(20))
             assert [token for token, _ in generate(engine, session, 80)] == expected
@@ -314,12 +314,12 @@ def test_a_full_pool_is_not_searched_for_room_for_draft_tokens_at_every_step(mon
         searches += 1
         check_quota(*args, **options)
 
-    with tiny_engine() as alone:
+    with served_engine() as alone:
         expected = [token for token, _ in generate(alone, opened(alone, 20), 12)]
     drafter = Knowing(text=[*text(20), *expected, *text(80)])
     each: list[dict[str, Any]] = [{"kv_bytes": bytes_for(32)}, {"kv_bytes_per_owner": bytes_for(32)}]
     for options in each:
-        with tiny_engine(drafter=drafter, draft_tokens=1, **options) as engine:
+        with served_engine(drafter=drafter, draft_tokens=1, **options) as engine:
             session = opened(engine, 20)
             monkeypatch.setattr(Admission, "_check_quota", counted)
             searches = 0
@@ -341,7 +341,7 @@ def test_sessions_that_come_and_go_leave_no_memory_behind() -> None:
         engine.close_session(session)
 
     most = bytes_for()
-    with tiny_engine(kv_bytes=16 * most) as engine:
+    with served_engine(kv_bytes=16 * most) as engine:
         for _ in range(3):
             turn(engine, 400)
         before = resident()

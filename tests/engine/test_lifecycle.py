@@ -41,6 +41,7 @@ from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark
 from tests.facade import forward_of, session_of, steps_run_by
 from tests.laws.variants import drain, generate, same, text, tokens
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward
+from tests.tiny_native import served_engine
 
 
 class Clock:
@@ -83,7 +84,7 @@ def opened(engine: Engine, length: int = 20, **options: object) -> str:
 
 def still_works(engine: Engine) -> None:
     """The closing assertion of every fault: another session generates what it always did."""
-    with tiny_engine() as fresh:
+    with served_engine() as fresh:
         expected = [token for token, _ in generate(fresh, opened(fresh), 8)]
     session = opened(engine)
     assert [token for token, _ in generate(engine, session, 8)] == expected
@@ -94,7 +95,7 @@ def still_works(engine: Engine) -> None:
 
 
 def test_generated_tokens_are_part_of_the_history_eos_included() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         plain = [token for token, _ in generate(engine, opened(engine), 6)]
         session = opened(engine, eos_token_ids=[plain[2]])
         events = drain(engine.generate(session, GenerateParams(max_tokens=6)))
@@ -106,7 +107,7 @@ def test_generated_tokens_are_part_of_the_history_eos_included() -> None:
 
 
 def test_stop_ids_of_a_request_end_it_like_the_sessions_own() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         plain = [token for token, _ in generate(engine, opened(engine), 6)]
         events = drain(engine.generate(opened(engine), GenerateParams(max_tokens=6, stop_token_ids=(plain[1],))))
         assert [token for token, _ in tokens(events)] == plain[: plain.index(plain[1]) + 1]
@@ -116,7 +117,7 @@ def test_stop_ids_of_a_request_end_it_like_the_sessions_own() -> None:
 
 def test_an_empty_append_changes_nothing_but_refreshes_the_idle_clock() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock) as engine:
+    with served_engine(clock=clock) as engine:
         session = opened(engine)
         clock.now += 10
         assert engine.session_info(session).idle_seconds == 10
@@ -126,7 +127,7 @@ def test_an_empty_append_changes_nothing_but_refreshes_the_idle_clock() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**32 - 1])
 def test_one_id_out_of_the_vocabulary_rejects_the_whole_append(wrong: int) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         with pytest.raises(TokenOutOfRange, match=str(wrong)):
             engine.append(session, [1, 2, wrong])
@@ -139,7 +140,7 @@ def test_one_id_out_of_the_vocabulary_rejects_the_whole_append(wrong: int) -> No
 
 
 def test_what_is_wrong_with_a_call_is_said_before_anything_happens() -> None:
-    with tiny_engine(max_append_tokens=30, max_generate_tokens=50) as engine:
+    with served_engine(max_append_tokens=30, max_generate_tokens=50) as engine:
         session = opened(engine)
         with pytest.raises(AppendTooLarge):
             engine.append(session, [1] * 31)
@@ -162,7 +163,7 @@ def test_what_is_wrong_with_a_call_is_said_before_anything_happens() -> None:
 
 
 def test_a_session_ends_at_its_limit_and_says_so() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, limit_tokens=26)
         with pytest.raises(HistoryLimit, match="26"):
             engine.append(session, [1] * 7)
@@ -177,7 +178,7 @@ def test_a_session_ends_at_its_limit_and_says_so() -> None:
 
 
 def test_each_generate_prefills_only_what_is_new() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 40)
         first = drain(engine.generate(session, GenerateParams(max_tokens=5)))[-1]
         engine.append(session, text(7))
@@ -193,7 +194,7 @@ def test_each_generate_prefills_only_what_is_new() -> None:
 
 
 def test_a_second_operation_on_a_busy_session_is_refused_and_facts_never_wait() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate()
         engine.generate(session, GenerateParams(max_tokens=3), listener=gate)
         assert gate.reached.wait(30)
@@ -210,7 +211,7 @@ def test_a_second_operation_on_a_busy_session_is_refused_and_facts_never_wait() 
 
 
 def test_cancelling_keeps_what_was_committed_and_the_session() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         expected = [token for token, _ in generate(engine, opened(engine), 10)]
         session, gate = opened(engine), Gate()
         generation = engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
@@ -228,7 +229,7 @@ def test_cancelling_keeps_what_was_committed_and_the_session() -> None:
 @pytest.mark.parametrize("at_step", [1, 2, 5])
 def test_a_stop_that_comes_while_a_step_runs_loses_nothing(at_step: int) -> None:
     """The step's token is not kept, and the next Generate samples it again."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         expected = [token for token, _ in generate(engine, opened(engine), 10)]
         session = opened(engine)
         started: queue.SimpleQueue[Generation] = queue.SimpleQueue()
@@ -253,7 +254,7 @@ def test_a_stop_that_comes_while_a_step_runs_loses_nothing(at_step: int) -> None
 
 
 def test_a_deadline_ends_the_call_and_not_the_session() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate()
         generation = engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
         assert gate.reached.wait(30)
@@ -266,7 +267,7 @@ def test_a_deadline_ends_the_call_and_not_the_session() -> None:
 
 
 def test_closing_a_running_session_ends_its_generate_and_frees_its_memory() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate()
         engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
         assert gate.reached.wait(30)
@@ -282,7 +283,7 @@ def test_closing_a_running_session_ends_its_generate_and_frees_its_memory() -> N
 
 
 def test_draining_lets_running_generates_end_and_refuses_new_work() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate()
         engine.generate(session, GenerateParams(max_tokens=4), listener=gate)
         assert gate.reached.wait(30)
@@ -303,7 +304,7 @@ def test_draining_lets_running_generates_end_and_refuses_new_work() -> None:
 
 
 def test_draining_without_grace_ends_running_generates_typed() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate()
         engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
         assert gate.reached.wait(30)
@@ -317,7 +318,7 @@ def test_draining_without_grace_ends_running_generates_typed() -> None:
 
 
 def test_a_full_queue_refuses_and_keeps_the_session_free() -> None:
-    with tiny_engine(max_running=1, max_queued=1) as engine:
+    with served_engine(max_running=1, max_queued=1) as engine:
         holder, gate = opened(engine), Gate()
         engine.generate(holder, GenerateParams(max_tokens=2), listener=gate)
         assert gate.reached.wait(30)  # the engine's thread is held: what is submitted now stays queued
@@ -335,13 +336,13 @@ def test_a_full_queue_refuses_and_keeps_the_session_free() -> None:
 
 
 def bytes_for(sessions: float) -> int:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         return int(sessions * engine.create_session().bound.peak_bytes)
 
 
 def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_fresh_one() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(3.5), stall_seconds=1000) as engine:
+    with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(3.5), stall_seconds=1000) as engine:
         old, older, busy = opened(engine), opened(engine), opened(engine)
         gate = Gate()
         engine.generate(busy, GenerateParams(max_tokens=2), listener=gate)
@@ -364,9 +365,9 @@ def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_f
 
 def test_entries_that_made_room_are_computed_again_and_nothing_else_is_lost() -> None:
     clock = Clock()
-    with tiny_engine() as plain:
+    with served_engine() as plain:
         expected = generate(plain, opened(plain), 8)
-    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
+    with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
         session = opened(engine)
         said = generate(engine, session, 4)
         clock.now += 70
@@ -381,7 +382,7 @@ def test_entries_that_made_room_are_computed_again_and_nothing_else_is_lost() ->
 
 def test_the_sessions_of_one_owner_never_make_room_for_those_of_another() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5), max_sessions=2) as engine:
+    with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5), max_sessions=2) as engine:
         mine = engine.create_session(owner="me").session_id
         engine.append(mine, text(20), owner="me")
         drain(engine.generate(mine, GenerateParams(max_tokens=2), owner="me"))
@@ -394,7 +395,7 @@ def test_the_sessions_of_one_owner_never_make_room_for_those_of_another() -> Non
 
 def test_an_idle_session_is_evicted_where_there_are_too_many() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, max_sessions=2) as engine:
+    with served_engine(clock=clock, max_sessions=2) as engine:
         oldest, newer = opened(engine), opened(engine)
         with pytest.raises(NoCapacity, match="maximum"):
             engine.create_session()
@@ -415,7 +416,7 @@ def test_an_owner_at_its_quota_makes_room_for_itself_or_is_refused_and_others_ar
 ) -> None:
     clock = Clock()
     quota = {name: value(2.5) if callable(value) else value for name, value in quota.items()}
-    with tiny_engine(clock=clock, **quota) as engine:
+    with served_engine(clock=clock, **quota) as engine:
         for _ in range(opens):
             engine.create_session(owner="me")
         with pytest.raises(QuotaExceeded) as refused:
@@ -428,7 +429,7 @@ def test_an_owner_at_its_quota_makes_room_for_itself_or_is_refused_and_others_ar
 
 def test_a_session_larger_than_its_owners_quota_evicts_none_and_need_not_come_again() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes_per_owner=bytes_for(0.5)) as engine:
+    with served_engine(clock=clock, growth="guaranteed", kv_bytes_per_owner=bytes_for(0.5)) as engine:
         small = opened(engine, strategy=SinkWindow(sink=1, window=8))
         generate(engine, small, 2)
         clock.now += 1000
@@ -439,7 +440,7 @@ def test_a_session_larger_than_its_owners_quota_evicts_none_and_need_not_come_ag
 
 def test_a_session_that_can_never_fit_evicts_none() -> None:
     clock = Clock()
-    with tiny_engine(
+    with served_engine(
         clock=clock, strategy="sink_window:sink=1,window=8", growth="guaranteed", kv_bytes=bytes_for(0.5)
     ) as engine:
         small = opened(engine, strategy=SinkWindow(sink=1, window=8))
@@ -451,7 +452,7 @@ def test_a_session_that_can_never_fit_evicts_none() -> None:
 
 def test_no_session_is_evicted_for_one_that_would_not_fit_even_then() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
+    with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
         engine.create_session(owner="another")
         mine = opened(engine, strategy=SinkWindow(sink=1, window=8))
         clock.now += 1000
@@ -462,7 +463,7 @@ def test_no_session_is_evicted_for_one_that_would_not_fit_even_then() -> None:
 
 def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
+    with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
         failed = opened(engine)
         session_of(engine, failed).cached_tokens += 100
         with pytest.raises(InvariantViolated):
@@ -478,7 +479,7 @@ def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:
 
 def test_idle_sessions_expire_on_their_own() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, session_idle_ttl_seconds=100) as engine:
+    with served_engine(clock=clock, session_idle_ttl_seconds=100) as engine:
         idle, used = opened(engine), opened(engine)
         clock.now += 99
         engine.append(used, [1])
@@ -492,7 +493,7 @@ def test_idle_sessions_expire_on_their_own() -> None:
 
 
 def test_another_owner_sees_and_touches_nothing() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         mine = engine.create_session(owner="me").session_id
         params = GenerateParams(max_tokens=1)
         answers = set()
@@ -512,7 +513,7 @@ def test_another_owner_sees_and_touches_nothing() -> None:
 
 def test_many_short_sessions_leave_nothing_reserved() -> None:
     rng = np.random.default_rng(0)
-    with tiny_engine(growth="guaranteed", kv_bytes=bytes_for(6)) as engine:
+    with served_engine(growth="guaranteed", kv_bytes=bytes_for(6)) as engine:
         open_ids: list[str] = []
         for _ in range(120):
             if open_ids and (len(open_ids) > 4 or rng.random() < 0.5):
@@ -552,7 +553,7 @@ class FailingJournal(MemoryJournal):
 
 
 def test_a_token_the_journal_did_not_take_is_never_shown() -> None:
-    with tiny_engine(journal=FailingJournal(23)) as engine:
+    with served_engine(journal=FailingJournal(23)) as engine:
         session = opened(engine)
         gate = Gate()
         gate.go_on.set()
@@ -583,7 +584,7 @@ def test_logits_that_are_not_finite_end_only_their_generate() -> None:
 
 
 def test_a_forward_that_fails_leaves_every_session_as_it_was() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         first = generate(engine, session, 4)
 
@@ -601,13 +602,13 @@ def test_a_forward_that_fails_leaves_every_session_as_it_was() -> None:
             assert not engine.is_alive(), "a device that fails every forward is not well"
         second = generate(engine, session, 4)
         assert engine.is_alive()
-        with tiny_engine() as fresh:
+        with served_engine() as fresh:
             assert [*first, *second] == generate(fresh, opened(fresh), 8)
 
 
 @pytest.mark.parametrize("kind", ["INV1", "INV2"])
 def test_a_broken_invariant_fails_the_session_alone_and_frees_it(kind: str) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         generate(engine, session, 3)
         internal = session_of(engine, session)
@@ -641,7 +642,7 @@ def test_engines_that_share_a_model_do_not_disturb_each_other() -> None:
             return list(threads.map(lambda engine, session: generate(engine, session, 40), engines, sessions))
 
     with (
-        tiny_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as one,
-        tiny_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as other,
+        served_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as one,
+        served_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as other,
     ):
         assert both([one, other], at_once=True) == both([one, other], at_once=False)

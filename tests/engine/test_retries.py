@@ -52,7 +52,7 @@ from inference_engine.types import (
 )
 from tests.facade import before_each_generate, refusing_requests, remembered_generates, session_of, store_of
 from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 ENDLESS = SinkWindow(sink=4, window=16)
@@ -128,7 +128,7 @@ def failure(generation: Generation) -> tuple[list[Event], BaseException]:
 
 
 def test_an_append_that_comes_again_does_nothing_and_is_answered_as_it_was() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         first = engine.append_once(session, [1, 2], request_id=ONE, expected_history_length=20)
         engine.append(session, [3])
@@ -139,7 +139,7 @@ def test_an_append_that_comes_again_does_nothing_and_is_answered_as_it_was() -> 
 
 
 def test_an_append_with_a_used_id_and_another_content_is_refused() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         engine.append_once(session, [1, 2], request_id=ONE)
         for ids, expected in (([1, 3], None), ([1], None), ([1, 2], 22)):
@@ -149,7 +149,7 @@ def test_an_append_with_a_used_id_and_another_content_is_refused() -> None:
 
 
 def test_an_append_that_was_refused_may_come_again() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         with pytest.raises(HistoryLengthMismatch):
             engine.append_once(session, [1], request_id=ONE, expected_history_length=21)
@@ -158,7 +158,7 @@ def test_an_append_that_was_refused_may_come_again() -> None:
 
 
 def test_an_append_that_comes_again_does_not_wait() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate()
         engine.append_once(session, [1], request_id=ONE)
         engine.generate(session, GenerateParams(max_tokens=2), listener=gate)
@@ -171,7 +171,7 @@ def test_an_append_that_comes_again_does_not_wait() -> None:
 
 
 def test_of_two_equal_appends_that_race_one_appends() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -189,7 +189,7 @@ def test_of_two_equal_appends_that_race_one_appends() -> None:
 
 
 def test_a_create_that_comes_again_opens_no_second_session() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         first = engine.create_session(limit_tokens=50, label="x", owner="me", request_id=ONE)
         reserved = engine.info().kv_reserved_bytes
         again = engine.create_session(limit_tokens=50, label="x", owner="me", request_id=ONE)
@@ -205,9 +205,9 @@ def test_a_create_that_comes_again_opens_no_second_session() -> None:
 
 
 def test_a_create_that_found_no_room_may_come_again() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         needed = engine.create_session().bound.peak_bytes
-    with tiny_engine(growth="guaranteed", kv_bytes=int(1.5 * needed)) as engine:
+    with served_engine(growth="guaranteed", kv_bytes=int(1.5 * needed)) as engine:
         session = engine.create_session().session_id
         with pytest.raises(NoCapacity):
             engine.create_session(request_id=ONE)
@@ -216,7 +216,7 @@ def test_a_create_that_found_no_room_may_come_again() -> None:
 
 
 def test_a_close_that_comes_again_is_answered_as_it_was() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, other = opened(engine), opened(engine)
         with pytest.raises(HistoryLengthMismatch):
             engine.close_once(session, request_id=ONE, expected_history_length=19)
@@ -235,7 +235,7 @@ def test_a_close_that_comes_again_is_answered_as_it_was() -> None:
 @pytest.mark.parametrize("end", ["closed", "evicted", "failed"])
 def test_what_was_done_to_a_session_is_still_answered_for_some_time_after_its_end(end: str) -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, session_idle_ttl_seconds=50) as engine:
+    with served_engine(clock=clock, session_idle_ttl_seconds=50) as engine:
         created = engine.create_session(request_id=ONE)
         session = created.session_id
         engine.append_once(session, [1, 2, 3], request_id=ONE)
@@ -273,7 +273,7 @@ def test_taking_up_a_generate_of_a_session_that_ends_meanwhile_says_how_it_ended
     end: str, gone: type[RequestError]
 ) -> None:
     clock, params = Clock(), GenerateParams(max_tokens=2)
-    with tiny_engine(clock=clock, session_idle_ttl_seconds=50) as engine:
+    with served_engine(clock=clock, session_idle_ttl_seconds=50) as engine:
         session = opened(engine)
         drain(engine.generate(session, params, request_id=ONE))
 
@@ -291,7 +291,7 @@ def test_taking_up_a_generate_of_a_session_that_ends_meanwhile_says_how_it_ended
 
 @pytest.mark.parametrize("wrong", [b"x", b"x" * 15, b"x" * 17])
 def test_an_id_of_a_wrong_length_is_refused_once_the_session_is_known_to_exist(wrong: bytes) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, params = opened(engine), GenerateParams(max_tokens=1)
         calls: list[Callable[[str], object]] = [
             lambda session_id: engine.append_once(session_id, [1], request_id=wrong),
@@ -314,7 +314,7 @@ def test_an_id_of_a_wrong_length_is_refused_once_the_session_is_known_to_exist(w
 @KINDS
 def test_a_generate_that_ended_is_reported_again_from_any_token_on(sampling: Sampling) -> None:
     params = GenerateParams(max_tokens=9, sampling=dataclasses.replace(sampling, seed=None), logprobs=True)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 60, strategy=ENDLESS)
         first = drain(engine.generate(session, params, request_id=ONE))
         engine.append(session, [5, 6])
@@ -333,7 +333,7 @@ def test_a_generate_that_ended_is_reported_again_from_any_token_on(sampling: Sam
 
 def test_a_replay_does_not_wait_and_is_done_while_the_engine_drains() -> None:
     params = GenerateParams(max_tokens=4)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate()
         first = tokens(drain(engine.generate(session, params, request_id=ONE)))
         engine.generate(session, GenerateParams(max_tokens=2), listener=gate)
@@ -349,7 +349,7 @@ def test_a_replay_does_not_wait_and_is_done_while_the_engine_drains() -> None:
 
 def test_the_same_id_in_another_session_is_another_generate() -> None:
     params = GenerateParams(max_tokens=3)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         one, other = opened(engine, 20), opened(engine, 21)
         first = tokens(drain(engine.generate(one, params, request_id=ONE)))
         second = tokens(drain(engine.generate(other, params, request_id=ONE)))
@@ -363,7 +363,7 @@ def generate_plain(engine: Engine, length: int, count: int) -> list[tuple[int, f
 
 def test_a_generate_with_a_used_id_and_other_parameters_is_refused() -> None:
     params = GenerateParams(max_tokens=3, sampling=SAMPLED)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         drain(engine.generate(session, params, request_id=ONE))
         changes: list[dict[str, Any]] = [
@@ -383,7 +383,7 @@ def test_a_generate_with_a_used_id_and_other_parameters_is_refused() -> None:
 
 def test_a_position_where_no_token_is_or_comes_next_is_refused() -> None:
     params = GenerateParams(max_tokens=3)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         with pytest.raises(InvalidArgument, match="remembered") as caught:
             engine.generate(session, params, request_id=ONE, resume_from=20)
@@ -404,7 +404,7 @@ def test_a_position_where_no_token_is_or_comes_next_is_refused() -> None:
 
 def test_the_last_generates_of_a_session_are_remembered() -> None:
     params = GenerateParams(max_tokens=1)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         ids = [bytes([number]) * 16 for number in range(9)]
         for request_id in ids:
@@ -453,7 +453,7 @@ def test_a_generate_stopped_again_and_again_gives_what_an_undisturbed_one_gives(
 @KINDS
 def test_a_drawn_seed_stays_the_same_when_a_generate_goes_on(sampling: Sampling) -> None:
     params = GenerateParams(max_tokens=16, sampling=dataclasses.replace(sampling, seed=None))
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         stopped_after(engine, session, params, 5, lambda generation: generation.cancel())
         events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
@@ -470,7 +470,7 @@ def test_a_generate_that_ended_with_an_error_goes_on(how: str) -> None:
         "deadline": lambda generation: generation.expire(),
         "abort": lambda generation: generation.abort(Overloaded("shed")),
     }
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         last = stopped_after(engine, session, params, 3, stop[how])
         assert isinstance(last, Failed)
@@ -489,7 +489,7 @@ def test_a_generate_whose_step_failed_goes_on() -> None:
         if steps == 5:
             raise RuntimeError("the device hiccups")
 
-    with tiny_engine(on_step=breaking) as engine:
+    with served_engine(on_step=breaking) as engine:
         session = opened(engine)
         events, error = failure(engine.generate(session, params, request_id=ONE))
         assert isinstance(error, InternalError)
@@ -500,7 +500,7 @@ def test_a_generate_whose_step_failed_goes_on() -> None:
 
 def test_a_generate_stopped_before_its_first_token_begins_again() -> None:
     params = GenerateParams(max_tokens=4)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         holder, gate = opened(engine), Gate()
         engine.generate(holder, GenerateParams(max_tokens=1), listener=gate)
         assert gate.reached.wait(30)
@@ -518,7 +518,7 @@ def test_a_generate_stopped_before_its_first_token_begins_again() -> None:
 
 def test_when_the_history_has_gone_on_a_stopped_generate_does_not() -> None:
     params = GenerateParams(max_tokens=8)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         stopped_after(engine, session, params, 3, lambda generation: generation.cancel())
         engine.append(session, [7], wait_seconds=30)
@@ -530,7 +530,7 @@ def test_when_the_history_has_gone_on_a_stopped_generate_does_not() -> None:
 
 def test_the_counts_of_a_generate_that_went_on_are_those_of_the_whole() -> None:
     params = GenerateParams(max_tokens=10)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 30)
         stopped_after(engine, session, params, 4, lambda generation: generation.cancel())
         end = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))[-1]
@@ -545,7 +545,7 @@ def test_the_counts_of_a_generate_that_went_on_are_those_of_the_whole() -> None:
 
 def test_a_generate_the_queue_had_no_place_for_may_come_again() -> None:
     params = GenerateParams(max_tokens=2)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         with refusing_requests(engine, Overloaded("the queue is full")), pytest.raises(Overloaded):
             engine.generate(session, params, request_id=ONE)
@@ -560,7 +560,7 @@ def test_a_generate_the_queue_had_no_place_for_may_come_again() -> None:
 
 def test_the_newest_caller_has_the_stream_and_the_one_before_stops_nothing() -> None:
     params = GenerateParams(max_tokens=12)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate(4)
         older = engine.generate(session, params, request_id=ONE, listener=gate)
         assert gate.reached.wait(30)
@@ -582,7 +582,7 @@ def test_the_newest_caller_has_the_stream_and_the_one_before_stops_nothing() -> 
 
 def test_the_caller_that_took_over_can_stop_it() -> None:
     params = GenerateParams(max_tokens=12)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine), Gate(4)
         engine.generate(session, params, request_id=ONE, listener=gate)
         assert gate.reached.wait(30)
@@ -597,7 +597,7 @@ def test_the_caller_that_took_over_can_stop_it() -> None:
 
 def test_many_callers_that_attach_at_once_leave_one_complete_stream() -> None:
     params = GenerateParams(max_tokens=60, sampling=SAMPLED, logprobs=True)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         expected = tokens(drain(engine.generate(opened(engine), params)))
         session = opened(engine)
         endings: queue.SimpleQueue[tuple[str, list[tuple[int, float | None]]]] = queue.SimpleQueue()
@@ -625,7 +625,7 @@ def test_many_callers_that_attach_at_once_leave_one_complete_stream() -> None:
 
 def test_a_session_closed_under_a_reattached_generate_ends_it() -> None:
     params = GenerateParams(max_tokens=400)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session, gate = opened(engine, strategy=Full()), Gate(4)
         engine.generate(session, params, request_id=ONE, listener=gate)
         assert gate.reached.wait(30)
@@ -641,7 +641,7 @@ def test_a_session_closed_under_a_reattached_generate_ends_it() -> None:
 
 
 def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine)
         drain(engine.generate(session, GenerateParams(max_tokens=2, sampling=SAMPLED), request_id=ONE))
         (transcript,) = remembered_generates(engine)
@@ -654,7 +654,7 @@ def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> Non
 
 def test_the_last_event_of_a_request_that_another_continues_is_not_received() -> None:
     """The engine frees a session before it says how its Generate ended; the retry may come in between."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = session_of(engine, opened(engine))
         transcript = Transcript(session, GenerateParams(max_tokens=4), 0)
         stopped = transcript.run(0.0)

@@ -17,7 +17,7 @@ from inference_engine.types import Mode
 from kakeya import Client, SinkWindow
 from tests.laws.variants import text
 from tests.server_thread import server_thread
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 SPLITS = 50
 TURNS = (37, 5, 64)
@@ -26,7 +26,7 @@ GENERATED = 3
 
 @contextmanager
 def client_for(mode: Mode, *, seed: int) -> Iterator[Client]:
-    with tiny_engine(seed=seed, mode=mode) as engine, server_thread(engine) as target, Client(target) as client:
+    with served_engine(seed=seed, mode=mode) as engine, server_thread(engine) as target, Client(target) as client:
         yield client
 
 

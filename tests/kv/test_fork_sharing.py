@@ -16,14 +16,14 @@ from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
 from tests.facade import rebuild_session, session_of, store_of
 from tests.laws.variants import all_strategies, drain, generate, same, text
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 ENTRY_BYTES = 3 * 2 * 2 * 16 * 4  # TinyModel's layers, K and V, KV heads, their size, float32
 
 
 def sharing_engine(**settings: Any) -> Engine:
     """Every session's memory is reserved at creation, so that numbers are those of bounds."""
-    return tiny_engine(**{"windowed": False, "growth": "guaranteed", **settings})
+    return served_engine(**{"windowed": False, "growth": "guaranteed", **settings})
 
 
 def parent_of(engine: Engine, length: int = 100, **options: object) -> str:

@@ -7,12 +7,12 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.server.run import ServerHandle
 from tests.server.wire import HISTORY, Client, connected, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         yield engine
 
 

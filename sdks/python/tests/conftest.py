@@ -37,12 +37,12 @@ Read = Callable[..., Coroutine[Any, Any, list[int]]]
 def real_server(config: ServerConfig, **settings: Any) -> Iterator[str]:
     """The runtime on TinyModel, on an event loop of its own. Yields its target."""
     from inference_engine.server.run import start_server
-    from tests.tiny import tiny_engine
+    from tests.tiny_native import served_engine
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server", daemon=True)
     thread.start()
-    engine = tiny_engine(**settings)
+    engine = served_engine(**settings)
     try:
         handle = asyncio.run_coroutine_threadsafe(start_server(engine, config), loop).result(timeout=60)
         try:
