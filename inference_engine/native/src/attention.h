@@ -58,13 +58,26 @@ using KERNELS::load;
 
 // Memory that is read next: while a product computes, it is fetched, `step` bytes for each of the `count`.
 struct Ahead {
-  const char* from;
-  int64_t step;
+  const char* from = nullptr;
+  int64_t step = 0;
   void fetch(int k) const {
     for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(from + k * step + byte);
   }
 };
-constexpr Ahead NOTHING = {nullptr, 0};
+constexpr Ahead NOTHING = {};
+
+// The same for rows that a list names.
+template <class T>
+struct ListedAhead {
+  const T* from = nullptr;
+  int64_t stride = 0;
+  const int64_t* list = nullptr;
+  int count = 0;
+  void fetch(int k) const {
+    if (k >= count) return;
+    for (int64_t at = 0; at < stride; at += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + list[k] * stride + at);
+  }
+};
 
 // The rows of b: one behind the other, or as a list says.
 template <class T>
@@ -77,14 +90,14 @@ template <class T>
 struct ListedRows {
   const T* from;
   int64_t stride;
-  const int32_t* list;
+  const int64_t* list;
   const T* operator()(int k) const { return from + list[k] * stride; }
 };
 
 // c[R][16 N] += a[R][count] · b[count][16 N], from column `at` on: every element is one chain of fma, `count` ascending.
-template <int R, int N, class B>
+template <int R, int N, class B, class A>
 static void product_tile(const float* a, int64_t a_stride, const B& b, int at, int count, float* c, int64_t c_stride,
-                         Ahead ahead) {
+                         const A& ahead) {
   F sums[R][N];
   c += at;
 #pragma GCC unroll 8
@@ -110,24 +123,24 @@ static void product_tile(const float* a, int64_t a_stride, const B& b, int at, i
     for (int n = 0; n < N; n++) store(c + r * c_stride + 16 * n, sums[r][n]);
 }
 
-template <int R, class B>
+template <int R, class B, class A>
 static void product_rows(const float* a, int64_t a_stride, const B& b, int count, float* c, int64_t c_stride, int vectors,
-                         Ahead ahead) {
+                         A ahead) {
   constexpr int WIDE = wide(R);
   int v = 0;
-  for (; v + WIDE <= vectors; v += WIDE, ahead = NOTHING)
+  for (; v + WIDE <= vectors; v += WIDE, ahead = A{})
     product_tile<R, WIDE>(a, a_stride, b, 16 * v, count, c, c_stride, ahead);
   if (WIDE > 2 && v + 2 <= vectors) {
     product_tile<R, 2>(a, a_stride, b, 16 * v, count, c, c_stride, ahead);
-    v += 2, ahead = NOTHING;
+    v += 2, ahead = A{};
   }
   if (v < vectors) product_tile<R, 1>(a, a_stride, b, 16 * v, count, c, c_stride, ahead);
 }
 
 // c[rows][16 · vectors] += a[rows][count] · b[count][16 · vectors], at most ROWS rows.
-template <class B>
+template <class B, class A>
 static void product_of(int rows, const float* a, int64_t a_stride, const B& b, int count, float* c, int64_t c_stride,
-                       int vectors, Ahead ahead) {
+                       int vectors, const A& ahead) {
   switch (rows) {
     case 1: return product_rows<1>(a, a_stride, b, count, c, c_stride, vectors, ahead);
     case 2: return product_rows<2>(a, a_stride, b, count, c, c_stride, vectors, ahead);

@@ -4,16 +4,17 @@
 //   score    of every block that may be chosen, from its bounds: Σ max(q, 0) · high + min(q, 0) · low, 16 chains of fma
 //            over the channels, a lane each, added as `sum` adds; the best head of the group counts
 //   choose   the blocks of the highest scores, the first among equals
-//   read     the sink, these blocks and the window, listed: 256 of the list are a chunk, as slots are in attention.h
+//   read     the sink, these blocks and the window, listed (listed.h)
 //
-// So a query that chooses all reads what one that sees all reads, in the same chunks, and has its bits. What it does
-// depends on its own vector, its line and what it reads: neither other queries nor threads change a bit.
+// What a query does depends on its own vector, its line and what it reads: neither other queries nor threads change a
+// bit.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
 #include "attention.h"
+#include "listed.h"
 #include "simd.h"
 #include "threads.h"
 #include "types.h"
@@ -22,8 +23,8 @@ namespace KERNELS {
 namespace blocks {
 
 using namespace attention;
-
-constexpr int KEYS_AHEAD = 64;  // of the list, fetched before they are multiplied
+using listed::Chunk;
+using listed::MOST_HEADS;
 
 // One query and KV head.
 struct Choice {
@@ -39,7 +40,7 @@ struct Lists {
   std::vector<Choice> choices;
   std::vector<std::pair<int32_t, int32_t>> items;  // choice, part
   std::vector<int32_t> scores;  // by choice and block, in the order of their numbers
-  std::vector<int32_t> slots;   // by choice, those that are read, ascending
+  std::vector<int64_t> slots;   // by choice, those that are read, ascending
   std::vector<int32_t> counts;  // of them
   std::vector<float> states;    // of chunks, by choice
 };
@@ -97,7 +98,6 @@ static void score_heads(int heads, const float* positive, const float* negative,
     default: return score_some<4>(positive, negative, high, low, dim, count, more, out);
   }
 }
-constexpr int MOST_HEADS = 4;
 
 // Scores the blocks of a piece, 16 at a time.
 template <class T>
@@ -153,10 +153,10 @@ static int64_t choose(const Attention& call, const Choice& choice, Lists& lists)
   const int64_t* line = line_of(call, choice.query);
   int64_t block = line[attention::BLOCK], upto = std::min(line[COUNT], line[UPTO] + 1);
   int64_t blocks = choice.end - choice.first, wanted = choice.kept, at = 0;
-  int32_t* out = lists.slots.data() + choice.slots;
+  int64_t* out = lists.slots.data() + choice.slots;
   int64_t count = 0;
   auto add = [&](int64_t first, int64_t end) {  // ascending, and none twice
-    for (at = std::max(at, first); at < end; at++) out[count++] = (int32_t)at;
+    for (at = std::max(at, first); at < end; at++) out[count++] = at;
   };
   int64_t distant = std::min(line[LOCAL], line[COUNT]);
   add(0, std::min(line[SINK], upto));
@@ -178,52 +178,6 @@ static int64_t choose(const Attention& call, const Choice& choice, Lists& lists)
 }
 
 // -- reading ----------------------------------------------------------------------------------------------------------
-
-// The state of each head over at most CHUNK slots of the list.
-template <class T>
-static void read_listed(const Attention& call, const Choice& choice, const int32_t* slots, int count, float* states) {
-  int dim = call.head_dim, group = call.query_heads / call.kv_heads;
-  const int64_t* line = line_of(call, choice.query);
-  int64_t region = line[START] + choice.head * line[HEAD_SLOTS];
-  const T *keys = (const T*)call.keys + region * dim, *values = (const T*)call.values + region * dim;
-  int64_t size = padded((int64_t)group * dim);
-  float* queries = Room::own().floats(size + (int64_t)dim * WORD + (int64_t)group * CHUNK + dim);
-  float *turned = queries + size, *scores = turned + (int64_t)dim * WORD, *nothing = scores + (int64_t)group * CHUNK;
-  memset(nothing, 0, sizeof(float) * dim);
-  const float* from = call.queries + choice.query * call.query_stride + (int64_t)choice.head * group * dim;
-  for (int d = 0; d < group * dim; d += 16) store(queries + d, mul(load(from + d), all(call.scaling)));
-  memset(scores, 0, sizeof(float) * group * CHUNK);
-  memset(states, 0, sizeof(float) * group * state_size(dim));
-  auto fetch = [&](const T* entries, int first) {
-    for (int i = first; i < std::min(first + 16, count); i++)
-      for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64)
-        __builtin_prefetch((const char*)(entries + (int64_t)slots[i] * dim) + byte);
-  };
-  for (int first = 0; first < KEYS_AHEAD; first += 16) fetch(keys, first);
-  for (int first = 0; first < count; first += WORD) {
-    int groups = (std::min(count - first, WORD) + 15) / 16;
-    for (int g = 0; g < groups; g++) {
-      const T* found[16];
-      for (int i = 0; i < 16; i++) {
-        int place = first + 16 * g + i;
-        found[i] = place < count ? keys + (int64_t)slots[place] * dim : (const T*)nothing;
-      }
-      fetch(keys, first + 16 * g + KEYS_AHEAD);
-      fetch(values, first + 16 * g);
-      turn(found, dim, turned + 16 * g);
-    }
-    for (int head = 0; head < group; head += ROWS)
-      product(std::min(ROWS, group - head), queries + (int64_t)head * dim, dim, turned, WORD, dim,
-              scores + (int64_t)head * CHUNK + first, CHUNK, groups);
-  }
-  Sight sight = {};
-  sight.add(0, count);
-  for (int g = 0; g < group; g++)
-    weigh(scores + (int64_t)g * CHUNK, sight, call.softcap, states + g * state_size(dim), dim);
-  for (int head = 0; head < group; head += ROWS)
-    product_of(std::min(ROWS, group - head), scores + (int64_t)head * CHUNK, CHUNK, ListedRows<T>{values, dim, slots},
-               count, states + head * state_size(dim), state_size(dim), dim / 16, NOTHING);
-}
 
 // Joins the states of a query and KV head.
 static void finish_choice(const Attention& call, const Choice& choice, int64_t count, Lists& lists) {
@@ -288,7 +242,7 @@ static void attend_all(Threads& threads, const Attention& call) {
     work += (one.chunks * CHUNK * (call.query_heads / call.kv_heads + 2) + 2 * (one.end - one.first)) * call.head_dim / 16;
   bool is_alone = work < WORTH_THREADS;
   std::vector<std::atomic<int32_t>> left((size_t)count);
-  // body(choice, part) for each part; who has done the last one of a choice calls after(choice).
+  // body(item, choice, part) for each part; who has done the last one of a choice calls after(choice).
   auto each_part = [&](auto parts_of, const auto& body, const auto& after) {
     lists.items.clear();
     for (int64_t c = 0; c < count; c++) {
@@ -298,24 +252,40 @@ static void attend_all(Threads& threads, const Attention& call) {
     }
     take_turns(threads, (int64_t)lists.items.size(), is_alone, [&](int64_t item) {
       auto [c, part] = lists.items[(size_t)item];
-      body(c, part);
+      body(item, c, part);
       if (left[(size_t)c].fetch_sub(1, std::memory_order_acq_rel) == 1) after(c);
     });
   };
   each_part([](const Choice& one) { return one.pieces; },
-            [&](int64_t c, int64_t piece) {
+            [&](int64_t, int64_t c, int64_t piece) {
               const Choice& one = lists.choices[(size_t)c];
               if (piece < one.pieces) score_piece<T>(call, one, piece, lists);
             },
-            [&](int64_t c) { lists.counts[(size_t)c] = (int32_t)choose(call, lists.choices[(size_t)c], lists); });
+            [&](int64_t c) {
+              const Choice& one = lists.choices[(size_t)c];
+              int64_t found = choose(call, one, lists);
+              lists.counts[(size_t)c] = (int32_t)found;
+              Chunk<T> first = listed::chunk_of<T>(call, one.query, one.head, lists.slots.data() + one.slots, found);
+              ListedAhead<T> keys = first.ahead(first.keys, 0, listed::KEYS_AHEAD);
+              for (int i = 0; i < keys.count; i++) keys.fetch(i);
+            });
+  auto chunk_at = [&](int64_t item) {
+    auto [c, chunk] = lists.items[(size_t)item];
+    const Choice& one = lists.choices[(size_t)c];
+    return listed::chunk_of<T>(call, one.query, one.head, lists.slots.data() + one.slots + chunk * CHUNK,
+                               lists.counts[(size_t)c] - chunk * CHUNK);
+  };
   each_part([](const Choice& one) { return one.chunks; },
-            [&](int64_t c, int64_t chunk) {
+            [&](int64_t item, int64_t c, int64_t chunk) {
               const Choice& one = lists.choices[(size_t)c];
               int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
-              int64_t some = std::min<int64_t>(CHUNK, lists.counts[(size_t)c] - chunk * CHUNK);
-              if (some > 0)
-                read_listed<T>(call, one, lists.slots.data() + one.slots + chunk * CHUNK, (int)some,
-                               lists.states.data() + one.states + chunk * size);
+              // While the others do one item each, this thread does one.
+              int64_t next = item + (is_alone ? 1 : threads.count());
+              Chunk<T> own_chunk = chunk_at(item);
+              if (own_chunk.count)
+                listed::read(call, one.query, one.head, own_chunk,
+                             next < (int64_t)lists.items.size() ? chunk_at(next) : Chunk<T>{},
+                             lists.states.data() + one.states + chunk * size);
             },
             [&](int64_t c) { finish_choice(call, lists.choices[(size_t)c], lists.counts[(size_t)c], lists); });
 }

@@ -37,7 +37,6 @@ constexpr int64_t PIECE = 1024;       // tokens that are scored in one go
 constexpr int64_t QUERIES_AT_ONCE = 8;
 constexpr int SERIES = 4;             // terms of slow frequencies
 constexpr int HEADS_AT_ONCE = 4;
-constexpr int AHEAD = 64;             // keys that are fetched before they are multiplied
 constexpr int MOST_TILE = 256;        // tokens
 constexpr int BUCKETS = 1 << 11;      // of weights, by their leading bits
 constexpr int BUCKET_SHIFT = 20;
@@ -298,58 +297,6 @@ static void score_piece(const Attention& call, const Job& job, int64_t piece, Sc
 
 // -- reading ----------------------------------------------------------------------------------------------------------
 
-// The state of each row over at most CHUNK slots, `slot(i)` the i-th, in their order.
-template <class T, class Slot>
-static void read_slots(const Attention& call, const Job& job, int count, const Slot& slot, float* states) {
-  int dim = call.head_dim, group = call.query_heads / call.kv_heads;
-  const int64_t* line = line_of(call, job.query);
-  int64_t region = line[START] + job.head * line[HEAD_SLOTS];
-  const T *keys = (const T*)call.keys + region * dim, *values = (const T*)call.values + region * dim;
-  int64_t vectors = ((int64_t)CHUNK * dim * sizeof(T) + 3) / 4;
-  float* queries = Room::own().floats(padded((int64_t)group * dim) + (int64_t)dim * WORD + (int64_t)group * CHUNK +
-                                      padded(vectors) + dim);
-  float* turned = queries + padded((int64_t)group * dim);
-  float* scores = turned + (int64_t)dim * WORD;
-  T* copied = (T*)(scores + (int64_t)group * CHUNK);
-  float* nothing = scores + (int64_t)group * CHUNK + padded(vectors);
-  memset(nothing, 0, sizeof(float) * dim);
-  const float* from = call.queries + job.query * call.query_stride + (int64_t)job.head * group * dim;
-  for (int d = 0; d < group * dim; d += 16) store(queries + d, mul(load(from + d), all(call.scaling)));
-  memset(scores, 0, sizeof(float) * group * CHUNK);
-  memset(states, 0, sizeof(float) * group * state_size(dim));
-  auto fetch = [&](const T* entries, int first) {
-    for (int i = first; i < std::min(first + 16, count); i++) {
-      const char* entry = (const char*)(entries + slot(i) * dim);
-      for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) __builtin_prefetch(entry + byte);
-    }
-  };
-  for (int first = 0; first < AHEAD; first += 16) fetch(keys, first);
-  for (int first = 0; first < count; first += WORD) {
-    int groups = (std::min(count - first, WORD) + 15) / 16;
-    for (int g = 0; g < groups; g++) {
-      const T* found[16];
-      for (int i = 0; i < 16; i++) {
-        int place = first + 16 * g + i;
-        found[i] = place < count ? keys + slot(place) * dim : (const T*)nothing;
-      }
-      fetch(keys, first + 16 * g + AHEAD);
-      fetch(values, first + 16 * g);
-      attention::turn(found, dim, turned + 16 * g);
-    }
-    for (int head = 0; head < group; head += ROWS)
-      product(std::min(ROWS, group - head), queries + (int64_t)head * dim, dim, turned, WORD, dim,
-              scores + (int64_t)head * CHUNK + first, CHUNK, groups);
-  }
-  Sight sight = {};
-  sight.add(0, count);
-  for (int g = 0; g < group; g++)
-    weigh(scores + (int64_t)g * CHUNK, sight, call.softcap, states + g * state_size(dim), dim);
-  for (int i = 0; i < count; i++) memcpy(copied + (int64_t)i * dim, values + slot(i) * dim, sizeof(T) * dim);
-  for (int head = 0; head < group; head += ROWS)
-    product(std::min(ROWS, group - head), scores + (int64_t)head * CHUNK, CHUNK, copied, dim, count,
-            states + head * state_size(dim), state_size(dim), dim / 16);
-}
-
 // Entries that are read whatever is chosen: the sink, then the window.
 INLINE int64_t near_sink(const Job& job) { return std::min(job.sink, job.upto + 1); }
 INLINE int64_t near_count(const Job& job) {
@@ -369,19 +316,20 @@ static void read_near(const Attention& call, const Job& job, int64_t chunk, Scra
     int64_t in_ring = begin + place - sink;
     return job.sink + (in_ring < job.ring ? in_ring : in_ring - job.ring);
   };
-  int count = (int)std::min<int64_t>(CHUNK, near_count(job) - first);
-  read_slots<T>(call, job, count, slot, scratch.near.data() + job.near + chunk * size);
+  int64_t slots[CHUNK], count = std::min<int64_t>(CHUNK, near_count(job) - first);
+  for (int i = 0; i < count; i++) slots[i] = slot(i);
+  listed::read(call, job.query, job.head, listed::chunk_of<T>(call, job.query, job.head, slots, count), {},
+               scratch.near.data() + job.near + chunk * size);
 }
 
 template <class T>
 static void read_chosen(const Attention& call, const Job& job, int64_t chunk, int64_t found, Scratch& scratch) {
   int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
-  const int32_t* chosen = scratch.chosen.data() + job.chosen + chunk * CHUNK;
-  int count = (int)std::min<int64_t>(CHUNK, found - chunk * CHUNK);
-  float* states = scratch.far.data() + job.far + chunk * size;
-  if (!job.ring) return read_slots<T>(call, job, count, [&](int i) { return (int64_t)chosen[i]; }, states);
-  const int64_t* places = scratch.places.data() + job.chosen + chunk * CHUNK;
-  read_slots<T>(call, job, count, [&](int i) { return places[i]; }, states);
+  int64_t slots[CHUNK], first = job.chosen + chunk * CHUNK, count = std::min<int64_t>(CHUNK, found - chunk * CHUNK);
+  for (int64_t i = 0; i < count; i++)
+    slots[i] = job.ring ? scratch.places[(size_t)(first + i)] : scratch.chosen[(size_t)(first + i)];
+  listed::read(call, job.query, job.head, listed::chunk_of<T>(call, job.query, job.head, slots, count), {},
+               scratch.far.data() + job.far + chunk * size);
 }
 
 // -- choice -----------------------------------------------------------------------------------------------------------

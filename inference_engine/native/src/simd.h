@@ -581,6 +581,34 @@ INLINE F sums_of(F* x) {
     t[i / 2] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   return add(_mm512_shuffle_ps(t[0], t[1], 0x88), _mm512_shuffle_ps(t[0], t[1], 0xdd));
+#elif defined(__AVX2__)
+  __m256 out[2];
+  for (int half = 0; half < 2; half++) {
+    F* own = x + 8 * half;
+    __m256 t[4];
+    for (int i = 0; i < 4; i++) {
+      __m256 a = _mm256_add_ps(own[i].a, own[i].b), b = _mm256_add_ps(own[i + 4].a, own[i + 4].b);
+      t[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    for (int i = 0; i < 4; i += 2)
+      t[i / 2] = _mm256_add_ps(_mm256_shuffle_ps(t[i], t[i + 1], 0x44), _mm256_shuffle_ps(t[i], t[i + 1], 0xee));
+    out[half] = _mm256_add_ps(_mm256_shuffle_ps(t[0], t[1], 0x88), _mm256_shuffle_ps(t[0], t[1], 0xdd));
+  }
+  return {out[0], out[1]};
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+  F out;
+  for (int part = 0; part < 4; part++) {
+    float32x4_t t[4];
+    for (int i = 0; i < 4; i++) {
+      const F& own = x[4 * part + i];
+      t[i] = vaddq_f32(vaddq_f32(own.v[0], own.v[2]), vaddq_f32(own.v[1], own.v[3]));
+    }
+    for (int i = 0; i < 4; i += 2)
+      t[i / 2] = vaddq_f32(vcombine_f32(vget_low_f32(t[i]), vget_low_f32(t[i + 1])),
+                           vcombine_f32(vget_high_f32(t[i]), vget_high_f32(t[i + 1])));
+    out.v[part] = vpaddq_f32(t[0], t[1]);
+  }
+  return out;
 #else
   transpose(x);
   for (int n = 8; n; n /= 2)
