@@ -9,7 +9,7 @@ import pytest
 from inference_engine.config import child_environment
 from tests.load.kills import ROOT, Agents, NodeAgents, has_node_agents, kill_often
 
-KILLS, PIPED_KILLS = 10, 60
+KILLS, PIPED_KILLS = 10, 180
 
 
 @pytest.mark.parametrize("of", [Agents, NodeAgents], ids=["python", "typescript"])

@@ -356,13 +356,13 @@ def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tm
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_word(tmp_path: Path, seed: int) -> None:
-    """The log's end is the exception: the last commit may look like what a crash left half written."""
-    outcomes = flip_bits(tmp_path, seed=seed, count=40)
-    assert outcomes["whole"] < 40, "no flip did anything"
+    """The log's end is the exception: the last commit cannot be told from what a crash left half written."""
+    outcomes = flip_bits(tmp_path, seed=seed, count=100)
+    assert outcomes["whole"] < 100, "no flip did anything"
     assert not outcomes["shorter"], outcomes
-    assert outcomes["last"] <= 2, outcomes
+    assert outcomes["last"] <= 4, outcomes
 
 
 def test_no_flipped_bit_of_a_database_whose_log_is_empty_shortens_a_history_without_a_word(tmp_path: Path) -> None:
@@ -373,9 +373,10 @@ def test_no_flipped_bit_of_a_database_whose_log_is_empty_shortens_a_history_with
 
 def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
     """The control: so many flips are enough to notice that checksums and the look through the log are needed."""
-    outcomes = flip_bits(tmp_path, seed=1, count=60, is_checked=False)
-    assert outcomes["wrong"], outcomes
-    assert outcomes["shorter"], outcomes
+    for name in ("killed", "rests"):
+        (tmp_path / name).mkdir()
+    assert flip_bits(tmp_path / "killed", seed=1, count=40, is_checked=False)["shorter"]
+    assert flip_bits(tmp_path / "rests", seed=1, count=60, is_at_rest=True, is_checked=False)["wrong"]
 
 
 @pytest.mark.parametrize("order", "<>")
@@ -629,8 +630,9 @@ def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
         assert talk.check(tmp_path) == "whole"
 
 
-def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Path) -> None:
-    assert cut_power(tmp_path, seed=1, states=150).keys() == {"whole"}
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Path, seed: int) -> None:
+    assert cut_power(tmp_path, seed=seed, states=500) == {"whole": 500}
 
 
 def test_a_log_whose_syncs_are_left_out_is_caught(tmp_path: Path) -> None:
