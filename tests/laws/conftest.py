@@ -15,8 +15,8 @@ from inference_engine.types import Mode
 from tests import tiny
 
 HERE = Path(__file__).parent
-# About plans and attention of torch; those of MLX are in tests/mlx.
-WITHOUT_EXECUTOR = ("test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
+# About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
+WITHOUT_EXECUTOR = ("test_identity_laws.py", "test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
 # Changes the masks of torch's plan: what reads by numbers asks for none.
 OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_window"
 
