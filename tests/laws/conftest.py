@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from inference_engine.config import has_mlx
+from inference_engine.engine import Engine
+from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode
 from tests import tiny
 
 HERE = Path(__file__).parent
-# About plans and attention of torch; those of MLX are in tests/mlx.
-WITHOUT_EXECUTOR = ("test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
+# About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
+WITHOUT_EXECUTOR = ("test_identity_laws.py", "test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
 # Changes the masks of torch's plan: what reads by numbers asks for none.
 OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_window"
 
@@ -32,6 +34,14 @@ def _on_its_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
                 pytest.skip("it is about fixed shapes, which MLX refuses")
             return geometry(forward, mode=mode, **pages)
 
+        create = Engine.create_session
+
+        def at_once(engine: Engine, *, guaranteed: bool | None = None, **words: Any) -> SessionOpened:
+            if guaranteed is False:
+                pytest.skip("it is about memory that is granted as a session grows; MLX gives it all at once")
+            return create(engine, guaranteed=guaranteed, **words)
+
+        monkeypatch.setattr(Engine, "create_session", at_once)
         monkeypatch.setattr(MlxForward, "geometry", batched)
         monkeypatch.setattr(tiny, "tiny_forward", tiny_mlx)
         # Memory of MLX is written once when an engine opens.
@@ -51,6 +61,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_for_mlx(item: Any) -> bool:
     given = item.callspec.params if hasattr(item, "callspec") else {}
-    grows = given.get("guaranteed") is False  # MLX gives a session all its memory at once, and refuses another wish
     is_about_it = item.path.name not in WITHOUT_EXECUTOR and item.originalname != OF_MASKS
-    return is_about_it and not grows and Mode.FIXED_SHAPE not in given.values()
+    return is_about_it and Mode.FIXED_SHAPE not in given.values()

@@ -60,7 +60,7 @@ _SOURCE = """
     constexpr int BLOCKS = QUERY_HEADS / HEADS;
     constexpr float LOWEST = -3.402823e38f;
     const int lane = int(thread_index_in_simdgroup);
-    const int simd = int(simdgroup_index_in_threadgroup);
+    const int simdgroup_number = int(simdgroup_index_in_threadgroup);
     const int asked = int(threadgroup_position_in_grid.y) / BLOCKS;
     const int first_head = (int(threadgroup_position_in_grid.y) % BLOCKS) * HEADS;
     const int kv_head = first_head / GROUP;
@@ -106,7 +106,7 @@ _SOURCE = """
     }
 
     // All lanes of a simdgroup take the same way.
-    for (int index = part * PART + simd; index < end; index += SIMDGROUPS) {
+    for (int index = part * PART + simdgroup_number; index < end; index += SIMDGROUPS) {
         const int slot = index < in_sink ? sink_first + index : rest_first + index - in_sink;
         int position = slot;
         if (slot >= sink) {
@@ -119,7 +119,7 @@ _SOURCE = """
             }
         }
         const bool is_new = position >= before;
-        const int64_t vector =
+        const int64_t entry_at =
             (is_new ? (first_new + position) * KV_HEADS + kv_head : (slot < base ? prefix : own) + slot) * D;
         float k[EACH];
         float v[EACH];
@@ -128,8 +128,8 @@ _SOURCE = """
             k[each] = 0.0f;
             v[each] = 0.0f;
             if (dim < D) {
-                k[each] = is_new ? float(new_keys[vector + dim]) : float(keys[vector + dim]);
-                v[each] = is_new ? float(new_values[vector + dim]) : float(values[vector + dim]);
+                k[each] = is_new ? float(new_keys[entry_at + dim]) : float(keys[entry_at + dim]);
+                v[each] = is_new ? float(new_values[entry_at + dim]) : float(values[entry_at + dim]);
             }
         }
         for (int head = 0; head < HEADS; head++) {
@@ -160,12 +160,12 @@ _SOURCE = """
         for (int each = 0; each < EACH; each++) {
             const int dim = lane + each * LANES;
             if (dim < D) {
-                all_sums[simd * D + dim] = sums[head][each];
+                all_sums[simdgroup_number * D + dim] = sums[head][each];
             }
         }
         if (lane == 0) {
-            all_tops[simd] = best[head];
-            all_totals[simd] = total[head];
+            all_tops[simdgroup_number] = best[head];
+            all_totals[simdgroup_number] = total[head];
         }
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         float top = LOWEST;
@@ -177,14 +177,14 @@ _SOURCE = """
             found += all_totals[other] * metal::exp(all_tops[other] - top);
         }
         const int64_t place = (int64_t(asked) * QUERY_HEADS + first_head + head) * parts + part;
-        for (int dim = simd * LANES + lane; dim < D; dim += SIMDGROUPS * LANES) {
+        for (int dim = simdgroup_number * LANES + lane; dim < D; dim += SIMDGROUPS * LANES) {
             float sum = 0.0f;
             for (int other = 0; other < SIMDGROUPS; other++) {
                 sum += all_sums[other * D + dim] * metal::exp(all_tops[other] - top);
             }
             out[place * D + dim] = O(parts == 1 && found != 0.0f ? sum / found : sum);
         }
-        if (simd == 0 && lane == 0) {
+        if (simdgroup_number == 0 && lane == 0) {
             tops[place] = top;
             totals[place] = found;
         }
