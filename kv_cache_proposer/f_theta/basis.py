@@ -129,13 +129,20 @@ class Basis:
         )
 
 
-def fit_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Sequence[Tensor]) -> Basis:
+def fit_basis(
+    group: Group,
+    mean: Tensor,
+    covariance: Tensor,
+    importances: Sequence[Tensor],
+    dtype: torch.dtype = torch.float64,
+) -> Basis:
     """All W components of a group. mean [W], covariance [W, W], importances per layer [2, Hkv, D, D]; all float64.
 
-    Importances must be positive definite, and in one unit for all groups whose components will share bits.
+    Importances must be positive definite, and in one unit for all groups whose components will share bits. dtype: of
+    the decomposition; in float32 components of a millionth of the largest variance are lost in rounding.
     """
     space = WeightedSpace(group, importances)
-    eigenvalues, eigenvectors = torch.linalg.eigh(space.covariance(covariance))
+    eigenvalues, eigenvectors = torch.linalg.eigh(space.covariance(covariance).to(dtype))
     return space.basis(mean, eigenvectors.flip(1), eigenvalues.flip(0))
 
 

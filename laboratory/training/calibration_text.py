@@ -24,9 +24,6 @@ T = TypeVar("T", str, list[int])
 _CONVERSATION, _TOOL_CALLS, _LANGUAGES = 0.25, 0.1, 0.1
 _TURNS = 6
 _LONGEST = 2048  # tokens taken of one text, from its middle
-# The same where there are few tokens in all: many short pieces of many texts tell more than a few long ones.
-_PIECE = 256
-_PIECE_CHARACTERS = 16 * _PIECE  # that are encoded for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +67,29 @@ def gather(target: Target, *, tokens: int, length: int, files: Sequence[Path], s
             tokens=length,
             seed=seed,
         )
-    return _with_plain(found, tokenizer, tokens=tokens, files=files, seed=seed, longest=_LONGEST)
+    return _with_plain(found, tokenizer, tokens=tokens, files=files, seed=seed)
 
 
 def gather_plain(tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int) -> CalibrationText:
-    """The same without conversations, in shorter pieces: no engine is needed, and few tokens are enough.
-
-    Raises ConfigError for files that cannot be read.
-    """
-    return _with_plain({}, tokenizer, tokens=tokens, files=files, seed=seed, longest=_PIECE)
+    """The same without conversations: no engine is needed. Raises ConfigError for files that cannot be read."""
+    return _with_plain({}, tokenizer, tokens=tokens, files=files, seed=seed)
 
 
 def _with_plain(
-    found: dict[str, list[list[int]]], tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int, longest: int
+    found: dict[str, list[list[int]]], tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int
 ) -> CalibrationText:
     from laboratory.evaluation.haystack import calibration_texts
     from laboratory.training.languages import paragraphs
     from laboratory.training.tool_calls import tool_calls
 
-    found["tool calls"] = _take(tokenizer, tool_calls(seed), int(tokens * _TOOL_CALLS), longest)
-    found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES), longest)
+    found["tool calls"] = _take(tokenizer, tool_calls(seed), int(tokens * _TOOL_CALLS))
+    found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES))
     rest = tokens - sum(len(ids) for part in found.values() for ids in part)
     if files:
         found["files"] = _share(tokenizer, [*_read(files)], rest)
     else:
         for kind in ("prose", "code"):
-            found[kind] = _take(tokenizer, iter(_mixed(calibration_texts(kind), seed)), rest // 2, longest)
+            found[kind] = _take(tokenizer, iter(_mixed(calibration_texts(kind), seed)), rest // 2)
     return CalibrationText(found)
 
 
@@ -113,12 +107,11 @@ def _read(files: Sequence[Path]) -> Iterator[str]:
             raise ConfigError(f"--text {file}: cannot be read as UTF-8 text: {error}") from error
 
 
-def _take(tokenizer: Any, texts: Iterator[str], count: int, longest: int) -> list[list[int]]:
+def _take(tokenizer: Any, texts: Iterator[str], count: int) -> list[list[int]]:
     """Token ids of the texts until there are `count`, or no more texts. Long texts give a stretch of their middle."""
     found: list[list[int]] = []
     for text in texts:
-        encoded = _middle(text, _PIECE_CHARACTERS) if longest == _PIECE else text
-        found.append(_middle(tokenizer.encode(encoded, add_special_tokens=False), longest))
+        found.append(_middle(tokenizer.encode(text, add_special_tokens=False), _LONGEST))
         count -= len(found[-1])
         if count <= 0:
             break

@@ -76,6 +76,8 @@ def calibrate(
     bits: str = "variance",
     quantiser: str = "trellis",
     kernels: str = "auto",
+    shrinkage: float = 0.1,
+    is_rough: bool = False,
     advance: Advance | None = None,
 ) -> LatentCodec:
     """A codec for the model, on the model's device. The arguments are those of `collect` and `fit`.
@@ -97,6 +99,8 @@ def calibrate(
         bits=bits,
         quantiser=quantiser,
         kernels=kernels,
+        shrinkage=shrinkage,
+        is_rough=is_rough,
     )
 
 

@@ -9,8 +9,17 @@ from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import LEADING, levels
-from tests.kv_cache_proposer.correlated import SHAPES, make_codec, make_entries, relative_error
+from tests.kv_cache_proposer.correlated import (
+    SHAPES,
+    make_codec,
+    make_entries,
+    make_projections,
+    make_statistics,
+    relative_error,
+)
 
 # Products over other numbers of entries may round otherwise; a code next to an edge may then move by one level.
 FLOAT32 = 1e-4
@@ -195,3 +204,22 @@ def test_rounded_components_take_less_and_lose_little(precision: str, itemsize: 
     added = sum(part.basis.components.nbytes - part.basis.components.entries.nbytes for part in rounded.coders)
     assert plain.shared_bytes - rounded.shared_bytes == saved - added
     assert relative_error(rounded, entries) < worse * relative_error(plain, entries)
+
+
+def test_a_rough_decomposition_loses_no_more_and_gives_way_where_float32_would() -> None:
+    entries = make_entries(400, seed=5)
+    statistics = make_statistics()
+    importances = from_projections(statistics, make_projections())
+    exact, rough = (fit(statistics, importances, bytes_per_token=24, is_rough=is_rough) for is_rough in (False, True))
+    assert relative_error(rough, entries) == pytest.approx(relative_error(exact, entries), rel=1e-3)
+    assert any(
+        not torch.equal(a.basis.deviations, b.basis.deviations) for a, b in zip(exact.coders, rough.coders, strict=True)
+    )
+    # One cause that dwarfs all others: what else there is would be lost in rounding.
+    dwarfed = make_entries(400, seed=5)
+    dwarfed.keys[0][:, 0, 0] *= 1e5
+    statistics = make_statistics(dwarfed)
+    importances = unweighted(statistics)
+    exact, rough = (fit(statistics, importances, bytes_per_token=24, is_rough=is_rough) for is_rough in (False, True))
+    for one, other in zip(exact.coders, rough.coders, strict=True):
+        assert torch.equal(one.basis.components.entries, other.basis.components.entries)
