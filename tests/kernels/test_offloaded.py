@@ -89,7 +89,7 @@ class History:
         plain[:, fields.BOUNDS] = -(-self.count // self.block) * self.block
         away = plain.clone()
         away[:, fields.START], away[:, fields.HEAD_SLOTS] = self.begin, self.region
-        away[:, fields.RING], away[:, fields.COUNT] = self.ring, 2**30
+        away[:, fields.RING], away[:, fields.COUNT] = self.ring, self.sink + self.ring
         away[:, fields.BOUNDS] = self.sink + self.ring
         away[:, fields.RECORD] = self.record.addresses[1]
         away[:, fields.OFFLOADED_END] = self.resident if may_fetch else -self.resident

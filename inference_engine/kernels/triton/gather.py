@@ -282,7 +282,9 @@ def reads_of(p_line, SERVES_ALL: tl.constexpr):
     sink = tl.load(p_line + 3)
     block = tl.load(p_line + 9)
     local = tl.load(p_line + 11)
-    seen = tl.minimum(count, tl.load(p_line + 6) + 1)
+    seen = tl.load(p_line + 6) + 1
+    is_away = (block > 0) & (tl.load(p_line + 13) == 0) & (tl.load(p_line + 14) != 0)
+    seen = tl.where(is_away, seen, tl.minimum(count, seen))
     before = tl.where(block > 0, tl.minimum(tl.minimum(sink, local), seen), count if SERVES_ALL else 0).to(tl.int32)
     listed = tl.minimum(tl.load(p_line + 10).to(tl.int32), end - first) * size
     behind = tl.where(block > 0, tl.maximum(seen - local, 0), 0).to(tl.int32)
