@@ -69,6 +69,7 @@ unit: native node ## the tests without the checks; ARGS go to pytest
 test-long: native long-typescript sanitize ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/laws --executor mlx --numprocesses=auto --maxprocesses=4
 
 test-gpu: native ## kernels, recorded steps and their laws on this machine's GPU, or with --sanitize; record in results/
 	@$(BIN)/python scripts/test_gpu.py $(ARGS)

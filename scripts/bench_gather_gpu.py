@@ -17,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from inference_engine.kernels.components import (
     unpack,
 )
 from inference_engine.kernels.gather import always_read, gather_attend
+from inference_engine.kernels.latents import CodeTables, Synthesis
 from inference_engine.kernels.topk import topk_by_sorting
 from inference_engine.kernels.triton import component_index, components, gather, topk
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
@@ -60,7 +61,9 @@ SHAPE = IndexShape(rank=16, bits=3, run=4) if HAS_GPU else IndexShape(rank=5, bi
 WINDOW, KEPT_TOKENS = (512, 512) if HAS_GPU else (40, 20)
 MOST_TOKENS = 131072  # of a history whose choice is compared with the reference's
 ROUNDS = 15
-STAGES = ("score", "weigh", "gather", "choose", "read", "merge")  # of a choice by components, in their order
+# Of chosen tokens that are restored from a latent at a twentieth of the bytes, as of four layers together.
+CODES, CHAINS, RING = (1344, 64, 2176) if HAS_GPU else (40, 5, 120)  # of a token; slots behind the sink
+STAGES = ("score", "weigh", "gather", "choose", "restore", "read", "merge")  # of a choice by components, in their order
 # Query heads, KV heads, head size, sessions and length where every entry is read.
 READ_ALL = [
     *((28, 4, 128, 1, 1024), (28, 4, 128, 1, 8192), (28, 4, 128, 16, 1024), (28, 4, 128, 16, 8192)),
@@ -205,6 +208,7 @@ class Chosen:
         ]
         selector = TokenSelector(shape=SHAPE, sink=SINK, window=WINDOW, count=KEPT_TOKENS)
         self.tiles = case.length // SHAPE.tile
+        self.numbers: list[Tensor] = []
         self.halves: list[list[tuple[Tensor, Tensor]]] = []
         lines = case.regions.cpu().clone()
         table = []
@@ -218,7 +222,7 @@ class Chosen:
                 )
                 numbers = indexes.numbers(halves, *self.alive[:2])
                 self.halves[-1].append(halves)
-                self.alive.append(numbers)
+                self.numbers.append(numbers)
                 lines[copy, session, fields.CHOOSER] = numbers.data_ptr()
                 table.append([numbers.data_ptr(), int(case.starts[copy, session])])
         lines[..., fields.SINK], lines[..., fields.BLOCK], lines[..., fields.KEPT] = SINK, 1, KEPT_TOKENS
@@ -232,6 +236,32 @@ class Chosen:
         for stage in STAGES[:-1]:
             getattr(self.stages, stage)()
         self.out = torch.full_like(case.queries, float("nan"))
+
+    def restore(self) -> None:
+        """From now on entries that left a ring buffer are restored: those of all copies from codes that they share."""
+        case, generator = self.case, torch.Generator().manual_seed(3)
+        widths = torch.full((CODES,), 2, dtype=torch.int32)
+        levels, scales = torch.randn(8, generator=generator), torch.rand(256, generator=generator) + 0.5
+        tables = CodeTables.of(
+            widths, torch.zeros(CODES, dtype=torch.int32, device=DEVICE), levels, scales, chains=CHAINS, first_byte=0
+        )
+        half = -(-(1 + CODES // 4) // 2)
+        codes = torch.randint(0, 256, (2, case.length, half), dtype=torch.uint8, device=DEVICE)
+        found = torch.zeros(2, device=DEVICE)
+        size = (KV_HEADS, 2 * HEAD_DIM, CODES)
+        for copy in range(case.copies):
+            matrix = torch.randn(size, generator=generator).to(DEVICE) / CODES**0.5
+            synthesis = Synthesis.of(matrix, torch.zeros(size[:2], device=DEVICE), DTYPE)
+            indexes = component_index.key_indexes
+            archive = indexes.archive((codes[0], codes[1]), SINK, tables, synthesis, found)
+            for session in range(case.sessions):
+                indexes.name_archive(self.numbers[copy * case.sessions + session], archive)
+            self.alive.append((codes, tables, synthesis, archive, found))
+        self.regions[..., fields.RING], self.regions[..., fields.COUNT] = RING, SINK + RING
+        self.regions[..., fields.FLOOR] = case.length - RING + WINDOW // 2
+        self.choice = replace(self.choice, restored=KEPT_TOKENS, numbers=tables.padded)
+        self.stages = self.made(0)
+        self.out.fill_(float("nan"))
 
     def made(self, copy: int) -> components.Choosing:
         return components.Choosing(
@@ -476,8 +506,8 @@ def swept_choice(chosen: Chosen) -> dict[str, float]:
     """The time of stages with other tiles and numbers of warps and parts."""
     found, copies = {}, chosen.case.copies
     for chunk, warps, registers, parts in (
-        *((128, 8, None, 128), (128, 8, 128, 128), (128, 4, None, 128), (64, 4, None, 128), (64, 4, 168, 128)),
-        *((64, 4, 128, 128), (64, 4, None, 64), (64, 4, None, 256), (64, 4, 168, 256)),
+        *((64, 4, None, 128), (64, 4, 128, 128), (64, 2, None, 128), (64, 2, 168, 128)),
+        *((32, 2, None, 128), (32, 2, 128, 256), (128, 4, None, 128)),
     ):
         with (
             patch.object(component_index, "CHUNK", chunk),
@@ -489,10 +519,7 @@ def swept_choice(chosen: Chosen) -> dict[str, float]:
             name = f"score, {chunk} tokens {warps} warps {registers} registers {parts} parts"
             found[name] = microseconds(partial(other.up_to, "score"), copies)
             print(name, found[name], flush=True)
-    for name, numbers, stage in (
-        *(("_WEIGHED", (512, 2048), "weigh"), ("_GATHERED", (1024, 4096), "gather")),
-        *(("_GROUPS", (8, 32), "gather"), ("_FEW", (512, 2048), "choose"), ("_CHOSEN_SLOTS", (32, 64), "read")),
-    ):
+    for name, numbers, stage in (("_WEIGHED", (512, 2048), "weigh"), ("_GATHERED", (1024,), "gather")):
         for number in numbers:
             with patch.object(components, name, number):
                 other = Chosen(chosen.case, *chosen.buffers)
@@ -518,7 +545,7 @@ def of_case(case: Case, keys: Tensor, values: Tensor, *, tries: Sequence[str]) -
     runs = {f"bounds, {name}": getattr(stages, name) for name in ("score", "select", "read")}
     runs |= {f"components, to {name}": partial(chosen.up_to, name) for name in STAGES}
     found |= in_turns(runs, case.copies)
-    if tries:
+    if "bounds" in tries:
         with patch.object(gather, "chained", lambda _device: {"CHAINED": False}):
             found["bounds, unchained"] = microseconds(stages.whole, case.copies)
         with patch.object(components, "chained", lambda _device: {"CHAINED": False}):
@@ -527,6 +554,11 @@ def of_case(case: Case, keys: Tensor, values: Tensor, *, tries: Sequence[str]) -
             found["bounds, tries"] = swept(case, keys, values)
         if "components" in tries and (case.sessions, case.length) == (1, 131072):
             found["components, tries"] = swept_choice(chosen)
+    chosen.restore()
+    assert chosen.whole(0).isfinite().all(), "a restored entry is not finite"
+    runs = {"components, restored": chosen.whole}
+    runs |= {f"components, restored, to {name}": partial(chosen.up_to, name) for name in ("choose", "restore")}
+    found |= in_turns(runs, case.copies)
     # A tile is written once in so many steps: of as many layers as there are copies.
     last = chosen.tiles - 1
     writing = in_turns({"": lambda _copy: chosen.write(last, last + 1)}, 1)[""]

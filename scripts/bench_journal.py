@@ -1,13 +1,13 @@
 """What it costs that sessions outlive the process: servers with each durability side by side, and a folder of many.
 
     make bench-journal                 writes results/journal_cost/<date>-<machine>/
+    make bench-journal ARGS=--sizes    the bytes of the database for turns of some sizes: results/journal_sizes/…
 
 Three servers on the scripted model, which differ in `durability` only, are measured in turns, round by round; a ratio
 is of two values of the same round. Streams at a model's pace, a step in 33 ms, and as fast as the machinery goes, a
 step in 10 ms; a token's delay from single Generates, against a bare fsync in the same folder between them. Then a
 folder of sessions is made: how long a server takes to start with it and without, and what the first call of a session
-takes that has to be read, with none of its files in the system's memory. Last, the bytes of the database for turns of
-some sizes.
+takes that has to be read, with none of its files in the system's memory.
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ def only_sizes(commit: str, results: Path) -> int:
         "journal_sizes",
         {
             "commit": commit,
-            "command": record.command_line(without=("--results",)),
+            "command": record.command_line(without=("--results", "--commit")),
             "config": {
                 "ids_of_a_session": IDS,
                 "ids_of_all_sessions": TURNED_IDS,
@@ -416,9 +416,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=10_000, help="in the folder of many (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=500, help="first calls of kept sessions (default: %(default)s)")
     parser.add_argument("--sizes", action="store_true", help="the bytes of the database alone; writes journal_sizes")
+    parser.add_argument("--commit", help="that runs, where there is no repository")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args(arguments)
-    commit, began = record.commit(), time.monotonic()
+    commit, began = record.running_commit(args.commit), time.monotonic()
     if args.sizes:
         return only_sizes(commit, args.results)
     load_before = os.getloadavg()[0]
@@ -429,7 +430,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values = streams(args.seconds, args.rounds, folder)
         print("streams are done", flush=True)
         values |= many(args.sessions, min(args.rounds, 5), args.calls, folder)
-        values |= sizes(folder)
     rows = verdicts(values)
     for name, value in values.items():
         print(f"{name:64} {value['median']:12,.3f} [{value['low']:,.3f}, {value['high']:,.3f}] {value['unit']}")
@@ -439,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "journal_cost",
         {
             "commit": commit,
-            "command": record.command_line(without=("--results",)),
+            "command": record.command_line(without=("--results", "--commit")),
             "config": {
                 "model": "scripted",
                 "rounds": args.rounds,

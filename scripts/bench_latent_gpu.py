@@ -50,7 +50,7 @@ from laboratory.evaluation.timing import Run, run
 from scripts.bench_gpu import SEED, SHAPES, made_model
 
 FULL, KERNELS, PLAIN = "full", "latent, own kernels", "latent, plain torch"
-_GROUP_LAYERS = {"qwen2.5-7b": 4, "smollm2-135m": 10}
+GROUP_LAYERS = {"qwen2.5-7b": 4, "smollm2-135m": 10}
 _MOST_COMPONENTS = 0.5  # of a group's numbers; a twentieth of the bytes leaves bits for fewer
 _FALL = 0.55  # the deviation of component i is i to the power of minus this
 _KV_SHARE = 0.25  # of the free memory, for each engine
@@ -100,7 +100,7 @@ def all_engines(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, 
     own = serve_loaded(loaded, config, admit_config(SHAPES[name]()), ops=ops)
     plain = PlainForward(own.seam, own.facts, device, ops=ops, records_graphs=own.records_graphs, listed=own.listed)
     geometry = own.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=arguments.segment_tokens)
-    codec = made_codec(geometry, _GROUP_LAYERS.get(name, 2), device)
+    codec = made_codec(geometry, GROUP_LAYERS.get(name, 2), device)
     counts = [coder.levels.count for coder in codec.coders]
     print(f"{name}: {codec.bytes_per_token} bytes a token, numbers of each group {counts}", flush=True)
     kv_bytes = arguments.kv_bytes or int(_KV_SHARE * own.free_bytes())

@@ -35,11 +35,13 @@ from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.types import Mode
 from laboratory.evaluation import record
 from laboratory.evaluation.sessions import append_all, opened, turned
 from laboratory.evaluation.timing import start, step_seconds
 from laboratory.training.components import fit_components
 from scripts.bench_gpu import SEED, SHAPES, made_model
+from scripts.bench_latent_gpu import GROUP_LAYERS, made_codec
 
 STRATEGIES = ("full", "gather:scorer=bounds", "gather:scorer=components")
 CALIBRATED = (4, 512)  # sequences of random ids, and their tokens
@@ -55,38 +57,56 @@ def opened_engine(arguments: argparse.Namespace, stack: ExitStack) -> Engine:
     vocabulary = forward.facts.vocab_size
     components = fit_components(forward, torch.randint(5, vocabulary - 5, CALIBRATED, generator=generator))
     kv_bytes = arguments.kv_bytes or int(0.8 * forward.free_bytes())
-    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=4, overlap="on")
-    return stack.enter_context(Engine(forward, settings, components=components))
+    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=4, overlap="on", segment_tokens=arguments.segment_tokens)
+    latent = None
+    if any(name.startswith("restored") for name in arguments.strategies):
+        geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=arguments.segment_tokens)
+        latent = made_codec(geometry, GROUP_LAYERS.get(arguments.shape, 2), device)
+    return stack.enter_context(Engine(forward, settings, components=components, latent=latent))
 
 
-def measure(engine: Engine, length: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds of a step in each round, by strategy. Raises InvalidArgument or NoCapacity for what does not fit."""
+def measure(
+    engine: Engine, length: int, arguments: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Milliseconds of a step in each round, and the most bytes held, by strategy.
+
+    Raises InvalidArgument or NoCapacity for what does not fit.
+    """
     generator = torch.Generator().manual_seed(SEED)
     prompt = torch.randint(5, engine.info().facts.vocab_size - 5, (length,), generator=generator).tolist()
     found: dict[str, list[float]] = {name: [] for name in arguments.strategies}
+    held: dict[str, int] = {}
     with ExitStack() as stack:
-        limit = length + 2 + (arguments.rounds + 1) * arguments.tokens
+        limit = 8 + length + 2 + (arguments.rounds + 1) * arguments.tokens
         sessions = {
             name: stack.enter_context(opened(engine, parse_strategy(name), limit)) for name in arguments.strategies
         }
-        for session in sessions.values():
+        for name, session in sessions.items():
             append_all(engine, session, prompt)
             start(engine, [session], tokens=1)[0].wait()
+            (watch,) = start(engine, [session], tokens=4)
+            watch.wait()
+            held[name] = watch.kv_peak_bytes
+            print(f"{name} at {length}: {held[name]} bytes", flush=True)
         for number in range(arguments.rounds + 1):  # the first warms up and is not kept
             for name in turned(list(sessions), number):
                 (watch,) = start(engine, [sessions[name]], tokens=arguments.tokens, reads_bytes=False)
                 watch.wait()
                 if number:
                     found[name].append(1e3 * step_seconds([watch.token_times]))
-    return found
+    return found, held
 
 
-def values_of(cells: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
+def values_of(cells: dict[int, dict[str, list[float]]], held: dict[int, dict[str, int]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     shortest = min(cells)
     for length, cell in cells.items():
         baseline = next(iter(cell))
         for name, samples in cell.items():
+            values[f"most bytes while it decodes, {name}, at {length}"] = record.exact(held[length][name], "bytes")
+            if name != baseline:
+                share = held[length][name] / held[length][baseline]
+                values[f"bytes, {name} ÷ {baseline}, at {length}"] = record.exact(share, "ratio")
             values[f"decode step, {name}, at {length}"] = record.summarize(samples, "ms")
             if name != baseline:
                 ratios = [ours / theirs for ours, theirs in zip(samples, cell[baseline], strict=True)]
@@ -97,7 +117,12 @@ def values_of(cells: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
     return values
 
 
-def write(cells: dict[int, dict[str, list[float]]], left_out: dict[str, str], arguments: argparse.Namespace) -> Path:
+def write(
+    cells: dict[int, dict[str, list[float]]],
+    held: dict[int, dict[str, int]],
+    left_out: dict[str, str],
+    arguments: argparse.Namespace,
+) -> Path:
     on_gpu = arguments.device != "cpu"
     return record.write_record(
         f"long_steps_{arguments.device.partition(':')[0]}_{arguments.dtype}",
@@ -112,10 +137,11 @@ def write(cells: dict[int, dict[str, list[float]]], left_out: dict[str, str], ar
                 "dtype": arguments.dtype,
                 "rounds": arguments.rounds,
                 "tokens": arguments.tokens,
+                "segment_tokens": arguments.segment_tokens,
                 "strategies": arguments.strategies,
             },
             "seeds": [SEED],
-            "values": values_of(cells),
+            "values": values_of(cells, held),
             "tables": {
                 "ms of a step": [
                     {"length": length, **{name: round(statistics.median(each), 4) for name, each in cell.items()}}
@@ -138,6 +164,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 130_000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
+    parser.add_argument("--segment-tokens", type=int, default=256, help="entries leave a window so many at once")
     parser.add_argument("--seconds", type=float, default=1200.0, help="no length begins after so many")
     parser.add_argument("--kv-bytes", type=int, default=0, help="0: as much as fits")
     parser.add_argument("--results", type=Path, default=None)
@@ -151,6 +178,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     arguments, began = parsed(), time.monotonic()
     cells: dict[int, dict[str, list[float]]] = {}
+    held: dict[int, dict[str, int]] = {}
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         engine = opened_engine(arguments, stack)
@@ -159,19 +187,19 @@ def main() -> None:
                 left_out[f"at {length}"] = f"{arguments.seconds:g} seconds were over"
                 continue
             try:
-                cells[length] = measure(engine, length, arguments)
+                cells[length], held[length] = measure(engine, length, arguments)
             except (InvalidArgument, NoCapacity) as refusal:
                 left_out[f"at {length}"] = str(refusal)
                 continue
-            for name, value in values_of(cells).items():
+            for name, value in values_of(cells, held).items():
                 if name.endswith(f"at {length}") or f"at {length} ÷" in name:
                     print(f"{name}: {value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})", flush=True)
-            path = write(cells, left_out, arguments)
+            path = write(cells, held, left_out, arguments)
     for where, why in left_out.items():
         print(f"left out: {where}: {why}")
     if not cells:
         raise SystemExit("nothing was measured")
-    path = write(cells, left_out, arguments)  # with all that was left out
+    path = write(cells, held, left_out, arguments)  # with all that was left out
     print(path if arguments.results else path.relative_to(record.ROOT))
 
 

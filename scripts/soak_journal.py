@@ -310,7 +310,8 @@ def faults(count: int, seed: int, soak: Soak) -> None:
     if not soak.of("flips control"):
         soak.in_parts(iter([("flips control", seed, CONTROL_FLIPS, {"is_checked": False})]), "flips")
     parts: Iterator[Call] = (
-        ("flips", number, size, {}) for number, size in soak.batches("flips", count, FLIPS_AT_ONCE, seed)
+        ("flips", number, size, {"is_at_rest": bool(number % 2)})
+        for number, size in soak.batches("flips", count, FLIPS_AT_ONCE, seed)
     )
     soak.in_parts(parts, "flips")
     kinds = ("write", "sync")

@@ -122,14 +122,19 @@ def tiny_components(*, seed: int = 0, windowed: bool = True) -> ModelComponents:
 
 
 def tiny_engine(
-    *, seed: int = 0, windowed: bool = True, on_step: Callable[[Step], object] | None = None, **settings: Any
+    *,
+    seed: int = 0,
+    windowed: bool = True,
+    make: Callable[..., Forward] | None = None,
+    on_step: Callable[[Step], object] | None = None,
+    **settings: Any,
 ) -> Engine:
     """An engine on TinyModel, a latent codec and components of its keys loaded.
 
-    `settings` change EngineConfig; those of EXTRAS go to the engine. on_step: receives each step before it runs, and
-    fails it by raising.
+    `settings` change EngineConfig; those of EXTRAS go to the engine. make: of TinyModel on an executor (default: on
+    torch). on_step: receives each step before it runs, and fails it by raising.
     """
-    forward: Forward = tiny_forward(seed=seed, windowed=windowed)
+    forward: Forward = (make or tiny_forward)(seed=seed, windowed=windowed)
     if on_step is not None:
         forward = WatchedForward(forward, on_step)
     extras: dict[str, Any] = {

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from inference_engine.backends.torch_coder import TorchCoder
 from inference_engine.kernels.components import IndexShape, KeyComponents, KeyIndexes
-from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab, TileWriter
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab, TiledLayers, TileWriter
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.models.seam import Seam
 
@@ -20,8 +21,11 @@ _ROTATES_ALIKE = 1e-2  # largest difference, of numbers of size 1
 class DeviceIndexes:
     """What `KVContext.open_index` and `open_tiles` need of a model on a device."""
 
-    def __init__(self, seam: Seam, indexes: KeyIndexes, device: torch.device, *, trained_positions: int) -> None:
-        self._seam, self._indexes, self._device = seam, indexes, device
+    def __init__(
+        self, seam: Seam, indexes: KeyIndexes, device: torch.device, coder: TorchCoder, *, trained_positions: int
+    ) -> None:
+        """coder: knows how codes of chosen tokens become entries."""
+        self._seam, self._indexes, self._device, self._coder = seam, indexes, device, coder
         self._trained = trained_positions
         self._frequencies: dict[tuple[str, int], Tensor | None] = {}
         self._rows: dict[tuple[int, IndexShape], tuple[KeyComponents, Any]] = {}
@@ -44,17 +48,19 @@ class DeviceIndexes:
         kind = (index.rotary, head_dim, index.shape, tokens)
         if kind not in self._turns:
             self._turns[kind] = self._indexes.turns(frequencies, head_dim, index.shape, tokens, self._device)
-        return DeviceIndex(self._indexes, index, found[1], self._turns[kind])
+        return DeviceIndex(self._indexes, self._coder, self._seam.dtype, index, found[1], self._turns[kind])
 
-    def open_tiles(
-        self, numbers: Sequence[int], starts: Sequence[int], kv_heads: int, region: int, shape: IndexShape
-    ) -> TileWriter:
-        table = torch.tensor([numbers, starts], dtype=torch.int64).T.contiguous().to(self._device)
-
-        def write(keys: Tensor, first: int, end: int) -> None:
-            self._indexes.write_tiles(keys, table, kv_heads=kv_heads, region=region, first=first, end=end, shape=shape)
-
-        return write
+    def open_tiles(self, layers: TiledLayers) -> TileWriter:
+        numbers = torch.tensor([list(layers.numbers), list(layers.starts)], dtype=torch.int64)
+        return partial(
+            self._indexes.write_tiles,
+            table=numbers.T.contiguous().to(self._device),
+            kv_heads=layers.kv_heads,
+            region=layers.region,
+            shape=layers.shape,
+            sink=layers.sink,
+            ring=layers.ring,
+        )
 
     def _frequencies_of(self, rotary: str, head_dim: int) -> Tensor | None:
         kind = (rotary, head_dim)
@@ -90,18 +96,51 @@ def frequencies_of(seam: Seam, rotary: str, head_dim: int, device: torch.device)
 class DeviceIndex:
     """Implements OpenIndex. Its number is the address of the index's numbers on the device."""
 
-    restored_all_finite = True
+    restored_all_finite = True  # `found` says it
 
-    def __init__(self, indexes: KeyIndexes, index: LayerIndex, rows: Any, turns: Any) -> None:
+    def __init__(
+        self,
+        indexes: KeyIndexes,
+        coder: TorchCoder,
+        dtype: torch.dtype,
+        index: LayerIndex,
+        rows: Any,
+        turns: Any,
+    ) -> None:
+        self._indexes, self._coder, self._dtype = indexes, coder, dtype
         self._numbers = indexes.numbers(index.halves, rows, turns)
         self._alive = (index.halves, rows, turns)
+        self._archive: Tensor | None = None
+        self._read: tuple[object, ...] = ()  # what the archive points to
+        self._restored_numbers = 0
+        self._found: Tensor | None = None
 
     @property
     def number(self) -> int:
         return self._numbers.data_ptr()
 
+    @property
+    def restored_numbers(self) -> int:
+        return self._restored_numbers
+
+    @property
+    def found(self) -> Tensor | None:
+        return self._found
+
     def restore_from(self, codes: ArchivedCodes | None, slab: Slab) -> bool:
-        return False
+        """What is chosen is restored for each step anew, into memory of the operation: the slab is not used."""
+        if codes is None:
+            return False
+        tables, synthesis = self._coder.decoding(codes, self._dtype)
+        self._found = torch.zeros(2, device=self._numbers.device)
+        self._archive = self._indexes.archive(codes.halves, codes.first, tables, synthesis, self._found)
+        self._read = (codes, tables, synthesis)
+        self._restored_numbers = tables.padded
+        self._indexes.name_archive(self._numbers, self._archive)
+        return True
 
     def restore_no_more(self) -> None:
-        """It restores nothing."""
+        self._indexes.name_archive(self._numbers, None)
+        self._archive = self._found = None
+        self._read = ()
+        self._restored_numbers = 0

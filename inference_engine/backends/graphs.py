@@ -22,7 +22,7 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
-from inference_engine.kernels.components import IndexShape, TokenChoice
+from inference_engine.kernels.components import ChosenBy, TokenChoice
 from inference_engine.kernels.ragged_attention import RaggedAttention
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -38,7 +38,7 @@ MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of 
 Recorded = Recording[tuple[Tensor, Tensor | None]]
 # Tokens, tap layers, whether some read selected blocks, whether these may be off the device, and the indexes by which
 # some choose tokens.
-Kind = tuple[int, tuple[int, ...], bool, bool, tuple[IndexShape, ...]]
+Kind = tuple[int, tuple[int, ...], bool, bool, tuple[ChosenBy, ...]]
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -90,8 +90,17 @@ class StepGraphs:
     def _record(self, pool: Pool, kind: Kind) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
-        size, taps, selects, reads_offloaded, shapes = kind
-        choices = [TokenChoice(shape=shape, tokens=geometry.trained_positions, rows=size) for shape in shapes]
+        size, taps, selects, reads_offloaded, chosen_by = kind
+        choices = [
+            TokenChoice(
+                shape=by.shape,
+                tokens=geometry.trained_positions,
+                rows=size,
+                restored=by.restored,
+                numbers=by.numbers,
+            )
+            for by in chosen_by
+        ]
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]

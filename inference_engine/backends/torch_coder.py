@@ -89,7 +89,7 @@ class TorchCoder:
         found = torch.zeros((len(layers), 2), device=self.device)
         count = layers[0].keys.shape[1]
         for start, alike in _groups(layers):
-            step = max(1, _MOST_BYTES // (_FLOAT32_BYTES * self._decoder(alike[0]).tables.padded))
+            step = max(1, _MOST_BYTES // (_FLOAT32_BYTES * self._decoder_of(alike[0]).tables.padded))
             for begin in range(0, count, step):
                 self._restore(alike, first + begin, slice(begin, min(count, begin + step)), found[start:])
         return found.T
@@ -109,16 +109,21 @@ class TorchCoder:
             self.latents.analyse(layer.keys, layer.values, matrix, means, numbers, broken, turn=turn)
         return numbers[:, : analyser.count], found.T
 
+    def decoding(self, codes: ArchivedCodes, dtype: torch.dtype) -> tuple[CodeTables, Synthesis]:
+        """How codes become entries of `dtype`, for an operation that restores tokens of choice."""
+        made = self._decoder(codes.decoder, dtype)
+        return made.tables, made.synthesis
+
     def _restore(self, layers: Sequence[RestoredLayer], first: int, own: slice, found: Tensor) -> None:
         """Layers of one group. own: of the tokens, those to restore; the first of them is at position `first`."""
         codes, count = layers[0].codes, own.stop - own.start
         low, high = (half[first - codes.first :][:count] for half in codes.halves)
         dtype = operand_dtype(layers[0].keys.dtype)
-        units = self.latents.units(low, high, self._decoder(layers[0]).tables, dtype)
+        units = self.latents.units(low, high, self._decoder_of(layers[0]).tables, dtype)
         turn = self._turn(layers[0].rotary, first, count)
         for layer, broken in zip(layers, found, strict=False):
             keys, values = layer.keys[:, own], layer.values[:, own]
-            self.latents.entries(units, self._decoder(layer).synthesis, keys, values, broken, turn=turn)
+            self.latents.entries(units, self._decoder_of(layer).synthesis, keys, values, broken, turn=turn)
 
     def _turn(self, rotary: str, first: int, count: int) -> Turn | None:
         """Of the last call: neighbouring layers turn alike."""
@@ -130,8 +135,10 @@ class TorchCoder:
             self._turns[wanted] = self.seam.turns_to(range(first, first + count), rotary, self.device)
         return self._turns[wanted]
 
-    def _decoder(self, layer: RestoredLayer) -> _Decoder:
-        decoder = layer.codes.decoder
+    def _decoder_of(self, layer: RestoredLayer) -> _Decoder:
+        return self._decoder(layer.codes.decoder, layer.keys.dtype)
+
+    def _decoder(self, decoder: LayerDecoder, dtype: torch.dtype) -> _Decoder:
         made = self._decoders.get(decoder)
         if made is None:
             tables = CodeTables.of(
@@ -143,7 +150,7 @@ class TorchCoder:
                 first_byte=decoder.first_byte,
             )
             matrix, means = decoder.make_matrix().to(self.device), decoder.means.to(self.device)
-            made = _Decoder(tables, Synthesis.of(matrix, means, layer.keys.dtype))
+            made = _Decoder(tables, Synthesis.of(matrix, means, dtype))
             _remember(self._decoders, decoder, made, len(self.seam.layers))
         return made
 

@@ -160,9 +160,8 @@ class TorchForward:
             segment = geometry.segment_tokens
             # Beyond one segment, padding to the next size adds fewer entries than are wanted.
             compute = RecordedCompute((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
-        coder: Coder = NoCoder()
-        if self._ops.attends_together:
-            coder = TorchCoder(self.seam, self._ops.latents, self._device)
+        own_coder = TorchCoder(self.seam, self._ops.latents, self._device)
+        coder: Coder = own_coder if self._ops.attends_together else NoCoder()
         context = KVContext(
             geometry=geometry,
             pool=pool,
@@ -177,7 +176,11 @@ class TorchForward:
             return context
         assert self._ops.key_indexes is not None
         indexes = DeviceIndexes(
-            self.seam, self._ops.key_indexes, self._device, trained_positions=geometry.trained_positions
+            self.seam,
+            self._ops.key_indexes,
+            self._device,
+            own_coder,
+            trained_positions=geometry.trained_positions,
         )
         return replace(context, open_index=indexes.open, open_tiles=indexes.open_tiles)
 

@@ -52,6 +52,9 @@ def run_check(args: argparse.Namespace) -> int:
             except HistoryCorrupt as damage:
                 damaged += 1
                 print(f"{entry.record.session_id}: {damage.message}")
+            except KeyError:
+                damaged += 1
+                print(f"{entry.record.session_id}: the session's id is damaged")
         problem = journal.check()
     if problem:
         print(f"the database: {problem}")

@@ -33,6 +33,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from inference_engine.kernels.latents import CodeTables, Synthesis
+
 LANES = 16
 RUNS_OF_TILE = 32
 RUNS = (1, 2, 4, 8)
@@ -85,15 +87,31 @@ class IndexShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenBy:
+    """What steps whose queries choose tokens by indexes of one shape have in common, so that they are recorded once.
+
+    restored, numbers: see `TokenChoice`.
+    """
+
+    shape: IndexShape
+    restored: int = 0
+    numbers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChoice:
     """What a device's operation needs to know of the queries of a step that choose tokens by indexes of one shape.
 
     tokens: the most that one chooses from. rows: the queries that may do so are among the first so many of the step.
+    restored, numbers: the most tokens that one has restored, and the most numbers of a token's code, padded, for which
+    the operation needs room; 0: all are in its region.
     """
 
     shape: IndexShape
     tokens: int
     rows: int
+    restored: int = 0
+    numbers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -145,11 +163,34 @@ class KeyIndexes(Protocol):
         halves: its bytes in K and in V, [pairs of tiles, Hkv, tile_bytes] uint8. All that is given must outlive it.
         """
 
+    def archive(
+        self, halves: tuple[Tensor, Tensor], first: int, tables: CodeTables, synthesis: Synthesis, found: Tensor
+    ) -> Tensor:
+        """Where tokens of an index's layer come from that are in no region: from their codes, position `first` on.
+
+        halves: of the codes, uint8 [places, half] each. found: float32 [2], becomes NaN where one of the keys, or of
+        the values, that are restored is not finite. All that is given must outlive it.
+        """
+
+    def name_archive(self, numbers: Tensor, archive: Tensor | None) -> None:
+        """From now on an index, by its numbers, restores chosen tokens from this archive, or from none."""
+
     def write_tiles(
-        self, keys: Tensor, table: Tensor, *, kv_heads: int, region: int, first: int, end: int, shape: IndexShape
+        self,
+        keys: Tensor,
+        table: Tensor,
+        *,
+        kv_heads: int,
+        region: int,
+        first: int,
+        end: int,
+        shape: IndexShape,
+        sink: int = 0,
+        ring: int = 0,
     ) -> None:
         """Write the tiles [first, end) of every layer of the table from its keys in the buffer [R, D], one at each
-        position. As `pack(encode(…))` of the keys rotated back, up to rounding, and each tile by itself.
+        position; from position `sink` on in a ring buffer of so many slots behind the sink, if ring > 0. As
+        `pack(encode(…))` of the keys rotated back, up to rounding, and each tile by itself.
 
         table: [layers, 2] int64, the addresses of the indexes, and the first buffer vectors of the regions, which have
         `region` vectors for each KV head.

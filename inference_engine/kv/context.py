@@ -263,21 +263,46 @@ class OpenIndex(Protocol):
         """The slab is about to be given back."""
 
     @property
+    def restored_numbers(self) -> int:
+        """Of how many numbers it makes a token, if the operation needs room for them (`TokenChoice`); else 0."""
+
+    @property
     def restored_all_finite(self) -> bool:
-        """Have all entries been finite that it restored into this slab?"""
+        """Have all entries been finite that it restored into this slab? True where `found` says it."""
+
+    @property
+    def found(self) -> Tensor | None:
+        """float32 [2] on the device: not finite where a key, or a value, that it restored is not; None: see above."""
 
 
 class TileWriter(Protocol):
-    """Writes tiles of the indexes of some layers of one session, from keys that are in slots that are positions."""
+    """Writes tiles of the indexes of some layers of one session, from keys in their regions."""
 
     def __call__(self, keys: Tensor, first: int, end: int) -> None:
         """The tiles [first, end). keys: the buffer [R, D]. Does not wait for the device."""
 
 
 OpenLayerIndex = Callable[[LayerIndex], OpenIndex | None]
-# open_tiles(numbers of the indexes of alike layers, the first buffer vector of each layer's regions, KV heads, vectors
-# of a KV head's region, shape of the indexes)
-OpenTiles = Callable[[Sequence[int], Sequence[int], int, int, IndexShape], TileWriter | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiledLayers:
+    """Indexes of alike layers of one session, and where their keys are.
+
+    numbers: of the indexes. starts: the first buffer vector of each layer's regions, which have `region` vectors for
+    each KV head. Keys are in slots that are their positions; behind the sink in a ring buffer of `ring` slots, if > 0.
+    """
+
+    numbers: Sequence[int]
+    starts: Sequence[int]
+    kv_heads: int
+    region: int
+    shape: IndexShape
+    sink: int = 0
+    ring: int = 0
+
+
+OpenTiles = Callable[[TiledLayers], TileWriter | None]
 
 
 def open_no_index(_index: LayerIndex) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.components import IndexShape, TokenChoice
+from inference_engine.kernels.components import ChosenBy, TokenChoice
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -107,9 +107,14 @@ class StepPlan:
         return self._reads.reads_offloaded
 
     @property
-    def chosen_by(self) -> tuple[IndexShape, ...]:
-        """The shapes of indexes by which queries that read by numbers choose tokens, always in the same order."""
-        return tuple(sorted(self._reads.choosing, key=lambda shape: shape.number))
+    def chosen_by(self) -> tuple[ChosenBy, ...]:
+        """The indexes by which queries that read by numbers choose tokens, by shape, always in the same order."""
+        shapes = sorted(self._reads.choosing, key=lambda shape: shape.number)
+        needs = [self._reads.restoring.get(shape, (0, 0)) for shape in shapes]
+        return tuple(
+            ChosenBy(shape=shape, restored=restored, numbers=numbers)
+            for shape, (restored, numbers) in zip(shapes, needs, strict=True)
+        )
 
     def following(self) -> StepPlan:
         """The plan of the next step of the same sessions, each of which has committed its token and staged another.
@@ -155,15 +160,21 @@ class StepPlan:
             tokens=self.query_count,
             selects=self.selects,
             reads_offloaded=self.reads_offloaded,
-            choices=[self._choice(shape) for shape in self.chosen_by],
+            choices=[self._choice(by) for by in self.chosen_by],
         )
 
-    def _choice(self, shape: IndexShape) -> TokenChoice:
+    def _choice(self, by: ChosenBy) -> TokenChoice:
         # Few numbers, since an operation may be compiled for each.
         tokens, longest = self._geometry.trained_positions, int(self.positions.max()) + 1
         while tokens < longest:
             tokens *= 2
-        return TokenChoice(shape=shape, tokens=tokens, rows=self._reads.choosing[shape])
+        return TokenChoice(
+            shape=by.shape,
+            tokens=tokens,
+            rows=self._reads.choosing[by.shape],
+            restored=by.restored,
+            numbers=by.numbers,
+        )
 
     def attend(
         self,

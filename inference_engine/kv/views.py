@@ -84,7 +84,8 @@ class StepReads:
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
     selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
     choosing: by the shape of their index, the end of the last tokens of the step that read by numbers and choose
-    tokens; a device's operation may have to know.
+    tokens; a device's operation may have to know. restoring: by shape, too, how many tokens one may have restored, and
+    of how many numbers the operation makes each.
     """
 
     geometry: Geometry
@@ -98,6 +99,7 @@ class StepReads:
     selects: bool = False
     reads_offloaded: bool = False
     choosing: dict[IndexShape, int] = field(default_factory=dict)
+    restoring: dict[IndexShape, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def is_fixed_shape(self) -> bool:

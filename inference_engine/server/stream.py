@@ -22,9 +22,13 @@ from inference_engine.engine.generation import Generation
 from inference_engine.scheduler.transcript import AT_ONCE
 from inference_engine.types import Event, TokenCommitted
 
+# Each stream that is woken has a frame to write. Between so many of them other calls have their turn: those of an owner
+# with a hundred streams must not keep the loop to themselves.
+WOKEN_AT_ONCE = 16
+
 
 class LoopWaker:
-    """Delivers the wake-ups of one event loop together. `wake` may be called from any thread."""
+    """Delivers the wake-ups of one event loop, many at a time. `wake` may be called from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -42,8 +46,12 @@ class LoopWaker:
     def _deliver(self) -> None:
         # Cleared first, so that a wake-up set after the last one was delivered schedules another delivery.
         self._is_waking = False
-        while self._pending:
-            self._pending.popleft()._deliver()
+        woken = 0
+        while self._pending and woken < WOKEN_AT_ONCE:
+            woken += self._pending.popleft()._deliver()
+        if self._pending and not self._is_waking:
+            self._is_waking = True
+            self._loop.call_soon(self._deliver)
 
 
 class Wakeup:
@@ -70,9 +78,12 @@ class Wakeup:
                 self._waiter = None
         self._is_set = False
 
-    def _deliver(self) -> None:
-        if self._is_set and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _deliver(self) -> bool:
+        """Returns whether somebody was waiting."""
+        if not self._is_set or self._waiter is None or self._waiter.done():
+            return False
+        self._waiter.set_result(None)
+        return True
 
 
 class Feed:

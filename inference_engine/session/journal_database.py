@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 PAGE_BYTES = 4096
+# What reading a database raises that is damaged: also of texts that are none, and of rows that are gone.
+DAMAGE = (apsw.Error, ValueError, TypeError, StopIteration)
 _APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _SCHEMA = """
 create table sessions (
@@ -79,8 +81,8 @@ def open_database(
         db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
     except BaseException as error:
         db.close()
-        if isinstance(error, apsw.Error):
-            raise ConfigError(f"the journal {path} cannot be opened: {error}") from error
+        if isinstance(error, DAMAGE):
+            raise ConfigError(f"the journal {path} cannot be opened: {error!r}") from error
         raise
     return db
 

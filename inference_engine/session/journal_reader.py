@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -136,13 +137,18 @@ class Reader:
 
     def replies(self, condition: str, values: tuple[Any, ...]) -> list[ReplyRecord]:
         """Replies that are intact: one that is not is as if it had been forgotten."""
+        texts = ", ".join(f"cast({name} as blob)" for name in ("id", "owner", "kind", "body"))
         rows = self._db.execute(
-            f"select id, owner, kind, request_id, digest, position, body, crc from replies where {condition}",  # noqa: S608 - a text of ours
+            f"select {texts}, request_id, digest, position, crc from replies where {condition}",  # noqa: S608 - texts of ours
             values,
         )
-        found = [(ReplyRecord(*fields), crc) for *fields, crc in rows]
-        # An older server's digests were longer.
-        return [replace(one, digest=one.digest[:DIGEST_BYTES]) for one, crc in found if crc == reply_crc(one)]
+        found = []
+        for *names, request_id, digest, position, crc in rows:
+            session_id, owner, kind, body = map(_text, names)
+            record = ReplyRecord(session_id, owner, kind, request_id, digest, position, body)
+            if crc == reply_crc(record):  # an older server's digests were longer
+                found.append(replace(record, digest=digest[:DIGEST_BYTES]))
+        return found
 
     def packed_appends(self, number: int) -> bytes:
         """Damaged ones are as if they had been forgotten."""
@@ -155,54 +161,81 @@ class Reader:
         self, owner: str, after: str, most: int, committed: Callable[[int], Sequence[int]], now: float
     ) -> list[SessionEntry]:
         """The owner's sessions in the order of their ids. committed: a session's rows in the tail; most: -1: all."""
-        entries = []
-        for number, session_id, body, length, used_at, crc in self._db.execute(
-            "select session, id, body, length, used_at, crc from sessions where owner = ? and id > ? "
-            "order by id limit ?",
+        rows = self._db.execute(
+            "select session, cast(id as blob), cast(body as blob), length, used_at, crc from sessions "
+            "where owner = ? and id > ? order by id limit ?",
             (owner, after, most),
-        ):
-            try:
-                entries.append(self._entry(number, owner, body, length, used_at, crc, committed(number)))
-            except HistoryCorrupt:  # it can be closed or purged, so it is in the list
-                nothing = SessionRecord(session_id, owner, "full", None, ())
-                entries.append(SessionEntry(nothing, now, 0))
-        return entries
+        )
+        return [self._entry(owner, *row, committed=committed, now=now) for row in rows]
+
+    def everyone(self, committed: Callable[[int], Sequence[int]], now: float) -> list[SessionEntry]:
+        """The sessions of all owners, by their ids. For tools."""
+        rows = self._db.execute(
+            "select cast(owner as blob), session, cast(id as blob), cast(body as blob), length, used_at, crc "
+            "from sessions order by id"
+        )
+        return [self._entry(_text(owner), *row, committed=committed, now=now) for owner, *row in rows]
 
     def _entry(
-        self, number: int, owner: str, body: str, length: int, used_at: float, crc: int, entries: Sequence[int]
+        self,
+        owner: str,
+        number: int,
+        session_id: bytes,
+        body: bytes,
+        length: int,
+        used_at: float,
+        crc: int,
+        *,
+        committed: Callable[[int], Sequence[int]],
+        now: float,
     ) -> SessionEntry:
-        with damage_is_refused(0):
-            if crc != session_crc(number, owner, body, length):
-                raise HistoryCorrupt(0)
-            for last in entries[-1:]:
-                for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
-                    length = position + len(ids) // 4
-            return SessionEntry(session_record(body), float(used_at), length)
+        try:
+            with damage_is_refused(0):
+                if crc != session_crc(number, owner, body.decode(), length):
+                    raise HistoryCorrupt(0)
+                for last in committed(number)[-1:]:
+                    for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
+                        length = position + len(ids) // 4
+                return SessionEntry(session_record(body.decode()), float(used_at), length)
+        except HistoryCorrupt:  # it can be closed or purged, so it is in the list
+            return SessionEntry(SessionRecord(_text(session_id), owner, "full", None, ()), now, 0)
 
     def copies(self) -> list[CopyRecord]:
         """The files with copies of K/V whose rows are intact, of the session used longest ago first."""
-        rows = list(
-            self._db.execute(
-                "select session, id, owner, file, copies.length, bytes, header_crc, copies.crc from copies "
-                "join sessions using (session) order by used_at"
-            )
-        )
-        records = [(number, CopyRecord(*fields), crc) for number, *fields, crc in rows]
-        return [record for number, record, crc in records if crc == copy_crc(number, record)]
+        numbers = self._db.execute("select session from copies join sessions using (session) order by used_at")
+        found = []
+        for (number,) in list(numbers):
+            with suppress(HistoryCorrupt), damage_is_refused(0):
+                *fields, crc = next(
+                    self._db.execute(
+                        "select id, owner, file, copies.length, bytes, header_crc, copies.crc from copies "
+                        "join sessions using (session) where session = ?",
+                        (number,),
+                    )
+                )
+                if crc == copy_crc(number, record := CopyRecord(*fields)):
+                    found.append(record)
+        return found
 
     def kept(self) -> dict[str, Kept]:
         """By owner, as the folder has it."""
         tails = dict(
             self._db.execute(
-                "select owner, sum(length(ids)) / 4 from tail join sessions using (session) group by owner"
+                "select cast(owner as blob), sum(length(ids)) / 4 from tail join sessions using (session) "
+                "group by owner"
             )
         )
         return {
-            owner: Kept(sessions, int(tokens) + int(tails.get(owner) or 0))
+            _text(owner): Kept(sessions, int(tokens) + int(tails.get(owner) or 0))
             for owner, sessions, tokens in self._db.execute(
-                "select owner, count(*), sum(length) from sessions group by owner"
+                "select cast(owner as blob), count(*), sum(length) from sessions group by owner"
             )
         }
+
+    def kept_by_session(self, number: int) -> list[tuple[str, int]]:
+        """The session's owner and its folded tokens; none if there is no such session."""
+        rows = self._db.execute("select cast(owner as blob), length from sessions where session = ?", (number,))
+        return [(_text(owner), length) for owner, length in rows]
 
     def last_number(self) -> int:
         """The highest number that a session has, or had while its replies are remembered."""
@@ -211,3 +244,8 @@ class Reader:
 
     def value(self, question: str) -> Any:
         return next(self._db.execute(question))[0]
+
+
+def _text(value: bytes | None) -> str:
+    """A text that is damaged has no other's checksum either."""
+    return (value or b"").decode(errors="replace")

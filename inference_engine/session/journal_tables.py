@@ -11,6 +11,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import apsw
@@ -22,6 +23,7 @@ from inference_engine.session.journal_rows import (
     appends_crc,
     copy_crc,
     crc_of,
+    damage_is_refused,
     most_recent,
     packed,
     packed_append,
@@ -43,9 +45,16 @@ class Tail:
     """Which rows of the tail are which session's. Changed by a commit, all of it or nothing."""
 
     def __init__(self, db: apsw.Connection) -> None:
+        """Raises ValueError for damage that would shorten a session without a word: its last rows would be missing."""
+        if found := [text for (text,) in db.execute("pragma integrity_check(tail)") if text != "ok"]:
+            raise ValueError("; ".join(found))
         self._rows: dict[int, list[int]] = {}
-        for entry, number in db.execute("select entry, session from tail order by entry"):
-            self._rows.setdefault(number, []).append(entry)
+        # Cast, since a value of another type is damage of its session, which is refused when it is read.
+        for entry, *row in db.execute(
+            "select entry, cast(session as integer), cast(position as integer), cast(mark as integer), "
+            "cast(ids as blob), cast(logprobs as blob), cast(crc as integer) from tail order by entry"
+        ):
+            self._rows.setdefault(_session_of(db, *row), []).append(entry)
         (last,) = next(db.execute("select max(entry) from tail"))
         self._next = self._next_committed = 1 + (last or 0)
         # Of the commit that is being made: rows as session and entry.
@@ -88,6 +97,29 @@ class Tail:
     def roll_back(self) -> None:
         self._next = self._next_committed
         self._added, self._deleted = [], set()
+
+
+def _session_of(
+    db: apsw.Connection, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None, crc: int
+) -> int:
+    """Whose row of the tail this is: the session whose number its checksum has, if that number is damaged in the row.
+
+    Then that session is refused when it is read, since the row says another number.
+    """
+
+    def is_of(one: int) -> bool:
+        try:
+            return crc == tokens_crc(position, mark, ids, logprobs, one)
+        except (TypeError, struct.error):  # a value of a type that no row has
+            return False
+
+    if is_of(number):
+        return number
+    numbers = [one for (one,) in db.execute("select session from sessions")]
+    found = next(filter(is_of, numbers), number)
+    if found not in numbers:
+        raise ValueError(f"a row of the tail is of no session: {found!r}")
+    return found
 
 
 class Tables:
@@ -187,9 +219,12 @@ class Tables:
         self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), number))
 
     def end_session(self, number: int) -> None:
-        for session_id, owner in list(self._db.execute("select id, owner from sessions where session = ?", (number,))):
-            for record in unpacked_appends(session_id, owner, self._reader.packed_appends(number)):
-                self.put_reply(number, record)
+        with suppress(HistoryCorrupt), damage_is_refused(0):
+            for session_id, owner in list(
+                self._db.execute("select id, owner from sessions where session = ?", (number,))
+            ):
+                for record in unpacked_appends(session_id, owner, self._reader.packed_appends(number)):
+                    self.put_reply(number, record)
         for table in ("sessions", "tokens", "ends", "generates", "appends"):
             self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the five above
         for entry in self.tail.of(number):
@@ -204,13 +239,14 @@ class Tables:
     def fold(self, number: int) -> None:
         """Move a session's rows from the tail into `tokens`. Damaged ones stay, for `load` to refuse."""
         entries = self.tail.of(number)
-        found = list(self._db.execute("select id, owner, body, length from sessions where session = ?", (number,)))
-        if not entries or not found:
-            return
-        _, owner, body, length = found[0]
         try:
-            records = self._reader.end(number, length)
-            records += self._reader.tail(number, entries, length)
+            with damage_is_refused(0):
+                found = list(self._db.execute("select owner, body, length from sessions where session = ?", (number,)))
+                if not entries or not found:
+                    return
+                ((owner, body, length),) = found
+                records = self._reader.end(number, length)
+                records += self._reader.tail(number, entries, length)
         except HistoryCorrupt as damage:
             logger.error("records of a session are damaged, and kept as they are: %s", damage)
             return
@@ -295,6 +331,6 @@ class Tables:
             (now - keep_seconds, _EXPIRE_SESSIONS + len(resident)),
         )
         for number in [number for (number,) in old if number not in resident][:_EXPIRE_SESSIONS]:
-            expired += self._db.execute("select owner, length from sessions where session = ?", (number,))
+            expired += self._reader.kept_by_session(number)
             self.end_session(number)
         return expired

@@ -43,7 +43,7 @@ from inference_engine.session.journal import (
     SessionRecord,
     TokensRecord,
 )
-from inference_engine.session.journal_database import PAGE_BYTES, open_database
+from inference_engine.session.journal_database import DAMAGE, PAGE_BYTES, open_database
 from inference_engine.session.journal_folder import check_private, take_folder
 from inference_engine.session.journal_reader import Reader
 from inference_engine.session.journal_rows import damage_is_refused
@@ -95,24 +95,30 @@ class SQLiteJournal:
         self._folder_lock = take_folder(folder)
         try:
             self._db = open_database(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
+        except BaseException:
+            self._folder_lock.release()
+            raise
+        try:
             self._folder_lock.note(durability)
-            self._db_lock = threading.Lock()
-            self._numbers: dict[str, int] = {}  # of sessions in memory
-            self._saved: dict[int, Saved] = {}
-            self._lengths: dict[int, int] = {}  # as recorded
-            self._owners: dict[int, str] = {}
-            self._kept_lock = threading.Lock()
             self._reader = Reader(self._db)
             self._tables = Tables(self._db, self._reader, wall_clock)
             self._kept = self._reader.kept()
             self._next_number = 1 + self._reader.last_number()
+            metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
         except BaseException as error:
-            if isinstance(error, apsw.Error):  # a page that is read here first
-                self._db.close()
+            self._db.close()
             self._folder_lock.release()
-            if isinstance(error, apsw.Error):
-                raise ConfigError(f"the journal {folder / FILE} cannot be read: {error}") from error
+            if isinstance(error, DAMAGE):
+                raise ConfigError(
+                    f"the journal {folder / FILE} is damaged: {error!r}; restore {folder} from a backup"
+                ) from error
             raise
+        self._db_lock = threading.Lock()
+        self._numbers: dict[str, int] = {}  # of sessions in memory
+        self._saved: dict[int, Saved] = {}
+        self._lengths: dict[int, int] = {}  # as recorded
+        self._owners: dict[int, str] = {}
+        self._kept_lock = threading.Lock()
         self._expired: list[tuple[str, int]] = []  # owner and length
         self._on_copy_gone: Callable[[str], object] = lambda _: None
         self._unit: list[Change] | None = None
@@ -121,7 +127,6 @@ class SQLiteJournal:
         self._wal_pages = 0
         self._db.set_wal_hook(self._note_wal)
         self._is_stopped = False
-        metrics.sessions_kept.set(self._reader.value("select count(*) from sessions") or 0)
         self._writer = Writer(self._commit, self._tidy, metrics)
 
     # -- changes, in memory -----------------------------------------------------------------------------------------
@@ -390,7 +395,7 @@ class SQLiteJournal:
 
     def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
         self._flush()
-        with self._db_lock:
+        with self._db_lock, damage_is_refused(0):
             return self._reader.replies("owner = ? and request_id = ?", (owner, request_id))
 
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
@@ -402,9 +407,7 @@ class SQLiteJournal:
         """The sessions of all owners, by their ids. For tools."""
         self._flush()
         with self._db_lock:
-            owners = [owner for (owner,) in self._db.execute("select distinct owner from sessions order by owner")]
-        found = [entry for owner in owners for entry in self.page(owner, after="", most=-1)]
-        return sorted(found, key=lambda entry: entry.record.session_id)
+            return self._reader.everyone(self._tables.tail.committed, self._wall_clock())
 
     def check(self) -> str:
         """What is wrong with the database as a whole; "": nothing. Reads all of it."""

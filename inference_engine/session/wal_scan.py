@@ -36,7 +36,7 @@ def find_damage(path: Path) -> int | None:
     if magic | 1 != _MAGIC | 1 or running != struct.unpack(">2I", log[24:32]):
         # Nothing behind it can be trusted; a log that was never synced has no commits behind it either.
         return 0 if len(log) > _HEADER + _FRAME else None
-    frame_bytes = _FRAME + page_bytes
+    frame_bytes: int = _FRAME + page_bytes
     count = (len(log) - _HEADER) // frame_bytes
     frames = np.frombuffer(log, dtype=np.uint8, count=count * frame_bytes, offset=_HEADER).reshape(count, frame_bytes)
     heads: list[list[int]] = np.ascontiguousarray(frames[:, :_FRAME]).view(">u4").tolist()

@@ -14,6 +14,9 @@ from torch import Tensor
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.layout import Group, LayerShape, join, make_groups
 
+# Of the columns of a product with itself, worked out one by one: what lies below the diagonal is a copy.
+_BLOCKS = 6
+
 
 class Statistics:
     """Running sums for the layers `shapes`, with a basis to come for each `group_layers` of them."""
@@ -46,7 +49,7 @@ class Statistics:
         for index, vectors in enumerate(joined):
             centred = vectors - self._shifts[index]
             self._sums[index] += centred.sum(0)
-            self._products[index] += centred.T @ centred
+            self._products[index] += _products(centred)
         for shape, vectors in zip(self.shapes, queries, strict=True):
             # Query heads of one group are neighbours: [n, Hq, D] → [Hkv, n · group, D].
             grouped = vectors.to(self._device).float().reshape(len(vectors), shape.kv_heads, -1, shape.head_dim)
@@ -76,3 +79,14 @@ class Statistics:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+
+def _products(vectors: Tensor) -> Tensor:
+    """[n, W] → vectorsᵀ vectors, with little more than half of the multiplications."""
+    found = vectors.new_empty((vectors.shape[1], vectors.shape[1]))
+    size = max(1, -(-vectors.shape[1] // _BLOCKS))
+    for start in range(0, vectors.shape[1], size):
+        own = slice(start, start + size)
+        found[own, start:] = vectors[:, own].T @ vectors[:, start:]
+        found[start:, own] = found[own, start:].T
+    return found

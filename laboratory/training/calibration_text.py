@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference_engine.errors import ConfigError
 
@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
     from laboratory.evaluation.models import Target
 
+T = TypeVar("T", str, list[int])
+
 # Of the tokens; prose and code, or the user's own files, are the rest.
 _CONVERSATION, _TOOL_CALLS, _LANGUAGES = 0.25, 0.1, 0.1
 _TURNS = 6
 _LONGEST = 2048  # tokens taken of one text, from its middle
+# The same where there are few tokens in all: many short pieces of many texts tell more than a few long ones.
+_PIECE = 256
+_PIECE_CHARACTERS = 16 * _PIECE  # that are encoded for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +70,32 @@ def gather(target: Target, *, tokens: int, length: int, files: Sequence[Path], s
             tokens=length,
             seed=seed,
         )
-    return _with_plain(found, tokenizer, tokens=tokens, files=files, seed=seed)
+    return _with_plain(found, tokenizer, tokens=tokens, files=files, seed=seed, longest=_LONGEST)
 
 
 def gather_plain(tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int) -> CalibrationText:
-    """The same without conversations: no engine is needed. Raises ConfigError for files that cannot be read."""
-    return _with_plain({}, tokenizer, tokens=tokens, files=files, seed=seed)
+    """The same without conversations, in shorter pieces: no engine is needed, and few tokens are enough.
+
+    Raises ConfigError for files that cannot be read.
+    """
+    return _with_plain({}, tokenizer, tokens=tokens, files=files, seed=seed, longest=_PIECE)
 
 
 def _with_plain(
-    found: dict[str, list[list[int]]], tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int
+    found: dict[str, list[list[int]]], tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int, longest: int
 ) -> CalibrationText:
     from laboratory.evaluation.haystack import calibration_texts
     from laboratory.training.languages import paragraphs
     from laboratory.training.tool_calls import tool_calls
 
-    found["tool calls"] = _take(tokenizer, tool_calls(seed), int(tokens * _TOOL_CALLS))
-    found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES))
+    found["tool calls"] = _take(tokenizer, tool_calls(seed), int(tokens * _TOOL_CALLS), longest)
+    found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES), longest)
     rest = tokens - sum(len(ids) for part in found.values() for ids in part)
     if files:
-        found["files"] = _take(tokenizer, _read(files), rest)
+        found["files"] = _share(tokenizer, [*_read(files)], rest)
     else:
         for kind in ("prose", "code"):
-            found[kind] = _take(tokenizer, iter(_mixed(calibration_texts(kind), seed)), rest // 2)
+            found[kind] = _take(tokenizer, iter(_mixed(calibration_texts(kind), seed)), rest // 2, longest)
     return CalibrationText(found)
 
 
@@ -105,14 +113,27 @@ def _read(files: Sequence[Path]) -> Iterator[str]:
             raise ConfigError(f"--text {file}: cannot be read as UTF-8 text: {error}") from error
 
 
-def _take(tokenizer: Any, texts: Iterator[str], count: int) -> list[list[int]]:
+def _take(tokenizer: Any, texts: Iterator[str], count: int, longest: int) -> list[list[int]]:
     """Token ids of the texts until there are `count`, or no more texts. Long texts give a stretch of their middle."""
     found: list[list[int]] = []
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        start = max(0, (len(ids) - _LONGEST) // 2)
-        found.append(ids[start : start + _LONGEST])
+        encoded = _middle(text, _PIECE_CHARACTERS) if longest == _PIECE else text
+        found.append(_middle(tokenizer.encode(encoded, add_special_tokens=False), longest))
         count -= len(found[-1])
         if count <= 0:
             break
     return found
+
+
+def _share(tokenizer: Any, texts: Sequence[str], count: int) -> list[list[int]]:
+    """As many tokens of each text, from its middle; what a short one lacks, the others give."""
+    found: list[list[int]] = []
+    for place, ids in enumerate(sorted((tokenizer.encode(text, add_special_tokens=False) for text in texts), key=len)):
+        found.append(_middle(ids, count // (len(texts) - place)))
+        count -= len(found[-1])
+    return found
+
+
+def _middle(whole: T, length: int) -> T:
+    start = max(0, (len(whole) - length) // 2)
+    return whole[start : start + length]

@@ -24,16 +24,19 @@ from inference_engine.kernels.components import (
     token_weights,
 )
 from inference_engine.kernels.gather import always_read, attend_entries, gather_attend, gather_vectors, select
+from inference_engine.kernels.latents import PLAIN, CodeTables, Synthesis
 from inference_engine.kernels.ragged_attention import (
     BLOCK,
     BOUNDS,
     CHOOSER,
     COUNT,
     FIELDS,
+    FLOOR,
     HEAD_SLOTS,
     KEPT,
     LAST,
     LOCAL,
+    RING,
     SINK,
     START,
     UPTO,
@@ -360,6 +363,80 @@ def compare_tiles() -> None:
             assert torch.equal(half, whole), "a tile's bits depend on how tokens were grouped"
 
 
-@pytest.mark.parametrize("compare", [compare_choosing, compare_equals, compare_rounded, compare_tiles])
+def compare_restoring() -> None:
+    """What a child process runs: sessions whose old entries are codes, beside one that holds all of its own."""
+    from inference_engine.kernels.triton import components
+    from inference_engine.kernels.triton.component_index import key_indexes
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged
+
+    device = small_parts()
+    components._UNPACKED, components._CODES, components._RESTORED = 8, 128, 16
+    setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
+    model, shape, ring = MODELS[0], IndexShape(rank=5, bits=3, run=1), 110
+    kind = {"shape": shape, "sink": 6, "window": 33, "kept": 41, "length": 300}
+    own, keys, values = histories(model, [kind, kind], torch.float32, device)
+    codes, all_keys, all_values = own[0].codes(), own[0].keys.clone(), own[0].values.clone()
+    for one in own:
+        one.write(one.codes())
+    # Entries of the first session before `floor` are in its archive, the others wrap around.
+    position, sink = 299, kind["sink"]
+    floor = position + 1 - (ring - 17)
+    tables, synthesis, low, high = made_archive(model, floor - sink, device)
+    units = PLAIN.units(low, high, tables, torch.float32)
+    restored, other = (torch.empty(model.kv_heads, floor - sink, model.head_dim, device=device) for _ in range(2))
+    PLAIN.entries(units, synthesis, restored, other, torch.zeros(2, device=device), turn=None)
+    own[0].keys[:, sink:floor] = model.rotate(restored, torch.arange(sink, floor))
+    own[0].values[:, sink:floor] = other
+    queries = torch.randn(2, model.kv_heads * model.group, model.head_dim).to(device)
+    options: dict[str, Any] = {"kv_heads": model.kv_heads, "scaling": model.scaling}
+    expected = [
+        one.expected(queries[row : row + 1], position, codes if row == 0 else one.codes())[0]
+        for row, one in enumerate(own)
+    ]
+    own[0].keys.fill_(float("nan"))
+    own[0].values.fill_(float("nan"))
+    kept = torch.tensor([*range(sink), *range(floor, position + 1)])
+    slots = torch.where(kept < sink, kept, sink + (kept - sink) % ring)
+    own[0].keys[:, slots], own[0].values[:, slots] = all_keys[:, kept], all_values[:, kept]
+    found = torch.zeros(2, device=device)
+    archive = key_indexes.archive((low, high), sink, tables, synthesis, found)
+    key_indexes.name_archive(own[0].numbers, archive)
+    lines = [own[0].line(position), own[1].line(position)]
+    lines[0][RING], lines[0][FLOOR], lines[0][COUNT] = ring, floor, sink + ring
+    regions = torch.tensor(lines, device=device)
+    choice = TokenChoice(shape=shape, tokens=300, rows=2, restored=kind["kept"], numbers=tables.padded + 64)
+    out = attend_ragged(queries, keys, values, regions, choices=[choice], **options)
+    torch.testing.assert_close(out, torch.stack(expected), atol=2e-5, rtol=2e-5)
+    assert not found.isnan().any()
+    alone = attend_ragged(queries[:1], keys, values, regions[:1], choices=[choice], **options)
+    assert torch.equal(alone[0], out[0]), "a query's bits depend on what is beside it"
+    tables.scales.fill_(float("inf"))
+    attend_ragged(queries, keys, values, regions, choices=[choice], **options)
+    assert found.isnan().all(), "what is not finite is not found"
+
+
+def made_archive(model: Model, tokens: int, device: torch.device) -> tuple[CodeTables, Synthesis, Tensor, Tensor]:
+    """How codes are read and become entries, and codes of so many tokens."""
+    count, generator = 70, torch.Generator().manual_seed(8)
+    widths = torch.randint(1, 8, (count,), generator=generator, dtype=torch.int32)
+    sizes = 2 ** (widths + 1)
+    tables = CodeTables.of(
+        widths,
+        (sizes.cumsum(0) - sizes).int().to(device),
+        torch.randn(int(sizes.sum()), generator=generator),
+        torch.rand(256, generator=generator) + 0.5,
+        chains=9,
+        first_byte=5,
+    )
+    matrix = torch.randn((model.kv_heads, 2 * model.head_dim, count), generator=generator) / count**0.5
+    means = torch.randn((model.kv_heads, 2 * model.head_dim), generator=generator)
+    half = -(-(6 + -(-int(widths.sum()) // 8)) // 2)
+    codes = torch.randint(0, 256, (2, tokens, half), generator=generator).to(torch.uint8).to(device)
+    return tables, Synthesis.of(matrix.to(device), means.to(device), torch.float32), codes[0], codes[1]
+
+
+@pytest.mark.parametrize(
+    "compare", [compare_choosing, compare_equals, compare_rounded, compare_tiles, compare_restoring]
+)
 def test_the_kernels_do_what_the_references_do(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -54,13 +54,15 @@ def test_the_installation_is_complete_and_mlx_is_the_default() -> None:
     assert main(["doctor", "--kv-bytes", "512MiB", "--bind", "127.0.0.1:0"]) == 0
 
 
-def test_greedy_tokens_are_those_of_torch(forward: Forward, texts: Sequence[list[int]], record_property: Noted) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "metal"])
+def test_greedy_tokens_are_those_of_torch(kernels: str, texts: Sequence[list[int]], record_property: Noted) -> None:
+    forward = open_backend(replace(CONFIG, kernels=kernels))
     theirs = load_model(CONFIG.model, cache=CONFIG.cache_path, attention="sdpa").model
     with Engine(forward, EngineConfig(kv_bytes=2**28, default_limit_tokens=1024)) as engine:
         found = [compare(engine, theirs, prompt, 64) for prompt in texts]
     differing = [one for one in found if not one.is_equal]
-    record_property("prompts with equal greedy tokens", exact(len(found) - len(differing), "prompts"))
-    record_property("prompts that differ at a near-tie", exact(len(differing), "prompts"))
+    record_property(f"prompts with equal greedy tokens, {kernels}", exact(len(found) - len(differing), "prompts"))
+    record_property(f"prompts that differ at a near-tie, {kernels}", exact(len(differing), "prompts"))
     assert all((one.margin or 0) < NEAR_TIE for one in differing), differing
 
 

@@ -15,6 +15,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from inference_engine.backends.base import Forward
+from inference_engine.cli.main import main
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
@@ -23,8 +24,11 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.models.folder import CONFIG
 from inference_engine.models.open_checkpoint import open_checkpoint
 from tests.laws.variants import generate
+from tests.models.hub_entry import COMMIT
+from tests.models.hub_server import Hub, served
 from tests.native.test_forward import Sessions
 from tests.tiny import SMALL
+from tests.tiny_folder import tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -134,6 +138,26 @@ def test_a_checkpoint_in_the_layout_of_mlx_gives_the_logits_of_its_own_library(
     checkpoint = open_checkpoint(folder)
     encodings = {checkpoint.tensor(name).encoding for name in checkpoint.names()}
     assert (f"{bits} bits" if bits else "F32") in encodings
+
+
+def test_a_checkpoint_in_the_layout_of_mlx_is_fetched_and_served_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As people publish them: with an index, and a tokenizer."""
+    folder = published(DENSE, tmp_path, bits=4, dtype=torch.bfloat16)
+    expected = logits_of(open_backend(config_of(folder)))
+    tiny_tokenizer().save_pretrained(folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "model.safetensors.index.json" in files
+    for name, value in (("HF_HUB_CACHE", "hub"), ("HF_HOME", "home")):
+        monkeypatch.setenv(name, str(tmp_path / value))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    with served(Hub(name="community/tiny-4bit", commit=COMMIT, files=files)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert main(["models", "fetch", "community/tiny-4bit", "--cache-dir", str(tmp_path / "cache")]) == 0
+    forward = open_backend(replace(config_of(folder), model="community/tiny-4bit"))
+    assert "grouped" in forward.facts.numerics
+    assert torch.equal(logits_of(forward), expected)
 
 
 def test_a_prefill_of_several_steps_runs_over_a_head_in_groups(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_speed_is_measured_beside_mlx_lm_over_the_same_weights_and_beside_llama_
     bench = tmp_path / "llama-bench"
     bench.write_text("#!/bin/sh\necho '[{\"avg_ts\": 12.5}]'\n")
     bench.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = speeds(open_backend(config), Path(config.model), IDS, tokens=8, rounds=2, gguf=tmp_path / "model.gguf")
     assert len(found.ours) == len(found.theirs) == 2
     assert min(*found.ours, *found.theirs) > 0

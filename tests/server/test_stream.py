@@ -1,13 +1,14 @@
 """The bridge between the engine's thread and the event loop."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 
 import pytest
 
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.server.stream import EventQueue, Feed, LoopWaker, Stall, Wakeup
+from inference_engine.server.stream import WOKEN_AT_ONCE, EventQueue, Feed, LoopWaker, Stall, Wakeup
 from inference_engine.types import Event, Finished, GenerateParams, StopReason, TokenCommitted
 from tests.facade import session_of
 from tests.server.wire import HISTORY
@@ -85,6 +86,31 @@ async def test_wakeups_that_were_set_are_delivered_together(monkeypatch: pytest.
     assert not waiting[-1].done()
     assert wakeups == 1
     waiting[-1].cancel()
+
+
+async def test_other_calls_have_their_turn_between_many_streams_that_are_woken_together() -> None:
+    loop = asyncio.get_running_loop()
+    waker, woken, between = LoopWaker(loop), 0, list[int]()
+    wakeups = [Wakeup(waker) for _ in range(100)]
+
+    async def consume(wakeup: Wakeup) -> None:
+        nonlocal woken
+        await wakeup.wait()
+        woken += 1
+
+    def other() -> None:
+        between.append(woken)
+        if woken < len(wakeups):
+            loop.call_soon(other)
+
+    consumers = [asyncio.ensure_future(consume(wakeup)) for wakeup in wakeups]
+    await asyncio.sleep(0)
+    for wakeup in wakeups:
+        wakeup.set()
+    waker.wake()
+    other()
+    await asyncio.wait_for(asyncio.gather(*consumers), 60)
+    assert max(after - before for before, after in itertools.pairwise([*between, woken])) <= WOKEN_AT_ONCE
 
 
 async def test_a_wakeup_set_while_its_consumer_reads_is_delivered_the_next_time() -> None:

@@ -6,7 +6,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +16,7 @@ import numpy as np
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import GenerateRecord, SessionRecord
+from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
@@ -119,50 +120,70 @@ def no_checks() -> Iterator[None]:
         yield
 
 
-def flip_bits(folder: Path, *, seed: int, count: int, is_checked: bool = True) -> Counter[str]:
+def flip_bits(
+    folder: Path, *, seed: int, count: int, is_at_rest: bool = False, is_checked: bool = True
+) -> Counter[str]:
     """Flip one bit of what a kill left, so many times: what came of it.
 
-    "last": the step that was recorded last is missing, or a part of it; "shorter": more is. is_checked False: without
-    any checks of ours, and "wrong" counts histories that no client has sent.
+    "last": the step that was recorded last is missing, or a part of it; "shorter": more is. is_at_rest: the log was
+    written into the database, each of whose tables is hit as often as another; else any byte of both files. is_checked
+    False: without any checks of ours, and "wrong" counts histories that no client has sent.
     """
-    if not is_checked:
-        with no_checks():
-            return _flip_bits(folder, seed, count, may_be_wrong=True)
-    return _flip_bits(folder, seed, count, may_be_wrong=False)
+    with nullcontext() if is_checked else no_checks():
+        source = folder / "source"
+        journal = open_journal(source, Durability.POWER)
+        talk = Talk(journal, seed)
+        for step in range(30 if is_at_rest else 80):
+            talk.step()
+            if step == 40:
+                talk.wait()
+                _checkpoint(journal)
+            if is_at_rest or step % 4 == 0 or step > 70:
+                talk.wait()
+        talk.wait()
+        if is_at_rest:
+            _checkpoint(journal)
+        killed = after_a_kill(source)
+        (killed / LOCK).write_text("1 power\n")
+        journal.stop()
+        rng, outcomes, target = random.Random(seed), Counter[str](), folder / "flipped"
+        pages = _pages(killed) if is_at_rest else {}
+        for _ in range(count):
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(killed, target)
+            target.chmod(0o700)
+            file = target / (FILE if is_at_rest else rng.choice([FILE, f"{FILE}-wal"]))
+            data = bytearray(file.read_bytes())
+            if is_at_rest:
+                at = (rng.choice(pages[rng.choice(sorted(pages))]) - 1) * PAGE_BYTES + rng.randrange(PAGE_BYTES)
+            else:
+                at = rng.randrange(len(data))
+            data[at] ^= 1 << rng.randrange(8)
+            file.write_bytes(data)
+            try:
+                outcomes[talk.check(target, may_refuse=True)] += 1
+            except AssertionError:
+                if is_checked:
+                    raise
+                outcomes["wrong"] += 1
+        return outcomes
 
 
-def _flip_bits(folder: Path, seed: int, count: int, *, may_be_wrong: bool) -> Counter[str]:
-    source = folder / "source"
-    journal = open_journal(source, Durability.POWER)
-    talk = Talk(journal, seed)
-    for step in range(80):
-        talk.step()
-        if step == 40:
-            talk.wait()
-            with journal._db_lock:
-                journal._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
-        if step % 4 == 0 or step > 70:
-            talk.wait()
-    talk.wait()
-    killed = after_a_kill(source)
-    (killed / LOCK).write_text("1 power\n")
-    journal.stop()
-    rng, outcomes, target = random.Random(seed), Counter[str](), folder / "flipped"
-    for _ in range(count):
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(killed, target)
-        target.chmod(0o700)
-        file = target / rng.choice([FILE, f"{FILE}-wal"])
-        data = bytearray(file.read_bytes())
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        file.write_bytes(data)
-        try:
-            outcomes[talk.check(target, may_refuse=True)] += 1
-        except AssertionError:
-            if not may_be_wrong:
-                raise
-            outcomes["wrong"] += 1
-    return outcomes
+def _checkpoint(journal: SQLiteJournal) -> None:
+    with journal._db_lock:
+        journal._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
+
+
+def _pages(folder: Path) -> dict[str, list[int]]:
+    """The pages of each table and index of a database whose log is empty. Removes the log."""
+    db = apsw.Connection(str(folder / FILE), flags=apsw.SQLITE_OPEN_READONLY)
+    found: dict[str, list[int]] = {}
+    for name, page in db.execute("select name, pageno from dbstat"):
+        found.setdefault(name, []).append(page)
+    db.close()
+    (folder / f"{FILE}-wal").unlink(missing_ok=True)
+    (folder / f"{FILE}-shm").unlink(missing_ok=True)
+    return found
 
 
 def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:

@@ -19,7 +19,7 @@ from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import sqlite_journal, wal_scan
 from inference_engine.session.journal import GenerateRecord, ReplyRecord
-from inference_engine.session.journal_database import FORMAT
+from inference_engine.session.journal_database import FORMAT, PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK, take_folder
 from inference_engine.session.journal_rows import ROW_BYTES, reply_crc, tokens_crc, unpacked
 from inference_engine.session.replies import MOST_PER_SESSION
@@ -365,6 +365,12 @@ def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_wo
     assert outcomes["last"] <= 2, outcomes
 
 
+def test_no_flipped_bit_of_a_database_whose_log_is_empty_shortens_a_history_without_a_word(tmp_path: Path) -> None:
+    outcomes = flip_bits(tmp_path, seed=2, count=100, is_at_rest=True)
+    assert outcomes["corrupt"], outcomes
+    assert not outcomes["shorter"] + outcomes["last"], outcomes
+
+
 def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
     """The control: so many flips are enough to notice that checksums and the look through the log are needed."""
     outcomes = flip_bits(tmp_path, seed=1, count=60, is_checked=False)
@@ -447,6 +453,65 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
     with pytest.raises(HistoryCorrupt):
         journal.load("session-0", "alice")
     assert journal.load("session-1", "alice") is not None
+    assert not journal.failure
+    journal.stop()
+
+
+def two_sessions_killed(folder: Path) -> Path:
+    """Of three tokens each, in the tail: the last row is of the second."""
+    journal = open_journal(folder)
+    for number in range(2):
+        journal.open(record_of(number))
+    for position in range(3):
+        for number in range(2):
+            journal.append(f"session-{number}", position, np.array([position + 1], dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    killed = after_a_kill(folder)
+    journal.stop()
+    return killed
+
+
+def test_a_last_row_that_names_another_session_is_damage_of_its_own(tmp_path: Path) -> None:
+    killed = two_sessions_killed(tmp_path / "state")
+    with closing(apsw.Connection(str(killed / FILE))) as db:
+        db.execute("update tail set session = 1 where entry = (select max(entry) from tail)")
+    journal = open_journal(killed)
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-1", "alice")
+    kept = journal.load("session-0", "alice")
+    assert kept is not None
+    assert kept.saved.tokens == 3
+    journal.stop()
+
+
+def test_a_tail_whose_page_lost_its_last_row_is_refused_at_the_start(tmp_path: Path) -> None:
+    killed = two_sessions_killed(tmp_path / "state")
+    with closing(apsw.Connection(str(killed / FILE))) as db:
+        db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'tail'"))
+    data = bytearray((killed / FILE).read_bytes())
+    at = (page - 1) * PAGE_BYTES + 3  # the number of its rows
+    rows = int.from_bytes(data[at : at + 2], "big")
+    assert rows == 6
+    data[at : at + 2] = (rows - 1).to_bytes(2, "big")
+    (killed / FILE).write_bytes(data)
+    with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
+        open_journal(killed)
+
+
+@pytest.mark.parametrize("change", ["facts set value", "sessions set owner"])
+def test_bytes_that_are_no_text_are_damage(tmp_path: Path, change: str) -> None:
+    killed = two_sessions_killed(tmp_path / "state")
+    with closing(apsw.Connection(str(killed / FILE))) as db:
+        db.execute(f"update {change} = cast(x'61ff' as text)")
+    if change.startswith("facts"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            open_journal(killed)
+        return
+    journal = open_journal(killed)
+    assert [entry.record.label for entry in journal.everyone()] == ["", ""]
+    with pytest.raises(HistoryCorrupt):
+        journal.read("session-0")
     assert not journal.failure
     journal.stop()
 

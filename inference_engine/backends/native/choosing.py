@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
 
 from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
-from inference_engine.kernels.components import LANES, RUNS_OF_TILE
+from inference_engine.kernels.components import LANES, RUNS_OF_TILE, IndexShape, KeyComponents
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab
 from inference_engine.native.library import Archive, Identity, KeyIndex
 
@@ -43,12 +45,27 @@ class RunTables:
     crawling: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Matrices:
+    """What codes of a layer are multiplied with, by channel, padded to whole vectors: [Hkv, D, ≥ r + 1] float32."""
+
+    components: KeyComponents
+    by_channel: Tensor
+
+    @staticmethod
+    def of(components: KeyComponents, shape: IndexShape) -> _Matrices:
+        by_channel = components.rows(shape).mT
+        return _Matrices(components, pad(by_channel, (0, -by_channel.shape[-1] % LANES)).contiguous())
+
+
 class NativeIndexes:
     """What `KVContext.open_index` needs of a native model."""
 
     def __init__(self, rotaries: Mapping[str, Rotation], turns: Mapping[str, Turns], identity: Identity) -> None:
         self._turns, self._identity = turns, identity
         self._frequencies = {name: np.asarray(table.frequencies, np.float64) for name, table in rotaries.items()}
+        # Sessions share them: they are in no bound. As long as an index has them, the components they are of live.
+        self._matrices: WeakValueDictionary[tuple[int, IndexShape], _Matrices] = WeakValueDictionary()
 
     def open(self, index: LayerIndex) -> NativeIndex | None:
         """None for heads that are no whole vectors, and keys whose rotation is not in the tables."""
@@ -57,25 +74,29 @@ class NativeIndexes:
             return None
         tiles = index.capacity // index.shape.tile
         tables = run_tables(tuple(found.tolist()), index.shape.run, tiles, slow=_SLOW, crawling=_CRAWLING)
-        return NativeIndex(index, tables, self._turns[index.rotary], self._identity)
+        kind = (id(index.components), index.shape)
+        matrices = self._matrices.get(kind)
+        if matrices is None:
+            matrices = self._matrices[kind] = _Matrices.of(index.components, index.shape)
+        return NativeIndex(index, matrices, tables, self._turns[index.rotary], self._identity)
 
 
 class NativeIndex:
     """Implements OpenIndex. Its number is the address of the library's structure."""
 
-    def __init__(self, index: LayerIndex, tables: RunTables, turns: Turns, identity: Identity) -> None:
+    def __init__(
+        self, index: LayerIndex, matrices: _Matrices, tables: RunTables, turns: Turns, identity: Identity
+    ) -> None:
         self._turns, self._identity = turns, identity
         self._heads = len(index.components.mean)
-        by_channel = index.components.rows(index.shape).mT
-        rows = torch.nn.functional.pad(by_channel, (0, -by_channel.shape[-1] % LANES)).contiguous()
         even, odd = index.halves
-        self._alive = (rows, tables, index.halves)
+        self._alive = (matrices, tables, index.halves)
         self._archive: Archive | None = None
         self._read: tuple[object, ...] | None = None  # what the archive points to
         self._structure = KeyIndex(
             even=even.data_ptr(),
             odd=odd.data_ptr(),
-            rows=rows.data_ptr(),
+            rows=matrices.by_channel.data_ptr(),
             middles=tables.middles.ctypes.data,
             tables=tables.tables.ctypes.data,
             frequencies=tables.frequencies.ctypes.data,
@@ -115,6 +136,14 @@ class NativeIndex:
     def restore_no_more(self) -> None:
         self._structure.archive = None
         self._archive = self._read = None
+
+    @property
+    def restored_numbers(self) -> int:
+        return 0
+
+    @property
+    def found(self) -> None:
+        return None
 
     @property
     def restored_all_finite(self) -> bool:

@@ -94,6 +94,17 @@ def weigh(
         gdc_launch_dependents()
     if (span * SPAN < end) & ((span + 1) * SPAN > first) & (end > first):
         o_g = tl.arange(0, G)
+        # The scores are on their way while what they are shares of is added up.
+        o_i = span * (SPAN // TIED) + tl.arange(0, SPAN // TIED)
+        o_s = o_i[:, None] * TIED + tl.arange(0, TIED)[None, :]
+        m_s = (o_s >= first) & (o_s < end)
+        # Chunks without a candidate have no scores.
+        m_i = (o_i * TIED < end) & ((o_i + 1) * TIED > first)
+        b_less = tl.load(
+            p_tops + (row * (ROOM // TIED) + o_i)[:, None] * G + o_g[None, :], mask=m_i[:, None], other=0.0
+        )
+        o_scores = (row * ROOM + o_s)[:, :, None] * G + o_g[None, None, :]
+        b_scores = tl.load(p_scores + o_scores, mask=m_s[:, :, None], other=0.0).to(tl.float32)
         o_p = tl.arange(0, PARTS)
         o_n = tl.arange(0, NEAR)
         p_state = p_states + (row * PARTS + o_p)[:, None] * (2 * G) + o_g[None, :]
@@ -112,17 +123,7 @@ def weigh(
         if span == first // SPAN:
             tl.store(p_most + row, most)
 
-        o_i = span * (SPAN // TIED) + tl.arange(0, SPAN // TIED)
-        o_s = o_i[:, None] * TIED + tl.arange(0, TIED)[None, :]
-        m_s = (o_s >= first) & (o_s < end)
-        # Chunks without a candidate have no scores.
-        m_i = (o_i * TIED < end) & ((o_i + 1) * TIED > first)
-        b_less = tl.load(
-            p_tops + (row * (ROOM // TIED) + o_i)[:, None] * G + o_g[None, :], mask=m_i[:, None], other=0.0
-        )
         b_less = b_less - b_all[None, :]
-        o_scores = (row * ROOM + o_s)[:, :, None] * G + o_g[None, None, :]
-        b_scores = tl.load(p_scores + o_scores, mask=m_s[:, :, None], other=0.0).to(tl.float32)
         b_shares = tl.exp2(b_scores + b_less[:, None, :])
         b_weights = tl.sum(tl.where((o_g < GROUP)[None, None, :], b_shares, 0.0), axis=2)
         b_orders = tl.where(m_s, in_order(b_weights), _NOTHING)

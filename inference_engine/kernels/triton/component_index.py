@@ -13,6 +13,8 @@ An index is known by the address of these numbers on the device, all 64 bits wid
     projection    [Hkv, 2, R, H], components divided by their steps
     means         [Hkv, 2, H]
     turned        how many pairs of channels are rotated; a number, no address
+    archive       of tokens that have left the regions (`restoring.py`); 0: there is none
+    rounded       `runs` in float16
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from inference_engine.kernels.components import IndexShape, KeyComponents
+from inference_engine.kernels.latents import CodeTables, Synthesis
 
-CHUNK = 128  # tokens that share a rotation of the query; a multiple of every run
+CHUNK = 64  # tokens that share a rotation of the query; a multiple of every run
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
+_ARCHIVE = 10  # of an index's numbers
 
 
 def pairs_of(head_dim: int, turned: int) -> tuple[Tensor, Tensor]:
@@ -39,11 +43,12 @@ def pairs_of(head_dim: int, turned: int) -> tuple[Tensor, Tensor]:
 
 
 class Turns(NamedTuple):
-    """The rotations of one kind of key: see `middles`, `runs` and `offsets` of the module."""
+    """The rotations of one kind of key: see `middles`, `runs`, `offsets` and `rounded` of the module."""
 
     middles: Tensor
     runs: Tensor
     offsets: Tensor
+    rounded: Tensor
     turned: int  # pairs
 
 
@@ -68,10 +73,12 @@ class TritonIndexes:
         in_run = torch.arange(shape.run, dtype=torch.float64) - (shape.run - 1) / 2
         # A run has the mean rotation of its positions: that of its middle, shrunk by the mean cosine of its offsets.
         shrunk = (in_run[:, None] * speeds).cos().mean(0)
+        runs = (_turns(of_runs, speeds) * shrunk).float()
         return Turns(
             middles=_turns(middles, speeds).float().to(device),
-            runs=(_turns(of_runs, speeds) * shrunk).float().to(device),
+            runs=runs.to(device),
             offsets=_turns(places - (CHUNK - 1) / 2, speeds).float().to(device),
+            rounded=runs.half().to(device),
             turned=len(frequencies),
         )
 
@@ -100,11 +107,37 @@ class TritonIndexes:
 
     def numbers(self, halves: Sequence[Tensor], rows: Rows, turns: Turns) -> Tensor:
         tensors = (*halves, rows.rows, rows.scales, *turns[:3], rows.projection, rows.means)
-        numbers = [*(tensor.data_ptr() for tensor in tensors), turns.turned]
+        numbers = [*(tensor.data_ptr() for tensor in tensors), turns.turned, 0, turns.rounded.data_ptr()]
         return torch.tensor(numbers, dtype=torch.int64).to(halves[0].device)
 
+    def archive(
+        self, halves: tuple[Tensor, Tensor], first: int, tables: CodeTables, synthesis: Synthesis, found: Tensor
+    ) -> Tensor:
+        low, high = halves
+        assert low.stride() == high.stride() == (low.shape[1], 1)
+        assert synthesis.matrix.is_contiguous() and found.is_contiguous()
+        numbers = [low.data_ptr(), high.data_ptr(), low.shape[1], first]
+        numbers += [tables.first_byte, tables.count, tables.padded, tables.chains]
+        tensors = [tables.begins, tables.widths, tables.tables, tables.levels, tables.scales]
+        tensors += [synthesis.matrix, synthesis.factors, synthesis.means, found]
+        numbers += [tensor.data_ptr() for tensor in tensors]
+        return torch.tensor(numbers, dtype=torch.int64).to(low.device)
+
+    def name_archive(self, numbers: Tensor, archive: Tensor | None) -> None:
+        numbers[_ARCHIVE] = 0 if archive is None else archive.data_ptr()
+
     def write_tiles(
-        self, keys: Tensor, table: Tensor, *, kv_heads: int, region: int, first: int, end: int, shape: IndexShape
+        self,
+        keys: Tensor,
+        table: Tensor,
+        *,
+        kv_heads: int,
+        region: int,
+        first: int,
+        end: int,
+        shape: IndexShape,
+        sink: int = 0,
+        ring: int = 0,
     ) -> None:
         head_dim = keys.shape[-1]
         _write_tile[(end - first, kv_heads, len(table))](
@@ -112,6 +145,8 @@ class TritonIndexes:
             table,
             first,
             region,
+            sink,
+            ring,
             RUN=shape.run,
             CHUNK=CHUNK,
             RANK=shape.rank,
@@ -151,12 +186,14 @@ def table_of(p_index, number: tl.constexpr):
     return tl.multiple_of(tl.load(p_index + number).to(tl.pointer_type(tl.float32)), 16)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "sink", "ring"])
 def _write_tile(
     p_keys,
     p_table,
     first,
     region,
+    sink,
+    ring,
     RUN: tl.constexpr,
     CHUNK: tl.constexpr,
     RANK: tl.constexpr,
@@ -196,10 +233,12 @@ def _write_tile(
     for v in range(2 * RUN):
         o_run = tl.where(v % 2 == 0, 16 + o_l, 15 - o_l)
         o_t = o_run * RUN + v // 2
-        o_key = (own + tile * (32 * RUN) + o_t)[:, None] * D
+        o_position = tile * (32 * RUN) + o_t
+        is_wrapped = (ring > 0) & (o_position >= sink)
+        o_slot = tl.where(is_wrapped, sink + (o_position - sink) % tl.maximum(ring, 1), o_position)
+        o_key = (own + o_slot)[:, None] * D
         b_a = tl.load(p_keys + o_key + o_a[None, :], mask=m_f[None, :], other=0.0).to(tl.float32)
         b_b = tl.load(p_keys + o_key + o_b[None, :], mask=m_f[None, :], other=0.0).to(tl.float32)
-        o_position = tile * (32 * RUN) + o_t
         p_middle = p_middles + (o_position // CHUNK)[:, None] * (2 * H) + o_f[None, :]
         b_cos = tl.load(p_middle)
         b_sin = tl.load(p_middle + H)

@@ -152,7 +152,7 @@ def score(
 
 
 @triton.jit
-def _codes(
+def _words(
     p_even,
     p_odd,
     chunk,
@@ -165,22 +165,21 @@ def _codes(
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
     R: tl.constexpr,
-    IS_EXACT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Codes [CHUNK, R] of a chunk's tokens; of tiles behind the last, and components behind RANK, any."""
+    """The two words that each window of AT_ONCE codes of a chunk's tokens is in, [CHUNK, R / AT_ONCE] each, and where
+    it begins in the first; of tiles behind the last, any.
+    """
     TILE: tl.constexpr = 32 * RUN
-    # So many codes lie in a window of 32 bits, wherever it begins in a word.
-    AT_ONCE: tl.constexpr = 8 if BITS <= 4 else 4
     o_t = tl.arange(0, CHUNK)
     if TILE >= CHUNK:
         tile = tl.minimum(chunk * CHUNK // TILE, last_tile)
-        p_half = p_odd if tile % 2 == 1 else p_even
-        p_words = p_half + ((tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
-        o_in = chunk * CHUNK % TILE + o_t if TILE > CHUNK else o_t
+        p_words = tl.where(tile % 2 == 1, p_odd, p_even) + ((tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
+        o_in = chunk * CHUNK % TILE + o_t
     else:
         o_tile = tl.minimum(chunk * (CHUNK // TILE) + o_t // TILE, last_tile)
-        o_word = ((o_tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
-        p_words = (tl.where(o_tile % 2 == 1, p_odd, p_even) + o_word)[:, None]
+        o_words = ((o_tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
+        p_words = (tl.where(o_tile % 2 == 1, p_odd, p_even) + o_words)[:, None]
         o_in = o_t % TILE
     o_run = o_in // RUN
     o_lane = tl.where(o_run < 16, 15 - o_run, o_run - 16)[:, None]
@@ -189,17 +188,33 @@ def _codes(
     # Behind the last word there is no code, and none of the string goes on.
     o_word = tl.minimum(o_bit >> 5, WORDS - 1) * 16 + o_lane
     o_next = tl.minimum((o_bit >> 5) + 1, WORDS - 1) * 16 + o_lane
-    b_shift = (o_bit & 31).to(tl.uint32)
-    b_low = tl.load(p_words + o_word).to(tl.uint32, bitcast=True)
-    b_next = tl.load(p_words + o_next).to(tl.uint32, bitcast=True)
-    b_window = (b_low >> b_shift) | ((b_next << (31 - b_shift)) << 1)
+    return tl.load(p_words + o_word), tl.load(p_words + o_next), o_bit & 31
+
+
+@triton.jit
+def _codes(
+    b_word,
+    b_next,
+    b_shift,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    R: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+):
+    """Codes [CHUNK, R] of a chunk's tokens; components behind the last are any."""
+    b_shift = b_shift.to(tl.uint32)
+    b_window = b_word.to(tl.uint32, bitcast=True) >> b_shift
+    b_window = b_window | ((b_next.to(tl.uint32, bitcast=True) << (31 - b_shift)) << 1)
     o_shift = (tl.arange(0, AT_ONCE) * BITS).to(tl.uint32)
     b_codes = (b_window[:, :, None] >> o_shift[None, None, :]) & ((1 << BITS) - 1)
     b_codes = tl.reshape(b_codes, (CHUNK, R))
     if IS_EXACT:
-        return b_codes.to(tl.float32)
-    # A small whole number is the end of the significand of 1024 and it: to convert it would take longer.
-    return (b_codes | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1024.0
+        b_found = b_codes.to(tl.float32)
+    else:
+        # A small whole number is the end of the significand of 1024 and it: to convert it would take longer.
+        b_found = (b_codes | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1024.0
+    return b_found
 
 
 @triton.jit
@@ -240,6 +255,8 @@ def _score_part(
     IS_EXACT: tl.constexpr = p_scores.dtype.element_ty == tl.float32
     FACTOR: tl.constexpr = tl.float32 if IS_EXACT else tl.float16
     PRECISION: tl.constexpr = "ieee" if IS_EXACT else "tf32"
+    # So many codes lie in a window of 32 bits, wherever it begins in a word.
+    AT_ONCE: tl.constexpr = 8 if BITS <= 4 else 4
     first, end, _ = choices_of(p_line, SHAPE)
     first_chunk, end_chunk, each = parts_of(first, end, CHUNK, PARTS)
     chunk_begin = first_chunk + part * each
@@ -275,26 +292,38 @@ def _score_part(
         b_rows_a = tl.load(p_rows + o_j[:, None] * H + o_f[None, :]).to(FACTOR)
         b_rows_b = tl.load(p_rows + (R + 1) * H + o_j[:, None] * H + o_f[None, :]).to(FACTOR)
         o_turn = o_t[:, None] * (2 * H) + o_f[None, :]
-        b_cosines = tl.load(p_runs + o_turn)
-        b_sines = tl.load(p_runs + o_turn + H)
+        p_turns = p_runs + o_turn
+        if not IS_EXACT:
+            p_turns = tl.load(p_index + 11).to(tl.pointer_type(tl.float16)) + o_turn
+        b_cosines = (tl.load(p_turns).to(tl.float32) + 0.0).to(FACTOR)
+        b_sines = (tl.load(p_turns + H).to(tl.float32) + 0.0).to(FACTOR)
         # What is added to every key is the same for all chunks once it is rotated.
-        b_least_a = tl.load(p_rows + R * H + o_f)[None, :]
-        b_least_b = tl.load(p_rows + (2 * R + 1) * H + o_f)[None, :]
-        b_added_a = (b_least_a * b_cosines - b_least_b * b_sines).to(FACTOR)
-        b_added_b = (b_least_b * b_cosines + b_least_a * b_sines).to(FACTOR)
-        b_cosines = b_cosines.to(FACTOR)
-        b_sines = b_sines.to(FACTOR)
+        b_least_a = tl.load(p_rows + R * H + o_f)[None, :].to(FACTOR)
+        b_least_b = tl.load(p_rows + (2 * R + 1) * H + o_f)[None, :].to(FACTOR)
+        b_added_a = b_least_a * b_cosines - b_least_b * b_sines
+        b_added_b = b_least_b * b_cosines + b_least_a * b_sines
         last_tile = end // (32 * RUN) - 1  # what is behind it is no candidate
-        b_top = tl.full((G,), float("-inf"), tl.float32)
-        b_sum = tl.zeros((G,), tl.float32)
+        # Each place of a chunk has a maximum and a sum of its own, so that chunks need no sums over places.
+        b_top = tl.full((CHUNK // TIED, TIED, G), float("-inf"), tl.float32)
+        b_sum = tl.zeros((CHUNK // TIED, TIED, G), tl.float32)
+        b_word, b_next, b_shift = _words(
+            p_even, p_odd, chunk_begin, last_tile, head, heads, RUN, CHUNK, RANK, BITS, WORDS, R, AT_ONCE
+        )
+        b_cos = tl.load(p_middles + chunk_begin * (2 * H) + o_f)[:, None]
+        b_sin = tl.load(p_middles + chunk_begin * (2 * H) + H + o_f)[:, None]
         for chunk in range(chunk_begin, chunk_end):
-            b_codes = _codes(p_even, p_odd, chunk, last_tile, head, heads, RUN, CHUNK, RANK, BITS, WORDS, R, IS_EXACT)
-            b_cos = tl.load(p_middles + chunk * (2 * H) + o_f)[:, None]
-            b_sin = tl.load(p_middles + chunk * (2 * H) + H + o_f)[:, None]
+            b_codes = _codes(b_word, b_next, b_shift, CHUNK, BITS, R, AT_ONCE, IS_EXACT)
             b_first = (b_a * b_cos + b_b * b_sin).to(FACTOR)
             b_second = (b_b * b_cos - b_a * b_sin).to(FACTOR)
-            b_keys_a = tl.dot(b_codes, b_rows_a, input_precision=PRECISION).to(FACTOR)
-            b_keys_b = tl.dot(b_codes, b_rows_b, input_precision=PRECISION).to(FACTOR)
+            # What the next chunk needs is under way while this one is computed.
+            following = tl.minimum(chunk + 1, chunk_end - 1)
+            b_word, b_next, b_shift = _words(
+                p_even, p_odd, following, last_tile, head, heads, RUN, CHUNK, RANK, BITS, WORDS, R, AT_ONCE
+            )
+            b_cos = tl.load(p_middles + following * (2 * H) + o_f)[:, None]
+            b_sin = tl.load(p_middles + following * (2 * H) + H + o_f)[:, None]
+            b_keys_a = tl.dot(b_codes, b_rows_a, input_precision=PRECISION, out_dtype=FACTOR)
+            b_keys_b = tl.dot(b_codes, b_rows_b, input_precision=PRECISION, out_dtype=FACTOR)
             b_turned_a = b_keys_a * b_cosines - b_keys_b * b_sines
             b_turned_b = b_keys_b * b_cosines + b_keys_a * b_sines
             b_scores = tl.dot(b_added_a, b_first, input_precision=PRECISION)
@@ -316,10 +345,12 @@ def _score_part(
             )
             o_top = chunk * (CHUNK // TIED) + tl.arange(0, CHUNK // TIED)
             tl.store(p_tops + o_top[:, None] * G + o_g[None, :], b_safe)
-            b_new = tl.maximum(b_top, tl.max(b_tops, axis=0))
+            b_new = tl.maximum(b_top, b_tied)
             b_new_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_sums = tl.sum(tl.exp2(b_less), axis=1) * tl.exp2(b_safe - b_new_safe[None, :])
-            b_sum = b_sum * tl.exp2(b_top - b_new_safe) + tl.sum(b_sums, axis=0)
+            b_sum = b_sum * tl.exp2(b_top - b_new_safe) + tl.exp2(b_tied - b_new_safe)
             b_top = b_new
-        tl.store(p_state + o_g, b_top)
-        tl.store(p_state + G + o_g, b_sum)
+        b_top = tl.reshape(b_top, (CHUNK, G))
+        b_best = tl.max(b_top, axis=0)
+        b_safe = tl.where(b_best == float("-inf"), 0.0, b_best)
+        tl.store(p_state + o_g, b_best)
+        tl.store(p_state + G + o_g, tl.sum(tl.reshape(b_sum, (CHUNK, G)) * tl.exp2(b_top - b_safe[None, :]), axis=0))

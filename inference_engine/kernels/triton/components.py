@@ -5,7 +5,8 @@
     score   of all tokens (`component_scores.py`); programs beside these attend to the sink and the window, whose
             log-sum-exp is in every weight
     choose  exactly k tokens, ascending, in three steps (`choosing.py`)
-    read    the keys and values of these tokens, once
+    read    the keys and values of these tokens, once. Those that have left their region, which is a ring buffer then,
+            are restored before (`restoring.py`)
 
 How a history is cut follows from how much of it a query may choose from, and nothing is added in an order that is left
 to chance: what is beside a query changes none of its bits. Lengths, addresses and choices are read on the device, so a
@@ -22,12 +23,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.components import TokenChoice
+from inference_engine.kernels.latents import operand_dtype
 from inference_engine.kernels.ragged_attention import FIELDS
-from inference_engine.kernels.triton import choosing, component_index, component_scores
+from inference_engine.kernels.triton import choosing, component_index, component_scores, restoring
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.component_index import half_width, rank_width
 from inference_engine.kernels.triton.component_scores import choices_of, chooses_by
 from inference_engine.kernels.triton.gather import reads_of, with_tile
+from inference_engine.kernels.triton.restoring import restored_before
 
 _PARTS = 128  # that a history is scored in
 _NEAR = 32  # parts of what is read anyway
@@ -38,8 +41,10 @@ _BUCKETS = 1024
 _WEIGHED, _GATHERED = 1024, 2048  # tokens of a program
 _GROUPS = 16  # of neighbours that a program gathers from at once
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
-_SCORE_WARPS = 8
-_SCORE_REGISTERS: int | None = None  # of a thread, at most
+_SCORE_WARPS = 4
+_SCORE_REGISTERS: int | None = 128  # of a thread, at most
+_UNPACKED, _CODES = 8, 256  # tokens of a program that unpacks, and codes of each
+_RESTORED, _STEP = 64, 64  # tokens of a program that restores, and numbers that it takes at once
 _MOST_SCRATCH = 2**29  # bytes; more queries take turns
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 
@@ -64,6 +69,7 @@ def attend_choosing(
     rows = len(queries) if serves_all else min(choice.rows, len(queries))
     group = _width(queries.shape[1] // kv_heads)
     each = kv_heads * _room(choice.tokens) * (group * queries.element_size() + (4 * group + 8) // _TIED + 20)
+    each += kv_heads * choice.restored * (2 * queries.shape[2] + choice.numbers) * queries.element_size()
     at_once = max(1, min(rows, _MOST_SCRATCH // each))
     for first in range(0, rows, at_once):
         some = slice(first, min(rows, first + at_once))
@@ -72,6 +78,7 @@ def attend_choosing(
         chooser.weigh()
         chooser.gather()
         chooser.choose()
+        chooser.restore()
         chooser.read()
         chooser.merge(out[some])
 
@@ -91,7 +98,8 @@ class Choosing:
     scores: [n, Hkv, tokens, group], less `tops` [n, Hkv, tokens / _TIED, group]; both as powers of two. orders:
     [n, Hkv, tokens], weights by position, and of neighbours the largest; both in order, as whole numbers. tokens and
     found: [n, Hkv, tokens], positions and weights in lists of _GATHERED; numbers: how many are in each. chosen:
-    [n, Hkv, tokens], positions.
+    [n, Hkv, tokens], positions. Of the first of them, if they are restored: unpacked [n, Hkv, restored, numbers], and
+    keys and values [n, Hkv, restored, D].
     """
 
     def __init__(
@@ -131,6 +139,9 @@ class Choosing:
         self.copy, self.chosen = made(room), made(room)
         self.parts = made(group, _NEAR + _CHOSEN, head_dim, dtype=torch.float32)
         self.sums = made(group, _NEAR + _CHOSEN, dtype=torch.float32)
+        self.restored = triton.cdiv(choice.restored, _RESTORED) * _RESTORED
+        self.unpacked = made(self.restored, choice.numbers, dtype=operand_dtype(queries.dtype))
+        self.keys, self.values = (made(self.restored, head_dim, dtype=keys.dtype) for _ in range(2))
         self.shape, self.serves_all = shape, serves_all
         self.group, self.width, self.head_dim = group, width, head_dim
         self.block_d = max(_LEAST, int(triton.next_power_of_2(head_dim)))
@@ -169,7 +180,7 @@ class Choosing:
             R=rank_width(self.shape),
             num_warps=_SCORE_WARPS,
             num_stages=1,
-            maxnreg=_SCORE_REGISTERS,
+            maxnreg=_SCORE_REGISTERS if self.block_d <= 128 else None,
         )
 
     def weigh(self) -> None:
@@ -230,15 +241,55 @@ class Choosing:
             num_warps=8,
         )
 
+    def restore(self) -> None:
+        """Of the chosen tokens those that have left their regions."""
+        if not self.restored:
+            return
+        numbers = self.unpacked.shape[-1]
+        sizes = {"ROOM": self.counted["ROOM"], "RESTORED": self.restored, "NUMBERS": numbers}
+        blocks = triton.cdiv(numbers, _CODES)
+        restoring.unpack[(self.restored // _UNPACKED * blocks, *self.grid)](
+            self.given[3],
+            self.chosen,
+            self.unpacked,
+            **self.line,
+            **sizes,
+            TOKENS=_UNPACKED,
+            BLOCK=_CODES,
+            num_warps=4,
+        )
+        half, is_exact = half_width(self.head_dim), self.unpacked.dtype == torch.float32
+        pairs = min(half, 32)
+        restoring.restore[(self.restored // _RESTORED * 2 * (half // pairs), *self.grid)](
+            self.given[3],
+            self.chosen,
+            self.unpacked,
+            self.keys,
+            self.values,
+            **self.line,
+            **sizes,
+            CHUNK=component_index.CHUNK,
+            D=self.head_dim,
+            H=half,
+            PAIRS=pairs,
+            TILE=_RESTORED,
+            STEP=_STEP,
+            num_warps=4,
+            num_stages=2 if is_exact else 3,
+        )
+
     def read(self) -> None:
         _read[(_CHOSEN, *self.grid)](
             *self.given,
             self.chosen,
+            self.keys,
+            self.values,
             self.parts,
             self.sums,
             *self.factors,
             **self.line,
             ROOM=self.counted["ROOM"],
+            RESTORED=self.restored,
             GROUP=self.group,
             D=self.head_dim,
             BLOCK_D=self.block_d,
@@ -279,6 +330,8 @@ def _read(
     p_values,
     p_regions,
     p_chosen,
+    p_restored_keys,
+    p_restored_values,
     p_parts,
     p_sums,
     scaling,
@@ -286,6 +339,7 @@ def _read(
     FIELDS: tl.constexpr,
     SHAPE: tl.constexpr,
     ROOM: tl.constexpr,
+    RESTORED: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -304,6 +358,9 @@ def _read(
     p_line = p_regions + query * FIELDS
     _, _, kept = choices_of(p_line, SHAPE)
     own = tl.load(p_line) + head * tl.load(p_line + 1)
+    sink = tl.load(p_line + 3).to(tl.int32)
+    ring = tl.load(p_line + 4).to(tl.int32)
+    _, before = restored_before(p_line, SHAPE)
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
     m_g = o_g < GROUP
@@ -321,10 +378,21 @@ def _read(
             o_r = r + tl.arange(0, BLOCK_S)
             m_r = o_r < kept
             b_token = tl.load(p_chosen + row * ROOM + o_r, mask=m_r, other=0)
-            o_kv = (own + b_token.to(tl.int64))[:, None] * D + o_d[None, :]
             m_kv = m_r[:, None] & m_d[None, :]
-            b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
-            b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
+            if RESTORED > 0:
+                is_gone = (b_token < before)[:, None]
+                is_wrapped = (ring > 0) & (b_token >= sink)
+                b_token = tl.where(is_wrapped, sink + (b_token - sink) % tl.maximum(ring, 1), b_token)
+                o_restored = (row * RESTORED + o_r)[:, None] * D + o_d[None, :]
+                o_kv = (own + b_token.to(tl.int64))[:, None] * D + o_d[None, :]
+                p_k = tl.where(is_gone, p_restored_keys + o_restored, p_keys + o_kv)
+                p_v = tl.where(is_gone, p_restored_values + o_restored, p_values + o_kv)
+                b_k = tl.load(p_k, mask=m_kv, other=0.0)
+                b_v = tl.load(p_v, mask=m_kv, other=0.0)
+            else:
+                o_kv = (own + b_token.to(tl.int64))[:, None] * D + o_d[None, :]
+                b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
+                b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
             b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_r, scaling, softcap, HAS_CAP)
         b_some = tl.where(b_sum > 0, b_sum, 1.0)
         o_part = (row * GROUP + o_g) * HELD + FIRST + part

@@ -283,8 +283,8 @@ def reads_of(p_line, SERVES_ALL: tl.constexpr):
     block = tl.load(p_line + 9)
     local = tl.load(p_line + 11)
     seen = tl.load(p_line + 6) + 1
-    is_away = (block > 0) & (tl.load(p_line + 13) == 0) & (tl.load(p_line + 14) != 0)
-    seen = tl.where(is_away, seen, tl.minimum(count, seen))
+    # Of a ring buffer, positions are counted; it has fewer slots.
+    seen = tl.where((block > 0) & (tl.load(p_line + 4) > 0), seen, tl.minimum(count, seen))
     before = tl.where(block > 0, tl.minimum(tl.minimum(sink, local), seen), count if SERVES_ALL else 0).to(tl.int32)
     listed = tl.minimum(tl.load(p_line + 10).to(tl.int32), end - first) * size
     behind = tl.where(block > 0, tl.maximum(seen - local, 0), 0).to(tl.int32)
@@ -768,6 +768,8 @@ def attend_reads(
             o_in = o_r - to_listed
             b_block = tl.load(p_list + o_in // size, mask=m_listed, other=0)
             o_behind = tl.where(m_listed, b_block * size + o_in % size, o_r - to_local + local)
+            is_wrapped = (block > 0) & (ring > 0) & (o_behind >= sink)
+            o_behind = tl.where(is_wrapped, sink + (o_behind - sink) % step, o_behind)
             o_s = tl.where(o_r < to_listed, o_r, o_behind)
             in_sink = o_s < sink
             # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.

@@ -32,7 +32,7 @@ from inference_engine.kernels.components import (
     unpack,
 )
 from inference_engine.kernels.gather import Always, always_read, attend_entries, gather_attend, gather_vectors, select
-from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, Slab, TileWriter
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, Slab, TiledLayers, TileWriter
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
 from inference_engine.kv.memory.pool import Demand, KVBuffer
@@ -95,11 +95,21 @@ class ComponentIndex(LayoutPart):
             for layer, components, halves in zip(layers, self._components, self._halves, strict=True)
         ]
         self._numbers = [0 if opened is None else opened.number for opened in self._opened]
-        # What writes tiles, where keys stay in slots that are their positions and the device has it.
+        # What writes tiles, where keys lie as the device's operation has them.
         self._write: TileWriter | None = None
-        if all(self._numbers) and slots.layout.window is None and not slots.layout.base:
-            starts, region = slots.starts.tolist(), slots.layout.region
-            self._write = context.open_tiles(self._numbers, starts, slots.kv_heads, region, self._shape)
+        layout = slots.layout
+        if all(self._numbers) and not layout.base:
+            self._write = context.open_tiles(
+                TiledLayers(
+                    numbers=self._numbers,
+                    starts=slots.starts.tolist(),
+                    kv_heads=slots.kv_heads,
+                    region=layout.region,
+                    shape=self._shape,
+                    sink=layout.sink,
+                    ring=0 if layout.window is None else max(1, layout.capacity - layout.sink),
+                )
+            )
         self._restores = False
 
     @staticmethod
@@ -135,6 +145,18 @@ class ComponentIndex(LayoutPart):
             if opened is not None:
                 opened.restore_no_more()
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self._slots.layer_set.layers
+
+    def found(self) -> Tensor | None:
+        """float32 [2, layers] on the device: not finite where its operation restored keys, or values, that are not.
+
+        None if the host knows it (`not_finite`).
+        """
+        parts = [opened.found for opened in self._opened if opened is not None and opened.found is not None]
+        return torch.stack(parts, dim=1) if parts else None
+
     def not_finite(self) -> int | None:
         """A layer for which the device's operation restored an entry that is not finite, if there is one."""
         layers = zip(self._slots.layer_set.layers, self._opened, strict=True)
@@ -156,6 +178,10 @@ class ComponentIndex(LayoutPart):
         step.numbers.regions[layers, queries.real] = lines
         end = max(step.choosing.get(self._shape, 0), queries.real.stop)
         step.choosing[self._shape] = end
+        numbers = max((opened.restored_numbers for opened in self._opened if opened is not None), default=0)
+        if numbers:
+            tokens, most = step.restoring.get(self._shape, (0, 0))
+            step.restoring[self._shape] = max(tokens, self._selector.count), max(most, numbers)
 
     def quiet_until(self, position: int) -> int:
         """A full tile is written."""

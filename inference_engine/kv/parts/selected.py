@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kernels.kept import as_kept
+from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, slab_slots
 from inference_engine.kv.context import KVContext, Slab
 from inference_engine.kv.layout import Positions
@@ -49,6 +50,7 @@ class SelectedEntries(StreamedEntries):
         super().__init__(context, strategy, sets, archive)
         self._slabs: tuple[Demand, ...] = ()
         self._starts: list[int] = []
+        self._finite = FiniteCheck()
         self._indexes = [part for exact in sets for part in exact.regions.parts if isinstance(part, ComponentIndex)]
         for index in self._indexes:
             index.far = self
@@ -89,12 +91,34 @@ class SelectedEntries(StreamedEntries):
         except Exception as error:
             raise RestorationFailed(error) from error
 
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        super().commit(before, length, rejected, is_replay=is_replay)
+        self._ask_finite()
+
+    def ask_finite(self) -> None:
+        super().ask_finite()
+        self._ask_finite()
+
+    def _ask_finite(self) -> None:
+        for index in self._indexes:
+            if (found := index.found()) is not None:
+                self._finite.note(index.layers, found, come_back=True)
+        self._finite.send()
+
     def require_finite(self) -> None:
         super().require_finite()
+        try:
+            self._finite.require()
+        except NonFiniteEntries as error:
+            raise RestorationFailed(error) from error
         for index in self._indexes:
             if (layer := index.not_finite()) is not None:
-                error = NonFiniteEntries(layer, "entries", come_back=True)
-                raise RestorationFailed(error) from error
+                broken = NonFiniteEntries(layer, "entries", come_back=True)
+                raise RestorationFailed(broken) from broken
+
+    def forget(self, floor: int, length: int) -> None:
+        super().forget(floor, length)
+        self._finite.forget()
 
     def _drop_room(self) -> None:
         super()._drop_room()

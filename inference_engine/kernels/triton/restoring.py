@@ -1,0 +1,227 @@
+"""Chosen tokens that have left the regions, restored from their codes for the queries that read them.
+
+    codes ── unpack ──▶ numbers [restored, padded] ── restore ──▶ keys, rotated, and values [restored, D]
+
+Each KV head of a query has tokens of its own, those that are before its region's oldest; as chosen tokens are listed
+ascending, they come first. What is restored for a query is its own, for one layer of one step. The bits of an entry
+follow from its code and the matrix alone; it is rotated by the tables of its index (`component_index.py`).
+
+An archive is known by the address of these numbers, all 64 bits wide. See `CodeTables` and `Synthesis` of
+`kernels/latents.py`; found is float32 [2] and becomes NaN where a key, or a value, is not finite:
+
+    low, high, bytes of each half, first position, first_byte, count, padded, chains, begins, widths, tables, levels,
+    scales, matrix, factors, means, found
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from inference_engine.kernels.triton.component_index import table_of
+from inference_engine.kernels.triton.component_scores import choices_of
+
+
+@triton.jit
+def restored_before(p_line, SHAPE: tl.constexpr):
+    """The archive of a line's index, and the position before which its tokens have to be restored; 0 if none has to."""
+    archive = tl.full((), 0, tl.int64)
+    _, _, kept = choices_of(p_line, SHAPE)
+    if (kept > 0) & (tl.load(p_line + 4) > 0):
+        archive = tl.load(tl.load(p_line + 13).to(tl.pointer_type(tl.int64)) + 10)
+    return archive, tl.where(archive != 0, tl.load(p_line + 7), 0).to(tl.int32)
+
+
+@triton.jit
+def _byte(p_low, p_high, half, index, live):
+    """Byte `index` of a token's code, which lies in two halves."""
+    b_low = tl.load(p_low + index, mask=live & (index < half), other=0)
+    b_high = tl.load(p_high + index - half, mask=live & (index >= half) & (index < 2 * half), other=0)
+    return (b_low | b_high).to(tl.int32)
+
+
+@triton.jit
+def unpack(
+    p_regions,
+    p_chosen,
+    p_numbers,
+    FIELDS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    ROOM: tl.constexpr,
+    RESTORED: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The numbers of TOKENS tokens, BLOCK of each. As `units` of `latents.py`."""
+    BLOCKS: tl.constexpr = (NUMBERS + BLOCK - 1) // BLOCK
+    row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
+    _, _, kept = choices_of(p_line, SHAPE)
+    archive, before = restored_before(p_line, SHAPE)
+    first_token = tl.program_id(0) // BLOCKS * TOKENS
+    block = tl.program_id(0) % BLOCKS
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (archive != 0) & (first_token < kept):
+        p_chosen += row * ROOM
+        if tl.load(p_chosen + first_token) < before:
+            p_own = archive.to(tl.pointer_type(tl.int64))
+            p_low = tl.load(p_own).to(tl.pointer_type(tl.uint8))
+            p_high = tl.load(p_own + 1).to(tl.pointer_type(tl.uint8))
+            half = tl.load(p_own + 2).to(tl.int32)
+            first = tl.load(p_own + 3).to(tl.int32)
+            first_byte = tl.load(p_own + 4).to(tl.int32)
+            count = tl.load(p_own + 5).to(tl.int32)
+            padded = tl.load(p_own + 6).to(tl.int32)
+            chains = tl.load(p_own + 7).to(tl.int32)
+            p_begins = tl.load(p_own + 8).to(tl.pointer_type(tl.int32))
+            p_widths = tl.load(p_own + 9).to(tl.pointer_type(tl.int32))
+            p_tables = tl.load(p_own + 10).to(tl.pointer_type(tl.int32))
+            p_levels = tl.load(p_own + 11).to(tl.pointer_type(tl.float32))
+            p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
+            o_code = block * BLOCK + tl.arange(0, BLOCK)
+            live = o_code < count
+            b_begin = tl.load(p_begins + o_code, mask=live, other=0)
+            b_width = tl.load(p_widths + o_code, mask=live, other=1)
+            b_table = tl.load(p_tables + o_code, mask=live, other=0)
+            b_octet = first_byte + 1 + b_begin // 8
+            b_right = 24 - b_begin % 8 - b_width
+            b_mask = (1 << b_width) - 1
+            # The last bits of the codes that stand one, two and three steps before in the chain.
+            has_one = live & (o_code >= chains)
+            has_two = live & (o_code >= 2 * chains)
+            has_three = live & (o_code >= 3 * chains)
+            b_one = tl.load(p_begins + o_code - chains, mask=has_one, other=0)
+            b_one += tl.load(p_widths + o_code - chains, mask=has_one, other=1) - 1
+            b_two = tl.load(p_begins + o_code - 2 * chains, mask=has_two, other=0)
+            b_two += tl.load(p_widths + o_code - 2 * chains, mask=has_two, other=1) - 1
+            b_three = tl.load(p_begins + o_code - 3 * chains, mask=has_three, other=0)
+            b_three += tl.load(p_widths + o_code - 3 * chains, mask=has_three, other=1) - 1
+            behind = first_byte + 1
+            for token in range(first_token, first_token + TOKENS):
+                position = tl.load(p_chosen + token, mask=token < kept, other=2147483647)
+                inside = position < before
+                here = live & inside
+                place = (position - first).to(tl.int64) * half
+                b_word = _byte(p_low + place, p_high + place, half, b_octet, here) << 16
+                b_word |= _byte(p_low + place, p_high + place, half, b_octet + 1, here) << 8
+                b_word |= _byte(p_low + place, p_high + place, half, b_octet + 2, here)
+                b_code = (b_word >> b_right) & b_mask
+                u_one = _byte(p_low + place, p_high + place, half, behind + b_one // 8, has_one & here)
+                u_two = _byte(p_low + place, p_high + place, half, behind + b_two // 8, has_two & here)
+                u_three = _byte(p_low + place, p_high + place, half, behind + b_three // 8, has_three & here)
+                u_one = u_one >> (7 - b_one % 8)
+                u_two = u_two >> (7 - b_two % 8)
+                u_three = u_three >> (7 - b_three % 8)
+                b_subset = (((b_code ^ u_one ^ u_three) & 1) << 1) | (u_two & 1)
+                b_level = tl.load(p_levels + b_table + ((b_code >> 1) << 2) + b_subset, mask=here, other=0.0)
+                scale_code = tl.load(p_low + place + first_byte, mask=inside & (first_byte < half), other=0)
+                p_scale = p_high + place + first_byte - half
+                scale_code |= tl.load(p_scale, mask=inside & (first_byte >= half), other=0)
+                scale = tl.load(p_scales + scale_code.to(tl.int32))
+                b_number = (b_level * scale).to(p_numbers.dtype.element_ty)
+                o_number = (row * RESTORED + token) * NUMBERS + o_code
+                tl.store(p_numbers + o_number, b_number, mask=inside & (o_code < padded))
+
+
+@triton.jit
+def restore(
+    p_regions,
+    p_chosen,
+    p_numbers,
+    p_keys,
+    p_values,
+    FIELDS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    ROOM: tl.constexpr,
+    RESTORED: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Some pairs of channels of the keys, or of the values, of TILE tokens. As `entries` of `latents.py`."""
+    IS_EXACT: tl.constexpr = p_numbers.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "ieee" if IS_EXACT else "tf32"
+    KINDS: tl.constexpr = 2 * (H // PAIRS)
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + head
+    p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
+    _, _, kept = choices_of(p_line, SHAPE)
+    archive, before = restored_before(p_line, SHAPE)
+    first_token = tl.program_id(0) // KINDS * TILE
+    kind = tl.program_id(0) % KINDS
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (archive != 0) & (first_token < kept):
+        p_chosen += row * ROOM
+        if tl.load(p_chosen + first_token) < before:
+            p_own = archive.to(tl.pointer_type(tl.int64))
+            padded = tl.multiple_of(tl.load(p_own + 6).to(tl.int32), 64)
+            p_matrix = tl.multiple_of(tl.load(p_own + 13).to(tl.pointer_type(p_numbers.dtype.element_ty)), 16)
+            p_factors = tl.load(p_own + 14).to(tl.pointer_type(tl.float32))
+            p_means = tl.load(p_own + 15).to(tl.pointer_type(tl.float32))
+            p_index = tl.load(p_line + 13).to(tl.pointer_type(tl.int64))
+            turned = tl.load(p_index + 9).to(tl.int32)
+            is_value = kind % 2
+            o_f = kind // 2 * PAIRS + tl.arange(0, PAIRS)
+            m_f = o_f < D // 2
+            o_a = tl.where(o_f < turned, o_f, o_f + turned)
+            o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
+            o_token = first_token + tl.arange(0, TILE)
+            b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
+            live = b_token < before
+            o_n = tl.arange(0, STEP)
+            first_row = head.to(tl.int64) * (2 * D) + is_value * D
+            p_unit = p_numbers + (row * RESTORED + o_token)[:, None] * NUMBERS + o_n[None, :]
+            p_a = p_matrix + (first_row + o_a)[:, None] * padded + o_n[None, :]
+            p_b = p_matrix + (first_row + o_b)[:, None] * padded + o_n[None, :]
+            b_a = tl.zeros((TILE, PAIRS), tl.float32)
+            b_b = tl.zeros((TILE, PAIRS), tl.float32)
+            for n in range(0, padded, STEP):
+                b_unit = tl.load(p_unit + n, mask=live[:, None], other=0.0)
+                b_rows_a = tl.load(p_a + n, mask=m_f[:, None], other=0.0)
+                b_rows_b = tl.load(p_b + n, mask=m_f[:, None], other=0.0)
+                b_a = tl.dot(b_unit, tl.trans(b_rows_a), b_a, input_precision=PRECISION)
+                b_b = tl.dot(b_unit, tl.trans(b_rows_b), b_b, input_precision=PRECISION)
+            b_a *= tl.load(p_factors + first_row + o_a, mask=m_f, other=0.0)[None, :]
+            b_b *= tl.load(p_factors + first_row + o_b, mask=m_f, other=0.0)[None, :]
+            b_a += tl.load(p_means + first_row + o_a, mask=m_f, other=0.0)[None, :]
+            b_b += tl.load(p_means + first_row + o_b, mask=m_f, other=0.0)[None, :]
+            p_out = p_values
+            if is_value == 0:
+                p_out = p_keys
+                b_at = tl.where(live, b_token, 0)
+                o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
+                o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
+                p_middles = table_of(p_index, 4)
+                p_offsets = table_of(p_index, 6)
+                b_cos = tl.load(p_middles + o_middle)
+                b_sin = tl.load(p_middles + o_middle + H)
+                b_cos_by = tl.load(p_offsets + o_offset)
+                b_sin_by = tl.load(p_offsets + o_offset + H)
+                b_c = b_cos * b_cos_by - b_sin * b_sin_by
+                b_s = b_sin * b_cos_by + b_cos * b_sin_by
+                b_turned = b_a * b_c - b_b * b_s
+                b_b = b_b * b_c + b_a * b_s
+                b_a = b_turned
+            b_low = b_a.to(p_keys.dtype.element_ty)
+            b_high = b_b.to(p_keys.dtype.element_ty)
+            m_out = live[:, None] & m_f[None, :]
+            p_out += (row * RESTORED + o_token)[:, None] * D
+            tl.store(p_out + o_a[None, :], b_low, mask=m_out)
+            tl.store(p_out + o_b[None, :], b_high, mask=m_out)
+            # A number minus itself is 0, or it is not finite.
+            b_wide = tl.abs(b_low.to(tl.float32)) + tl.abs(b_high.to(tl.float32))
+            broken = tl.sum(tl.sum(tl.where(m_out & (b_wide - b_wide != 0.0), 1, 0), axis=1), axis=0)
+            p_found = tl.load(p_own + 16).to(tl.pointer_type(tl.float32))
+            tl.store(p_found + is_value, float("nan"), mask=broken > 0)
