@@ -118,14 +118,13 @@ def open_long_chunks(
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return attend_causal
     found = LongChunks(whole_by_cudnn, causal_by_flash)
-    for shape in dict.fromkeys(shapes):
-        if wrong := _fault(found, device, dtype, *shape):
-            logger.info(
-                "long chunks are attended to by torch's flash attention: cuDNN's, with heads %s: %s", shape, wrong
-            )
-            return attend_causal
+    faults = ((shape, _fault(found, device, dtype, *shape)) for shape in dict.fromkeys(shapes))
+    fault = next((each for each in faults if each[1]), None)
     torch.cuda.empty_cache()  # what the trial took is room for entries
-    logger.debug("long chunks are attended to by cuDNN")
+    if fault is not None:
+        logger.info("torch's flash attention attends to long chunks: cuDNN's, with heads %s: %s", *fault)
+        return attend_causal
+    logger.debug("cuDNN attends to long chunks")
     return found
 
 

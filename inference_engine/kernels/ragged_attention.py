@@ -19,9 +19,10 @@ device's operation knows the index of the layer's keys (`KVContext.open_index`);
 such lines. Its `bounds` is the number of the index's shape.
 
 A line that selects blocks may have some of them off the device: its `record` then is the address of numbers that say
-where (`kernels/offloaded.py`), and its slots are a ring as `ring` has it. Blocks before `offloaded_end` that are behind
-the sink are not in their slots. Where that number is negative, its absolute value is meant, and the query must not
-change which blocks are at hand. An operation that reads no offloaded blocks gets no such lines.
+where (`kernels/offloaded.py`), and its slots are a ring as `ring` has it. It sees all up to `upto`, whatever `count`
+is. Blocks before `offloaded_end` that are behind the sink are not in their slots. Where that number is negative, its
+absolute value is meant, and the query must not change which blocks are at hand. An operation that reads no offloaded
+blocks gets no such lines.
 
 The first entries of a fork lie in another session's region: slots before `base` are in a region of `prefix_region`
 vectors for each KV head from `prefix_start` on, and the fork's own region begins with slot `base`.

@@ -304,14 +304,12 @@ def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queri
     lines[..., BOUNDS] = layout.summaries_from
 
 
-def choose_offloaded(lines: Numbers, layout: Layout, records: Sequence[int], end: int, *, may_fetch: bool) -> None:
+def choose_offloaded(lines: Numbers, records: Sequence[int], end: int, *, may_fetch: bool) -> None:
     """Let the queries of these lines [layers, n, FIELDS], which choose blocks, read some that are not on the device.
 
     records: by layer, the address of its numbers (`kernels/offloaded.py`). end: the first position behind the sink that
     is on the device. may_fetch: the query may change which blocks are at hand; only one of a session and step may.
     """
-    assert layout.tier is not None
-    lines[..., COUNT] = layout.tier.blocks * layout.tier.block  # slots are not counted: `upto` says what it sees
     lines[..., RECORD] = np.array(records, dtype=np.int64)[:, None]
     lines[..., OFFLOADED_END] = end if may_fetch else -end
 

@@ -72,6 +72,7 @@ class History:
         self.record.table.copy_(torch.tensor([chunk.data_ptr() for chunk in self.chunks]))
         plain = [torch.cat([keys, low], 1), torch.cat([values, high], 1)]
         self.begin = HEADS * self.plain_region
+        self.expected: dict[tuple[int, int], Tensor] = {}  # by the number of queries, and what they were drawn with
         self.keys, self.values = (
             torch.cat([whole.flatten(0, 1), parts.flatten(0, 1)]).to(self.device)
             for whole, parts in zip(plain, made, strict=True)
@@ -89,7 +90,7 @@ class History:
         plain[:, fields.BOUNDS] = -(-self.count // self.block) * self.block
         away = plain.clone()
         away[:, fields.START], away[:, fields.HEAD_SLOTS] = self.begin, self.region
-        away[:, fields.RING], away[:, fields.COUNT] = self.ring, 2**30
+        away[:, fields.RING], away[:, fields.COUNT] = self.ring, self.sink + self.ring
         away[:, fields.BOUNDS] = self.sink + self.ring
         away[:, fields.RECORD] = self.record.addresses[1]
         away[:, fields.OFFLOADED_END] = self.resident if may_fetch else -self.resident
@@ -108,7 +109,10 @@ class History:
             len(positions), HEADS * GROUP, self.dim, generator=torch.Generator().manual_seed(seed)
         ).to(self.device, self.dtype)
         before = self.record.counts[1].sum(0)
-        expected = self.attended(queries, plain)
+        asked = len(positions), seed
+        if asked not in self.expected:
+            self.expected[asked] = self.attended(queries, plain)
+        expected = self.expected[asked]
         found = self.attended(queries, away, reads_offloaded=True)
         assert expected.isfinite().all()
         worst = float((found - expected).abs().max())
@@ -134,7 +138,7 @@ def compare_kernel() -> None:
         History(dim=16, block=24, sink=24, count=240, resident=192, ring=72, places=6, kept=4, chunk=120,
                 dtype=torch.float32),
     ]  # fmt: skip
-    for history in shapes:
+    for history in shapes if device_of_kernels().type == "cuda" else shapes[:2]:
         last = history.count - 1
         assert history.compare([last], may_fetch=False, seed=1)[0] == 0
         assert (history.record.places == -1).all(), "nothing may be fetched"

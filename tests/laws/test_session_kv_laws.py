@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -349,10 +350,14 @@ def test_a_token_that_is_only_entered_in_the_tables_leaves_what_any_other_leaves
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("reads_offloaded", [False, True], ids=["", "reads offloaded blocks"])
 @each_strategy
-def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStrategy) -> None:
+def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStrategy, reads_offloaded: bool) -> None:
     """Beside sessions of other lengths and strategies, and a fork."""
-    ctx, entries = context(capacity_entries=6 * LIMIT), Entries(LIMIT)
+    if reads_offloaded and strategy.name != "tiered":
+        pytest.skip("it has no blocks in the second tier")
+    together = DeviceOps(attends_together=True, reads_offloaded=reads_offloaded)
+    ctx, entries = replace(context(capacity_entries=6 * LIMIT), ops=together), Entries(LIMIT)
     parent = active(Full(), ctx)
     feed(parent, entries, SEGMENT + 5)
     fork = SessionKV(Full(), ctx, LIMIT, parent.share())
@@ -362,11 +367,10 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
         feed(kv, entries, length)
 
     def planned() -> StepPlan:
-        together = DeviceOps(attends_together=True)
         return StepPlan(kvs, ctx.geometry, ctx.pool, mask_dtype=torch.float32, ops=together)
 
     plan: StepPlan | None = None
-    followed = 0
+    followed, reads = 0, False
     for _ in range(LIMIT - 45):
         for kv in kvs:
             kv.stage(1, np.ones(1, dtype=np.bool_))
@@ -378,12 +382,14 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
                 followed += 1
                 assert (plan.numbers.all == anew.numbers.all).all()
                 assert plan.positions.tolist() == anew.positions.tolist()
-                assert plan.selects == anew.selects
+                assert (plan.selects, plan.reads_offloaded) == (anew.selects, anew.reads_offloaded)
+                reads |= plan.reads_offloaded
         else:
             plan = anew
         for kv in kvs:
             kv.commit(kv.next_position + 1)
     assert plan is not None and (followed or not plan.is_numbers_only)
+    assert reads == reads_offloaded and (plan.is_numbers_only or not reads_offloaded)
     for kv in (*kvs, parent):
         kv.release()
 

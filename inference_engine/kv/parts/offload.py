@@ -345,14 +345,14 @@ class OffloadedBlocks(BlockIndex):
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         # Entries leave in whole blocks: some are seen although they are before the window.
-        layers, layout = self._slots.layer_index, self._slots.layout
+        layers = self._slots.layer_index
         step.numbers.regions[layers, queries.real, FLOOR] = 0
         super().amend(queries, step)
         if self._has_left and queries.has_generated:
             step.reads_offloaded = True
             records, may_fetch = self._offloaded.read_by_numbers(), queries.count == 1
             lines = step.numbers.regions[layers, queries.real]
-            choose_offloaded(lines, layout, records, self._offloaded.end, may_fetch=may_fetch)
+            choose_offloaded(lines, records, self._offloaded.end, may_fetch=may_fetch)
             step.numbers.regions[layers, queries.real] = lines
 
     def amends_until(self, position: int) -> int:
