@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +51,22 @@ class DeviceIndexes:
 
     def open_tiles(self, layers: TiledLayers) -> TileWriter:
         numbers = torch.tensor([list(layers.numbers), list(layers.starts)], dtype=torch.int64)
-        return partial(
-            self._indexes.write_tiles,
-            table=numbers.T.contiguous().to(self._device),
-            kv_heads=layers.kv_heads,
-            region=layers.region,
-            shape=layers.shape,
-            sink=layers.sink,
-            ring=layers.ring,
-        )
+        table = numbers.T.contiguous().to(self._device)
+
+        def write(keys: Tensor, first: int, end: int) -> None:
+            self._indexes.write_tiles(
+                keys,
+                table,
+                kv_heads=layers.kv_heads,
+                region=layers.region,
+                first=first,
+                end=end,
+                shape=layers.shape,
+                sink=layers.sink,
+                ring=layers.ring,
+            )
+
+        return write
 
     def _frequencies_of(self, rotary: str, head_dim: int) -> Tensor | None:
         kind = (rotary, head_dim)

@@ -373,7 +373,7 @@ def compare_restoring() -> None:
     components._UNPACKED, components._CODES, components._RESTORED = 8, 128, 16
     setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
     model, shape, ring = MODELS[0], IndexShape(rank=5, bits=3, run=1), 110
-    kind = {"shape": shape, "sink": 6, "window": 33, "kept": 41, "length": 300}
+    kind: dict[str, Any] = {"shape": shape, "sink": 6, "window": 33, "kept": 41, "length": 300}
     own, keys, values = histories(model, [kind, kind], torch.float32, device)
     codes, all_keys, all_values = own[0].codes(), own[0].keys.clone(), own[0].values.clone()
     for one in own:

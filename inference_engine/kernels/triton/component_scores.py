@@ -121,6 +121,8 @@ def score(
             BLOCK_D,
             BLOCK_S,
             False,
+            p_counts,  # nor of what is off the device
+            False,
         )
     else:
         _score_part(

@@ -1,0 +1,82 @@
+"""Kernels of a choice by components are Triton for a GPU: where there is none, they are translated and not run.
+
+The interpreter takes programs that a compiler does not: names of two types, values that are None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.components import IndexShape, TokenChoice
+
+HKV, GROUP, D, TOKENS = 2, 3, 64, 200
+
+
+def translate(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """What a launch compiles, as far as Triton's own language goes, for a Hopper GPU."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import mangle_type
+
+    given = dict(zip(function.arg_names, arguments, strict=False)) | options
+    constants = {each.name: given[each.name] for each in function.params if each.is_constexpr and each.name in given}
+    signature = {
+        each.name: "constexpr" if each.is_constexpr else mangle_type(given[each.name]) for each in function.params
+    }
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    asked = backend.parse_options({"num_warps": options["num_warps"], "num_stages": options.get("num_stages", 3)})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(function, signature, constants)
+    source.make_ir(target, asked, backend.get_codegen_implementation(asked), backend.get_module_map(), context)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [IndexShape(rank=16, bits=3, run=4), IndexShape(rank=9, bits=6, run=1)], ids=str)
+def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
+    shape: IndexShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from inference_engine.kernels.triton import components
+    from inference_engine.kernels.triton.component_index import key_indexes
+
+    launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def launcher(function: Any, _grid: Any) -> Any:
+        return lambda *arguments, **options: launched.append((function, arguments, options))
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(components, "chained", lambda _: {"CHAINED": True, "launch_pdl": True})
+    keys = torch.zeros(HKV * TOKENS, D, dtype=dtype)
+    queries = torch.zeros(2, HKV * GROUP, D, dtype=dtype)
+    regions = torch.zeros(2, 16, dtype=torch.int64)
+    for softcap, restored in ((None, 40), (4.0, 0)):
+        choice = TokenChoice(shape=shape, tokens=TOKENS, rows=2, restored=restored, numbers=64 if restored else 0)
+        components.attend_choosing(
+            queries,
+            keys,
+            keys,
+            regions,
+            torch.empty_like(queries),
+            kv_heads=HKV,
+            scaling=0.1,
+            softcap=softcap,
+            choice=choice,
+            serves_all=restored == 0,
+        )
+    table: Tensor = torch.zeros(1, 2, dtype=torch.int64)
+    key_indexes.write_tiles(keys, table, kv_heads=HKV, region=TOKENS, first=0, end=1, shape=shape)
+
+    for launch in launched:
+        translate(*launch)
+
+    assert len(launched) == 8 + 6 + 1
