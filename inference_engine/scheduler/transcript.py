@@ -246,6 +246,7 @@ class Reader:
         self._first_position = position
         # Progress of the prefill is only for readers that attached before the first token.
         self._begins_with_tokens = position < transcript.end_position
+        self._found_ending = transcript._ending  # a Generate that goes on after it gets another
         self._has_greeted = self._has_warned = self._is_over = self._is_lost = False
         self._has_left = False
         self._is_under_way = False  # a token was read, so all events that come before tokens were too
@@ -322,8 +323,13 @@ class Reader:
         """The events that come before the first token, as far as there are any."""
         transcript, events = self._transcript, list[Event]()
         if not self._has_greeted:
-            # A reader that attaches after the first token, or after the end, does not wait in the queue.
-            accepted = Accepted(0, 0) if self._begins_with_tokens or ending is not None else transcript._accepted
+            # A reader that attaches after the first token, or after the end, does not wait in the queue. One that only
+            # reads so late did.
+            found = self._found_ending
+            is_late = self._begins_with_tokens or (found is not None and found is transcript._ending)
+            accepted = None if is_late else transcript._accepted
+            if accepted is None and (is_late or ending is not None):
+                accepted = Accepted(0, 0)
             if accepted is not None:
                 self._has_greeted = True
                 first = self._first_position

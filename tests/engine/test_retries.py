@@ -311,6 +311,21 @@ def test_an_id_of_a_wrong_length_is_refused_once_the_session_is_known_to_exist(w
 # -- a Generate that ended by itself ----------------------------------------------------------------------------------
 
 
+def test_a_generate_that_is_read_after_its_end_says_what_it_had_to_prefill() -> None:
+    """On a fast device it ends before the server looks for its first event."""
+    with served_engine() as engine:
+        session = opened(engine, 40)
+        generation = engine.generate(session, GenerateParams(max_tokens=2))
+        is_over = threading.Event()
+        generation.when_readable(lambda: is_over.set() if engine.session_info(session).history_length == 42 else None)
+        assert is_over.wait(30)
+        engine.append(session, [1], wait_seconds=30)  # nothing holds the session any more
+        events = drain(generation)
+        assert events[0] == Accepted(0, 40, first_position=40)
+        assert events[1:-3] == [Progress(16, 40), Progress(32, 40), Progress(40, 40)]
+        assert [type(event) for event in events[-3:]] == [TokenCommitted, TokenCommitted, Finished]
+
+
 @KINDS
 def test_a_generate_that_ended_is_reported_again_from_any_token_on(sampling: Sampling) -> None:
     params = GenerateParams(max_tokens=9, sampling=dataclasses.replace(sampling, seed=None), logprobs=True)

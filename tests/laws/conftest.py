@@ -1,4 +1,4 @@
-"""What runs TinyModel in the laws: torch, or MLX with `--executor mlx`, which has batched mode alone."""
+"""What runs TinyModel in the laws: EXECUTORS, or MLX with `--executor mlx`, which has batched mode alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode
-from tests import tiny
+from tests import tiny, tiny_native
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
@@ -44,6 +44,8 @@ def _on_its_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Engine, "create_session", at_once)
         monkeypatch.setattr(MlxForward, "geometry", batched)
         monkeypatch.setattr(tiny, "tiny_forward", tiny_mlx)
+        for mode in Mode:
+            monkeypatch.setitem(tiny_native.EXECUTORS, mode, tiny_mlx)
         # Memory of MLX is written once when an engine opens.
         monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
 
