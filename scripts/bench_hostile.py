@@ -105,7 +105,7 @@ def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def addresses() -> Iterator[str]:
-    """Loopback addresses that nobody has attacked from yet."""
+    """Loopback addresses that have attacked nothing yet."""
     return (f"127.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}" for number in itertools.count(0x010101))
 
 
@@ -216,7 +216,7 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float
     found: dict[str, list[dict[str, float]]] = {BURST: []}
     names = (NOTHING, SPIN, *ATTACKS, *(f"{name}{BESIDE}" for name in REPEATED))
     paired: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    strangers = addresses()
+    attackers = addresses()
     each: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
@@ -231,11 +231,11 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float
                     assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
                     watched = Watched(target, process.pid, asking)
                     watched.ask(1.0)
-                    noticed, held = burst(watched, next(strangers))
+                    noticed, held = burst(watched, next(attackers))
                     found[BURST].append(noticed)
                     each.append(held)
                     for name, pairs in paired.items():
-                        source = VICTIMS_ADDRESS if name.endswith(BESIDE) else next(strangers)
+                        source = VICTIMS_ADDRESS if name.endswith(BESIDE) else next(attackers)
                         pairs.append(pair(watched, name, seconds, source))
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
     return found | paired, each

@@ -1,6 +1,6 @@
 """Addresses that get no new connections for a while, because their connections without a key were dropped for abuse.
 
-Dropping a connection stops nobody who opens the next one at once: what it sent before is parsed, decided and refused
+A caller whose connection is dropped opens the next one at once: what it sent before is parsed, decided and refused
 each time, on threads that owners need too. So after a few of those the address is barred: the system itself drops its
 attempts to connect, before this process sees them, by a filter on the listening sockets.
 

@@ -109,7 +109,7 @@ class UnauthenticatedPeers:
         return list(self._unauthenticated.get(address, ()))
 
     def takes_excess(self, address: str) -> bool:
-        """Was that address refused far too often? That is told once, and counted anew."""
+        """Was that address refused far too often? True once; then it is counted anew."""
         allowance = self._allowances.get(address)
         if allowance is None or allowance.excess < MOST_EXCESS:
             return False

@@ -124,7 +124,7 @@ inline void resume(int index) {
   setcontext(&thread.start);
 }
 
-// Lets those go on for whom all others have come. False: nobody can.
+// Lets those go on for whom all others have come. False: none can.
 inline bool release() {
   bool any = false, all_wait = true, all_ended = true;
   const int count = int(group.threads.size());

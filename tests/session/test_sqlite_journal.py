@@ -358,7 +358,7 @@ def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tm
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_word(tmp_path: Path, seed: int) -> None:
-    """The log's end is the exception: the last commit cannot be told from what a crash left half written."""
+    """The log's end is the exception: the last commit may look like what a crash left half written."""
     outcomes = flip_bits(tmp_path, seed=seed, count=100)
     assert outcomes["whole"] < 100, "no flip did anything"
     assert not outcomes["shorter"], outcomes
