@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,20 @@ sys.path.insert(0, str(ROOT))
 
 from inference_engine.errors import ConfigError
 from laboratory.evaluation import record
-from tests.load.kills import Agents, NodeAgents, has_node_agents, kill_often
-from tests.load.piped import kill_engines
 from tests.session.talks import cut_power, fail_calls, flip_bits
 
 STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 50, 10
 CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 500, 6
 SAY_SECONDS = 5.0
 FAILED_CALLS = 150  # of each kind, one after another
-# Of a kill: what is killed, its share of all kills where every form runs, and what does it.
-FORMS: dict[str, tuple[str, int, Callable[..., tuple[Counter[str], list[str]]]]] = {
-    "pipe": ("an engine that acknowledges through a pipe", 6, kill_engines),
-    "python": ("a server under agents of the Python SDK", 1, kill_often),
-    "typescript": ("a server under agents of the TypeScript SDK", 1, kill_often),
+# Of a kill: what is killed, and its share of all kills where every form runs.
+FORMS = {
+    "pipe": ("an engine that acknowledges through a pipe", 6),
+    "python": ("a server under agents of the Python SDK", 1),
+    "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
 SOURCE = ROOT / "inference_engine" / "session"  # of the journal
-OF: dict[str, Any] = {"python": Agents, "typescript": NodeAgents}
 CAUGHT = "kills until the control is caught"
 # What an outcome of `tests/session/talks.py` is called in a record.
 OUTCOMES = {
@@ -245,14 +243,29 @@ def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[
             return name, Counter(wrong=1), [f"{name}, seed {seed}: {error}"]
 
 
+def killer(form: str) -> Callable[..., tuple[Counter[str], list[str]]]:
+    """Imported where it is needed: an engine with a pipe needs no SDK, and states and flips need neither."""
+    if form == "pipe":
+        from tests.load.piped import kill_engines
+
+        return kill_engines
+    from tests.load.kills import Agents, NodeAgents, kill_often
+
+    return partial(kill_often, of=Agents if form == "python" else NodeAgents)
+
+
+def forms_here() -> list[str]:
+    from tests.load.kills import has_node_agents
+
+    return [form for form in FORMS if form != "typescript" or has_node_agents()]
+
+
 def kill_part(
     form: str, state: Path, seed: int, size: int, *, durability: str, is_early: bool = False
 ) -> tuple[str, Counter[str], list[str]]:
     """is_early: the control; it counts the kills until it was caught, -1: it was not."""
-    kill = FORMS[form][2]
+    kill = killer(form)
     given: dict[str, Any] = {"kills": size, "agents": AGENTS, "seed": seed, "is_early": is_early, "is_over": is_over}
-    if form in OF:
-        given["of"] = OF[form]
     if is_early:  # a control runs also where a soak is stopped
         given["is_over"] = lambda: False
     counts, wrong = kill(state, durability, **given)
@@ -276,7 +289,7 @@ def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
         )
         soak.in_parts(parts, "kills")
     total = 0
-    for form, (what, _, _) in FORMS.items():
+    for form, (what, _) in FORMS.items():
         for part in soak.of(f"{form} control"):
             soak.count(f"{CAUGHT}, {what}", part.counts["kills"], "kills")
             if part.counts["kills"] < 0:
@@ -371,11 +384,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     done = read_parts(args.parts, where)
     soak = Soak(args.processes, began + 60 * args.minutes, where, done, args.parts[0] if args.parts else None)
-    forms = args.forms or [form for form in FORMS if form != "typescript" or has_node_agents()]
     before = signal.signal(signal.SIGTERM, lambda *_: soak.stop.set())
     try:
         if args.what == "kill":
-            kills(args.count, args.seed, soak, forms)
+            kills(args.count, args.seed, soak, args.forms or forms_here())
         else:
             {"power": power, "faults": faults}[args.what](args.count, args.seed, soak)
     finally:
@@ -386,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = [part.seed for part in soak.done] or [args.seed]
     config: dict[str, Any] = {"asked_for": args.count, "parts": len(soak.done), "journal_source": where["journal"]}
     if args.what == "kill":
-        config |= {"forms": [what for form, (what, _, _) in FORMS.items() if soak.of(form)]}
+        config |= {"forms": [what for form, (what, _) in FORMS.items() if soak.of(form)]}
     path = record.write_record(
         f"soak_{args.what}",
         {
