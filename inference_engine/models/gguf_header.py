@@ -139,9 +139,6 @@ class GgufHeader:
             return value
         raise ModelError(f"{self.path}: {key} is {_shown(value)}, expected a string; get the file again")
 
-    def count_strings(self, key: str) -> int:
-        return self._strings.get(key, (0, 0))[1]
-
     def strings(self, key: str) -> list[str] | None:
         """An array of strings; None if there is none of this name. Raises ModelError if one is not UTF-8."""
         if key not in self._strings:
