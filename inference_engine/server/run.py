@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005
-# From so many on gRPC ends some of the calls that nobody has taken yet, and all of them from half as many
+# From so many on gRPC ends some of the calls that no handler has taken yet, and all of them from half as many
 # more on. Both SDKs try such a call again.
 PENDING_CALLS = 512
 # The default if the server can be reached from other machines.
