@@ -16,6 +16,7 @@ from laboratory.evaluation.arguments import geometry_of
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import force, text_passage
 from laboratory.evaluation.published_methods import METHODS, Loki, Method, Prompted, Quest, ShadowKV, SnapKV, held_bytes
+from tests.tiny_native import library
 
 LENGTH, FORCED = 300, 6
 ROUNDING = 1e-4  # nats: other orders of sums
@@ -143,5 +144,6 @@ def test_the_ladder_has_lines_of_papers_methods(tiny_torch_target: Target) -> No
 
 
 def test_methods_of_papers_are_refused_where_the_model_is_not_on_torch(tiny_target: Target) -> None:
+    library()  # without it the model is on torch
     with pytest.raises(InvalidArgument, match="run on torch"):
         published.seam_of(tiny_target)
