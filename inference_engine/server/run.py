@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005
-# From so many on gRPC ends some of the calls that no handler has taken yet, and all of them from half as many
-# more on. Both SDKs try such a call again.
-PENDING_CALLS = 512
 # The default if the server can be reached from other machines.
 OWNER_CALLS_PER_SECOND = 1000.0
 
@@ -309,9 +306,6 @@ def _options(config: ServerConfig, connections: int, messages: MessageLimits) ->
         ("grpc.http.tarpit_min_duration_ms", 1_000),
         ("grpc.http.tarpit_max_duration_ms", 2_000),
         ("grpc.max_concurrent_streams", config.max_connection_calls),
-        # A call that waits until Python takes it holds 16 KiB of gRPC's, and those behind it wait as long.
-        ("grpc.server.max_pending_requests", PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS * 3 // 2),
         # A call is silent during a long prefill. Clients may ping then, every 10 s (a common setting) or less often.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),

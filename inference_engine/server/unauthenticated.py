@@ -59,7 +59,7 @@ QUICK_SECONDS = 0.003
 # A peer that is refused too often waits for each refusal. Meanwhile its call counts among the calls of its connection,
 # and gRPC refuses further ones cheaply. A connection is dropped when too many wait.
 REFUSAL_SECONDS = 1.0
-MOST_WAITING = 256
+MOST_WAITING = 512
 # How long calls of a dropped connection may still come out of gRPC's queue.
 DROPPED_SECONDS = 5.0
 
