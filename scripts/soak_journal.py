@@ -51,7 +51,8 @@ FORMS = {
     "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
-SOURCE = ROOT / "inference_engine" / "session"  # of the journal
+# Of the journal, below inference_engine/session/.
+SOURCES = ("journal*.py", "sqlite_journal.py", "wal_scan.py", "writer.py")
 CAUGHT = "kills until the control is caught"
 # What an outcome of `tests/session/talks.py` is called in a record.
 OUTCOMES = {
@@ -100,7 +101,8 @@ def read_parts(files: Sequence[Path], where: Mapping[str, Any]) -> list[Part]:
 
 def journal_digest() -> str:
     digest = hashlib.sha256()
-    for file in sorted(SOURCE.glob("*.py")):
+    folder = ROOT / "inference_engine" / "session"
+    for file in sorted(file for pattern in SOURCES for file in folder.glob(pattern)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

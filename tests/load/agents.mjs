@@ -6,7 +6,7 @@
 import { Client } from "../../sdks/typescript/dist/index.js";
 
 const MOST_TOKENS = 250; // of one session
-const RETRY = { firstDelaySeconds: 0.02, maxDelaySeconds: 0.1, patienceSeconds: 60 };
+const RETRY = { firstDelaySeconds: 0.02, maxDelaySeconds: 0.1, patienceSeconds: 600 }; // of any machine, however busy
 
 const [target, agents, seed] = [process.argv[2], Number(process.argv[3]), Number(process.argv[4])];
 let isOver = false;
@@ -51,7 +51,7 @@ async function talk(client, agent, below) {
 async function run(agent) {
   const below = numbers(seed * 1000 + agent * 7919 + 1);
   for (let warm = 0; warm < 8; warm++) below(1);
-  const client = new Client(target, { retry: RETRY, timeoutSeconds: 120 });
+  const client = new Client(target, { retry: RETRY, timeoutSeconds: 1200 });
   try {
     while (!isOver) await talk(client, agent, below);
   } catch (error) {
