@@ -8,6 +8,7 @@ import errno
 import io
 import logging
 import os
+import socket
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,6 +36,7 @@ from inference_engine.metrics import (
 )
 from inference_engine.server.service import SERVICE_NAME
 from inference_engine.server.status import CODES
+from inference_engine.server.unauthenticated import FIRST_BYTES
 from inference_engine.server.watchdog import Watchdog
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.session.writer import Change, DiskFull
@@ -42,6 +44,7 @@ from inference_engine.types import Durability, GenerateParams, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
 from tests.facade import drop_entries, save_copies, session_of, store_of
+from tests.hostile.http2 import PREFACE, PRIORITY, SETTINGS, frame
 from tests.kept import keeping
 from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
@@ -256,6 +259,23 @@ async def unauthenticated(seen: Seen) -> None:
         seen.look(engine)
 
 
+async def an_address_that_sends_too_much(seen: Seen) -> None:
+    """Without a call, on a connection from an address that no owner shares."""
+    with tiny_engine() as engine, socket.socket() as connection:
+        seen.begin(engine)
+        async with serving(engine) as handle:
+            host, _, port = handle.target.rpartition(":")
+            connection.bind(("127.0.0.9", 0))
+            connection.connect((host, int(port)))
+            connection.settimeout(10.0)
+            nothing = frame(PRIORITY, 0, 1, bytes(5))
+            with contextlib.suppress(OSError):  # it is dropped
+                connection.sendall(PREFACE + frame(SETTINGS, 0, 0) + nothing * (2 * FIRST_BYTES // len(nothing)))
+            barred = engine.metrics.addresses_barred
+            await until(lambda: next(iter(barred.collect())).samples[0].value == 1)
+        seen.look(engine)
+
+
 async def a_folder_of_sessions(seen: Seen) -> None:
     """One that is read again, one that is forgotten, a disk that is full, a client that knows more."""
     now, metrics, full = 0.0, EngineMetrics(), threading.Event()
@@ -329,6 +349,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         over_http,
         a_log_on_a_full_disk,
         unauthenticated,
+        an_address_that_sends_too_much,
         a_folder_of_sessions,
         a_session_read_from_a_file,
     )
