@@ -12,7 +12,7 @@ from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode
-from tests import tiny, tiny_native
+from tests import tiny
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
@@ -25,7 +25,7 @@ OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_windo
 def _on_its_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.config.getoption("--executor") == "mlx":
         from inference_engine.backends.mlx.forward import MlxForward
-        from tests.mlx.tiny import tiny_mlx
+        from tests.mlx.tiny import run_on, tiny_mlx
 
         geometry = MlxForward.geometry
 
@@ -43,9 +43,7 @@ def _on_its_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(Engine, "create_session", at_once)
         monkeypatch.setattr(MlxForward, "geometry", batched)
-        monkeypatch.setattr(tiny, "tiny_forward", tiny_mlx)
-        for mode in Mode:
-            monkeypatch.setitem(tiny_native.EXECUTORS, mode, tiny_mlx)
+        run_on(tiny_mlx, monkeypatch)
         # Memory of MLX is written once when an engine opens.
         monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
 

@@ -23,7 +23,7 @@ from tests import tiny
 from tests.kv_cache_proposer.drafter_cases import tiny_network
 from tests.laws.variants import engine_for, generate, same, text
 from tests.mlx.test_loading import DENSE, SIZES, published
-from tests.mlx.tiny import tiny_mlx
+from tests.mlx.tiny import run_on, tiny_mlx
 from tests.tiny_folder import save_tiny_chat_model
 
 SMALL = ("--kv-bytes", "32MiB", "--bind", "127.0.0.1:0")
@@ -78,7 +78,7 @@ def test_the_audit_finds_nothing_on_mlx(tmp_path: Path) -> None:
 
 
 def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "tiny_forward", tiny_mlx)
+    run_on(tiny_mlx, monkeypatch)
     monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
     words = words_in(*tiny_mlx().words.matrices())
     streams, drafted = [], None

@@ -38,7 +38,7 @@ from tests.laws.variants import (
     same,
     text,
 )
-from tests.mlx.tiny import tiny_mlx
+from tests.mlx.tiny import run_on, tiny_mlx
 from tests.tiny_native import tiny_native
 
 ON_TORCH = tiny.tiny_forward
@@ -49,7 +49,7 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
 @pytest.fixture(autouse=True)
 def _on_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of tests are engines on MLX, with less memory: it is written once when an engine opens."""
-    monkeypatch.setattr(tiny, "tiny_forward", tiny_mlx)
+    run_on(tiny_mlx, monkeypatch)
     monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
 
 
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_torch_beside_others_and_however_they_arrive(
             drain(generation)
         engine.append(session, text(20, seed=3))
         found += generate(engine, session, 6, sampling=SAMPLED)
-    monkeypatch.undo()
+    run_on(ON_TORCH, monkeypatch)
     assert same(found, spoken(Mode.BATCHED, strategy), Mode.BATCHED)
 
 
@@ -175,7 +175,7 @@ def spoken_in_turns(
     """A turn of one session in a server of each executor: tokens, how many had K/V before, how many files no use."""
     turns, session = [], ""
     for turn, make in enumerate(executors):
-        monkeypatch.setattr(tiny, "tiny_forward", make)
+        run_on(make, monkeypatch)
         with keeping(folder, make=hibernation_laws.made_in(Mode.BATCHED)) as engine:
             if session:
                 engine.recall(session)

@@ -29,7 +29,7 @@ from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.mlx.lanes import SHAPES, TOLERANCES, lanes
 from tests.mlx.metal_kernels import RecordedKernel, needs_a_kernel, needs_emulation, recorded_kernel
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
-from tests.mlx.tiny import tiny_mlx
+from tests.mlx.tiny import run_on, tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions
 
 
@@ -127,7 +127,7 @@ def test_tokens_with_the_kernel_are_those_of_torch(
     """A session beside others, with drafts and after a fork: prefills are MLX's, few tokens the kernel's."""
     found: list[list[tuple[int, float | None]]] = []
     for make in (tiny.tiny_forward, partial(tiny_mlx, uses_metal=True)):
-        monkeypatch.setattr(tiny, "tiny_forward", make)
+        run_on(make, monkeypatch)
         drafter = Knowing(text=[*text(), *(token for token, _ in (found[0] if found else []))], errs=3)
         with engine_for(Mode.BATCHED, drafter=drafter if found else None, draft_tokens=3) as engine:
             session, neighbour = (engine.create_session(strategy=strategy).session_id for _ in range(2))

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
+import pytest
 import torch
 
+from inference_engine.backends.base import Forward
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
 from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.types import ModelFacts
+from inference_engine.types import Mode, ModelFacts
+from tests import tiny, tiny_native
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_model
+
+
+def run_on(make: Callable[..., Forward], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on engines of tests run TinyModel there, in every mode."""
+    monkeypatch.setattr(tiny, "tiny_forward", make)
+    for mode in Mode:
+        monkeypatch.setitem(tiny_native.EXECUTORS, mode, make)
 
 
 @lru_cache(maxsize=8)
