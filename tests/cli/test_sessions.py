@@ -30,7 +30,8 @@ def test_sessions_are_listed_shown_and_closed(
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["ID", "TOKENS", "AGE", "IDLE", "STATE", "STRATEGY", "LABEL"]
     of_session, of_other = (next(row for row in rows if row.startswith(each.id)) for each in (session, other))
-    assert of_session.split()[1] == "7" and "SinkWindow" in of_session and of_session.endswith("a long talk")
+    assert of_session.split()[1] == "7" and of_session.endswith("a long talk")
+    assert "sink_window:" in of_session and "window=64" in of_session
     assert of_other.split()[1] == "0"
 
     assert main(["sessions", "show", session.id, "--ids", target]) == 0

@@ -168,3 +168,13 @@ def test_a_strategy_without_a_kind_cannot_be_made() -> None:
 def test_a_kind_newer_than_this_sdk_is_none() -> None:
     assert from_wire(pb.Strategy()) is None
     assert from_wire(pb.Strategy.FromString(b"\xfa\x01\x00")) is None
+
+
+def test_a_strategy_is_shown_as_the_server_takes_it() -> None:
+    shown = {
+        kakeya.Full(): "full",
+        kakeya.SinkWindow(window=64, codec="int8"): "sink_window:window=64,codec=int8",
+        kakeya.LayerWindow(window=8, full_layers=(1, 2)): "layer_window:window=8,full_layers=1+2",
+        kakeya.Named("mac", ring=128): "mac:ring=128",
+    }
+    assert {strategy: str(strategy) for strategy in shown} == shown

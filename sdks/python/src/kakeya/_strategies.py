@@ -31,6 +31,14 @@ class Strategy(ABC):
         shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None and value != ())
         return f"{type(self).__name__}({shown})"
 
+    def __str__(self) -> str:
+        """As the server's `--strategy` takes it, such as "sink_window:window=64"."""
+        given = {name: getattr(self, name) for name in _arm_fields(self._arm)}
+        return _text(
+            self._arm,
+            {name: _option_text(value, name) for name, value in given.items() if value is not None and value != ()},
+        )
+
     def _to_wire(self) -> pb.Strategy:
         """The strategy as a protobuf message. What is None stays absent."""
         options: dict[str, Any] = {name: getattr(self, name) for name in _arm_fields(self._arm)}
@@ -246,6 +254,9 @@ class Named(Strategy):
     def __repr__(self) -> str:
         return f"Named({', '.join([repr(self.name), *(f'{option}={text!r}' for option, text in self._pairs)])})"
 
+    def __str__(self) -> str:
+        return _text(self.name, self.options)
+
     def _to_wire(self) -> pb.Strategy:
         return pb.Strategy(named=pb.NamedStrategy(name=self.name, options=self.options))
 
@@ -271,6 +282,11 @@ def from_wire(message: pb.Strategy) -> Strategy | None:
         elif arm.HasField(option):
             options[option] = getattr(arm, option)
     return _KINDS[name](**options)
+
+
+def _text(name: str, options: Mapping[str, str]) -> str:
+    shown = ",".join(f"{option}={text}" for option, text in options.items())
+    return f"{name}:{shown}" if shown else name
 
 
 def _option_text(value: object, option: str) -> str:
