@@ -60,7 +60,7 @@ def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Serve
     options = ("--model", tiny_folder, "--target", server.target, "--strategy", "sink_window:window=40")
     status, printed, _ = chat("/info\n/help\n/quit\nnever read\n", *options)
     assert status == 0
-    assert "on tiny, SinkWindow(sink=4, window=40)" in printed
+    assert "on tiny, sink_window:sink=4,window=40" in printed
     assert "history   0 tokens (no limit); 0 evicted" in printed
     assert "unknown command /help; /info shows the session" in printed
     assert COST.search(printed) is None

@@ -31,8 +31,8 @@ def test_the_demo_holds_a_conversation_with_the_real_model() -> None:
 def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_session() -> None:
     done = kakeya("demo", "--recall", "--latent=none", "--max-tokens=24")
     assert (done.returncode, done.stderr) == (0, "")
-    marks = re.findall(r"^ (Full|SinkWindow|Restored)\(.*([✓✗])", done.stdout, re.MULTILINE)
-    assert dict(marks) == {"Full": "✓", "SinkWindow": "✗", "Restored": "✓"}
+    marks = re.findall(r"^ (full|sink_window|restored)\b.*([✓✗])", done.stdout, re.MULTILINE)
+    assert dict(marks) == {"full": "✓", "sink_window": "✗", "restored": "✓"}
 
 
 def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ def test_the_servers_own_wait_is_respected() -> None:
     next(flow)
     draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
     assert flow.throw(draining) == Sleep(7.0)
+
+
+def test_an_application_that_seeds_random_neither_fixes_the_waits_nor_loses_numbers() -> None:
+    waits, states = set(), set()
+    for _ in range(8):
+        random.seed(7)
+        waits.add(Patience(RetryPolicy(), None, clock=lambda: 0.0).wait_seconds(1, LOST))
+        states.add(random.getstate())
+    assert (len(waits), len(states)) == (8, 1)
 
 
 def full() -> ConnectionFailed:

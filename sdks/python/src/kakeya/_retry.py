@@ -25,6 +25,8 @@ _PASSING = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOUR
 _LEAST_DELAY_SECONDS = 0.02
 # Timers are that exact: what is left of patience when its last wait has ended.
 _LEAST_LEFT_SECONDS = 0.001
+# Of its own: an application that seeds `random` neither makes all its clients come back at once nor loses numbers to them.
+_RANDOM = random.Random()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,7 @@ class Patience:
         *,
         contact: Contact | None = None,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = _RANDOM.random,
     ) -> None:
         self.policy = policy
         self._contact = Contact() if contact is None else contact
