@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import apsw
@@ -69,7 +70,7 @@ class Talk:
 
     def lengths(self, steps: int) -> dict[int, int]:
         """The length of each session after so many records."""
-        return {number: max([0, *(to for one, to in self.order[:steps] if one == number)]) for number in self.said}
+        return dict.fromkeys(self.said, 0) | dict(self.order[:steps])  # they only grow
 
     def check(self, folder: Path, *, may_refuse: bool = False) -> str:
         """What is found in a copy of the folder: nothing wrong, nothing doubled, and all that was confirmed."""
@@ -213,12 +214,13 @@ def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:
 def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "\0") -> Counter[str]:
     """Cut the power at random moments of a journal under load: what is found in so many states that differ."""
     outcomes, target, rng = Counter[str](), folder / "cut", random.Random(seed)
-    seen = set[int]()
+    target.mkdir(mode=0o700)
+    drawn, seen = set[tuple[Any, ...]](), set[int]()
     with FaultyDisk("power") as disk:
         journal = open_journal(folder / "state", Durability.POWER, vfs=disk.name)
         talk = Talk(journal, seed)
         disk.record(folder / "state")
-        confirmed: list[tuple[int, int]] = []  # events of the disk so far, and what was confirmed by then
+        confirmed: list[tuple[int, int]] = [(0, 0)]  # events of the disk so far, and what was confirmed by then
         for step in range(24):
             talk.step()
             talk.wait()
@@ -229,19 +231,27 @@ def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "
         journal.stop()
         while len(seen) < states:
             known = len(seen)
-            for state, moment in disk.states(rng, draws=states, without_syncs_of=without_syncs_of):
+            for cut in disk.cuts(rng, draws=states, without_syncs_of=without_syncs_of):
                 talk.confirmed = talk.confirmed_before = max(
-                    [0, *(count for events, count in confirmed if events <= moment)]
+                    count for events, count in confirmed if events <= cut.moment
                 )
-                found = hash((talk.confirmed, *sorted(state.items())))
-                if found in seen or len(seen) == states:
+                if len(seen) == states or (what := (talk.confirmed, *cut.left)) in drawn:
+                    continue
+                drawn.add(what)
+                files = cut.files()
+                found = hash((talk.confirmed, *sorted(files.items())))
+                if found in seen:
                     continue
                 seen.add(found)
-                shutil.rmtree(target, ignore_errors=True)
-                target.mkdir(mode=0o700)
-                for name, data in state.items():
-                    (target / name).write_bytes(data)
-                (target / LOCK).write_text("1 power\n")
+                _write(target, {LOCK: b"1 power\n", **files})
                 outcomes[talk.check(target, may_refuse=True)] += 1
             assert len(seen) > known, f"there are no more than {known} states"
     return outcomes
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Let the folder have these files and no others."""
+    for file in folder.iterdir():
+        file.unlink()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import apsw
 import numpy as np
@@ -638,3 +640,23 @@ def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Pa
 def test_a_log_whose_syncs_are_left_out_is_caught(tmp_path: Path) -> None:
     """The control: so many states are enough to notice."""
     assert cut_power(tmp_path, seed=2, states=80, without_syncs_of="-wal").keys() != {"whole"}
+
+
+def test_cuts_that_are_said_to_leave_the_same_leave_equal_files(tmp_path: Path) -> None:
+    """Only one of them is looked at."""
+    with FaultyDisk("power") as disk:
+        journal = open_journal(tmp_path, Durability.POWER, vfs=disk.name)
+        disk.record(tmp_path)
+        talk = Talk(journal)
+        for step in range(6):
+            talk.step()
+            talk.wait()
+            if step == 3:
+                with journal._db_lock:
+                    journal._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+        journal.stop()
+        for without in ("\0", "-wal"):
+            known = dict[tuple[Any, ...], dict[str, bytes]]()
+            for cut in disk.cuts(random.Random(1), draws=1000, without_syncs_of=without):
+                assert known.setdefault(cut.left, cut.files()) == cut.files()
+            assert 10 < len(known) < 1000
