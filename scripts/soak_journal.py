@@ -7,7 +7,8 @@
 Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. Each of
 `--processes` does parts of its own. Writes results/soak_<what>/<date>-<machine>/record.json with the sums, also of a
 run that `--minutes` or SIGTERM ends. Exits with 1 if anything that was sent to a client is lost, doubled or wrong, or
-if a control is not caught.
+if a control is not caught. A machine that is too busy for a server to answer anything before it is killed lets agents
+run out of patience: they are counted as such, what they received by then counts, and the status is 2.
 
 With `--parts FILE`, each part that is done is a line of that file, and a run goes on from what the file has: the record
 sums all of it. More files may be named, of runs with other seeds on other machines. All of them must be of one journal:
@@ -52,6 +53,7 @@ FORMS = {
     "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
+Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, what it counts, what is wrong, who gave up
 # Of the journal, below inference_engine/session/.
 SOURCES = ("journal*.py", "sqlite_journal.py", "wal_scan.py", "writer.py")
 CAUGHT = "kills until the control is caught"
@@ -73,7 +75,10 @@ BASELINE = {
 
 @dataclass(frozen=True)
 class Part:
-    """What was done with one seed. name: what it is; unit: of what it counts; seconds: that it took."""
+    """What was done with one seed. name: what it is; unit: of what it counts; seconds: that it took.
+
+    gave_up: agents that had no answer for longer than their patience lasts; all else was right.
+    """
 
     name: str
     unit: str
@@ -82,6 +87,7 @@ class Part:
     wrong: Sequence[str]
     seconds: float
     where: Mapping[str, Any]  # commit, digest of the journal's source, machine
+    gave_up: Sequence[str] = ()
 
     @property
     def size(self) -> int:
@@ -132,6 +138,10 @@ class Soak:
     def wrong(self) -> list[str]:
         return self.faults + [one for part in self.done for one in part.wrong]
 
+    @property
+    def gave_up(self) -> list[str]:
+        return [one for part in self.done for one in part.gave_up]
+
     def has_time(self) -> bool:
         return time.monotonic() < self.deadline and not self.stop.is_set()
 
@@ -167,20 +177,22 @@ class Soak:
         """
         began = say_at = time.monotonic()
         total = 0
-        waiting: dict[Future[tuple[str, Counter[str], list[str], float]], int] = {}
+        waiting: dict[Future[tuple[Found, float]], int] = {}
         while True:
             while len(waiting) < self.processes and (call := next(calls, None)) is not None:
                 waiting[self.pool.submit(part, *call)] = call[1]
             if not waiting:
                 return
             for one in wait(waiting, return_when=FIRST_COMPLETED).done:
-                name, counts, wrong, seconds = one.result()
-                self._keep(Part(name, unit, waiting.pop(one), dict(counts), wrong, round(seconds, 1), self.where))
+                (name, counts, wrong, gave_up), seconds = one.result()
+                seed = waiting.pop(one)
+                self._keep(Part(name, unit, seed, dict(counts), wrong, round(seconds, 1), self.where, gave_up))
                 total += self.done[-1].size
             now = time.monotonic()
             if not waiting or now >= say_at:
                 say_at = now + SAY_SECONDS
-                print(f"{total:,} {unit} after {now - began:.0f} s, {len(self.wrong)} wrong", flush=True)
+                without = f", {len(self.gave_up)} agents gave up" if self.gave_up else ""
+                print(f"{total:,} {unit} after {now - began:.0f} s, {len(self.wrong)} wrong{without}", flush=True)
 
     def _keep(self, part: Part) -> None:
         self.done.append(part)
@@ -224,13 +236,13 @@ def is_over() -> bool:
     return _stop.is_set() or (_until is not None and time.monotonic() > _until)
 
 
-def part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[str, Counter[str], list[str], float]:
-    """The part's name, what it counts, what is wrong, and how long it took."""
+def part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[Found, float]:
+    """What was found, and how long it took."""
     began = time.monotonic()
-    return *_part(name, seed, size, options), time.monotonic() - began
+    return _part(name, seed, size, options), time.monotonic() - began
 
 
-def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[str, Counter[str], list[str]]:
+def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> Found:
     """An assertion that fails is one that is wrong, and ends no soak."""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
@@ -239,15 +251,15 @@ def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[
                 return kill_part(name, state, seed, size, **options)
             state.mkdir()
             if name in ("states", "states control"):
-                return name, cut_power(state, seed=seed, states=size, **options), []
+                return name, cut_power(state, seed=seed, states=size, **options), [], []
             if name in ("flips", "flips control"):
-                return name, flip_bits(state, seed=seed, count=size, **options), []
-            return name, fail_calls(state, name.rsplit(maxsplit=1)[-1], range(seed, seed + size)), []
+                return name, flip_bits(state, seed=seed, count=size, **options), [], []
+            return name, fail_calls(state, name.rsplit(maxsplit=1)[-1], range(seed, seed + size)), [], []
         except AssertionError as error:
-            return name, Counter(wrong=1), [f"{name}, seed {seed}: {error}"]
+            return name, Counter(wrong=1), [f"{name}, seed {seed}: {error}"], []
 
 
-def killer(form: str) -> Callable[..., tuple[Counter[str], list[str]]]:
+def killer(form: str) -> Callable[..., tuple[Counter[str], list[str], list[str]]]:
     """Imported where it is needed: an engine with a pipe needs no SDK, and states and flips need neither."""
     if form == "pipe":
         from tests.load.piped import kill_engines
@@ -264,18 +276,18 @@ def forms_here() -> list[str]:
     return [form for form in FORMS if form != "typescript" or has_node_agents()]
 
 
-def kill_part(
-    form: str, state: Path, seed: int, size: int, *, durability: str, is_early: bool = False
-) -> tuple[str, Counter[str], list[str]]:
+def kill_part(form: str, state: Path, seed: int, size: int, *, durability: str, is_early: bool = False) -> Found:
     """is_early: the control; it counts the kills until it was caught, -1: it was not."""
     kill = killer(form)
     given: dict[str, Any] = {"kills": size, "agents": AGENTS, "seed": seed, "is_early": is_early, "is_over": is_over}
     if is_early:  # a control runs also where a soak is stopped
         given["is_over"] = lambda: False
-    counts, wrong = kill(state, durability, **given)
+    counts, wrong, gave_up = kill(state, durability, **given)
     if is_early:
-        return f"{form} control", Counter(kills=counts["kills"] if wrong else -1), []
-    return f"{form}, {durability}", counts, [f"{form}, {durability}, seed {seed}: {one}" for one in wrong]
+        return f"{form} control", Counter(kills=counts["kills"] if wrong else -1), [], []
+    name = f"{form}, {durability}"
+    wrong, gave_up = ([f"{name}, seed {seed}: {one}" for one in found] for found in (wrong, gave_up))
+    return name, counts, wrong, gave_up
 
 
 def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
@@ -306,6 +318,7 @@ def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
                     unit = "Generates" if name == "from a file" else name
                     soak.count(f"{name}, {durability}, {what}", counts[name], unit)
     soak.count("kills, in all", total, "kills")
+    soak.count("agents that gave up without an answer", len(soak.gave_up), "agents")
 
 
 def power(count: int, seed: int, soak: Soak) -> None:
@@ -412,14 +425,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seeds": [min(seeds), max(seeds)],
             "values": soak.values,
             "baseline": BASELINE[args.what],
-            "tables": {"machines": soak.machines(), "wrong": [{"wrong": one} for one in soak.wrong]},
+            "tables": {
+                "machines": soak.machines(),
+                "wrong": [{"wrong": one} for one in soak.wrong],
+                **({"gave up": [{"gave up": one} for one in soak.gave_up]} if soak.gave_up else {}),
+            },
         },
         results_dir=args.results,
     )
-    for one in soak.wrong:
+    for one in (*soak.wrong, *soak.gave_up):
         print(one, file=sys.stderr)
-    print(f"{'WRONG' if soak.wrong else 'right'}; {path.parent.name} {path.name}")
-    return 1 if soak.wrong else 0
+    said = "WRONG" if soak.wrong else f"right, but {len(soak.gave_up)} agents gave up" if soak.gave_up else "right"
+    print(f"{said}; {path.parent.name} {path.name}")
+    return 1 if soak.wrong else 2 if soak.gave_up else 0
 
 
 if __name__ == "__main__":
