@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import apsw
 import numpy as np
@@ -346,6 +347,10 @@ def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tm
     folder = tmp_path / "state"
     folder.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
+        open_journal(folder)
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o700)
+    with patch("os.geteuid", return_value=os.geteuid() + 1), pytest.raises(ConfigError, match="belongs to user"):
         open_journal(folder)
     assert list(folder.iterdir()) == []
     (tmp_path / "file").touch(mode=0o600)
