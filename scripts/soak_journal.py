@@ -2,7 +2,8 @@
 
     python scripts/soak_journal.py kill --count 1000      kills, half with each durability that keeps sessions
     python scripts/soak_journal.py power --count 100000   states of the disk that a loss of power could leave
-    python scripts/soak_journal.py faults --count 1000    flipped bits, and errors of the first calls of the disk
+    python scripts/soak_journal.py faults --count 1000    flipped bits, errors of the first calls of the disk, disks
+                                                          that fill up, folders that cannot be written
 
 Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. Each of
 `--processes` does parts of its own. Writes results/soak_<what>/<date>-<machine>/record.json with the sums, also of a
@@ -40,12 +41,13 @@ sys.path.insert(0, str(ROOT))
 
 from inference_engine.errors import ConfigError
 from laboratory.evaluation import record
-from tests.session.talks import cut_power, fail_calls, flip_bits
+from tests.session.talks import cut_power, fail_calls, fill_disk, flip_bits, start_read_only
 
 STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 50, 10
 CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 500, 6
 SAY_SECONDS = 5.0
 FAILED_CALLS = 150  # of each kind, one after another
+FULL_DISKS, READ_ONLY_FOLDERS = "full disks", "folders that cannot be written"
 # Of a kill: what is killed, and its share of all kills where every form runs.
 FORMS = {
     "pipe": ("an engine that acknowledges through a pipe", 6),
@@ -254,6 +256,10 @@ def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> Found:
                 return name, cut_power(state, seed=seed, states=size, **options), [], []
             if name in ("flips", "flips control"):
                 return name, flip_bits(state, seed=seed, count=size, **options), [], []
+            if name == FULL_DISKS:
+                return name, fill_disk(state, range(seed, seed + size)), [], []
+            if name == READ_ONLY_FOLDERS:
+                return name, start_read_only(range(seed, seed + size)), [], []
             return name, fail_calls(state, name.rsplit(maxsplit=1)[-1], range(seed, seed + size)), [], []
         except AssertionError as error:
             return name, Counter(wrong=1), [f"{name}, seed {seed}: {error}"], []
@@ -344,16 +350,16 @@ def faults(count: int, seed: int, soak: Soak) -> None:
         for number, size in soak.batches("flips", count, FLIPS_AT_ONCE, seed)
     )
     soak.in_parts(parts, "flips")
-    kinds = ("write", "sync")
+    kinds = ("errors of a write", "errors of a sync", FULL_DISKS, READ_ONLY_FOLDERS)
     done = {(part.name, part.seed) for part in soak.done}
     calls: Iterator[Call] = (
         (name, first, min(FAILED_AT_ONCE, most + 1 - first), {})
         for most in (min(count, FAILED_CALLS),)
         for first in range(1, most + 1, FAILED_AT_ONCE)
-        for name in (f"errors of a {kind}" for kind in kinds)
+        for name in kinds
         if (name, first) not in done and soak.has_time()
     )
-    soak.in_parts(calls, "errors")
+    soak.in_parts(calls, "looks")
     control, flips = soak.summed("flips control"), soak.summed("flips")
     said(control, "flips, control", soak, "flips")
     if not control["wrong"]:
@@ -362,9 +368,9 @@ def faults(count: int, seed: int, soak: Soak) -> None:
     if flips["shorter"]:
         soak.faults.append(f"{flips['shorter']} of {flips.total()} flips made a history shorter")
     for kind in kinds:
-        failed = soak.summed(f"errors of a {kind}")
-        said(failed, f"errors of a {kind}", soak, "errors")
-        soak.faults += [f"{failed[name]} errors of a {kind}: {OUTCOMES[name]}" for name in failed.keys() - {"whole"}]
+        failed = soak.summed(kind)
+        said(failed, kind, soak, "looks")
+        soak.faults += [f"{failed[name]} {kind}: {OUTCOMES[name]}" for name in failed.keys() - {"whole"}]
 
 
 def said(outcomes: Mapping[str, int], what: str, soak: Soak, unit: str) -> None:

@@ -22,6 +22,7 @@ class FaultyDisk:
         self.name = name
         self.is_full = False
         self.failing: tuple[str, int] | None = None  # a kind of call, and the number of the one that fails
+        self._filling: int | None = None  # the number of the write that finds the disk full
         self.events: list[Event] = []
         self._base: dict[str, bytes] = {}
         self._counts = {"write": 0, "sync": 0}
@@ -39,6 +40,10 @@ class FaultyDisk:
         """The call of this kind that comes so many from now fails, and no other does."""
         self.failing = kind, self._counts[kind] + after
 
+    def fill(self, after: int) -> None:
+        """The write that comes so many from now finds the disk full, and so do others until `is_full` is False."""
+        self._filling = self._counts["write"] + after
+
     def record(self, folder: Path) -> None:
         """From now on, remember what is written. What is there already is on the disk."""
         self.events = []
@@ -47,6 +52,8 @@ class FaultyDisk:
     def note(self, kind: str, *event: Any) -> None:
         if kind in self._counts:
             self._counts[kind] += 1
+            if kind == "write" and self._counts[kind] == self._filling:
+                self.is_full = True
             if kind == "write" and self.is_full:
                 raise apsw.FullError("scripted: no space")
             if self.failing == (kind, self._counts[kind]):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +28,7 @@ from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
 
 SESSIONS = 3
+NOBODY = 65_534  # the user
 METRICS = EngineMetrics()  # of all that only look at what is left: making them takes longer than the look
 
 
@@ -209,6 +212,98 @@ def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:
             outcomes[talk.check(state)] += 1
             shutil.rmtree(state)
     return outcomes
+
+
+def fill_disk(folder: Path, numbers: Iterable[int]) -> Counter[str]:
+    """Let the disk be full from its n-th write on, and have room again later.
+
+    Nothing is confirmed meanwhile, what was confirmed is there if the process is killed then, and later all is.
+    """
+    outcomes = Counter[str]()
+    with FaultyDisk("filling") as disk:
+        for number in numbers:
+            state = folder / f"{number}"
+            journal = open_journal(state, Durability.POWER, vfs=disk.name)
+            talk = Talk(journal, number)
+            disk.fill(number)
+            while not journal.is_full:
+                talk.step()
+                while not journal._writer.flush(0.05) and not journal.is_full:
+                    assert not journal.failure
+                if not journal.is_full:
+                    talk.confirmed = len(talk.order)
+            assert disk.is_full
+            talk.step()
+            assert not journal._writer.flush(0.05), "confirmed on a full disk"
+            outcomes[talk.check(after_a_kill(state))] += 1
+            disk.is_full = False
+            talk.wait()
+            talk.step()
+            talk.wait()
+            journal.stop()
+            outcomes[talk.check(state)] += 1
+            for one in (state, after_a_kill(state)):
+                shutil.rmtree(one)
+    return outcomes
+
+
+def start_read_only(numbers: Iterable[int]) -> Counter[str]:
+    """Start on a folder that cannot be written, left by a kill or by a stop in order, or empty.
+
+    The start is refused by type, nothing is changed, and once it can be written all is there.
+    """
+    outcomes = Counter[str]()
+    for number in numbers:
+        with TemporaryDirectory() as folder:
+            Path(folder).chmod(0o711)  # another user goes through it
+            state = Path(folder) / "state"
+            journal = open_journal(state, Durability.POWER)
+            talk = Talk(journal, number)
+            for _ in range(number):
+                talk.step()
+                talk.wait()
+            killed = after_a_kill(state)
+            (killed / LOCK).write_text("1 power\n")
+            journal.stop()
+            empty = Path(folder) / "empty"
+            empty.mkdir(mode=0o700)
+            for one in (killed, state, empty):
+                before = {file.name: file.read_bytes() for file in one.iterdir()}
+                with read_only(one):
+                    assert not opens(one), "a folder that cannot be written was taken"
+                assert {file.name: file.read_bytes() for file in one.iterdir()} == before
+            for one in (killed, state):
+                outcomes[talk.check(one)] += 1
+            assert opens(empty)
+            outcomes["whole"] += 1
+    return outcomes
+
+
+def opens(folder: Path) -> bool:
+    try:
+        open_journal(folder, Durability.POWER).stop()
+    except ConfigError:
+        return False
+    return True
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Nothing in the folder can be changed meanwhile. Root could: it is another user then, whose folder it is."""
+    me, files = os.geteuid(), list(folder.iterdir())
+    for file in (*files, folder):
+        file.chmod(0o500 if file == folder else 0o400)
+        if me == 0:
+            os.chown(file, NOBODY, -1)
+    if me == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(me)
+        for file in (folder, *files):
+            os.chown(file, me, -1)
+            file.chmod(0o700 if file == folder else 0o600)
 
 
 def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "\0") -> Counter[str]:

@@ -32,7 +32,7 @@ from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
-from tests.session.talks import Talk, cut_power, fail_calls, flip_bits, record_of
+from tests.session.talks import Talk, cut_power, fail_calls, fill_disk, flip_bits, record_of, start_read_only
 
 
 @pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.POWER])
@@ -615,26 +615,11 @@ def test_a_checkpoint_that_fails_is_an_error_of_the_disk(
 
 
 def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
-    disk = FaultyDisk("full")
-    with disk:
-        journal = open_journal(tmp_path, Durability.POWER, vfs=disk.name)
-        talk = Talk(journal)
-        for _ in range(10):
-            talk.step()
-        talk.wait()
-        disk.is_full = True
-        for _ in range(3):
-            talk.step()
-        assert not journal._writer.flush(1.0)
-        assert journal.is_behind()
-        assert not journal.failure
-        disk.is_full = False
-        talk.wait()
-        for _ in range(10):
-            talk.step()
-        talk.wait()
-        journal.stop()
-        assert talk.check(tmp_path) == "whole"
+    assert fill_disk(tmp_path, (1, 2, 3, 5, 8, 13, 40)) == {"whole": 14}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_loses_nothing() -> None:
+    assert start_read_only((0, 7)) == {"whole": 6}
 
 
 @pytest.mark.parametrize("seed", range(10))
