@@ -93,7 +93,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        """How much of its unit was done: kills have tokens and sessions beside them, outcomes of others are the unit."""
+        """How much was done: kills have tokens and sessions beside them, what others count is of one unit."""
         return self.counts.get("kills", 0) if self.unit == "kills" else sum(self.counts.values())
 
 
