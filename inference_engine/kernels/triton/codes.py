@@ -20,9 +20,10 @@ def _byte(p_low, p_high, half, index, live):
 
 
 @triton.jit
-def places_of_codes(p_begins, p_widths, p_tables, o_code, live, chains):
-    """Of codes: first bit, width, table of levels; and the bits that end those one, two and three before, with whether
-    there is one. They are the same for every token."""
+def places_of_codes(p_begins, p_widths, p_tables, first_byte, o_code, live, chains):
+    """Of codes, the same for every token: first byte, bits behind the code in three bytes, mask, first level;
+    and the bits that end those one, two and three before, with whether there is one.
+    """
     b_begin = tl.load(p_begins + o_code, mask=live, other=0)
     b_width = tl.load(p_widths + o_code, mask=live, other=1)
     b_table = tl.load(p_tables + o_code, mask=live, other=0)
@@ -35,7 +36,10 @@ def places_of_codes(p_begins, p_widths, p_tables, o_code, live, chains):
     b_two += tl.load(p_widths + o_code - 2 * chains, mask=has_two, other=1) - 1
     b_three = tl.load(p_begins + o_code - 3 * chains, mask=has_three, other=0)
     b_three += tl.load(p_widths + o_code - 3 * chains, mask=has_three, other=1) - 1
-    return b_begin, b_width, b_table, b_one, b_two, b_three, has_one, has_two, has_three
+    b_octet = first_byte + 1 + b_begin // 8
+    b_right = 24 - b_begin % 8 - b_width
+    b_mask = (1 << b_width) - 1
+    return b_octet, b_right, b_mask, b_table, b_one, b_two, b_three, has_one, has_two, has_three
 
 
 @triton.jit
@@ -54,14 +58,13 @@ def numbers_of_codes(
 
     codes: as `places_of_codes` has them.
     """
-    b_begin, b_width, b_table, b_one, b_two, b_three, has_one, has_two, has_three = codes
+    b_octet, b_right, b_mask, b_table, b_one, b_two, b_three, has_one, has_two, has_three = codes
     here = live & inside
     behind = first_byte + 1
-    b_octet = behind + b_begin // 8
     b_word = _byte(p_low, p_high, half, b_octet, here) << 16
     b_word |= _byte(p_low, p_high, half, b_octet + 1, here) << 8
     b_word |= _byte(p_low, p_high, half, b_octet + 2, here)
-    b_code = (b_word >> (24 - b_begin % 8 - b_width)) & ((1 << b_width) - 1)
+    b_code = (b_word >> b_right) & b_mask
     u_one = _byte(p_low, p_high, half, behind + b_one // 8, has_one & here) >> (7 - b_one % 8)
     u_two = _byte(p_low, p_high, half, behind + b_two // 8, has_two & here) >> (7 - b_two % 8)
     u_three = _byte(p_low, p_high, half, behind + b_three // 8, has_three & here) >> (7 - b_three % 8)

@@ -137,7 +137,7 @@ def _units(
 ):
     o_code = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = o_code < count
-    codes = places_of_codes(p_begins, p_widths, p_tables, o_code, live, chains)
+    codes = places_of_codes(p_begins, p_widths, p_tables, first_byte, o_code, live, chains)
     for token in range(TOKENS):
         place = tl.program_id(0).to(tl.int64) * TOKENS + token
         inside = place < tokens

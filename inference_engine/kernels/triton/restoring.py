@@ -78,7 +78,7 @@ def unpack(
             p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
             o_code = block * BLOCK + tl.arange(0, BLOCK)
             live = o_code < count
-            codes = places_of_codes(p_begins, p_widths, p_tables, o_code, live, chains)
+            codes = places_of_codes(p_begins, p_widths, p_tables, first_byte, o_code, live, chains)
             for token in range(first_token, first_token + TOKENS):
                 position = tl.load(p_chosen + token, mask=token < kept, other=2147483647)
                 inside = position < before
