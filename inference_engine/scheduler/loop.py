@@ -158,6 +158,7 @@ class Scheduler:
             # Sent before the loop can see the request, so that it is the first event.
             request.listener(Accepted(ahead, request.pending_tokens))
             self._queued.append(request)
+            self._foresight.changed()
             self._wake.notify_all()
 
     def _places_ahead(self, owner: str) -> int:
@@ -270,6 +271,7 @@ class Scheduler:
                 self.wakeups.release()  # it is not known when the device works again
             with self._lock:
                 self._is_ending = False
+                self._foresight.changed()
                 if self._is_idle():
                     self._wake.notify_all()
                     if self._is_stopping:
@@ -596,12 +598,14 @@ class Scheduler:
         with self._lock:
             self._queued.remove(request)
             self._running.append(request)
+            self._foresight.changed()
 
     def _leave(self, request: Request) -> None:
         if self.hibernation is not None:
             self.hibernation.rest(request.session)
         with self._lock:
             self._is_ending = True
+            self._foresight.changed()
             if request in self._queued:
                 self._queued.remove(request)
                 return
