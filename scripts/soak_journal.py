@@ -2,12 +2,14 @@
 
     python scripts/soak_journal.py kill --count 1000      kills, half with each durability that keeps sessions
     python scripts/soak_journal.py power --count 100000   states of the disk that a loss of power could leave
-    python scripts/soak_journal.py faults --count 1000    flipped bits, and errors of the first calls of the disk
+    python scripts/soak_journal.py faults --count 1000    flipped bits, errors of the first calls of the disk, disks
+                                                          that fill up, folders that cannot be written
 
 Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. Each of
 `--processes` does parts of its own. Writes results/soak_<what>/<date>-<machine>/record.json with the sums, also of a
 run that `--minutes` or SIGTERM ends. Exits with 1 if anything that was sent to a client is lost, doubled or wrong, or
-if a control is not caught.
+if a control is not caught. A machine that is too busy for a server to answer anything before it is killed lets agents
+run out of patience: they are counted as such, what they received by then counts, and the status is 2.
 
 With `--parts FILE`, each part that is done is a line of that file, and a run goes on from what the file has: the record
 sums all of it. More files may be named, of runs with other seeds on other machines. All of them must be of one journal:
@@ -17,6 +19,7 @@ the record has the digest of its source, and says which machine did what at whic
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import logging
@@ -38,12 +41,13 @@ sys.path.insert(0, str(ROOT))
 
 from inference_engine.errors import ConfigError
 from laboratory.evaluation import record
-from tests.session.talks import cut_power, fail_calls, flip_bits
+from tests.session.talks import cut_power, fail_calls, fill_disk, flip_bits, start_read_only
 
 STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 50, 10
 CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 500, 6
 SAY_SECONDS = 5.0
 FAILED_CALLS = 150  # of each kind, one after another
+FULL_DISKS, READ_ONLY_FOLDERS = "full disks", "folders that cannot be written"
 # Of a kill: what is killed, and its share of all kills where every form runs.
 FORMS = {
     "pipe": ("an engine that acknowledges through a pipe", 6),
@@ -51,6 +55,7 @@ FORMS = {
     "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
+Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, what it counts, what is wrong, who gave up
 # Of the journal, below inference_engine/session/.
 SOURCES = ("journal*.py", "sqlite_journal.py", "wal_scan.py", "writer.py")
 CAUGHT = "kills until the control is caught"
@@ -72,7 +77,10 @@ BASELINE = {
 
 @dataclass(frozen=True)
 class Part:
-    """What was done with one seed. name: what it is; unit: of what it counts; seconds: that it took."""
+    """What was done with one seed. name: what it is; unit: of what it counts; seconds: that it took.
+
+    gave_up: agents that had no answer for longer than their patience lasts; all else was right.
+    """
 
     name: str
     unit: str
@@ -81,6 +89,7 @@ class Part:
     wrong: Sequence[str]
     seconds: float
     where: Mapping[str, Any]  # commit, digest of the journal's source, machine
+    gave_up: Sequence[str] = ()
 
     @property
     def size(self) -> int:
@@ -131,6 +140,10 @@ class Soak:
     def wrong(self) -> list[str]:
         return self.faults + [one for part in self.done for one in part.wrong]
 
+    @property
+    def gave_up(self) -> list[str]:
+        return [one for part in self.done for one in part.gave_up]
+
     def has_time(self) -> bool:
         return time.monotonic() < self.deadline and not self.stop.is_set()
 
@@ -166,20 +179,22 @@ class Soak:
         """
         began = say_at = time.monotonic()
         total = 0
-        waiting: dict[Future[tuple[str, Counter[str], list[str], float]], int] = {}
+        waiting: dict[Future[tuple[Found, float]], int] = {}
         while True:
             while len(waiting) < self.processes and (call := next(calls, None)) is not None:
                 waiting[self.pool.submit(part, *call)] = call[1]
             if not waiting:
                 return
             for one in wait(waiting, return_when=FIRST_COMPLETED).done:
-                name, counts, wrong, seconds = one.result()
-                self._keep(Part(name, unit, waiting.pop(one), dict(counts), wrong, round(seconds, 1), self.where))
+                (name, counts, wrong, gave_up), seconds = one.result()
+                seed = waiting.pop(one)
+                self._keep(Part(name, unit, seed, dict(counts), wrong, round(seconds, 1), self.where, gave_up))
                 total += self.done[-1].size
             now = time.monotonic()
             if not waiting or now >= say_at:
                 say_at = now + SAY_SECONDS
-                print(f"{total:,} {unit} after {now - began:.0f} s, {len(self.wrong)} wrong", flush=True)
+                without = f", {len(self.gave_up)} agents gave up" if self.gave_up else ""
+                print(f"{total:,} {unit} after {now - began:.0f} s, {len(self.wrong)} wrong{without}", flush=True)
 
     def _keep(self, part: Part) -> None:
         self.done.append(part)
@@ -215,6 +230,7 @@ def _begin(stop: Any, until: float | None) -> None:
     global _stop, _until
     _stop, _until = stop, until
     logging.disable()  # failing disks are what is asked for
+    gc.freeze()  # looking through all that was imported, again and again, takes a tenth of the time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # their parent gets it, too, and lets them end
 
 
@@ -222,13 +238,13 @@ def is_over() -> bool:
     return _stop.is_set() or (_until is not None and time.monotonic() > _until)
 
 
-def part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[str, Counter[str], list[str], float]:
-    """The part's name, what it counts, what is wrong, and how long it took."""
+def part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[Found, float]:
+    """What was found, and how long it took."""
     began = time.monotonic()
-    return *_part(name, seed, size, options), time.monotonic() - began
+    return _part(name, seed, size, options), time.monotonic() - began
 
 
-def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[str, Counter[str], list[str]]:
+def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> Found:
     """An assertion that fails is one that is wrong, and ends no soak."""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
@@ -237,15 +253,19 @@ def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> tuple[
                 return kill_part(name, state, seed, size, **options)
             state.mkdir()
             if name in ("states", "states control"):
-                return name, cut_power(state, seed=seed, states=size, **options), []
+                return name, cut_power(state, seed=seed, states=size, **options), [], []
             if name in ("flips", "flips control"):
-                return name, flip_bits(state, seed=seed, count=size, **options), []
-            return name, fail_calls(state, name.rsplit(maxsplit=1)[-1], range(seed, seed + size)), []
+                return name, flip_bits(state, seed=seed, count=size, **options), [], []
+            if name == FULL_DISKS:
+                return name, fill_disk(state, range(seed, seed + size)), [], []
+            if name == READ_ONLY_FOLDERS:
+                return name, start_read_only(range(seed, seed + size)), [], []
+            return name, fail_calls(state, name.rsplit(maxsplit=1)[-1], range(seed, seed + size)), [], []
         except AssertionError as error:
-            return name, Counter(wrong=1), [f"{name}, seed {seed}: {error}"]
+            return name, Counter(wrong=1), [f"{name}, seed {seed}: {error}"], []
 
 
-def killer(form: str) -> Callable[..., tuple[Counter[str], list[str]]]:
+def killer(form: str) -> Callable[..., tuple[Counter[str], list[str], list[str]]]:
     """Imported where it is needed: an engine with a pipe needs no SDK, and states and flips need neither."""
     if form == "pipe":
         from tests.load.piped import kill_engines
@@ -262,18 +282,18 @@ def forms_here() -> list[str]:
     return [form for form in FORMS if form != "typescript" or has_node_agents()]
 
 
-def kill_part(
-    form: str, state: Path, seed: int, size: int, *, durability: str, is_early: bool = False
-) -> tuple[str, Counter[str], list[str]]:
+def kill_part(form: str, state: Path, seed: int, size: int, *, durability: str, is_early: bool = False) -> Found:
     """is_early: the control; it counts the kills until it was caught, -1: it was not."""
     kill = killer(form)
     given: dict[str, Any] = {"kills": size, "agents": AGENTS, "seed": seed, "is_early": is_early, "is_over": is_over}
     if is_early:  # a control runs also where a soak is stopped
         given["is_over"] = lambda: False
-    counts, wrong = kill(state, durability, **given)
+    counts, wrong, gave_up = kill(state, durability, **given)
     if is_early:
-        return f"{form} control", Counter(kills=counts["kills"] if wrong else -1), []
-    return f"{form}, {durability}", counts, [f"{form}, {durability}, seed {seed}: {one}" for one in wrong]
+        return f"{form} control", Counter(kills=counts["kills"] if wrong else -1), [], []
+    name = f"{form}, {durability}"
+    wrong, gave_up = ([f"{name}, seed {seed}: {one}" for one in found] for found in (wrong, gave_up))
+    return name, counts, wrong, gave_up
 
 
 def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
@@ -304,6 +324,7 @@ def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
                     unit = "Generates" if name == "from a file" else name
                     soak.count(f"{name}, {durability}, {what}", counts[name], unit)
     soak.count("kills, in all", total, "kills")
+    soak.count("agents that gave up without an answer", len(soak.gave_up), "agents")
 
 
 def power(count: int, seed: int, soak: Soak) -> None:
@@ -329,16 +350,16 @@ def faults(count: int, seed: int, soak: Soak) -> None:
         for number, size in soak.batches("flips", count, FLIPS_AT_ONCE, seed)
     )
     soak.in_parts(parts, "flips")
-    kinds = ("write", "sync")
+    kinds = ("errors of a write", "errors of a sync", FULL_DISKS, READ_ONLY_FOLDERS)
     done = {(part.name, part.seed) for part in soak.done}
     calls: Iterator[Call] = (
         (name, first, min(FAILED_AT_ONCE, most + 1 - first), {})
         for most in (min(count, FAILED_CALLS),)
         for first in range(1, most + 1, FAILED_AT_ONCE)
-        for name in (f"errors of a {kind}" for kind in kinds)
+        for name in kinds
         if (name, first) not in done and soak.has_time()
     )
-    soak.in_parts(calls, "errors")
+    soak.in_parts(calls, "looks")
     control, flips = soak.summed("flips control"), soak.summed("flips")
     said(control, "flips, control", soak, "flips")
     if not control["wrong"]:
@@ -347,9 +368,9 @@ def faults(count: int, seed: int, soak: Soak) -> None:
     if flips["shorter"]:
         soak.faults.append(f"{flips['shorter']} of {flips.total()} flips made a history shorter")
     for kind in kinds:
-        failed = soak.summed(f"errors of a {kind}")
-        said(failed, f"errors of a {kind}", soak, "errors")
-        soak.faults += [f"{failed[name]} errors of a {kind}: {OUTCOMES[name]}" for name in failed.keys() - {"whole"}]
+        failed = soak.summed(kind)
+        said(failed, kind, soak, "looks")
+        soak.faults += [f"{failed[name]} {kind}: {OUTCOMES[name]}" for name in failed.keys() - {"whole"}]
 
 
 def said(outcomes: Mapping[str, int], what: str, soak: Soak, unit: str) -> None:
@@ -410,14 +431,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seeds": [min(seeds), max(seeds)],
             "values": soak.values,
             "baseline": BASELINE[args.what],
-            "tables": {"machines": soak.machines(), "wrong": [{"wrong": one} for one in soak.wrong]},
+            "tables": {
+                "machines": soak.machines(),
+                "wrong": [{"wrong": one} for one in soak.wrong],
+                **({"gave up": [{"gave up": one} for one in soak.gave_up]} if soak.gave_up else {}),
+            },
         },
         results_dir=args.results,
     )
-    for one in soak.wrong:
+    for one in (*soak.wrong, *soak.gave_up):
         print(one, file=sys.stderr)
-    print(f"{'WRONG' if soak.wrong else 'right'}; {path.parent.name} {path.name}")
-    return 1 if soak.wrong else 0
+    said = "WRONG" if soak.wrong else f"right, but {len(soak.gave_up)} agents gave up" if soak.gave_up else "right"
+    print(f"{said}; {path.parent.name} {path.name}")
+    return 1 if soak.wrong else 2 if soak.gave_up else 0
 
 
 if __name__ == "__main__":

@@ -145,6 +145,27 @@ def save_copies(engine: Engine, folder: Path) -> list[Path]:
     return sorted((folder / COPIES).glob("*.kv"))
 
 
+@contextmanager
+def speeds(engine: Engine, *, prefill_tokens: float, read_bytes: float) -> Iterator[None]:
+    """As if so many tokens were computed, and so many bytes read, in a second."""
+    hibernation = engine._scheduler.hibernation
+    assert hibernation is not None, "the engine keeps no copies"
+    measured_read_bytes(engine)  # later it would be measured over these
+    with (
+        patch.object(hibernation, "_prefill_seconds", 1 / prefill_tokens),
+        patch.object(hibernation, "_read_seconds", 1 / read_bytes),
+    ):
+        yield
+
+
+def measured_read_bytes(engine: Engine) -> float:
+    """What the engine measured of its disk at its start, in bytes a second."""
+    hibernation = engine._scheduler.hibernation
+    assert hibernation is not None, "the engine keeps no copies"
+    hibernation._reader.submit(lambda: None).result(LIMIT_SECONDS)  # after the measurement
+    return 1 / hibernation._read_seconds
+
+
 def save_some_pieces(engine: Engine, session_id: str) -> None:
     """Begin a copy of an idle session's K/V, and leave it unfinished."""
     hibernation = engine._scheduler.hibernation

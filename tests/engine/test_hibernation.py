@@ -10,7 +10,14 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError
 from inference_engine.types import Finished, GenerateParams
-from tests.facade import drop_entries, on_the_engines_thread, save_copies, save_some_pieces
+from tests.facade import (
+    drop_entries,
+    measured_read_bytes,
+    on_the_engines_thread,
+    save_copies,
+    save_some_pieces,
+    speeds,
+)
 from tests.kept import keeping, saved
 from tests.laws.variants import drain, generate, text
 from tests.tiny import tiny_engine
@@ -100,6 +107,26 @@ def test_a_restarted_engine_knows_its_files_and_removes_those_of_no_session(tmp_
         assert not stray.exists()
         engine.recall(session)
         assert cached(engine, session) == LENGTH + 3
+
+
+def test_auto_writes_and_reads_a_file_only_where_that_is_faster_than_a_prefill(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=made(hibernate="auto")) as engine:
+        assert 1e6 < measured_read_bytes(engine) < 1e12
+        session = talked(engine, 0)
+        saved_by, read_by = engine.metrics.copies_saved, engine.metrics.copies_read
+        with speeds(engine, prefill_tokens=1e9, read_bytes=1e6):
+            assert save_copies(engine, tmp_path) == []
+            assert saved_by.labels("slower")._value.get() == 1
+        with speeds(engine, prefill_tokens=1.0, read_bytes=1e9):
+            assert len(save_copies(engine, tmp_path)) == 1
+        drop_entries(engine, session)
+        with speeds(engine, prefill_tokens=1e9, read_bytes=1e6):
+            assert cached(engine, session) == 0
+            assert read_by.labels("slower")._value.get() == 1
+        drop_entries(engine, session)
+        with speeds(engine, prefill_tokens=1.0, read_bytes=1e9):
+            assert cached(engine, session) == LENGTH + 3
+            assert read_by.labels("used")._value.get() == 1
 
 
 def test_never_means_no_files(tmp_path: Path) -> None:

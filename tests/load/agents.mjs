@@ -1,14 +1,14 @@
 // Agents of the TypeScript SDK, which talk on while their server is killed; `kills.py` holds what they say against the law.
 //
-//     node tests/load/agents.mjs <target> <agents> <seed>
+//     node tests/load/agents.mjs <target> <agents> <seed> <seconds of patience>
 //
 // Each line on standard output is what an agent received. The end of standard input lets each end its session.
-import { Client } from "../../sdks/typescript/dist/index.js";
+import { Client, DeadlineExceeded, TransportError } from "../../sdks/typescript/dist/index.js";
 
 const MOST_TOKENS = 250; // of one session
-const RETRY = { firstDelaySeconds: 0.02, maxDelaySeconds: 0.1, patienceSeconds: 600 }; // of any machine, however busy
 
-const [target, agents, seed] = [process.argv[2], Number(process.argv[3]), Number(process.argv[4])];
+const target = process.argv[2];
+const [agents, seed, patienceSeconds] = process.argv.slice(3).map(Number);
 let isOver = false;
 process.stdin.on("end", () => (isOver = true)).resume();
 
@@ -51,11 +51,15 @@ async function talk(client, agent, below) {
 async function run(agent) {
   const below = numbers(seed * 1000 + agent * 7919 + 1);
   for (let warm = 0; warm < 8; warm++) below(1);
-  const client = new Client(target, { retry: RETRY, timeoutSeconds: 1200 });
+  const client = new Client(target, {
+    retry: { firstDelaySeconds: 0.02, maxDelaySeconds: 0.1, patienceSeconds },
+    timeoutSeconds: 1200,
+  });
   try {
     while (!isOver) await talk(client, agent, below);
   } catch (error) {
-    tell(agent, { wrong: `${error.name}: ${error.message}` });
+    const isUnanswered = error instanceof TransportError || error instanceof DeadlineExceeded;
+    tell(agent, { [isUnanswered ? "unanswered" : "wrong"]: `${error.name}: ${error.message}` });
   } finally {
     await client.close();
   }

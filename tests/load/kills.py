@@ -21,17 +21,17 @@ from typing import Any
 
 from inference_engine.config import child_environment
 from inference_engine.kv.strategies.full import Full
-from kakeya import Client, RetryPolicy
+from kakeya import Client, DeadlineExceeded, RetryPolicy, TransportError
 from tests.load.scripted import solo_of
 
 ROOT = Path(__file__).parents[2]
 SDK = ROOT / "sdks" / "typescript"
 NODE = shutil.which("node") or ""
 LAW = solo_of(Full())
-PATIENT = RetryPolicy(
-    first_delay_seconds=0.02, max_delay_seconds=0.1, patience_seconds=600.0
-)  # of any machine, however busy
+PATIENCE_SECONDS = 600.0  # of any machine, however busy
+NO_ANSWER = (TransportError, DeadlineExceeded)
 MOST_TOKENS = 250  # of one session
+LONGEST_SECONDS = 0.5  # until a kill
 
 
 class Lives:
@@ -96,12 +96,18 @@ class Lives:
 
 
 class Agents:
-    """Threads that talk until they are stopped. wrong: what was not as it has to be."""
+    """Threads that talk until they are stopped. wrong: what was not as it has to be.
 
-    def __init__(self, target: str, count: int, seed: int) -> None:
+    gave_up: agents that had no answer for as long as their patience lasts, while the server was killed again and again.
+    Nothing that they received was wrong.
+    """
+
+    def __init__(self, target: str, count: int, seed: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.gave_up: list[str] = []
         self._target = target
+        self._retry = RetryPolicy(first_delay_seconds=0.02, max_delay_seconds=0.1, patience_seconds=patience_seconds)
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),), daemon=True)
@@ -121,9 +127,12 @@ class Agents:
 
     def _run(self, rng: random.Random) -> None:
         try:
-            with Client(self._target, retry=PATIENT, timeout=1200.0) as client:
+            with Client(self._target, retry=self._retry, timeout=2 * PATIENCE_SECONDS) as client:
                 while not self._is_over.is_set():
                     self._talk(client, rng)
+        except NO_ANSWER as error:
+            # Once no life is killed any more, each has to be answered.
+            (self.wrong if self._is_over.is_set() else self.gave_up).append(f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what the test is for
             self.wrong.append(f"{type(error).__name__}: {error}")
 
@@ -154,13 +163,15 @@ class Agents:
 class NodeAgents:
     """The same, of the TypeScript SDK, in a process of Node.js. Built by `npm ci` and `npm run build` in its folder."""
 
-    def __init__(self, target: str, count: int, seed: int) -> None:
+    def __init__(self, target: str, count: int, seed: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.gave_up: list[str] = []
         self._histories: dict[int, list[int]] = {}
         self._is_over = False
         assert has_node_agents(), f"{SDK} is not built: npm ci && npm run build there, with Node.js 20 or newer"
         command = [NODE, str(Path(__file__).with_name("agents.mjs")), target, str(count), str(seed)]
+        command.append(str(patience_seconds))
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment()
         )
@@ -192,11 +203,15 @@ class NodeAgents:
                 self._learn(agent, line)
             except AssertionError as error:
                 self.wrong.append(f"agent {agent} of Node.js: {error}")
-        if not self._is_over:
+        if not self._is_over and not self.gave_up:
             self.wrong.append("the agents ended by themselves")
 
     def _learn(self, agent: int, line: dict[str, Any]) -> None:
         assert "wrong" not in line, line["wrong"]
+        if "unanswered" in line:
+            assert not self._is_over, line["unanswered"]
+            self.gave_up.append(f"agent {agent} of Node.js: {line['unanswered']}")
+            return
         if "created" in line:
             self._histories[agent] = []
             self.counts["sessions"] += 1
@@ -239,24 +254,28 @@ def kill_often(
     is_early: bool = False,
     of: type[Agents] | type[NodeAgents] = Agents,
     is_over: Callable[[], bool] = lambda: False,
-) -> tuple[Counter[str], list[str]]:
-    """Kill a server so many times, at random moments, under agents. What they did, and what was wrong.
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> tuple[Counter[str], list[str], list[str]]:
+    """Kill a server so many times, at random moments, under agents. What they did, what was wrong, and who gave up.
 
     is_over: asked before each kill; True ends it early.
     """
     rng = random.Random(seed)
     with lives(folder, durability, is_early=is_early) as server:
         server.begin()
-        talking = of(server.target, agents, seed)
+        talking = of(server.target, agents, seed, patience_seconds=patience_seconds)
+        # A client that never reached its server has little patience.
+        until = time.monotonic() + PATIENCE_SECONDS
+        while talking.counts["sessions"] < agents and not talking.wrong:
+            assert time.monotonic() < until, "an agent has no session"
+            time.sleep(0.01)
         for _ in range(kills):
-            if is_over():
+            if talking.wrong or talking.gave_up or is_over():
                 break
-            time.sleep(rng.uniform(0.02, 0.5))
+            time.sleep(rng.uniform(0.02, LONGEST_SECONDS))
             server.kill()
             server.begin()
             talking.counts["kills"] += 1
-            if talking.wrong:
-                break
         found = list(talking.wrong)
-        talking.finish(1.0 if found else 600.0)  # others may wait for what is not there any more
-        return talking.counts, found or talking.wrong
+        talking.finish(1.0 if found else PATIENCE_SECONDS)  # others may wait for what is not there any more
+        return talking.counts, found or talking.wrong, talking.gave_up

@@ -285,12 +285,15 @@ def kill_engines(
     seed: int,
     is_early: bool = False,
     is_over: Callable[[], bool] = lambda: False,
-) -> tuple[Counter[str], list[str]]:
-    """Kill an engine so many times, at random moments. What its agents received, and what was wrong."""
+) -> tuple[Counter[str], list[str], list[str]]:
+    """Kill an engine so many times, at random moments. What its agents received, and what was wrong.
+
+    The third, agents that gave up, is of `kill_often`: through a pipe none does.
+    """
     rng = random.Random(seed)
     lives = Lives(folder, durability, agents, seed, is_early=is_early)
     while lives.counts["kills"] < kills and not lives.wrong and not is_over():
         lives.live(rng.uniform(0.0, LONGEST_SECONDS), is_from_fork=rng.random() < 0.25)
     if not lives.wrong:
         lives.live(None)
-    return lives.counts, lives.wrong
+    return lives.counts, lives.wrong, []

@@ -41,6 +41,31 @@ def test_a_run_does_what_is_missing_with_seeds_that_were_not_used() -> None:
     assert not list(soak.batches("states", 150, 200, 6))
 
 
+def test_agents_that_gave_up_are_told_from_tokens_that_were_lost(tmp_path: Path) -> None:
+    done = Part("pipe, power", "kills", 1, {"kills": 30, "tokens": 9}, [], 2.5, HERE)
+    control = replace(done, name="pipe control", seed=9, counts={"kills": 2})
+    lost = replace(done, name="python, power", wrong=["a token is lost"])
+    impatient = replace(done, name="python, power", gave_up=["no connection"])
+    for parts, status, said in (
+        ((done, control, impatient), 2, "right, but 1 agents gave up"),
+        ((done, control, lost), 1, "WRONG"),
+        ((done, control, lost, replace(impatient, seed=2)), 1, "WRONG"),
+    ):
+        file = written(tmp_path / "parts", *parts)
+        arguments = ["kill", "--forms", "pipe", "--count", "30", "--parts", str(file), "--results", str(tmp_path)]
+        command = [sys.executable, str(ROOT / "scripts" / "soak_journal.py"), *arguments]
+        ended = subprocess.run(
+            command, env=child_environment(), capture_output=True, text=True, check=False, timeout=240
+        )
+        assert ended.returncode == status, ended.stderr
+        assert ended.stdout.splitlines()[-1].startswith(said)
+        (path,) = tmp_path.glob("soak_kill/*/record.json")
+        found = read_record(path, "soak_kill", "machines")
+        assert len(found["tables"]["wrong"]) == sum(len(one.wrong) for one in parts)
+        gave_up = found["values"]["agents that gave up without an answer"]["median"]
+        assert gave_up == len(found["tables"].get("gave up", ())) == sum(len(one.gave_up) for one in parts)
+
+
 def test_a_record_sums_what_runs_before_did_and_says_where(tmp_path: Path) -> None:
     before = replace(ONE, where={**HERE, "machine": "another machine"})
     parts = written(tmp_path / "parts", before)

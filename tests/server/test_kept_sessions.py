@@ -190,6 +190,12 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, str
         EngineConfig(**settings)  # type: ignore[arg-type]
 
 
+def test_a_state_folder_is_for_losses_of_power_where_nothing_else_is_chosen() -> None:
+    assert EngineConfig(state_dir="somewhere").kept is Durability.POWER
+    assert EngineConfig(state_dir="somewhere", durability="process").kept is Durability.PROCESS
+    assert EngineConfig().kept is Durability.NONE
+
+
 async def test_without_a_state_folder_sessions_end_with_the_server_and_it_says_so(client: Client) -> None:
     info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
     assert info.durability == pb.DURABILITY_NONE

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from inference_engine.engine import Engine
+from inference_engine.logs import tag
 from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
@@ -195,7 +196,9 @@ async def test_a_close_that_expects_another_length_closes_nothing(client: Client
     assert await client.length(session_id) == len(HISTORY)
 
 
-async def test_a_position_outside_a_generate_is_refused(client: Client) -> None:
+async def test_a_position_outside_a_generate_is_refused(
+    engine: Engine, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     session_id = await client.open()
     assert (await refused(client.call("Generate", asked(session_id, 2, resume_from=8)))).fields == ["resume_from"]
     await client.call("Generate", asked(session_id, 2))
@@ -207,6 +210,9 @@ async def test_a_position_outside_a_generate_is_refused(client: Client) -> None:
     assert details.reason == "DATA_LOSS HISTORY_BEHIND_CLIENT"
     assert details.error_info is not None
     assert dict(details.error_info.metadata) == {"expected": "11", "actual": "10"}
+    assert engine.metrics.histories_behind._value.get() == 1
+    (line,) = [line for line in caplog.records if "tokens were lost" in line.getMessage()]
+    assert line.session == tag(session_id)  # type: ignore[attr-defined]
     assert kinds(await client.call("Generate", asked(session_id, 2, resume_from=10))) == ["done"]
     assert await client.length(session_id) == len(HISTORY) + 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ class FaultyDisk:
         self.name = name
         self.is_full = False
         self.failing: tuple[str, int] | None = None  # a kind of call, and the number of the one that fails
+        self._filling: int | None = None  # the number of the write that finds the disk full
         self.events: list[Event] = []
         self._base: dict[str, bytes] = {}
         self._counts = {"write": 0, "sync": 0}
@@ -38,6 +40,10 @@ class FaultyDisk:
         """The call of this kind that comes so many from now fails, and no other does."""
         self.failing = kind, self._counts[kind] + after
 
+    def fill(self, after: int) -> None:
+        """The write that comes so many from now finds the disk full, and so do others until `is_full` is False."""
+        self._filling = self._counts["write"] + after
+
     def record(self, folder: Path) -> None:
         """From now on, remember what is written. What is there already is on the disk."""
         self.events = []
@@ -46,52 +52,86 @@ class FaultyDisk:
     def note(self, kind: str, *event: Any) -> None:
         if kind in self._counts:
             self._counts[kind] += 1
+            if kind == "write" and self._counts[kind] == self._filling:
+                self.is_full = True
             if kind == "write" and self.is_full:
                 raise apsw.FullError("scripted: no space")
             if self.failing == (kind, self._counts[kind]):
                 raise apsw.IOError(f"scripted: {kind} failed")
         self.events.append((kind, *event))
 
-    def states(
-        self, rng: random.Random, *, draws: int, without_syncs_of: str = "\0"
-    ) -> Iterator[tuple[dict[str, bytes], int]]:
-        """States of the files that a loss of power could leave, each with how many events had been by then.
+    def cuts(self, rng: random.Random, *, draws: int, without_syncs_of: str = "\0") -> Iterator[Cut]:
+        """What a loss of power could leave, so many times.
 
         All that was synced is there. Of what was not, any part may be, the last write torn at a sector. Moments are
-        drawn, and come in order; states may come again.
+        drawn, and come in order; a cut may come again. Each can be looked at until the next one is asked for.
         """
         synced = {name: bytearray(data) for name, data in self._base.items()}
         pending: dict[str, list[Event]] = {}
-        past = 0
+        past = syncs = 0
         for moment in sorted(rng.randrange(1, len(self.events) + 1) for _ in range(draws)):
             for event in self.events[past:moment]:
                 kind, name = event[:2]
                 if kind == "sync" and not name.endswith(without_syncs_of):
                     for one in pending.pop(name, []):
                         _apply(synced, one)
+                    syncs += 1
                 elif kind == "delete":
                     synced.pop(name, None)
                     pending.pop(name, None)
+                    syncs += 1
                 elif kind in ("write", "cut"):
                     pending.setdefault(name, []).append(event)
             past = moment
-            left = {name: bytearray(data) for name, data in synced.items()}
-            for events in pending.values():
-                for event in _part(rng, events):
-                    _apply(left, event)
-            yield {name: bytes(data) for name, data in left.items()}, moment
+            yield Cut(moment, syncs, synced, {name: _part(rng, events) for name, events in pending.items()})
 
 
-def _part(rng: random.Random, events: list[Event]) -> list[Event]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which events of those that were not synced are on the disk, by their numbers. torn: bytes of the last; 0: all."""
+
+    events: list[Event]
+    chosen: tuple[int, ...]
+    torn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A loss of power. moment: events until then; syncs: how many of them made something safe."""
+
+    moment: int
+    syncs: int
+    _synced: dict[str, bytearray]
+    _parts: dict[str, Part]
+
+    @property
+    def left(self) -> tuple[Any, ...]:
+        """Cuts that leave the same of the same events are equal here. Others may leave equal files, too."""
+        return self.syncs, *((name, part.chosen, part.torn) for name, part in self._parts.items())
+
+    def files(self) -> dict[str, bytes]:
+        """The files' contents."""
+        left = {name: bytearray(data) for name, data in self._synced.items()}
+        for part in self._parts.values():
+            for number in part.chosen:
+                event = part.events[number]
+                if part.torn and number == part.chosen[-1]:
+                    event = (*event[:3], event[3][: part.torn])
+                _apply(left, event)
+        return {name: bytes(data) for name, data in left.items()}
+
+
+def _part(rng: random.Random, events: list[Event]) -> Part:
     """Some of what was not synced: nothing, a beginning, any of it, perhaps with the last write torn."""
     how = rng.randrange(4)
-    part = [] if how == 0 else events[: rng.randrange(len(events) + 1)]
     if how == 2:
-        part = [event for event in events if rng.random() < 0.5]
-    if how == 3 and part and part[-1][0] == "write" and len(part[-1][3]) > SECTOR_BYTES:
-        kind, name, offset, data = part[-1]
-        part[-1] = (kind, name, offset, data[: SECTOR_BYTES * rng.randrange(1, len(data) // SECTOR_BYTES + 1)])
-    return part
+        return Part(events, tuple(number for number in range(len(events)) if rng.random() < 0.5))
+    count = 0 if how == 0 else rng.randrange(len(events) + 1)
+    chosen = tuple(range(count))
+    if how == 3 and count and events[count - 1][0] == "write" and len(events[count - 1][3]) > SECTOR_BYTES:
+        sectors = len(events[count - 1][3]) // SECTOR_BYTES
+        return Part(events, chosen, SECTOR_BYTES * rng.randrange(1, sectors + 1))
+    return Part(events, chosen)
 
 
 def _apply(files: dict[str, bytearray], event: Event) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import apsw
@@ -25,6 +28,7 @@ from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
 
 SESSIONS = 3
+NOBODY = 65_534  # the user
 METRICS = EngineMetrics()  # of all that only look at what is left: making them takes longer than the look
 
 
@@ -69,7 +73,7 @@ class Talk:
 
     def lengths(self, steps: int) -> dict[int, int]:
         """The length of each session after so many records."""
-        return {number: max([0, *(to for one, to in self.order[:steps] if one == number)]) for number in self.said}
+        return dict.fromkeys(self.said, 0) | dict(self.order[:steps])  # they only grow
 
     def check(self, folder: Path, *, may_refuse: bool = False) -> str:
         """What is found in a copy of the folder: nothing wrong, nothing doubled, and all that was confirmed."""
@@ -210,15 +214,108 @@ def fail_calls(folder: Path, kind: str, numbers: Iterable[int]) -> Counter[str]:
     return outcomes
 
 
+def fill_disk(folder: Path, numbers: Iterable[int]) -> Counter[str]:
+    """Let the disk be full from its n-th write on, and have room again later.
+
+    Nothing is confirmed meanwhile, what was confirmed is there if the process is killed then, and later all is.
+    """
+    outcomes = Counter[str]()
+    with FaultyDisk("filling") as disk:
+        for number in numbers:
+            state = folder / f"{number}"
+            journal = open_journal(state, Durability.POWER, vfs=disk.name)
+            talk = Talk(journal, number)
+            disk.fill(number)
+            while not journal.is_full:
+                talk.step()
+                while not journal._writer.flush(0.05) and not journal.is_full:
+                    assert not journal.failure
+                if not journal.is_full:
+                    talk.confirmed = len(talk.order)
+            assert disk.is_full
+            talk.step()
+            assert not journal._writer.flush(0.05), "confirmed on a full disk"
+            outcomes[talk.check(after_a_kill(state))] += 1
+            disk.is_full = False
+            talk.wait()
+            talk.step()
+            talk.wait()
+            journal.stop()
+            outcomes[talk.check(state)] += 1
+            for one in (state, after_a_kill(state)):
+                shutil.rmtree(one)
+    return outcomes
+
+
+def start_read_only(numbers: Iterable[int]) -> Counter[str]:
+    """Start on a folder that cannot be written, left by a kill or by a stop in order, or empty.
+
+    The start is refused by type, nothing is changed, and once it can be written all is there.
+    """
+    outcomes = Counter[str]()
+    for number in numbers:
+        with TemporaryDirectory() as folder:
+            Path(folder).chmod(0o711)  # another user goes through it
+            state = Path(folder) / "state"
+            journal = open_journal(state, Durability.POWER)
+            talk = Talk(journal, number)
+            for _ in range(number):
+                talk.step()
+                talk.wait()
+            killed = after_a_kill(state)
+            (killed / LOCK).write_text("1 power\n")
+            journal.stop()
+            empty = Path(folder) / "empty"
+            empty.mkdir(mode=0o700)
+            for one in (killed, state, empty):
+                before = {file.name: file.read_bytes() for file in one.iterdir()}
+                with read_only(one):
+                    assert not opens(one), "a folder that cannot be written was taken"
+                assert {file.name: file.read_bytes() for file in one.iterdir()} == before
+            for one in (killed, state):
+                outcomes[talk.check(one)] += 1
+            assert opens(empty)
+            outcomes["whole"] += 1
+    return outcomes
+
+
+def opens(folder: Path) -> bool:
+    try:
+        open_journal(folder, Durability.POWER).stop()
+    except ConfigError:
+        return False
+    return True
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Nothing in the folder can be changed meanwhile. Root could: it is another user then, whose folder it is."""
+    me, files = os.geteuid(), list(folder.iterdir())
+    for file in (*files, folder):
+        file.chmod(0o500 if file == folder else 0o400)
+        if me == 0:
+            os.chown(file, NOBODY, -1)
+    if me == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(me)
+        for file in (folder, *files):
+            os.chown(file, me, -1)
+            file.chmod(0o700 if file == folder else 0o600)
+
+
 def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "\0") -> Counter[str]:
     """Cut the power at random moments of a journal under load: what is found in so many states that differ."""
     outcomes, target, rng = Counter[str](), folder / "cut", random.Random(seed)
-    seen = set[int]()
+    target.mkdir(mode=0o700)
+    drawn, seen = set[tuple[Any, ...]](), set[int]()
     with FaultyDisk("power") as disk:
         journal = open_journal(folder / "state", Durability.POWER, vfs=disk.name)
         talk = Talk(journal, seed)
         disk.record(folder / "state")
-        confirmed: list[tuple[int, int]] = []  # events of the disk so far, and what was confirmed by then
+        confirmed: list[tuple[int, int]] = [(0, 0)]  # events of the disk so far, and what was confirmed by then
         for step in range(24):
             talk.step()
             talk.wait()
@@ -229,19 +326,27 @@ def cut_power(folder: Path, *, seed: int, states: int, without_syncs_of: str = "
         journal.stop()
         while len(seen) < states:
             known = len(seen)
-            for state, moment in disk.states(rng, draws=states, without_syncs_of=without_syncs_of):
+            for cut in disk.cuts(rng, draws=states, without_syncs_of=without_syncs_of):
                 talk.confirmed = talk.confirmed_before = max(
-                    [0, *(count for events, count in confirmed if events <= moment)]
+                    count for events, count in confirmed if events <= cut.moment
                 )
-                found = hash((talk.confirmed, *sorted(state.items())))
-                if found in seen or len(seen) == states:
+                if len(seen) == states or (what := (talk.confirmed, *cut.left)) in drawn:
+                    continue
+                drawn.add(what)
+                files = cut.files()
+                found = hash((talk.confirmed, *sorted(files.items())))
+                if found in seen:
                     continue
                 seen.add(found)
-                shutil.rmtree(target, ignore_errors=True)
-                target.mkdir(mode=0o700)
-                for name, data in state.items():
-                    (target / name).write_bytes(data)
-                (target / LOCK).write_text("1 power\n")
+                _write(target, {LOCK: b"1 power\n", **files})
                 outcomes[talk.check(target, may_refuse=True)] += 1
             assert len(seen) > known, f"there are no more than {known} states"
     return outcomes
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Let the folder have these files and no others."""
+    for file in folder.iterdir():
+        file.unlink()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)

@@ -99,6 +99,24 @@ def test_contents_that_say_the_same_have_the_same_digest() -> None:
     assert len(digests((one, [1, 2]), (other, (1, 2)))) == 1
 
 
+def test_a_field_that_a_later_version_adds_changes_no_digest_until_it_is_used() -> None:
+    """A retry may come after an upgrade of the server."""
+    kinds = [("first", int, 0), *_fields_of(GenerateParams), ("last", tuple, ()), ("more", Any, None)]
+    later = dataclasses.make_dataclass("GenerateParams", kinds, kw_only=True)
+    given: dict[str, Any] = {"max_tokens": 3, "sampling": Sampling(seed=7)}
+    same = [GenerateParams(**given), later(**given)]
+    others = [later(**given, **{name: value}) for name, value in {"first": 1, "last": (1,), "more": 0}.items()]
+    assert len(digests(*((one,) for one in same))) == 1
+    assert len(digests(*((one,) for one in same + others))) == 4
+
+
+def _fields_of(kind: type[Any]) -> list[tuple[str, Any, Any]]:
+    return [
+        (field.name, field.type, dataclasses.field(default=field.default, default_factory=field.default_factory))
+        for field in dataclasses.fields(kind)
+    ]
+
+
 def test_a_living_session_keeps_its_newest_replies() -> None:
     clock = Clock()
     kept = replies(clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import apsw
 import numpy as np
@@ -29,7 +32,7 @@ from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
-from tests.session.talks import Talk, cut_power, fail_calls, flip_bits, record_of
+from tests.session.talks import Talk, cut_power, fail_calls, fill_disk, flip_bits, record_of, start_read_only
 
 
 @pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.POWER])
@@ -346,6 +349,10 @@ def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tm
     with pytest.raises(ConfigError, match="chmod 700"):
         open_journal(folder)
     assert list(folder.iterdir()) == []
+    folder.chmod(0o700)
+    with patch("os.geteuid", return_value=os.geteuid() + 1), pytest.raises(ConfigError, match="belongs to user"):
+        open_journal(folder)
+    assert list(folder.iterdir()) == []
     (tmp_path / "file").touch(mode=0o600)
     with pytest.raises(ConfigError):
         SQLiteJournal(tmp_path / "file", Durability.POWER, weights="a", metrics=EngineMetrics())
@@ -608,26 +615,11 @@ def test_a_checkpoint_that_fails_is_an_error_of_the_disk(
 
 
 def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
-    disk = FaultyDisk("full")
-    with disk:
-        journal = open_journal(tmp_path, Durability.POWER, vfs=disk.name)
-        talk = Talk(journal)
-        for _ in range(10):
-            talk.step()
-        talk.wait()
-        disk.is_full = True
-        for _ in range(3):
-            talk.step()
-        assert not journal._writer.flush(1.0)
-        assert journal.is_behind()
-        assert not journal.failure
-        disk.is_full = False
-        talk.wait()
-        for _ in range(10):
-            talk.step()
-        talk.wait()
-        journal.stop()
-        assert talk.check(tmp_path) == "whole"
+    assert fill_disk(tmp_path, (1, 2, 3, 5, 8, 13, 40)) == {"whole": 14}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_loses_nothing() -> None:
+    assert start_read_only((0, 7)) == {"whole": 6}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -638,3 +630,23 @@ def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Pa
 def test_a_log_whose_syncs_are_left_out_is_caught(tmp_path: Path) -> None:
     """The control: so many states are enough to notice."""
     assert cut_power(tmp_path, seed=2, states=80, without_syncs_of="-wal").keys() != {"whole"}
+
+
+def test_cuts_that_are_said_to_leave_the_same_leave_equal_files(tmp_path: Path) -> None:
+    """Only one of them is looked at."""
+    with FaultyDisk("power") as disk:
+        journal = open_journal(tmp_path, Durability.POWER, vfs=disk.name)
+        disk.record(tmp_path)
+        talk = Talk(journal)
+        for step in range(6):
+            talk.step()
+            talk.wait()
+            if step == 3:
+                with journal._db_lock:
+                    journal._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+        journal.stop()
+        for without in ("\0", "-wal"):
+            known = dict[tuple[Any, ...], dict[str, bytes]]()
+            for cut in disk.cuts(random.Random(1), draws=1000, without_syncs_of=without):
+                assert known.setdefault(cut.left, cut.files()) == cut.files()
+            assert 10 < len(known) < 1000

@@ -6,6 +6,7 @@ import { afterEach, expect, test } from "vitest";
 
 import { failure } from "../testing/moves.js";
 import { draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
+import { ErrorInfoSchema } from "./generated/google/rpc/error_details_pb.js";
 import * as kakeya from "./index.js";
 
 const QUICK: kakeya.RetryPolicy = { attempts: 4, firstDelaySeconds: 0 };
@@ -72,6 +73,29 @@ test("attempts count from the last token", async () => {
   expect(result.tokenIds).toEqual([100, 101, 102, 103, 104, 105, 106, 107, 108, 109]);
   expect(calls).toBe(10);
 });
+
+test.each([Code.Canceled, Code.Unknown, Code.Internal, Code.Unavailable])(
+  "a stream that a proxy ended with code %i goes on, and one that the server ended does not",
+  async (code) => {
+    const asked: (bigint | undefined)[] = [];
+    const session = await (
+      await serve({
+        async *generate({ resumeFrom }) {
+          asked.push(resumeFrom);
+          await Promise.resolve();
+          const next = Number(resumeFrom ?? 0n);
+          yield token(next);
+          if (next === 0) throw new ConnectError("a proxy's", code);
+          const detail = { desc: ErrorInfoSchema, value: { domain: "kakeya.v1", reason: "INVENTED_LATER" } };
+          throw new ConnectError("the server's", Code.Internal, undefined, [detail]);
+        },
+      })
+    ).createSession();
+    const stream = session.generate(4);
+    const error = await failure(kakeya.KakeyaError, stream.result());
+    expect([error.reason, stream.tokenIds, asked]).toEqual(["INVENTED_LATER", [100, 101], [undefined, 1n]]);
+  },
+);
 
 test.each(["the connection breaks", "an error follows"])(
   "a stream is complete once it is done, when %s",
