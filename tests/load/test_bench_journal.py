@@ -33,6 +33,7 @@ def test_sessions_that_are_added_to_a_folder_are_like_the_one_that_is_there(tmp_
         assert kept.record.label == "a label"
         assert sum(len(row.token_ids) for row in kept.tokens) == bench_journal.IDS
         assert len(journal.everyone()) == 4
+        assert not journal._tables.tail.sessions(), "no turn of theirs goes on"
 
 
 def test_a_goal_that_is_missed_is_said() -> None:
