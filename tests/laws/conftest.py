@@ -24,6 +24,14 @@ HERE = Path(__file__).parent
 WITHOUT_EXECUTOR = ("test_identity_laws.py", "test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
 # Changes the masks of torch's plan: what reads by numbers asks for none.
 OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_window"
+# In fixed-shape mode alone, which MLX refuses.
+OF_FIXED_SHAPES = (
+    "test_a_session_that_dropped_its_entries_goes_on_as_one_that_did_not",
+    "test_a_stop_id_within_a_draft_ends_the_stream_there",
+    "test_a_drafter_that_fails_costs_nothing_but_its_drafts",
+)
+# Memory that is granted as a session grows: MLX gives it all at once.
+GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
 
 
@@ -62,7 +70,8 @@ def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every law is there once more on MLX. The names of the others stay as they are."""
-    if metafunc.definition.path.name in WITHOUT_EXECUTOR or metafunc.definition.originalname == OF_MASKS:
+    law = metafunc.definition
+    if law.path.name in WITHOUT_EXECUTOR or law.originalname in (OF_MASKS, *OF_FIXED_SHAPES):
         return
     executors = [pytest.param("", id=pytest.HIDDEN_PARAM), pytest.param(MLX, id=MLX)]
     metafunc.parametrize("executor", executors, indirect=True)
@@ -73,14 +82,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     laws = [item for item in items if HERE in item.path.parents]
     on_mlx = [item for item in laws if _given(item).get("executor") == MLX]
     if config.getoption("--executor") == MLX:
-        kept = {item for item in on_mlx if _is_batched(item)}
+        kept = {item for item in on_mlx if _can_be(item)}
         if not has_mlx():
             for item in kept:
                 item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
     else:
         kept = {*laws}.difference(on_mlx)
         if has_mlx():
-            kept.update(_selected(item for item in on_mlx if _is_batched(item)))
+            kept.update(_selected(item for item in on_mlx if _can_be(item)))
     left_out = [item for item in laws if item not in kept]
     items[:] = [item for item in items if item not in {*left_out}]
     config.hook.pytest_deselected(items=left_out)
@@ -90,8 +99,11 @@ def _given(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def _is_batched(item: pytest.Item) -> bool:
-    return Mode.FIXED_SHAPE not in _given(item).values()
+def _can_be(item: pytest.Item) -> bool:
+    """Not about what MLX refuses."""
+    given = _given(item)
+    grows = any(given.get(name) == value for name, value in GROWING.items())
+    return not grows and Mode.FIXED_SHAPE not in given.values()
 
 
 def _selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
