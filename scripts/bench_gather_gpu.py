@@ -39,7 +39,7 @@ from inference_engine.kernels.components import (
 from inference_engine.kernels.gather import always_read, gather_attend
 from inference_engine.kernels.latents import CodeTables, Synthesis
 from inference_engine.kernels.topk import topk_by_sorting
-from inference_engine.kernels.triton import component_index, components, gather, topk
+from inference_engine.kernels.triton import block_selection, component_index, components, gather, topk
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
 from inference_engine.kv.layout import BlockSelector, TokenSelector
 from laboratory.evaluation import record
@@ -136,14 +136,14 @@ class Stages:
         self.scores = self.score(0)
         self.listed = self.select(0)
 
-    def score(self, copy: int) -> gather.Scores:
+    def score(self, copy: int) -> block_selection.Scores:
         case = self.case
-        return gather.score_blocks(
+        return block_selection.score_blocks(
             case.queries, *self.buffers, case.regions[copy], scaling=SCALING, kv_heads=KV_HEADS, blocks=MOST_BLOCKS
         )
 
     def select(self, copy: int) -> Tensor:
-        return gather.select_blocks(self.scores, self.case.regions[copy])
+        return block_selection.select_blocks(self.scores, self.case.regions[copy])
 
     def read(self, copy: int) -> None:
         case = self.case
@@ -393,17 +393,17 @@ def swept(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
     """The time of a stage with other tiles."""
     found = {}
     for rows, warps, stages in ((32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 8, 1)):
-        with patch.object(gather, "_SCORE", gather.Tile(rows, 2**15, warps, stages)):
+        with patch.object(block_selection, "_SCORE", block_selection.Tile(rows, 2**15, warps, stages)):
             run = Stages(case, keys, values).score
             found[f"score {rows} rows {warps} warps {stages} stages"] = microseconds(run, case.copies)
     for programs in (256, 1024):
-        with patch.object(gather, "_SCORING_PROGRAMS", programs):
+        with patch.object(block_selection, "_SCORING_PROGRAMS", programs):
             found[f"score, {programs} programs"] = microseconds(Stages(case, keys, values).score, case.copies)
     for rows, warps, stages, parts in (
         *((32, 2, 1, 160), (32, 4, 1, 160), (64, 4, 1, 80), (64, 4, 1, 128), (64, 8, 1, 80)),
         *((64, 4, 1, 40), (64, 4, 2, 40), (128, 8, 1, 40), (128, 4, 1, 40)),
     ):
-        tile = gather.Tile(rows, 2**15, warps, stages)
+        tile = block_selection.Tile(rows, 2**15, warps, stages)
         with patch.object(gather, "_READ", tile), patch.object(gather, "_PARTS", parts):
             read = Stages(case, keys, values).read
             found[f"read {rows} rows {warps} warps {stages} stages {parts} parts"] = microseconds(read, case.copies)
@@ -456,7 +456,7 @@ def read_all(
         (128, 8, 1, 64),
         (128, 8, 2, 64),
     ):
-        tile = gather.Tile(rows, 2**15, warps, stages)
+        tile = block_selection.Tile(rows, 2**15, warps, stages)
         with patch.object(gather, "_READ", tile), patch.object(gather, "_PARTS", parts):
             row[f"{rows} rows {warps} warps {stages} stages {parts} parts"] = microseconds(run_listed, copies)
     return row

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from inference_engine.models.seam import ATTENTION
 from inference_engine.types import GenerateParams, TokenCommitted
 from laboratory.evaluation import record
 from laboratory.evaluation.sessions import append_all, opened, turned
-from laboratory.evaluation.timing import start, step_seconds
+from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
 
 SEED = 1
 MODULES, LISTED, AHEAD, INVARIANT = "torch's modules", "listed", "listed, ahead", "invariant, ahead"
@@ -212,25 +213,23 @@ def measure(
         }
         for number, prompt in enumerate(prompts):
             for name in turned(names, number):
-                append_all(engines[name], sessions[name][number], prompt)
-                (watch,) = start(engines[name], [sessions[name][number]], tokens=1)
-                ending = watch.wait()
-                cell.prefill.setdefault(name, []).append(ending.prefilled_tokens / ending.prefill_seconds)
+                rate = prefill_rate(engines[name], sessions[name][number], prompt)
+                cell.prefill.setdefault(name, []).append(rate)
         cell.first = {
             name: [one for one, *_ in next_tokens(engine, sessions[name], 1)] for name, engine in engines.items()
         }
-        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
-            for name in turned(names, number):
-                if name in watched:
-                    watched[name].steps.clear()
-                watches = start(engines[name], sessions[name], tokens=arguments.tokens, reads_bytes=False)
-                for watch in watches:
-                    watch.wait()
-                if number:
-                    seconds = step_seconds([watch.token_times for watch in watches])
-                    cell.step_ms.setdefault(name, []).append(1e3 * seconds)
-                    if name in watched:
-                        cell.host.setdefault(name, []).append(watched[name].take())
+
+        def take(name: str) -> float:
+            if name in watched:
+                watched[name].steps.clear()
+            milliseconds = decode_milliseconds(engines[name], sessions[name], arguments.tokens)
+            if name in watched:
+                cell.host.setdefault(name, []).append(watched[name].take())
+            return milliseconds
+
+        cell.step_ms = in_turns({name: partial(take, name) for name in names}, arguments.rounds)
+        for of_rounds in cell.host.values():
+            del of_rounds[0]  # warmed up
     if len(prompts) == max(arguments.sessions) and len(prompts[0]) == min(arguments.lengths):
         cell.alike = {
             name: alike_beside_others(engine, chosen, prompts, arguments.tokens) for name, engine in engines.items()

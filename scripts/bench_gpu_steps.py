@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -54,8 +55,8 @@ from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation import record
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
-from laboratory.evaluation.sessions import append_all, opened, turned
-from laboratory.evaluation.timing import start, step_seconds
+from laboratory.evaluation.sessions import opened
+from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
 from scripts.bench_gpu import SEED, SHAPES, made_model
 
 COMPILED = "transformers, compiled"
@@ -200,30 +201,26 @@ def measure(
         }
         for name in strategies:
             for session, prompt in zip(sessions[name], prompts, strict=True):
-                append_all(engine, session, prompt)
-                with unattended() if group.length > arguments.attended else ExitStack():
-                    (watch,) = start(engine, [session], tokens=1)
-                    ending = watch.wait()
-                if group.length <= arguments.attended:
-                    cells[name].prefill.append(ending.prefilled_tokens / ending.prefill_seconds)
+                is_attended = group.length <= arguments.attended
+                with ExitStack() if is_attended else unattended():
+                    rate = prefill_rate(engine, session, prompt)
+                if is_attended:
+                    cells[name].prefill.append(rate)
         beside = None
         if compiled is not None:
             beside, cells[COMPILED] = compiled(), Cell(read=group.length)
             beside.milliseconds(4)  # compiles
-        names = list(cells)
-        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
-            for name in turned(names, number):
-                if name == COMPILED and beside is not None:
-                    milliseconds = beside.milliseconds(arguments.tokens)
-                else:
-                    watches = start(engine, sessions[name], tokens=arguments.tokens, reads_bytes=False)
-                    spec = engine.session_info(sessions[name][0]).strategy
-                    cells[name].read = entries_read(spec, watches[0].wait().attended_positions)
-                    for watch in watches:
-                        watch.wait()
-                    milliseconds = 1e3 * step_seconds([watch.token_times for watch in watches])
-                if number:
-                    cells[name].step_ms.append(milliseconds)
+        sides = {
+            name: partial(decode_milliseconds, engine, of_strategy, arguments.tokens)
+            for name, of_strategy in sessions.items()
+        }
+        if beside is not None:
+            sides[COMPILED] = partial(beside.milliseconds, arguments.tokens)
+        for name, samples in in_turns(sides, arguments.rounds).items():
+            cells[name].step_ms = samples
+        for name, of_strategy in sessions.items():
+            info = engine.session_info(of_strategy[0])
+            cells[name].read = entries_read(info.strategy, info.history_length - 1 - info.evicted_tokens)
     return cells
 
 
@@ -372,7 +369,7 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, i
                     outcome.left_out[f"prefill, {shape}, {where}"] = f"{arguments.seconds:g} seconds were over"
                     continue
                 try:
-                    samples = [prefill_rate(engine, length, seed) for seed in range(arguments.prefills + 1)][1:]
+                    samples = [rate_of_a_prefill(engine, length, seed) for seed in range(arguments.prefills + 1)][1:]
                 except (InvalidArgument, NoCapacity) as refusal:
                     outcome.left_out[f"prefill, {shape}, {where}"] = str(refusal)
                     continue
@@ -380,13 +377,11 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, i
                 outcome.write()
 
 
-def prefill_rate(engine: Engine, length: int, seed: int) -> float:
+def rate_of_a_prefill(engine: Engine, length: int, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, engine.info().facts.vocab_size - 5, (length,), generator=generator).tolist()
     with opened(engine, parse_strategy(FULL), length + 2) as session:
-        append_all(engine, session, ids)
-        ending = start(engine, [session], tokens=1)[0].wait()
-    return ending.prefilled_tokens / ending.prefill_seconds
+        return prefill_rate(engine, session, ids)
 
 
 def parsed() -> argparse.Namespace:

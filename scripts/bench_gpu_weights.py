@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ from laboratory.evaluation import record
 from laboratory.evaluation.haystack import Texts
 from laboratory.evaluation.models import load_tokenizer
 from laboratory.evaluation.passages import Passage, force, text_passage
-from laboratory.evaluation.sessions import append_all, opened, turned
-from laboratory.evaluation.timing import start, step_seconds
+from laboratory.evaluation.sessions import opened, turned
+from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
 from scripts.bench_gpu import SEED, SHAPES, made_model
 
 PLAIN, BLOCKS, MODULES = "bfloat16", "fp8/128", "bfloat16 by torch's modules"
@@ -141,18 +142,13 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], arguments:
         }
         for number, prompt in enumerate(prompts):
             for name in turned(names, number):
-                append_all(engines[name], sessions[name][number], prompt)
-                (watch,) = start(engines[name], [sessions[name][number]], tokens=1)
-                ending = watch.wait()
-                cell.prefill.setdefault(name, []).append(ending.prefilled_tokens / ending.prefill_seconds)
-        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
-            for name in turned(names, number):
-                watches = start(engines[name], sessions[name], tokens=arguments.tokens, reads_bytes=False)
-                for watch in watches:
-                    watch.wait()
-                if number:
-                    seconds = step_seconds([watch.token_times for watch in watches])
-                    cell.step_ms.setdefault(name, []).append(1e3 * seconds)
+                rate = prefill_rate(engines[name], sessions[name][number], prompt)
+                cell.prefill.setdefault(name, []).append(rate)
+        sides = {
+            name: partial(decode_milliseconds, engine, sessions[name], arguments.tokens)
+            for name, engine in engines.items()
+        }
+        cell.step_ms = in_turns(sides, arguments.rounds)
     return cell
 
 

@@ -18,6 +18,7 @@ import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
 from laboratory.evaluation import record
-from laboratory.evaluation.sessions import append_all, opened, turned
-from laboratory.evaluation.timing import start, step_seconds
+from laboratory.evaluation.sessions import opened
+from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, start
 from laboratory.training.components import fit_components
 from scripts.bench_gpu import SEED, SHAPES, made_model
 from scripts.bench_latent_gpu import GROUP_LAYERS, made_codec
@@ -74,7 +75,6 @@ def measure(
     """
     generator = torch.Generator().manual_seed(SEED)
     prompt = torch.randint(5, engine.info().facts.vocab_size - 5, (length,), generator=generator).tolist()
-    found: dict[str, list[float]] = {name: [] for name in arguments.strategies}
     held: dict[str, int] = {}
     with ExitStack() as stack:
         limit = 8 + length + 2 + (arguments.rounds + 1) * arguments.tokens
@@ -82,19 +82,16 @@ def measure(
             name: stack.enter_context(opened(engine, parse_strategy(name), limit)) for name in arguments.strategies
         }
         for name, session in sessions.items():
-            append_all(engine, session, prompt)
-            start(engine, [session], tokens=1)[0].wait()
+            prefill_rate(engine, session, prompt)
             (watch,) = start(engine, [session], tokens=4)
             watch.wait()
             held[name] = watch.kv_peak_bytes
             print(f"{name} at {length}: {held[name]} bytes", flush=True)
-        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
-            for name in turned(list(sessions), number):
-                (watch,) = start(engine, [sessions[name]], tokens=arguments.tokens, reads_bytes=False)
-                watch.wait()
-                if number:
-                    found[name].append(1e3 * step_seconds([watch.token_times]))
-    return found, held
+        sides = {
+            name: partial(decode_milliseconds, engine, [session], arguments.tokens)
+            for name, session in sessions.items()
+        }
+        return in_turns(sides, arguments.rounds), held
 
 
 def values_of(cells: dict[int, dict[str, list[float]]], held: dict[int, dict[str, int]]) -> dict[str, Any]:

@@ -34,4 +34,4 @@ def _ending(status: int | None) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--executor", choices=("torch", "mlx"), default="torch", help="runs TinyModel in tests/laws")
+    parser.addoption("--executor", choices=("mlx",), help="all of tests/laws on it, and on nothing else")

@@ -28,7 +28,7 @@ from inference_engine.engine.arguments import (
 from inference_engine.engine.calls import Calls
 from inference_engine.engine.fork import open_fork
 from inference_engine.engine.generation import Generates, Generation
-from inference_engine.engine.memory import grows, open_copies, open_memory, refuse_if_too_small
+from inference_engine.engine.memory import check_one_session_fits, grows, open_copies, open_memory
 from inference_engine.engine.recall import Recall
 from inference_engine.engine.results import (
     EngineInfo,
@@ -122,7 +122,7 @@ class Engine:
         )
         default.ready(self._context)
         limit = self._arguments.limit(default, None)
-        refuse_if_too_small(default, self._context, limit, is_growing=self._is_growing)
+        check_one_session_fits(default, self._context, limit, is_growing=self._is_growing)
         self._store = SessionStore(
             self._context,
             self._journal,

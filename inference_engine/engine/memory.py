@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import MOST_BYTES
 from inference_engine.kv.memory.tier import open_tier
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES
-from inference_engine.kv.session_kv import bound_of, grows_with_history
+from inference_engine.kv.session_kv import bound_of, grows_with_history, whole_segments
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
@@ -25,6 +27,8 @@ from inference_engine.session.hibernation import Hibernation, HibernationLimits
 from inference_engine.session.journal import CopyBook
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
+
+_log = logging.getLogger(__name__)
 
 _SHARE = 4  # without a setting, one part in this many of the free memory is taken
 
@@ -96,14 +100,28 @@ def grows(config: EngineConfig, forward: Forward) -> bool:
     return config.growth != "guaranteed" and forward.has_address_space
 
 
-def refuse_if_too_small(
+def check_one_session_fits(
     strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, is_growing: bool
 ) -> None:
-    """Raise ConfigError if not even one session of the default strategy fits: its start if it grows, else all of it."""
+    """Raise ConfigError if not even one session of the default strategy fits: its start if it grows, else all of it.
+
+    One that grows, and will find no memory before its limit, is warned of in the log.
+    """
     is_growing = is_growing and grows_with_history(strategy, context, limit_tokens)
     tokens = min(context.geometry.segment_tokens, limit_tokens or 0) if is_growing else limit_tokens
     needed, capacity = bound_of(strategy, context, tokens).peak_bytes, context.pool.capacity_bytes
     if needed <= capacity:
+        if is_growing and limit_tokens and (whole := bound_of(strategy, context, limit_tokens).peak_bytes) > capacity:
+            _log.warning(
+                "a session of the default strategy %s may have %d tokens, which take %d bytes of K/V; there are %d in "
+                "all, for about %d tokens of one session. Longer ones end with NO_CAPACITY: give the server more "
+                "kv_bytes, or set default_limit_tokens",
+                strategy,
+                limit_tokens,
+                whole,
+                capacity,
+                _most_tokens(strategy, context, limit_tokens),
+            )
         return
     what = f"the first {tokens} tokens of a session" if is_growing else "a session"
     remedy = (
@@ -114,6 +132,15 @@ def refuse_if_too_small(
     raise ConfigError(
         f"{what} of the default strategy {strategy} needs {needed} bytes of K/V, there are {capacity} in all; {remedy}"
     )
+
+
+def _most_tokens(strategy: KVStrategy, context: KVContext, limit_tokens: int) -> int:
+    """The longest history, of at most `limit_tokens`, whose segments the pool holds."""
+
+    def granted_bytes(tokens: int) -> int:
+        return bound_of(strategy, context, whole_segments(tokens, context.geometry, limit_tokens)).peak_bytes
+
+    return bisect_right(range(1, limit_tokens + 1), context.pool.capacity_bytes, key=granted_bytes)
 
 
 def open_copies(

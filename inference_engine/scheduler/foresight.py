@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from inference_engine.scheduler.step_time import StepPace
 _MEMORY = 0.98  # decay: the weight of an ended Generate when the next one of its kind has ended
 _MOST_OVER_MEAN = 4.0  # most tokens assumed for a Generate of a new size, over the mean of those before
 _LEAST_SHARE = 0.01
+_MOST_PLAYS = 64  # owners whose predictions are kept until the queue changes
 _MOST_ENDS = 256  # simulated ends of Generates: bounds the time of a prediction to milliseconds, a lower bound then
 # Predictions of short waits are imprecise: one below this part of the limit is compared as if it were that long.
 _TELLING = 1 / 8
@@ -84,6 +85,7 @@ class _Play:
 
     def __init__(self, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> None:
         self._room = room
+        self._new_begins: float | None = None
         self._counts = Counter(load.owner for load in running)
         self._total = len(running)
         # If more Generates run than fit into a step, each gets a token every few steps.
@@ -113,7 +115,17 @@ class _Play:
             self._stand_in_line(owner)
 
     def until(self, new: Load) -> Ahead:
-        """`new` arrives now, behind all others of its owner. Returns the work before its first token."""
+        """`new` arrives now, behind all others of its owner. Returns the work before its first token.
+
+        It may be called again for another of the same owner, instead of the one before.
+        """
+        if self._new_begins is not None:
+            return self._ahead(new, self._new_begins)
+        self._new_begins = self._played_until(new)
+        return self._ahead(new, self._new_begins)
+
+    def _played_until(self, new: Load) -> float:
+        """When `new` begins."""
         line = self._lines.setdefault(new.owner, deque())
         line.append((_NEW, new))
         if len(line) == 1:
@@ -122,7 +134,7 @@ class _Play:
         for _ in range(_MOST_ENDS):
             while (load := self._next()) is not None:
                 if load is new:
-                    return self._ahead(new, now)
+                    return now
                 heapq.heappush(self._ends, self._end(load, now))
                 self._counts[load.owner] += 1
                 self._total += 1
@@ -134,7 +146,7 @@ class _Play:
             if not line and owner != new.owner:
                 line.append((_LATER, Load(owner, 0, tokens, tokens)))
             self._stand_in_line(owner)
-        return self._ahead(new, now)
+        return now
 
     def _next(self) -> Load | None:
         """The Generate that begins now, by the rules of `policy.admit`; None if none may."""
@@ -221,7 +233,14 @@ class Foresight:
     _pace: StepPace = field(default_factory=StepPace)
     _steps: int = 0
     _lengths: Lengths = field(default_factory=Lengths)
+    # By owner, of the queue as it is now: under overload most calls are refused and leave it so.
+    _plays: dict[str, _Play] = field(default_factory=dict)
+    _round: int = 0
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
+
+    def changed(self) -> None:
+        """Requests came or went since the last prediction."""
+        self._plays.clear()
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """Record that a step of `tokens` began `seconds` before the next one."""
@@ -242,13 +261,26 @@ class Foresight:
             waited = now - request.accepted_at - predicted.own
             self._lateness.append((now, waited / max(predicted.wait, _TELLING * self.limit_seconds)))
 
-    def predict(self, new: Request, running: Iterable[Request], waiting: Iterable[Request]) -> Prediction | None:
-        """The wait of `new` if it came now and no request after it; None until a few steps were measured."""
+    def predict(
+        self, new: Request, running: Collection[Request], waiting: Iterable[Request], *, round_: int
+    ) -> Prediction | None:
+        """The wait of `new` if it came now and no request after it; None until a few steps were measured.
+
+        running, waiting: as they were for the prediction before, unless `changed` was called since, or the scheduler
+        is in another round.
+        """
+        if round_ != self._round:
+            self._round = round_
+            self.changed()
         if self._pace.mean_seconds is None:
             return None
-        (load,), ours = self._loads([new]), self._loads(running)
-        found = ahead_of(load, ours, self._loads(waiting), self.room)
-        step_seconds = self._step_seconds(min(len(ours), self.room.max_batch))
+        (load,) = self._loads([new])
+        if (played := self._plays.get(load.owner)) is None:
+            if len(self._plays) >= _MOST_PLAYS:
+                self._plays.clear()
+            played = self._plays[load.owner] = _Play(self._loads(running), self._loads(waiting), self.room)
+        found = played.until(load)
+        step_seconds = self._step_seconds(min(len(running), self.room.max_batch))
         token_seconds = self._pace.token_seconds
         own_steps = ceil(load.prefill_tokens / self.room.segment_tokens)
         return Prediction(

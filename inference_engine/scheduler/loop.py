@@ -130,6 +130,7 @@ class Scheduler:
         self._flight: Flight | None = None  # the step on the device, if it was launched ahead
         self._landed_at = 0.0  # when the last such step was done
         self._is_caught_up = True  # is the device done with all steps so far?
+        self._rounds = 0
         self._is_ending = False  # has a request left in this round, whose end may not be reported yet?
         self._is_draining = False
         self._is_stopping = False
@@ -158,6 +159,7 @@ class Scheduler:
             # Sent before the loop can see the request, so that it is the first event.
             request.listener(Accepted(ahead, request.pending_tokens))
             self._queued.append(request)
+            self._foresight.changed()
             self._wake.notify_all()
 
     def _places_ahead(self, owner: str) -> int:
@@ -189,7 +191,7 @@ class Scheduler:
         request.prefill_tokens = request.pending_tokens
         if not self._config.max_first_token_seconds:
             return
-        request.predicted = self._foresight.predict(request, self._running, self._queued)
+        request.predicted = self._foresight.predict(request, self._running, self._queued, round_=self._rounds)
         if request.predicted is None:
             return
         wait = request.predicted.wait * self._foresight.lateness(self._clock())
@@ -270,6 +272,7 @@ class Scheduler:
                 self.wakeups.release()  # it is not known when the device works again
             with self._lock:
                 self._is_ending = False
+                self._rounds += 1
                 if self._is_idle():
                     self._wake.notify_all()
                     if self._is_stopping:
@@ -596,12 +599,14 @@ class Scheduler:
         with self._lock:
             self._queued.remove(request)
             self._running.append(request)
+            self._foresight.changed()
 
     def _leave(self, request: Request) -> None:
         if self.hibernation is not None:
             self.hibernation.rest(request.session)
         with self._lock:
             self._is_ending = True
+            self._foresight.changed()
             if request in self._queued:
                 self._queued.remove(request)
                 return

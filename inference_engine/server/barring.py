@@ -7,6 +7,7 @@ attempts to connect, before this process sees them, by a filter on the listening
     offence ─▶ offence ─▶ offence ─▶ barred for BAR_SECONDS ─▶ free; barred again for twice as long, ─▶ …
        └── forgotten after MEMORY_SECONDS                        MOST_BAR_SECONDS at most
 
+All ports of a server share them: who attacks one is barred from each, and who has shown a key at one is known at each.
 Never barred are an address from which a key was accepted within TRUST_SECONDS, because owners share it with the
 attacker, and this machine's usual ones, because everybody comes from there through a proxy on it.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -38,6 +40,8 @@ _NETWORK_HEADER = 0xFFF0_0000  # SKF_NET_OFF
 _LOAD_WORD, _LOAD_BYTE, _AND, _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x30, 0x54, 0x05, 0x15, 0x06
 _KEEP, _DROP = 0xFFFF_FFFF, 0
 _IPV4_SOURCE, _IPV6_SOURCE, _IPV6_SOURCE_LOW = 12, 8, 12
+
+_log = logging.getLogger(__name__)
 
 FILES = Path("/proc/self/fd") if Path("/proc/self/fd").exists() else Path("/dev/fd")
 
@@ -93,6 +97,51 @@ class Offenders:
         return tuple(found[-MOST_BARRED:])
 
 
+class Bars:
+    """Bars addresses from the ports of a server. Event loop only."""
+
+    def __init__(self, clock: Callable[[], float], on_bar: Callable[[], object]) -> None:
+        """clock: in seconds. on_bar: called when an address is barred."""
+        self._offenders = Offenders(clock)
+        self._on_bar = on_bar
+        self._ports: list[tuple[ListenerFilter, Callable[[str], object]]] = []
+        self._is_able = True
+
+    def guard(self, port: int, drop: Callable[[str], object]) -> None:
+        """Bar addresses from this port, which listens already, as well.
+
+        drop: called with an address once it is barred, to drop its connections without a key.
+        """
+        self._ports.append((ListenerFilter(port), drop))
+
+    def accepted(self, address: str) -> None:
+        """A key was accepted from there."""
+        self._offenders.accepted(address)
+
+    def offended(self, address: str, *, offences: int = 1) -> None:
+        if self._offenders.offended(address, offences=offences):
+            self._on_bar()
+            self.renew()
+            for _, drop in self._ports:
+                drop(address)
+
+    def renew(self) -> None:
+        """Have the system drop new connections of those that are barred now, and of no others. Call it now and then."""
+        if not self._is_able:
+            return
+        barred = self._offenders.barred()
+        try:
+            for port, _ in self._ports:
+                port.bar(barred)
+        except OSError as error:
+            self._is_able = False
+            _log.warning(
+                "addresses cannot be barred on this system (%s): who attacks without a key is only disconnected, and "
+                "may connect again",
+                error.strerror,
+            )
+
+
 class ListenerFilter:
     """Drops what other machines send to this process's listening sockets of one port, if it comes from some addresses.
 
@@ -100,7 +149,8 @@ class ListenerFilter:
     """
 
     def __init__(self, port: int) -> None:
-        self._files = tuple(_listening_on(port))
+        self._port = port
+        self._files = tuple(int(entry.name) for entry in FILES.iterdir() if _listens(int(entry.name), port))
         self._barred: tuple[str, ...] = ()
 
     def bar(self, addresses: tuple[str, ...]) -> None:
@@ -109,6 +159,9 @@ class ListenerFilter:
             return
         program = filter_of(addresses)
         for file in self._files:
+            # The port may be closed by now, and the number another file's.
+            if not _listens(file, self._port):
+                continue
             # A duplicate is closed at the end; the filter belongs to the socket.
             with socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=os.dup(file)) as listener:
                 if addresses:
@@ -156,24 +209,21 @@ def _instruction(code: int, value: int, *, otherwise: int = 0) -> bytes:
     return struct.pack("=HBBI", code, 0, otherwise, value)
 
 
-def _listening_on(port: int) -> Iterable[int]:
-    """Descriptors of this process's sockets that listen on that port."""
-    for entry in FILES.iterdir():
-        file = int(entry.name)
-        try:
-            at = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=file)
-        except OSError:  # another kind of file, or one that is closed by now
-            continue
-        try:
-            name = at.getsockname()
-            listens = at.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        except OSError:
-            continue
-        finally:
-            at.detach()
-        # Names of Unix sockets are not pairs.
-        if listens and isinstance(name, tuple) and name[1] == port:
-            yield file
+def _listens(file: int, port: int) -> bool:
+    """Is that descriptor one of a socket that listens on that port?"""
+    try:
+        at = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=file)
+    except OSError:  # another kind of file, or one that is closed by now
+        return False
+    try:
+        name = at.getsockname()
+        listens = at.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError:
+        return False
+    finally:
+        at.detach()
+    # Names of Unix sockets are not pairs.
+    return bool(listens) and isinstance(name, tuple) and name[1] == port
 
 
 def received_bytes(file: int) -> int | None:

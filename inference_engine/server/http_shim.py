@@ -26,10 +26,10 @@ from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.http.connection import Connection
+from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.tls import Certificates
-from inference_engine.server.unauthenticated import UnauthenticatedPeers
 
 # How long sending answers may take once no Generate runs any more.
 LEAVE_SECONDS = 5
@@ -75,12 +75,11 @@ async def start_http(
     limits: OwnerLimits,
     certificates: Certificates | None,
     chat: ChatText | None,
-    connections: int,
-    unauthenticated: UnauthenticatedPeers,
+    door: HttpDoor,
 ) -> HttpShim:
     """Listen at `address`, as a part of the server that has these keys, limits and certificates.
 
-    connections: at the same time; unauthenticated peers: of this port. Raises ConfigError if it cannot.
+    door: for the connections to it. Raises ConfigError if it cannot.
     """
     if chat is None:
         raise ConfigError(
@@ -100,11 +99,12 @@ async def start_http(
     )
     state = State()
     context = None if certificates is None else _renewing_context(certificates)
-    app = create_app(desk, keys, address, state, unauthenticated)
-    server = _Server(_settings(app, context, _connections(engine, connections, unauthenticated)))
+    app = create_app(desk, keys, address, state, door)
+    server = _Server(_settings(app, context, type("Connection", (Connection,), {"door": door})))
     server.config.load()
     sock = _listen(address)
     host, port = sock.getsockname()[:2]
+    door.follow(port)
     bound = Address(host=host, port=port, is_loopback=address.is_loopback)
     scheme = "http" if certificates is None else "https"
     return HttpShim(url=f"{scheme}://{bound}/v1", server=server, sock=sock, desk=desk, state=state)
@@ -116,12 +116,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-def _connections(engine: Engine, most: int, unauthenticated: UnauthenticatedPeers) -> type[Connection]:
-    dropped = engine.metrics.connections_dropped.labels("http")
-    shared = {"most": most, "unauthenticated": unauthenticated, "by_peer": {}, "dropped": dropped}
-    return type("Connection", (Connection,), shared)
 
 
 def _settings(app: Any, context: ssl.SSLContext | None, connection: type[Connection]) -> uvicorn.Config:

@@ -22,10 +22,10 @@ from inference_engine.errors import InvalidArgument, RequestError, Unauthenticat
 from inference_engine.logs import about_request
 from inference_engine.server import incoming
 from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certificate
+from inference_engine.server.grpc_door import GrpcDoor
 from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
-from inference_engine.server.unauthenticated import GrpcDoor
 from inference_engine.tracing import end_call
 from inference_engine.types import Durability
 

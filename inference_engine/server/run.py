@@ -28,7 +28,9 @@ from inference_engine.errors import ConfigError, RequestError
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, resolve_bind
 from inference_engine.server.auth import KeyRing
+from inference_engine.server.barring import Bars
 from inference_engine.server.convert import check_strategies
+from inference_engine.server.grpc_door import GrpcDoor
 from inference_engine.server.health import Health
 from inference_engine.server.incoming import MessageLimits
 from inference_engine.server.interceptors import CallInterceptor
@@ -36,7 +38,7 @@ from inference_engine.server.limits import OwnerLimits, allowed_connections
 from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
 from inference_engine.server.tls import Certificates
-from inference_engine.server.unauthenticated import GrpcDoor, UnauthenticatedPeers
+from inference_engine.server.unauthenticated import UnauthenticatedPeers
 from inference_engine.server.watchdog import GaveUp, Watchdog
 
 if TYPE_CHECKING:
@@ -132,11 +134,12 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
         messages = MessageLimits(
             max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
         )
+        bars = Bars(time.monotonic, engine.metrics.addresses_barred.inc)
         door = GrpcDoor(
             _unauthenticated(keys, config, connections, address),
             engine.metrics.connections_dropped.labels("grpc").inc,
             time.monotonic,
-            engine.metrics.addresses_barred.inc,
+            bars,
         )
         calls = CallInterceptor(
             keys,
@@ -156,6 +159,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
         http = None
         if http_address is not None:
             # Imported here: it takes a second.
+            from inference_engine.server.http.door import HttpDoor
             from inference_engine.server.http_shim import start_http
 
             http = await start_http(
@@ -166,8 +170,12 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
                 limits=limits,
                 certificates=certificates,
                 chat=chat,
-                connections=connections,
-                unauthenticated=_unauthenticated(keys, config, connections, http_address),
+                door=HttpDoor(
+                    _unauthenticated(keys, config, connections, http_address),
+                    bars,
+                    most=connections,
+                    on_drop=engine.metrics.connections_dropped.labels("http").inc,
+                ),
             )
         await health.follow()
         await server.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Bound, Event, Failed, Finished, GenerateParams, TokenCommitted
-from laboratory.evaluation.sessions import append_all
+from laboratory.evaluation.sessions import append_all, turned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +104,33 @@ def start(engine: Engine, sessions: Sequence[str], *, tokens: int, reads_bytes: 
     finally:
         all_asked.set()
     return watches
+
+
+def prefill_rate(engine: Engine, session: str, prompt: Sequence[int]) -> float:
+    """Append a prompt and compute it, with one token generated; tokens a second."""
+    append_all(engine, session, prompt)
+    (watch,) = start(engine, [session], tokens=1)
+    ending = watch.wait()
+    return ending.prefilled_tokens / ending.prefill_seconds
+
+
+def decode_milliseconds(engine: Engine, sessions: Sequence[str], tokens: int) -> float:
+    """Of one step that gives every session its next token, while all of them generate that many."""
+    watches = start(engine, sessions, tokens=tokens, reads_bytes=False)
+    for watch in watches:
+        watch.wait()
+    return 1e3 * step_seconds([watch.token_times for watch in watches])
+
+
+def in_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Samples of every side, one a round. No side always comes first; a first round warms up and is not kept."""
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name in turned(list(sides), number):
+            sample = sides[name]()
+            if number:
+                samples[name].append(sample)
+    return samples
 
 
 def step_seconds(times: Sequence[Sequence[float]]) -> float:

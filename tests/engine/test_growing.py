@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -145,6 +146,23 @@ def test_a_pool_too_small_for_one_default_session_refuses_to_start(settings: dic
         served_engine(**settings)
     with served_engine(growth="guaranteed", kv_bytes=100_000, default_limit_tokens=50) as engine:
         assert engine.create_session().limit_tokens == 50
+
+
+def test_a_pool_that_holds_less_than_the_limit_says_how_many_tokens_it_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with served_engine(kv_bytes=bytes_for()):
+        assert "default_limit_tokens" not in caplog.text
+    with served_engine(kv_bytes=bytes_for(50)) as engine:
+        found = re.search(r"may have (\d+) tokens.* about (\d+) tokens of one session", caplog.text)
+        assert found is not None and int(found[1]) == TRAINED_POSITIONS
+        most = int(found[2])
+        assert 32 <= most <= 50  # whole segments
+        session = engine.create_session().session_id
+        engine.append(session, text(most - 1))
+        assert isinstance(drain(engine.generate(session, GenerateParams(max_tokens=1)))[-1], Finished)
+        with pytest.raises(NoCapacity):
+            engine.append(session, text(2))
 
 
 def test_growth_is_one_of_three_words() -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from inference_engine.engine.generation import Generation
 from inference_engine.errors import HistoryLimit, Overloaded, QuotaExceeded, RequestError
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.scheduler.transcript import Reader
-from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
+from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS, Leaves
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
@@ -61,6 +62,40 @@ def received(generation: Generation) -> tuple[list[int], RequestError | None]:
 
 
 # -- a session's cap --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_in_the_journal_before_the_history_and_in_neither_if_one_fails() -> None:
+    class Journal(MemoryJournal):
+        """Says how long the history was when it was told of more."""
+
+        fails = False
+
+        def append(self, session_id: str, *args: Any, **options: Any) -> None:
+            if self.fails:
+                raise RuntimeError("the journal fails")
+            lengths.append(len(session_of(engine, session_id).history))
+            super().append(session_id, *args, **options)
+
+        def ids(self) -> list[int]:
+            return [token for record in self.read(session)[1] for token in record.token_ids.tolist()]
+
+    lengths: list[int] = []
+    journal = Journal()
+    with scripted_engine(journal=journal) as engine:
+        session = opened(engine, 10)
+        engine.append(session, text(5))
+        assert lengths == [0, 10]
+        history = [*text(10), *text(5)]
+        with mock.patch.object(Leaves, "_new", side_effect=MemoryError), pytest.raises(MemoryError):
+            engine.append(session, text(2 * LEAF_TOKENS))
+        assert lengths == [0, 10]  # room is made first
+        journal.fails = True
+        with pytest.raises(RuntimeError):
+            engine.append(session, text(3))
+        assert journal.ids() == session_of(engine, session).history.ids().tolist() == history
+        journal.fails = False
+        engine.append(session, text(3))
+        assert journal.ids() == session_of(engine, session).history.ids().tolist() == [*history, *text(3)]
 
 
 def test_an_append_past_the_cap_of_a_session_is_refused_and_the_session_goes_on() -> None:

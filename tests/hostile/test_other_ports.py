@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -14,15 +15,18 @@ import pytest
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.auth import Key
 from inference_engine.server.metrics_port import MetricsPort
-from inference_engine.server.unauthenticated import MOST_REFUSALS
+from inference_engine.server.unauthenticated import ADDRESS_REFUSALS, FIRST_BYTES, MOST_EXCESS, MOST_REFUSALS
 from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM
-from tests.server.http_client import http_client, openai_client, serving_http, tiny_chat
+from tests.server.http_client import asking, http_client, openai_client, serving_http, tiny_chat
 from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.hostile
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+WRONG_KEY = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n\r\n"
+LONG_BODY = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n" + bytes(9_999_999)
+MOST_CONNECTIONS = 2 * (ADDRESS_REFUSALS + MOST_EXCESS)
 MAX_CONNECTIONS = 40
 HALF_REQUESTS = 200
 MOST_THREADS = 80  # of 64 readers, and what else there is
@@ -74,6 +78,86 @@ async def test_an_owner_gets_in_beside_as_many_http_connections_as_there_may_be(
                                 pass
                         hung_up += 1
             assert hung_up >= len(held) - MAX_CONNECTIONS // 2
+    chat.close()
+
+
+async def connects(target: str, source: str) -> bool:
+    host, _, port = target.rpartition(":")
+    try:
+        async with asyncio.timeout(0.5):
+            _, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+    except TimeoutError:
+        return False
+    writer.close()
+    return True
+
+
+async def says(target: str, source: str, said: bytes) -> bool:
+    """On a connection of its own, until the server closes that. Returns whether there was one."""
+    host, _, port = target.rpartition(":")
+    try:
+        async with asyncio.timeout(0.5):
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+    except TimeoutError:
+        return False
+    with contextlib.suppress(ConnectionError):
+        writer.write(said)
+        async with asyncio.timeout(20.0):
+            while await reader.read(65536):
+                pass
+    writer.close()
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's filters are Linux's")
+@pytest.mark.parametrize(
+    ("said", "source"),
+    [
+        (WRONG_KEY * MOST_REFUSALS, "127.0.4.1"),
+        (b"not HTTP\r\n\r\n", "127.0.4.2"),
+        (HEALTH * (FIRST_BYTES // len(HEALTH)), "127.0.4.3"),
+        (
+            b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n" + bytes(9_999_999),
+            "127.0.4.4",
+        ),
+    ],
+    ids=["wrong keys", "not HTTP", "a flood of health", "a long body"],
+)
+async def test_an_address_that_goes_on_attacking_over_http_is_barred_from_both_ports(
+    said: bytes, source: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
+    chat = tiny_chat()
+    with tiny_engine() as engine:
+        async with serving_http(engine, chat, api_key_file=str(path)) as server:
+            assert server.http_url is not None
+            http = server.http_url.removeprefix("http://").removesuffix("/v1")
+            # Each connection is refused at least once, and some at the same time.
+            for _ in range(0, MOST_CONNECTIONS, 16):
+                if not all(await asyncio.gather(*(says(http, source, said) for _ in range(16)))):
+                    break
+            assert not await connects(http, source)
+            assert not await connects(server.target, source)
+            assert await connects(http, "127.0.4.99")
+            async with openai_client(server, key=VICTIM) as client:
+                assert [model.id async for model in client.models.list()]
+    chat.close()
+
+
+async def test_what_an_owner_sends_over_http_bars_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
+    chat = tiny_chat()
+    with tiny_engine() as engine:
+        async with (
+            serving_http(engine, chat, api_key_file=str(path)) as server,
+            http_client(server, headers={"authorization": f"Bearer {VICTIM}"}) as client,
+        ):
+            for _ in range(2):  # the first on a connection without a key so far
+                long = asking(messages=[{"role": "user", "content": "x" * (4 * FIRST_BYTES)}])
+                answer = await client.post("/chat/completions", json=long)
+                assert answer.status_code == 400 and "tokens" in answer.text
     chat.close()
 
 

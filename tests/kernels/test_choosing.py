@@ -251,8 +251,9 @@ def compare_choosing() -> None:
         for one, its in zip(own, codes, strict=True):
             one.write(its)
         wanted = [(0, 406), (3, 499), (0, 300), (2, 332), (1, 299), (4, 89), (4, 30), (3, 211)]
-        if number and device.type != "cuda":
-            del wanted[4:]  # the interpreter takes its time
+        is_quick = device.type == "cuda"  # the interpreter takes its time
+        if not is_quick:
+            del wanted[4 if number else 7 :]
         lines = [own[index].line(position) for index, position in wanted]
         lines.insert(2, [0] * FIELDS)
         lines.insert(4, list(own[4].line(89)))
@@ -272,13 +273,14 @@ def compare_choosing() -> None:
             expected[row] = own[index].expected(queries[row : row + 1], position, codes[index], softcap)[0]
         expected[4] = attend_by_reference(queries[4:5], keys, values, regions[4:5].cpu(), **options)[0]
         together = attend()
-        together = attend(slice(None))
         torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
         if number == 0:
-            for row in (0, 7):
+            for row in (0, 7) if is_quick else (7,):
                 alone = attend(slice(row, row + 1))
                 assert torch.equal(alone[0], together[row]), "a query's bits depend on what is beside it"
-            torch.testing.assert_close(attend(operation=attend_invariant), expected, atol=2e-5, rtol=2e-5)
+            some = slice(None) if is_quick else slice(1, 5)
+            found = attend(some, operation=attend_invariant)
+            torch.testing.assert_close(found, expected[some], atol=2e-5, rtol=2e-5)
             choices[:] = [TokenChoice(shape=own[0].shape, tokens=900, rows=1)]
             assert torch.equal(attend(slice(0, 1))[0], together[0]), "one shape alone gives other bits"
 
@@ -321,7 +323,7 @@ def compare_rounded() -> None:
     (own,), keys, values = histories(model, [kind], dtype, device)
     codes = own.codes()
     own.write(codes)
-    positions = range(490, 496)
+    positions = range(490, 496) if device.type == "cuda" else range(490, 493)
     queries = torch.randn(len(positions), model.kv_heads * model.group, model.head_dim).to(device, dtype)
     regions = torch.tensor([own.line(position) for position in positions], device=device)
     choice = TokenChoice(shape=own.shape, tokens=500, rows=len(positions))

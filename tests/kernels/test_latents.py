@@ -161,17 +161,21 @@ def test_an_entry_that_is_not_finite_is_found() -> None:
     assert found.isnan().tolist() == [False, True]
 
 
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
 def compare_with_triton() -> None:
     from inference_engine.kernels.triton.latents import latents as operations
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for size in SIZES:
+    for number, size in enumerate(SIZES):
         tables = made_tables(size[1], size[2], device)
         codes = made_codes(size[0], tables, device)
         for dtype in (torch.float32, torch.float16):
             assert torch.equal(operations.units(*codes, tables, dtype), PLAIN.units(*codes, tables, dtype)), size
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
-            for turns in (True, False):
+        for kind, (dtype, tolerance) in enumerate(TOLERANCES.items()):
+            # Interpreted, sizes take turns: each dtype is rotated, and is not.
+            for turns in (True, False) if device == "cuda" else ((number + kind) % 2 == 0,):
                 for operation in (restored, analysed):
                     found = operation(operations, size, dtype, device, turns=turns)
                     expected = operation(PLAIN, size, dtype, device, turns=turns)

@@ -1,4 +1,4 @@
-"""Kernels of a choice by components are Triton for a GPU: where there is none, they are translated and not run.
+"""Kernels that choose, read and restore entries are Triton for a GPU: where there is none, they are only translated.
 
 The interpreter takes programs that a compiler does not: names of two types, values that are None.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.components import IndexShape, TokenChoice
+from inference_engine.kernels.latents import CodeTables, Synthesis
 
 HKV, GROUP, D, TOKENS = 2, 3, 64, 200
 
@@ -39,23 +40,30 @@ def translate(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     source.make_ir(target, asked, backend.get_codegen_implementation(asked), backend.get_module_map(), context)
 
 
+def launches_of(monkeypatch: pytest.MonkeyPatch, *chained: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Nothing is launched from now on, but noted: what would be. chained: modules whose kernels wait for each other."""
+    from triton.runtime.jit import JITFunction
+
+    launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def launcher(function: Any, _grid: Any) -> Any:
+        return lambda *arguments, **options: launched.append((function, arguments, {"num_warps": 4, **options}))
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    for module in chained:
+        monkeypatch.setattr(module, "chained", lambda _: {"CHAINED": True, "launch_pdl": True})
+    return launched
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [IndexShape(rank=16, bits=3, run=4), IndexShape(rank=9, bits=6, run=1)], ids=str)
 def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
     shape: IndexShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton.runtime.jit import JITFunction
-
     from inference_engine.kernels.triton import components
     from inference_engine.kernels.triton.component_index import key_indexes
 
-    launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def launcher(function: Any, _grid: Any) -> Any:
-        return lambda *arguments, **options: launched.append((function, arguments, options))
-
-    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
-    monkeypatch.setattr(components, "chained", lambda _: {"CHAINED": True, "launch_pdl": True})
+    launched = launches_of(monkeypatch, components)
     keys = torch.zeros(HKV * TOKENS, D, dtype=dtype)
     queries = torch.zeros(2, HKV * GROUP, D, dtype=dtype)
     regions = torch.zeros(2, 16, dtype=torch.int64)
@@ -80,3 +88,65 @@ def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
         translate(*launch)
 
     assert len(launched) == 8 + 6 + 1
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_kernel_of_selected_blocks_is_a_program_for_a_gpu(
+    dtype: torch.dtype, offloaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inference_engine.kernels.triton import block_places, block_selection, gather
+
+    launched = launches_of(monkeypatch, block_places, block_selection, gather)
+    keys, queries = torch.zeros(HKV * TOKENS, D, dtype=dtype), torch.zeros(2, HKV * GROUP, D, dtype=dtype)
+    for softcap, serves_all, blocks in ((None, True, 40), (4.0, False, 5000)):
+        gather.attend_selecting(
+            queries,
+            keys,
+            keys,
+            torch.zeros(2, 16, dtype=torch.int64),
+            torch.empty_like(queries),
+            kv_heads=HKV,
+            scaling=0.1,
+            softcap=softcap,
+            blocks=blocks,
+            serves_all=serves_all,
+            reads_offloaded=offloaded,
+        )
+
+    for launch in launched:
+        translate(*launch)
+
+    assert len(launched) == 2 * (5 if offloaded else 4)
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["as they are", "rotated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_kernel_of_latents_is_a_program_for_a_gpu(
+    dtype: torch.dtype, turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inference_engine.kernels.triton import latents
+
+    launched = launches_of(monkeypatch)
+    count = 70
+    tables = CodeTables.of(
+        torch.full((count,), 3),
+        torch.zeros(count, dtype=torch.int32),
+        torch.zeros(32),
+        torch.zeros(256),
+        chains=4,
+        first_byte=0,
+    )
+    codes = torch.zeros(TOKENS, 20, dtype=torch.uint8)
+    synthesis = Synthesis.of(torch.zeros(HKV, 2 * D, count), torch.zeros(HKV, 2 * D), dtype)
+    units = latents.units(codes, codes, tables, synthesis.matrix.dtype)
+    keys, turn = torch.zeros(HKV, TOKENS, D, dtype=dtype), torch.zeros(TOKENS, D)
+    found, means = torch.zeros(2), torch.zeros(HKV, 2 * D)
+    latents.entries(units, synthesis, keys, keys, found, turn=(turn, turn) if turns else None)
+    matrix, sums = torch.zeros(HKV, 2, units.shape[1], D), torch.zeros(TOKENS, units.shape[1])
+    latents.analyse(keys, keys, matrix, means, sums, found, turn=(turn, turn) if turns else None)
+
+    for launch in launched:
+        translate(*launch)
+
+    assert len(launched) == 3

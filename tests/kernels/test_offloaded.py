@@ -125,10 +125,10 @@ class History:
 
 def compare_kernel() -> None:
     """What a child process runs."""
-    from inference_engine.kernels.triton import gather
+    from inference_engine.kernels.triton import block_places, block_selection, gather
 
-    if device_of_kernels().type != "cuda":
-        gather._PARTS, gather._FOUND, gather._SCORING_PROGRAMS = 4, 4, 2  # each program takes its time
+    if device_of_kernels().type != "cuda":  # each program takes its time
+        gather._PARTS, block_places._FOUND, block_selection._SCORING_PROGRAMS = 4, 4, 2
     shapes = [
         History(dim=24, block=8, sink=8, count=137, resident=112, ring=40, places=5, kept=5, chunk=24,
                 dtype=torch.float32),

@@ -91,8 +91,10 @@ def compare_shapes(kernels: Fused, shapes: tuple[tuple[int, int, int], ...], *, 
 
     device = device_of_kernels()
     half = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
-    for count, inputs, outputs in shapes:
-        for name, whole in matrices(2 * outputs, inputs).items():
+    for number, (count, inputs, outputs) in enumerate(shapes):
+        for kind, (name, whole) in enumerate(matrices(2 * outputs, inputs).items()):
+            if device.type != "cuda" and (number + kind) % 2:
+                continue  # interpreted, shapes take turns
             for dtype in (torch.float32, half):
                 states = numbers(count, inputs, dtype=dtype)
                 norm = RowNorm(weights=numbers(inputs, seed=1, dtype=dtype), epsilon=1e-5, adds_one=True)

@@ -262,12 +262,13 @@ def device_of_kernels() -> torch.device:
     """A GPU, or where there is none the interpreter, set to cut queries into fewer parts."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    from inference_engine.kernels.triton import gather, ragged_attention
+    from inference_engine.kernels.triton import block_selection, gather, ragged_attention
 
     # It takes long for each program: fewer than would fill a GPU.
     ragged_attention._PROGRAMS, ragged_attention._MOST_PARTS, ragged_attention._LEAST_PART = 32, 3, 64
     ragged_attention._MERGED_AT_ONCE = 2
-    gather._PARTS, gather._PARTS_OF_MANY, gather._NARROW, gather._FEW = 6, 2, 16, 4
+    gather._PARTS, gather._PARTS_OF_MANY = 6, 2
+    block_selection._NARROW, block_selection._FEW = 16, 4
     gather._READ = gather._READ._replace(rows=16)
     return torch.device("cpu")
 
@@ -313,10 +314,11 @@ def compare_chunks_and_selections() -> None:
 
 def compare_selecting_steps() -> None:
     """Steps with selected blocks, over memory that begins as rubbish: each query's result, whatever is beside it."""
-    from inference_engine.kernels.triton import gather, ragged_attention
+    from inference_engine.kernels.triton import block_selection, gather, ragged_attention
 
     device = device_of_kernels()
-    setattr(gather, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
+    for module in (block_selection, gather):
+        setattr(module, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
     shape = (4, 2, 24)
     queries, keys, values, regions, _ = selections(shape, torch.float32)
     keys[:: len(keys) // 40] = 0.25  # some equal scores
@@ -350,7 +352,7 @@ class Poisoned:
 
 def compare_lists(device: torch.device) -> None:
     """The lists of blocks of rows of several lengths, against the definition; NaN and equal scores among them."""
-    from inference_engine.kernels.triton.gather import Scores, select_blocks
+    from inference_engine.kernels.triton.block_selection import Scores, select_blocks
 
     lines, expected, tile = [], [], 4
     scores = torch.randn(9, 2, BLOCKS)

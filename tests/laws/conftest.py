@@ -1,7 +1,12 @@
-"""What runs TinyModel in the laws: EXECUTORS, or MLX with `--executor mlx`, which has batched mode alone."""
+"""What runs TinyModel in the laws: what serves on a CPU, EXECUTORS; and MLX, which has batched mode alone.
+
+On MLX they are a selection, which has each law with each strategy by name; `--executor mlx` runs all cases on it alone.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +24,26 @@ HERE = Path(__file__).parent
 WITHOUT_EXECUTOR = ("test_identity_laws.py", "test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
 # Changes the masks of torch's plan: what reads by numbers asks for none.
 OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_window"
+# In fixed-shape mode alone, which MLX refuses.
+OF_FIXED_SHAPES = (
+    "test_a_session_that_dropped_its_entries_goes_on_as_one_that_did_not",
+    "test_a_stop_id_within_a_draft_ends_the_stream_there",
+    "test_a_drafter_that_fails_costs_nothing_but_its_drafts",
+)
+# Memory that is granted as a session grows: MLX gives it all at once.
+GROWING = {"guaranteed": False, "growth": "best_effort"}
+MLX = "mlx"
+
+
+@pytest.fixture
+def executor(request: pytest.FixtureRequest) -> str:
+    """`mlx`, or "" for EXECUTORS."""
+    return str(getattr(request, "param", ""))
 
 
 @pytest.fixture(autouse=True)
-def _on_its_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.config.getoption("--executor") == "mlx":
+def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if executor == MLX:
         from inference_engine.backends.mlx.forward import MlxForward
         from tests.mlx.tiny import run_on, tiny_mlx
 
@@ -48,18 +68,55 @@ def _on_its_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--executor") != "mlx":
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every law is there once more on MLX. The names of the others stay as they are."""
+    law = metafunc.definition
+    if law.path.name in WITHOUT_EXECUTOR or law.originalname in (OF_MASKS, *OF_FIXED_SHAPES):
         return
-    left_out = [item for item in items if HERE in item.path.parents and not _is_for_mlx(item)]
-    items[:] = [item for item in items if item not in left_out]
+    executors = [pytest.param("", id=pytest.HIDDEN_PARAM), pytest.param(MLX, id=MLX)]
+    metafunc.parametrize("executor", executors, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    laws = [item for item in items if HERE in item.path.parents]
+    on_mlx = [item for item in laws if _given(item).get("executor") == MLX]
+    if config.getoption("--executor") == MLX:
+        kept = {item for item in on_mlx if _can_be(item)}
+        if not has_mlx():
+            for item in kept:
+                item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
+    else:
+        kept = {*laws}.difference(on_mlx)
+        if has_mlx():
+            kept.update(_selected(item for item in on_mlx if _can_be(item)))
+    left_out = [item for item in laws if item not in kept]
+    items[:] = [item for item in items if item not in {*left_out}]
     config.hook.pytest_deselected(items=left_out)
-    if not has_mlx():
-        for item in items:
-            item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
 
 
-def _is_for_mlx(item: Any) -> bool:
-    given = item.callspec.params if hasattr(item, "callspec") else {}
-    is_about_it = item.path.name not in WITHOUT_EXECUTOR and item.originalname != OF_MASKS
-    return is_about_it and Mode.FIXED_SHAPE not in given.values()
+def _given(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _can_be(item: pytest.Item) -> bool:
+    """Not about what MLX refuses."""
+    given = _given(item)
+    grows = any(given.get(name) == value for name, value in GROWING.items())
+    return not grows and Mode.FIXED_SHAPE not in given.values()
+
+
+def _selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """One of each law and strategy by name; of the options and other values, those that had fewest turns before."""
+    groups: dict[tuple[str, str], list[tuple[pytest.Item, list[str]]]] = {}
+    for item in items:
+        values = _given(item)
+        law, name = str(getattr(item, "originalname", item.name)), getattr(values.get("strategy"), "name", "")
+        # What strategies are like counts over all laws, other values within theirs.
+        known = [str(one) if key == "strategy" else f"{law} {key} {one}" for key, one in values.items()]
+        groups.setdefault((law, name), []).append((item, known))
+    turns: Counter[str] = Counter()
+    for cases in groups.values():
+        item, known = min(cases, key=lambda case: sum(turns[value] for value in case[1]))
+        turns.update(known)
+        yield item

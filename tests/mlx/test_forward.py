@@ -142,6 +142,18 @@ def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None
     assert not forward._pools
 
 
+def test_a_step_copies_nothing_of_the_pool() -> None:
+    sessions = Sessions(tiny_mlx(seed=6), Full())
+    size = sum(part.nbytes for pool in sessions.forward._pools.values() for part in pool)  # type: ignore[attr-defined]
+    sessions.step((0, ids_of(16)))
+    before = mx.get_active_memory()
+    assert before >= size
+    mx.reset_peak_memory()
+    for first in range(16, 60, 4):
+        sessions.step((0, ids_of(60)[first : first + 4]))
+    assert mx.get_peak_memory() - before < size / 16
+
+
 ENDS = """
 import sys, threading
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""The laws on MLX: those of other backends, run over TinyModel there. Every mechanism speaks, and laws are a selection.
+"""Laws of MLX beside torch, and those that tests/laws has not: every mechanism speaks, sessions change executors.
 
 In batched mode alone: fixed-shape mode is refused. What queries see is a law over every strategy in `test_entries.py`.
 """
@@ -22,11 +22,8 @@ from inference_engine.types import GenerateParams, Mode, Sampling
 from tests import tiny
 from tests.facade import forward_of, is_anything_held, on_the_engines_thread, save_copies
 from tests.kept import keeping
-from tests.laws import test_drop_laws as drop_laws
-from tests.laws import test_forgetting_laws as forgetting_laws
 from tests.laws import test_fork_laws as fork_laws
 from tests.laws import test_hibernation_laws as hibernation_laws
-from tests.laws import test_kept_laws as kept_laws
 from tests.laws.drafters import Knowing, Wrong
 from tests.laws.variants import (
     LATENT,
@@ -86,15 +83,15 @@ def test_tokens_are_those_of_torch_beside_others_and_however_they_arrive(
     assert same(found, spoken(Mode.BATCHED, strategy), Mode.BATCHED)
 
 
-def drafts_change_no_token(strategy: KVStrategy, mode: Mode, _: Path) -> None:
+def drafts_change_no_token(strategy: KVStrategy, mode: Mode = Mode.BATCHED) -> None:
     plain = spoken(mode, strategy)
     said = [*text(), *(token for token, _ in plain[:12])]
     drafter = Wrong() if isinstance(strategy, Full) else Knowing(text=said, errs=5)
     assert same(spoken(mode, strategy, drafter=drafter, draft_tokens=3), plain, mode)
 
 
-def nothing_is_left_of_a_session_that_was_cancelled(strategy: KVStrategy, mode: Mode, _: Path) -> None:
-    with engine_for(mode) as engine:
+def nothing_is_left_of_a_session_that_was_cancelled(strategy: KVStrategy) -> None:
+    with engine_for(Mode.BATCHED) as engine:
         session = engine.create_session(strategy=strategy).session_id
         engine.append(session, text())
         generation = engine.generate(session, GenerateParams(max_tokens=200))
@@ -107,40 +104,8 @@ def nothing_is_left_of_a_session_that_was_cancelled(strategy: KVStrategy, mode: 
         assert not is_anything_held(engine)
 
 
-def dropped(strategy: KVStrategy, mode: Mode, _: Path) -> None:
-    drop_laws.test_a_session_whose_entries_were_dropped_goes_on_as_one_that_kept_them(strategy, mode)
-
-
-def forked(strategy: KVStrategy, mode: Mode, _: Path) -> None:
-    fork_laws.test_a_fork_goes_on_as_a_session_built_from_scratch_and_its_parent_as_if_never_forked(
-        strategy, True, mode
-    )
-
-
-def killed(strategy: KVStrategy, mode: Mode, folder: Path) -> None:
-    kept_laws.test_a_session_that_was_killed_goes_on_as_one_that_never_was(folder, strategy, mode)
-
-
-def hibernated(strategy: KVStrategy, mode: Mode, folder: Path) -> None:
-    hibernation_laws.test_a_session_read_from_a_file_goes_on_to_the_bit_as_one_that_never_was_in_one(
-        folder, strategy, mode
-    )
-
-
-def forgotten(strategy: KVStrategy, mode: Mode, _: Path) -> None:
-    forgetting_laws.test_nothing_of_an_ended_session_is_left_in_memory(strategy, mode)
-
-
-Law = Callable[[KVStrategy, Mode, Path], None]
-LAWS: list[Law] = [
-    drafts_change_no_token,
-    nothing_is_left_of_a_session_that_was_cancelled,
-    dropped,
-    forked,
-    killed,
-    hibernated,
-    forgotten,
-]
+Law = Callable[[KVStrategy], None]
+LAWS: list[Law] = [drafts_change_no_token, nothing_is_left_of_a_session_that_was_cancelled]
 
 
 @pytest.mark.parametrize("strategy", [Full(), LayerWindow(window=16, full_layers=(0, 1, 2))], ids=str)
@@ -199,17 +164,5 @@ READS = [
 
 @pytest.mark.parametrize("strategy", READS, ids=str)
 @pytest.mark.parametrize("law", LAWS, ids=lambda one: one.__name__)
-def test_a_law_holds(law: Law, strategy: KVStrategy, tmp_path: Path) -> None:
-    law(strategy, Mode.BATCHED, tmp_path)
-
-
-def test_a_file_that_does_not_agree_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hibernation_laws.test_a_file_that_does_not_agree_is_not_used_and_nothing_changes_but_the_time(
-        tmp_path, Full(), "flipped", caplog
-    )
-
-
-def test_a_fork_read_from_a_file_goes_on(tmp_path: Path) -> None:
-    hibernation_laws.test_a_fork_read_from_a_file_goes_on_as_one_that_stayed_in_memory(
-        tmp_path, SinkWindow(sink=3, window=40)
-    )
+def test_a_law_holds(law: Law, strategy: KVStrategy) -> None:
+    law(strategy)

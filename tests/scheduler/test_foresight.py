@@ -108,6 +108,16 @@ def test_places_are_given_as_admission_gives_them(
     assert found.steps == pytest.approx(now, abs=1.01)  # the step under way may count
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from("ab")), max_size=12), st.integers(0, 40))
+def test_another_call_of_the_same_owner_is_told_what_it_would_be_told_alone(
+    queue: list[tuple[int, str]], prefill: int
+) -> None:
+    running, line = [decoding(5, "a"), decoding(3, "b")], [waiting(tokens, owner) for tokens, owner in queue]
+    played = foresight._Play(running, line, ROOM)
+    for new in (waiting(4, "a"), waiting(9, "a", prefill), waiting(4, "a")):
+        assert played.until(new) == ahead_of(new, running, line, ROOM)
+
+
 @pytest.mark.parametrize("owner", ["0", "new"])
 @pytest.mark.parametrize(("waits", "owners"), [(256, 64), (1000, 1000)])
 def test_the_longest_queue_there_may_be_is_played_in_milliseconds(waits: int, owners: int, owner: str) -> None:

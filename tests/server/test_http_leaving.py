@@ -19,10 +19,12 @@ from inference_engine.engine.generation import Generation
 from inference_engine.errors import EngineStalled, OutOfMemory, Overloaded
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
+from inference_engine.server.barring import Bars
 from inference_engine.server.http import completion, connection
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
+from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.run import ServerHandle
@@ -195,7 +197,12 @@ async def test_a_connection_that_waits_for_an_answer_is_not_closed(
     assert answer.usage.completion_tokens == 4
 
 
-NO_PEERS = UnauthenticatedPeers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0)
+NO_DOOR = HttpDoor(
+    UnauthenticatedPeers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0),
+    Bars(lambda: 0.0, lambda: None),
+    most=10,
+    on_drop=lambda: None,
+)
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
 
 
@@ -470,7 +477,7 @@ async def test_a_client_that_does_not_read_loses_its_session(
         now=lambda: 0.0,
         given_up=asyncio.get_running_loop().create_future(),
     )
-    app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State(), NO_PEERS)
+    app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State(), NO_DOOR)
     body = json.dumps({**FOREVER, "stream": True}).encode()
     coming: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[str] = []

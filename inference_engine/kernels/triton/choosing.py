@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_engine.kernels.triton.block_selection import reads_of
 from inference_engine.kernels.triton.component_scores import choices_of, parts_of
-from inference_engine.kernels.triton.gather import reads_of
 from inference_engine.kernels.triton.topk import in_order, lowest_of, of_order, places_of
 
 _NOTHING: tl.constexpr = tl.constexpr(-2147483648)  # in the order of weights: no candidate

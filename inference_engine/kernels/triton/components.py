@@ -26,10 +26,11 @@ from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.latents import operand_dtype
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton import choosing, component_index, component_scores, restoring
+from inference_engine.kernels.triton.block_selection import reads_of
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.component_index import half_width, rank_width
 from inference_engine.kernels.triton.component_scores import choices_of, chooses_by
-from inference_engine.kernels.triton.gather import reads_of, with_tile
+from inference_engine.kernels.triton.gather import with_tile
 from inference_engine.kernels.triton.restoring import restored_before
 
 _PARTS = 128  # that a history is scored in

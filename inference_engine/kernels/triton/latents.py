@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inference_engine.kernels.latents import PADDED, CodeTables, LatentOps, Synthesis, Turn
+from inference_engine.kernels.triton.codes import numbers_of_codes, places_of_codes
 
 _TOKENS, _CODES = 8, 256  # of a program that unpacks
 _STEP = 64  # numbers that a program of `_entries` takes at once
@@ -116,15 +117,6 @@ def analyse(
 
 
 @triton.jit
-def _byte(p_low, p_high, place, half, index, live):
-    """Byte `index` of the codes at `place`, which lie in two halves."""
-    at = place * half + index
-    b_low = tl.load(p_low + at, mask=live & (index < half), other=0)
-    b_high = tl.load(p_high + at - half, mask=live & (index >= half) & (index < 2 * half), other=0)
-    return (b_low | b_high).to(tl.int32)
-
-
-@triton.jit
 def _units(
     p_low,
     p_high,
@@ -145,40 +137,21 @@ def _units(
 ):
     o_code = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = o_code < count
-    b_begin = tl.load(p_begins + o_code, mask=live, other=0)
-    b_width = tl.load(p_widths + o_code, mask=live, other=1)
-    b_table = tl.load(p_tables + o_code, mask=live, other=0)
-    b_octet = first_byte + 1 + b_begin // 8
-    b_right = 24 - b_begin % 8 - b_width
-    b_mask = (1 << b_width) - 1
-    # The last bits of the codes that stand one, two and three steps before in the chain.
-    has_one = live & (o_code >= chains)
-    has_two = live & (o_code >= 2 * chains)
-    has_three = live & (o_code >= 3 * chains)
-    b_one = tl.load(p_begins + o_code - chains, mask=has_one, other=0)
-    b_one += tl.load(p_widths + o_code - chains, mask=has_one, other=1) - 1
-    b_two = tl.load(p_begins + o_code - 2 * chains, mask=has_two, other=0)
-    b_two += tl.load(p_widths + o_code - 2 * chains, mask=has_two, other=1) - 1
-    b_three = tl.load(p_begins + o_code - 3 * chains, mask=has_three, other=0)
-    b_three += tl.load(p_widths + o_code - 3 * chains, mask=has_three, other=1) - 1
-    behind = first_byte + 1
+    codes = places_of_codes(p_begins, p_widths, p_tables, first_byte, o_code, live, chains)
     for token in range(TOKENS):
         place = tl.program_id(0).to(tl.int64) * TOKENS + token
-        here = live & (place < tokens)
-        b_word = _byte(p_low, p_high, place, half, b_octet, here) << 16
-        b_word |= _byte(p_low, p_high, place, half, b_octet + 1, here) << 8
-        b_word |= _byte(p_low, p_high, place, half, b_octet + 2, here)
-        b_code = (b_word >> b_right) & b_mask
-        u_one = _byte(p_low, p_high, place, half, behind + b_one // 8, has_one & here) >> (7 - b_one % 8)
-        u_two = _byte(p_low, p_high, place, half, behind + b_two // 8, has_two & here) >> (7 - b_two % 8)
-        u_three = _byte(p_low, p_high, place, half, behind + b_three // 8, has_three & here) >> (7 - b_three % 8)
-        b_subset = (((b_code ^ u_one ^ u_three) & 1) << 1) | (u_two & 1)
-        b_level = tl.load(p_levels + b_table + ((b_code >> 1) << 2) + b_subset, mask=here, other=0.0)
         inside = place < tokens
-        scale_code = tl.load(p_low + place * half + first_byte, mask=inside & (first_byte < half), other=0)
-        scale_code |= tl.load(p_high + place * half + first_byte - half, mask=inside & (first_byte >= half), other=0)
-        scale = tl.load(p_scales + scale_code.to(tl.int32))
-        b_number = (b_level * scale).to(p_found.dtype.element_ty)
+        b_number = numbers_of_codes(
+            p_low + place * half,
+            p_high + place * half,
+            half,
+            first_byte,
+            p_levels,
+            p_scales,
+            live,
+            inside,
+            codes,
+        ).to(p_found.dtype.element_ty)
         tl.store(p_found + place * padded + o_code, b_number, mask=inside & (o_code < padded))
 
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_engine.kernels.triton.codes import numbers_of_codes, places_of_codes
 from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.component_scores import choices_of
 
@@ -31,14 +32,6 @@ def restored_before(p_line, SHAPE: tl.constexpr):
     if (kept > 0) & (tl.load(p_line + 4) > 0):
         archive = tl.load(tl.load(p_line + 13).to(tl.pointer_type(tl.int64)) + 10)
     return archive, tl.where(archive != 0, tl.load(p_line + 7), 0).to(tl.int32)
-
-
-@triton.jit
-def _byte(p_low, p_high, half, index, live):
-    """Byte `index` of a token's code, which lies in two halves."""
-    b_low = tl.load(p_low + index, mask=live & (index < half), other=0)
-    b_high = tl.load(p_high + index - half, mask=live & (index >= half) & (index < 2 * half), other=0)
-    return (b_low | b_high).to(tl.int32)
 
 
 @triton.jit
@@ -85,45 +78,22 @@ def unpack(
             p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
             o_code = block * BLOCK + tl.arange(0, BLOCK)
             live = o_code < count
-            b_begin = tl.load(p_begins + o_code, mask=live, other=0)
-            b_width = tl.load(p_widths + o_code, mask=live, other=1)
-            b_table = tl.load(p_tables + o_code, mask=live, other=0)
-            b_octet = first_byte + 1 + b_begin // 8
-            b_right = 24 - b_begin % 8 - b_width
-            b_mask = (1 << b_width) - 1
-            # The last bits of the codes that stand one, two and three steps before in the chain.
-            has_one = live & (o_code >= chains)
-            has_two = live & (o_code >= 2 * chains)
-            has_three = live & (o_code >= 3 * chains)
-            b_one = tl.load(p_begins + o_code - chains, mask=has_one, other=0)
-            b_one += tl.load(p_widths + o_code - chains, mask=has_one, other=1) - 1
-            b_two = tl.load(p_begins + o_code - 2 * chains, mask=has_two, other=0)
-            b_two += tl.load(p_widths + o_code - 2 * chains, mask=has_two, other=1) - 1
-            b_three = tl.load(p_begins + o_code - 3 * chains, mask=has_three, other=0)
-            b_three += tl.load(p_widths + o_code - 3 * chains, mask=has_three, other=1) - 1
-            behind = first_byte + 1
+            codes = places_of_codes(p_begins, p_widths, p_tables, first_byte, o_code, live, chains)
             for token in range(first_token, first_token + TOKENS):
                 position = tl.load(p_chosen + token, mask=token < kept, other=2147483647)
                 inside = position < before
-                here = live & inside
                 place = (position - first).to(tl.int64) * half
-                b_word = _byte(p_low + place, p_high + place, half, b_octet, here) << 16
-                b_word |= _byte(p_low + place, p_high + place, half, b_octet + 1, here) << 8
-                b_word |= _byte(p_low + place, p_high + place, half, b_octet + 2, here)
-                b_code = (b_word >> b_right) & b_mask
-                u_one = _byte(p_low + place, p_high + place, half, behind + b_one // 8, has_one & here)
-                u_two = _byte(p_low + place, p_high + place, half, behind + b_two // 8, has_two & here)
-                u_three = _byte(p_low + place, p_high + place, half, behind + b_three // 8, has_three & here)
-                u_one = u_one >> (7 - b_one % 8)
-                u_two = u_two >> (7 - b_two % 8)
-                u_three = u_three >> (7 - b_three % 8)
-                b_subset = (((b_code ^ u_one ^ u_three) & 1) << 1) | (u_two & 1)
-                b_level = tl.load(p_levels + b_table + ((b_code >> 1) << 2) + b_subset, mask=here, other=0.0)
-                scale_code = tl.load(p_low + place + first_byte, mask=inside & (first_byte < half), other=0)
-                p_scale = p_high + place + first_byte - half
-                scale_code |= tl.load(p_scale, mask=inside & (first_byte >= half), other=0)
-                scale = tl.load(p_scales + scale_code.to(tl.int32))
-                b_number = (b_level * scale).to(p_numbers.dtype.element_ty)
+                b_number = numbers_of_codes(
+                    p_low + place,
+                    p_high + place,
+                    half,
+                    first_byte,
+                    p_levels,
+                    p_scales,
+                    live,
+                    inside,
+                    codes,
+                ).to(p_numbers.dtype.element_ty)
                 o_number = (row * RESTORED + token) * NUMBERS + o_code
                 tl.store(p_numbers + o_number, b_number, mask=inside & (o_code < padded))
 

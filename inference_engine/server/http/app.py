@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI
@@ -12,17 +13,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_engine.errors import Draining, RequestError, Unauthenticated
+from inference_engine.errors import Draining, RequestError
 from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.address import Address, names_this_machine
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http import deprecation
 from inference_engine.server.http.completion import ROUTE, Completion, Desk
+from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, status_of
 from inference_engine.server.http.replies import model_list
 from inference_engine.server.status import as_request_error
-from inference_engine.server.unauthenticated import UnauthenticatedPeers
 
 MODELS, HEALTH, METRICS = "/v1/models", "/healthz", "/metrics"
 ROUTES = (ROUTE, MODELS, HEALTH, METRICS, deprecation.PAGE)
@@ -35,19 +36,17 @@ class State:
     is_draining: bool = field(default=False)
 
 
-def create_app(
-    desk: Desk, keys: KeyRing, address: Address, state: State, unauthenticated: UnauthenticatedPeers
-) -> ASGIApp:
-    """The whole application, for `address`. `unauthenticated` gets the peers of accepted and refused requests."""
+def create_app(desk: Desk, keys: KeyRing, address: Address, state: State, door: HttpDoor) -> ASGIApp:
+    """The whole application, for `address`. door: gets the peers of accepted and refused requests."""
     # No OpenAPI pages: the interface is frozen, and documented by others.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_open_routes(desk, state))
-    app.include_router(_guarded_routes(desk, keys, state, unauthenticated, is_loopback=address.is_loopback))
+    app.include_router(_guarded_routes(desk, keys, state, door, is_loopback=address.is_loopback))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _forget)
     app.add_exception_handler(Exception, _report)
-    return _Frame(app, desk.engine.metrics, address)
+    return _Frame(app, desk.engine.metrics, address, door)
 
 
 def _open_routes(desk: Desk, state: State) -> APIRouter:
@@ -65,20 +64,13 @@ def _open_routes(desk: Desk, state: State) -> APIRouter:
     return router
 
 
-def _guarded_routes(
-    desk: Desk, keys: KeyRing, state: State, unauthenticated: UnauthenticatedPeers, *, is_loopback: bool
-) -> APIRouter:
+def _guarded_routes(desk: Desk, keys: KeyRing, state: State, door: HttpDoor, *, is_loopback: bool) -> APIRouter:
     async def authenticate(request: Request) -> None:
         headers = [(name.decode("latin-1"), value) for name, value in request.headers.raw]
-        peer = request.client
-        try:
-            key = keys.key_of(headers)
-        except Unauthenticated:
-            request.state.is_last = peer is not None and unauthenticated.refused((peer.host, peer.port))
-            raise
+        key = keys.key_of(headers)
         request.state.owner = key.owner
-        if peer is not None:
-            unauthenticated.accepted((peer.host, peer.port), key.digest)
+        if request.client is not None:
+            door.accepted((request.client.host, request.client.port), key.digest)
 
     router = APIRouter(dependencies=[Depends(authenticate)])
     created = int(desk.now())
@@ -105,12 +97,9 @@ def _guarded_routes(
     return router
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _refuse(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = headers_of(error)
-    if getattr(request.state, "is_last", False):  # of an unauthenticated peer's connection
-        headers["connection"] = "close"
-    return JSONResponse(body_of(error), status_of(error), headers)
+    return JSONResponse(body_of(error), status_of(error), headers_of(error))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
@@ -131,12 +120,15 @@ async def _report(request: Request, error: Exception) -> Response:
 class _Frame:
     """Around every request: checks the host, counts the answer, marks it as deprecated, tags log lines.
 
+    Answers without a key are few for each connection and address: the last one closes its connection.
+
     On loopback, a hostile web page can resolve its own name to 127.0.0.1 (DNS rebinding); requests of the browser then
     carry that name. So on loopback, only names of this machine are answered.
     """
 
-    def __init__(self, app: ASGIApp, metrics: EngineMetrics, address: Address) -> None:
+    def __init__(self, app: ASGIApp, metrics: EngineMetrics, address: Address, door: HttpDoor) -> None:
         self._app = app
+        self._door = door
         self._responses = metrics.http_responses
         self._is_loopback = address.is_loopback
 
@@ -146,7 +138,11 @@ class _Frame:
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *deprecation.HEADERS]}
+                headers = [*message.get("headers", ()), *deprecation.HEADERS]
+                refuses = message["status"] == HTTPStatus.UNAUTHORIZED
+                if scope["client"] is not None and self._door.answers(tuple(scope["client"]), refuses=refuses):
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
                 self._responses.labels(route, str(message["status"])).inc()
             await send(message)
 

@@ -1,6 +1,6 @@
 """A connection to the shim: limited in number, closed when idle, refused if it does not speak HTTP.
 
-Connections without an accepted key are dropped first, the oldest first: see `server/unauthenticated.py`.
+Connections without an accepted key are dropped first, the oldest first: see `door.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import asyncio
 import json
 from typing import ClassVar
 
-from prometheus_client import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inference_engine.server.http import deprecation
+from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.errors import envelope
-from inference_engine.server.unauthenticated import Peer, UnauthenticatedPeers
+from inference_engine.server.unauthenticated import Peer
 
 _BODY = json.dumps(envelope(400, "this is not a valid HTTP request", code="bad_http")).encode()
 _HEADERS = (
@@ -33,44 +33,33 @@ HEAD_SECONDS = 20.0
 class Connection(H11Protocol):
     """Closed after one to two times HEAD_SECONDS without a complete request head and without an answer in progress."""
 
-    most: ClassVar[int]  # connections; one more replaces an unauthenticated peer's, or is closed at once
-    unauthenticated: ClassVar[UnauthenticatedPeers]
-    by_peer: ClassVar[dict[Peer, Connection]]
-    dropped: ClassVar[Counter]
+    door: ClassVar[HttpDoor]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._quiet_since: object = None  # the last request at the last check, if it was answered
         self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
         self._peer: Peer = transport.get_extra_info("peername")[:2]
-        self.by_peer[self._peer] = self
-        if len(self.connections) > self.most:
-            self._drop(self.unauthenticated.oldest() or self._peer)
-        self.unauthenticated.opened(self._peer)
-        self._drop(*self.unauthenticated.to_drop())
+        self.door.opened(self._peer, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        self.unauthenticated.closed(self._peer)
-        self.by_peer.pop(self._peer, None)
+        self.door.closed(self._peer)
         super().connection_lost(exc)
 
-    def _drop(self, *peers: Peer) -> None:
-        for peer in peers:
-            self.unauthenticated.closed(peer)
-            connection = self.by_peer.pop(peer, None)
-            if connection is not None:
-                connection.transport.abort()
-                self.dropped.inc()
+    def data_received(self, data: bytes) -> None:
+        if self.door.receives(self._peer, len(data)):
+            super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP like every other error: with the envelope and the deprecation headers."""
+        self.door.answers(self._peer, refuses=True)  # the connection is closed in any case
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_NOT_HTTP)
         self.transport.close()
 
     def _look(self) -> None:
-        self._drop(*self.unauthenticated.to_drop())
+        self.door.drop_excess()
         is_quiet = self.cycle is None or self.cycle.response_complete
         if is_quiet and self.cycle is self._quiet_since:
             # Not `close`, which would wait for a client that does not read.

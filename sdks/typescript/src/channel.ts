@@ -1,11 +1,13 @@
 /** Where the server is and how to reach it: target, TLS, key, and one HTTP/2 connection. */
 import { readFileSync } from "node:fs";
 import type { ClientHttp2Stream, Http2Session, SecureClientSessionOptions } from "node:http2";
+import { createSecureContext } from "node:tls";
 
 import { createClient, type Client as ConnectClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 
 import { invalid, shown } from "./checks.js";
+import type { InvalidArgument } from "./errors.js";
 import { known, type Pem, type TLS } from "./options.js";
 import { RuntimeService } from "./generated/kakeya/v1/runtime_pb.js";
 
@@ -103,11 +105,24 @@ function secureOptions(tls: TLS): SecureClientSessionOptions {
   if ((tls.certificate === undefined) !== (tls.key === undefined)) {
     throw invalid("tls", "needs certificate and key together; only one of them is given");
   }
-  return {
+  const options = {
     ...(tls.rootCertificates === undefined ? {} : { ca: pemOf(tls.rootCertificates) }),
     ...(tls.certificate === undefined ? {} : { cert: pemOf(tls.certificate) }),
     ...(tls.key === undefined ? {} : { key: pemOf(tls.key) }),
   };
+  // Node takes authorities that are none for none at all, and reports the others with the first call, as a connection
+  // that failed.
+  if (options.ca?.includes("-----BEGIN ") === false) throw unusable("rootCertificates has no certificate");
+  try {
+    createSecureContext(options);
+  } catch (error) {
+    throw unusable(error instanceof Error ? error.message : String(error));
+  }
+  return options;
+}
+
+function unusable(why: string): InvalidArgument {
+  return invalid("tls", `its certificates or key cannot be used (${why}); each is PEM text, or the path of its file`);
 }
 
 function pemOf(source: Pem): Buffer {

@@ -107,6 +107,14 @@ test("a key does not leave this machine in the clear", async () => {
   }
 });
 
+test.each<[string, kakeya.TLS]>([
+  ["authorities", { rootCertificates: Buffer.from("no PEM at all") }],
+  ["a certificate and key", { certificate: Buffer.from("no PEM at all"), key: Buffer.from("nor this") }],
+])("%s that are none are reported before anything is sent", async (_, tls) => {
+  const error = await failure(kakeya.InvalidArgument, () => new kakeya.Client(guarded.target, { tls }));
+  expect(error.message).toMatch(/cannot be used \(.+\); each is PEM text/);
+});
+
 test("a certificate file that is not there is Node's own error", () => {
   expect(() => new kakeya.Client("127.0.0.1:1", { tls: { rootCertificates: "nowhere.pem" } })).toThrow("ENOENT");
 });

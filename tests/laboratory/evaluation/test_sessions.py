@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation import cost, timing
-from laboratory.evaluation.sessions import turned
+from laboratory.evaluation.sessions import opened, turned
 from tests.tiny import VOCABULARY, tiny_engine
 
 
@@ -20,6 +23,26 @@ def test_in_as_many_rounds_as_names_each_is_once_at_every_place(count: int) -> N
     rounds = [turned(names, number) for number in range(3, 3 + count)]
     assert all(sorted(one) == names for one in rounds)
     assert all(len({one[place] for one in rounds}) == count for place in range(count))
+
+
+def test_a_first_round_warms_up_and_every_other_gives_each_side_a_sample() -> None:
+    taken: list[str] = []
+
+    def take(name: str) -> float:
+        taken.append(name)
+        return len(taken)
+
+    samples = timing.in_turns({name: partial(take, name) for name in "abc"}, 2)
+    assert "".join(taken) == "abc" + "bca" + "cab"
+    assert samples == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
+
+
+def test_a_prompt_of_many_appends_is_prefilled_and_sessions_decode_together() -> None:
+    with tiny_engine(max_append_tokens=32) as engine, ExitStack() as stack:
+        sessions = [stack.enter_context(opened(engine, Full(), 100)) for _ in range(2)]
+        assert all(timing.prefill_rate(engine, session, list(range(1, 71))) > 0 for session in sessions)
+        assert timing.decode_milliseconds(engine, sessions, 5) > 0
+        assert [engine.session_info(session).history_length for session in sessions] == [76, 76]
 
 
 def test_strategies_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

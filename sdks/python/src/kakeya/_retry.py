@@ -25,7 +25,7 @@ _PASSING = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOUR
 _LEAST_DELAY_SECONDS = 0.02
 # Timers are that exact: what is left of patience when its last wait has ended.
 _LEAST_LEFT_SECONDS = 0.001
-# Of its own: an application that seeds `random` neither makes all its clients come back at once nor loses numbers to them.
+# Of its own: an application that seeds `random` neither makes all clients come back at once nor loses numbers to them.
 _RANDOM = random.Random()
 
 
