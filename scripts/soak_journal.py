@@ -93,7 +93,8 @@ class Part:
 
     @property
     def size(self) -> int:
-        return self.counts[self.unit] if self.unit in self.counts else sum(self.counts.values())
+        """How much was done: kills have tokens and sessions beside them, what others count is of one unit."""
+        return self.counts.get("kills", 0) if self.unit == "kills" else sum(self.counts.values())
 
 
 def read_parts(files: Sequence[Path], where: Mapping[str, Any]) -> list[Part]:

@@ -35,6 +35,12 @@ def test_parts_of_another_journal_and_a_seed_that_comes_twice_are_refused(tmp_pa
         read_parts([mine, written(tmp_path / "again", ONE)], HERE)
 
 
+def test_a_part_that_was_stopped_before_its_first_kill_has_none() -> None:
+    stopped = replace(ONE, name="pipe, power", unit="kills", counts={"tokens": 40, "sessions": 3})
+    assert stopped.size == 0
+    assert replace(stopped, counts={"kills": 2, "tokens": 40}).size == 2
+
+
 def test_a_run_does_what_is_missing_with_seeds_that_were_not_used() -> None:
     soak = Soak(1, float("inf"), HERE, [ONE, replace(ONE, name="states control", seed=9)], None)
     assert list(soak.batches("states", 500, 200, 6)) == [(8, 200), (9, 150)]
