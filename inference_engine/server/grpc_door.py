@@ -107,9 +107,8 @@ class GrpcDoor:
 
     def _drop_offender(self, peer: Peer) -> None:
         """Once for each connection, of which hundreds of calls may be waiting."""
-        if peer not in self._dropped:
+        if peer not in self._dropped and peer not in self._to_drop:
             self._drop_soon(peer)
-            self._dropped.setdefault(peer, self._clock())
             self._bars.offended(address_of(peer[0]))
 
     def _drop_soon(self, peer: Peer) -> None:
