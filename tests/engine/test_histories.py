@@ -66,7 +66,7 @@ def received(generation: Generation) -> tuple[list[int], RequestError | None]:
 
 def test_tokens_are_in_the_journal_before_the_history_and_in_neither_if_one_fails() -> None:
     class Journal(MemoryJournal):
-        """Says how long the history was when it was told of more."""
+        """Notes how long the history was when more was recorded."""
 
         fails = False
 

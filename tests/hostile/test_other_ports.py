@@ -145,7 +145,7 @@ async def test_an_address_that_goes_on_attacking_over_http_is_barred_from_both_p
     chat.close()
 
 
-async def test_what_an_owner_sends_over_http_bars_nobody(tmp_path: Path) -> None:
+async def test_what_an_owner_sends_over_http_bars_no_address(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
     chat = tiny_chat()

@@ -33,7 +33,7 @@ def test_agents_notice_nothing_of_kills_but_a_pause(tmp_path: Path, of: type[Age
 def test_agents_without_an_answer_gave_up_and_nothing_was_lost(
     tmp_path: Path, of: type[Agents] | type[NodeAgents], is_over: bool
 ) -> None:
-    """A machine may be too busy for a life to answer anything. Once nobody is killed, no answer is a fault."""
+    """A machine may be too busy for a life to answer anything. Once no server is killed, no answer is a fault."""
     with lives(tmp_path / "state", "process") as server:
         server.begin()
         agents = of(server.target, 2, 1, patience_seconds=2.0)

@@ -28,7 +28,7 @@ from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
 
 SESSIONS = 3
-NOBODY = 65_534  # the user
+ANOTHER_USER = 65_534
 METRICS = EngineMetrics()  # of all that only look at what is left: making them takes longer than the look
 
 
@@ -294,9 +294,9 @@ def read_only(folder: Path) -> Iterator[None]:
     for file in (*files, folder):
         file.chmod(0o500 if file == folder else 0o400)
         if me == 0:
-            os.chown(file, NOBODY, -1)
+            os.chown(file, ANOTHER_USER, -1)
     if me == 0:
-        os.seteuid(NOBODY)
+        os.seteuid(ANOTHER_USER)
     try:
         yield
     finally:
