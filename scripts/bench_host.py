@@ -32,6 +32,7 @@ SESSIONS = (1, 8)
 TEXT = "docs/architecture.md"  # what is likely next decides how many ids sampling looks at
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=1)}
 DRAFTERS = ("none", "ngram")
+SHARE = "beside the call ÷ step"
 
 
 class Watched:
@@ -52,7 +53,7 @@ class Watched:
 
 
 def steps(engine: Engine, watched: Watched, text: Sequence[int], sessions: int, sampling: Sampling) -> dict[str, float]:
-    """Median milliseconds of a step of all sessions: whole, and without its native calls."""
+    """Median milliseconds of a step of all sessions: whole, and without its native calls, also as a share of it."""
     rows: dict[int, tuple[float, float, float, float]] = {}
 
     def note(event: object) -> None:
@@ -77,6 +78,7 @@ def steps(engine: Engine, watched: Watched, text: Sequence[int], sessions: int, 
         "step": float(np.median(wall)),
         "beside the call": float(np.median(wall - call)),
         "beside the call, processor time": float(np.median(processor - own)),
+        SHARE: float(np.median((wall - call) / wall)),
     }
 
 
@@ -106,19 +108,19 @@ def main() -> None:
         for drafter, engine in engines.items():
             for sessions in SESSIONS:
                 for kind, sampling in SAMPLINGS.items():
-                    for what, milliseconds in steps(engine, watched, text, sessions, sampling).items():
+                    for what, sample in steps(engine, watched, text, sessions, sampling).items():
                         if number:
                             plural = "session" if sessions == 1 else "sessions"
                             cell = (what, f"{sessions} {plural}", kind, f"drafter {drafter}")
-                            found.setdefault(cell, []).append(milliseconds)
+                            found.setdefault(cell, []).append(sample)
     for engine in engines.values():
         engine.close()
     values = {
-        ", ".join(cell): record.summarize(samples, "ms")
+        ", ".join(cell): record.summarize(samples, "ratio" if cell[0] == SHARE else "ms")
         for cell, samples in sorted(found.items(), key=lambda one: one[0][0] == "step")
     }
     for name, value in values.items():
-        print(f"{name}: {value['median']:.3f} ({value['low']:.3f} to {value['high']:.3f}) ms")
+        print(f"{name}: {value['median']:.3f} ({value['low']:.3f} to {value['high']:.3f}) {value['unit']}")
     if args.quick:
         return
     path = record.write_record(

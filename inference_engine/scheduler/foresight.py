@@ -235,12 +235,8 @@ class Foresight:
     _lengths: Lengths = field(default_factory=Lengths)
     # By owner, of the queue as it is now: under overload most calls are refused and leave it so.
     _plays: dict[str, _Play] = field(default_factory=dict)
-    _round: int = 0
+    _changes: int = 0
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
-
-    def changed(self) -> None:
-        """Requests came or went since the last prediction."""
-        self._plays.clear()
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """Record that a step of `tokens` began `seconds` before the next one."""
@@ -262,16 +258,16 @@ class Foresight:
             self._lateness.append((now, waited / max(predicted.wait, _TELLING * self.limit_seconds)))
 
     def predict(
-        self, new: Request, running: Collection[Request], waiting: Iterable[Request], *, round_: int
+        self, new: Request, running: Collection[Request], waiting: Iterable[Request], *, changes: int
     ) -> Prediction | None:
         """The wait of `new` if it came now and no request after it; None until a few steps were measured.
 
-        running, waiting: as they were for the prediction before, unless `changed` was called since, or the scheduler
-        is in another round.
+        changes: how often requests came, went or had tokens so far. While it stays, `running` and `waiting` are taken
+        to be as they were for the prediction before.
         """
-        if round_ != self._round:
-            self._round = round_
-            self.changed()
+        if changes != self._changes:
+            self._changes = changes
+            self._plays.clear()
         if self._pace.mean_seconds is None:
             return None
         (load,) = self._loads([new])

@@ -130,7 +130,7 @@ class Scheduler:
         self._flight: Flight | None = None  # the step on the device, if it was launched ahead
         self._landed_at = 0.0  # when the last such step was done
         self._is_caught_up = True  # is the device done with all steps so far?
-        self._rounds = 0
+        self._changes = 0  # of what waits: requests came or went, or a round is over
         self._is_ending = False  # has a request left in this round, whose end may not be reported yet?
         self._is_draining = False
         self._is_stopping = False
@@ -159,7 +159,7 @@ class Scheduler:
             # Sent before the loop can see the request, so that it is the first event.
             request.listener(Accepted(ahead, request.pending_tokens))
             self._queued.append(request)
-            self._foresight.changed()
+            self._changes += 1
             self._wake.notify_all()
 
     def _places_ahead(self, owner: str) -> int:
@@ -191,7 +191,7 @@ class Scheduler:
         request.prefill_tokens = request.pending_tokens
         if not self._config.max_first_token_seconds:
             return
-        request.predicted = self._foresight.predict(request, self._running, self._queued, round_=self._rounds)
+        request.predicted = self._foresight.predict(request, self._running, self._queued, changes=self._changes)
         if request.predicted is None:
             return
         wait = request.predicted.wait * self._foresight.lateness(self._clock())
@@ -272,7 +272,7 @@ class Scheduler:
                 self.wakeups.release()  # it is not known when the device works again
             with self._lock:
                 self._is_ending = False
-                self._rounds += 1
+                self._changes += 1
                 if self._is_idle():
                     self._wake.notify_all()
                     if self._is_stopping:
@@ -599,14 +599,14 @@ class Scheduler:
         with self._lock:
             self._queued.remove(request)
             self._running.append(request)
-            self._foresight.changed()
+            self._changes += 1
 
     def _leave(self, request: Request) -> None:
         if self.hibernation is not None:
             self.hibernation.rest(request.session)
         with self._lock:
             self._is_ending = True
-            self._foresight.changed()
+            self._changes += 1
             if request in self._queued:
                 self._queued.remove(request)
                 return

@@ -314,7 +314,10 @@ def compare_equals() -> None:
 
 
 def compare_rounded() -> None:
-    """What a child process runs: 16-bit entries, whose scores are rounded: nearly what the reference reads."""
+    """What a child process runs: 16-bit entries, whose scores are rounded: nearly what the reference reads.
+
+    Two tokens of nearly one weight may change places in a KV head, so the median of the heads is compared.
+    """
     from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     device, model = small_parts(), MODELS[0]
@@ -330,9 +333,10 @@ def compare_rounded() -> None:
     out = attend_ragged(
         queries, keys, values, regions, kv_heads=model.kv_heads, scaling=model.scaling, choices=[choice]
     )
-    for row, position in enumerate(positions):
-        expected = own.expected(queries[row : row + 1].float(), position, codes)
-        assert (out[row].float() - expected[0]).abs().mean() < 0.01, "other tokens are read"
+    expected = torch.cat([own.expected(queries[row, None].float(), at, codes) for row, at in enumerate(positions)])
+    errors = (out.float() - expected).abs().mean(-1)  # one token fewer or more is 2e-3 at the median
+    assert errors.median() < (1e-3 if dtype == torch.float16 else 0.01), "other tokens are read"
+    assert errors.max() < 0.1, "many other tokens are read"
 
 
 def compare_tiles() -> None:

@@ -81,15 +81,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     laws = [item for item in items if HERE in item.path.parents]
     on_mlx = [item for item in laws if _given(item).get("executor") == MLX]
-    if config.getoption("--executor") == MLX:
-        kept = {item for item in on_mlx if _can_be(item)}
-        if not has_mlx():
-            for item in kept:
-                item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
-    else:
-        kept = {*laws}.difference(on_mlx)
-        if has_mlx():
-            kept.update(_selected(item for item in on_mlx if _can_be(item)))
+    able = [item for item in on_mlx if _can_be(item)]
+    kept = {*able} if config.getoption("--executor") == MLX else {*laws}.difference(on_mlx).union(_selected(able))
+    if not has_mlx():
+        for item in kept.intersection(able):
+            item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
     left_out = [item for item in laws if item not in kept]
     items[:] = [item for item in items if item not in {*left_out}]
     config.hook.pytest_deselected(items=left_out)

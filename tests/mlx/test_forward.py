@@ -143,8 +143,9 @@ def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None
 
 
 def test_a_step_copies_nothing_of_the_pool() -> None:
-    sessions = Sessions(tiny_mlx(seed=6), Full())
-    size = sum(part.nbytes for pool in sessions.forward._pools.values() for part in pool)  # type: ignore[attr-defined]
+    forward = tiny_mlx(seed=6)
+    sessions = Sessions(forward, Full())
+    size = sum(part.nbytes for pool in forward._pools.values() for part in pool)
     sessions.step((0, ids_of(16)))
     before = mx.get_active_memory()
     assert before >= size

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_engine.engine.generation import Generation
 from inference_engine.scheduler import foresight
 from inference_engine.scheduler.foresight import Load, Room, ahead_of
 from inference_engine.scheduler.policy import admit
+from inference_engine.scheduler.request import Prediction
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script
 from tests.laws.variants import drain
@@ -166,3 +169,48 @@ def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_
         for generation in generations:
             drain(generation)
     assert min(taken[-10:]) < MOST_SECONDS
+
+
+def test_a_wait_is_predicted_for_the_queue_as_it_is_at_each_call() -> None:
+    """What is kept for the next call of an owner is given up when a call joins, begins or leaves."""
+    predict, script = foresight.Foresight.predict, Script()
+    in_step, go_on, waits = threading.Event(), threading.Event(), list[float]()
+
+    def noted(self: foresight.Foresight, *queue: Any, changes: int) -> Prediction | None:
+        found = predict(self, *queue, changes=changes)
+        self._plays.clear()
+        assert found == predict(self, *queue, changes=changes)
+        if found is not None:
+            waits.append(found.wait)
+        return found
+
+    def hold(_step: int) -> None:
+        in_step.set()
+        assert go_on.wait(60)
+
+    with (
+        scripted_engine(script=script, max_running=1, max_first_token_seconds=600.0) as engine,
+        patch.object(foresight.Foresight, "predict", noted),
+    ):
+        sessions = [engine.create_session(owner="a").session_id for _ in range(4)]
+
+        def asked(session: str) -> Generation:
+            engine.append(session, [1, 2, 3], owner="a")
+            return engine.generate(session, GenerateParams(max_tokens=8), owner="a")
+
+        drain(asked(sessions[0]))  # so that it is known what steps take
+        waits.clear()
+        for _ in range(2):
+            script.on_step = hold
+            first = asked(sessions[0])
+            assert in_step.wait(30)
+            behind = [asked(session) for session in sessions[1:]]
+            script.on_step = None
+            go_on.set()
+            for generation in (first, *behind):
+                drain(generation)
+            in_step.clear()
+            go_on.clear()
+    for start in (0, 4):
+        one, *others = waits[start : start + 4]
+        assert one < others[0] < others[1] < others[2]
