@@ -1,0 +1,77 @@
+"""How Triton's interpreter is prepared in a child process, before kernels are imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class _IsInt(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, int)
+
+
+class _IntOfArray(metaclass=_IsInt):
+    """int() as Triton's interpreter calls it: of arrays of one number too, which numpy no longer allows."""
+
+    def __new__(cls, number: object) -> int:  # type: ignore[misc]
+        return int(np.asarray(number).reshape(()))
+
+
+def prepare() -> None:
+    """Let the interpreter take this numpy, and make nothing twice that stays the same: its programs take a third.
+
+    Each operation makes the types of its operands and their shapes anew, and computes whether integers overflow for an
+    assertion of debug mode. Each call of a jitted function replaces the functions of the language again.
+    """
+    from triton import language
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    interpreter.int = _IntOfArray
+    patch, numpy_type, replaced = interpreter._patch_lang, interpreter._get_np_dtype, set[int]()
+    init, equals, type_of = core.tensor.__init__, core.tuple.__eq__, core._type_for_tuple_values
+    kept = dict[object, Any]()
+
+    def patch_once(function: Any) -> Any:
+        modules = [id(value) for value in function.__globals__.values() if value is language or value is core]
+        if not replaced.issuperset(modules):
+            patch(function)  # for as long as the process lives
+            replaced.update(modules)
+        return interpreter._LangPatchScope()
+
+    def numpy_type_once(kind: Any) -> Any:
+        if kind.name not in kept:
+            kept[kind.name] = numpy_type(kind)
+        return kept[kind.name]
+
+    def init_with_shape(self: Any, handle: object, kind: Any) -> None:
+        key = tuple(kind.shape) if kind.is_block() else ()
+        if key not in kept:
+            init(self, handle, kind)
+            kept[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = kept[key]
+
+    def type_of_numbers_once(values: Any, fields: Any = None) -> Any:
+        if fields or any(type(value) is not int for value in values):
+            return type_of(values, fields)
+        key = ("numbers", *values)
+        if key not in kept:
+            kept[key] = type_of(values)
+        return kept[key]
+
+    def equals_numbers(self: Any, other: Any) -> Any:
+        numbers = [value.value if isinstance(value, core.constexpr) else value for value in other]
+        if any(type(value) is not int for value in numbers):
+            return equals(self, other)
+        return core.constexpr(self.values == numbers)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_type_once
+    core.tensor.__init__, core.tuple.__eq__, core._type_for_tuple_values = (
+        init_with_shape,
+        equals_numbers,
+        type_of_numbers_once,
+    )
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
