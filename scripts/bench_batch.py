@@ -195,8 +195,9 @@ def main() -> None:
                 )
     for engine, _ in engines.values():
         engine.close()
+    numerics = facts.numerics.partition(",")[0]
     path = record.write_record(
-        arguments.name or f"batch_{config.device}_{config.dtype}",
+        arguments.name or f"batch_{config.device}_{numerics if numerics in ('exact', 'int8') else config.dtype}",
         {
             "command": record.command_line(),
             "commit": arguments.commit,
@@ -205,6 +206,7 @@ def main() -> None:
                 "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else config.device,
                 "dtype": config.dtype,
                 "linear": config.linear,
+                "numerics": facts.numerics,
                 "threads": torch.get_num_threads(),
                 "rounds": arguments.rounds,
                 "tokens": arguments.tokens,

@@ -4,7 +4,7 @@
 
 Each round runs, at each history length, transformers, then ours in batched mode, then ours in fixed-shape mode; ratios
 are taken within a round, so a slow minute of the machine hits all three. Greedy tokens are compared too: a fast wrong
-answer is no answer. A profile of decodes and of prefills at each length says what their time is spent on.
+answer is no answer. Unless the native backend computes, a profile of decodes and of prefills says what their time is spent on.
 """
 
 from __future__ import annotations
@@ -233,13 +233,23 @@ def main() -> None:
     )
     engines = open_engines(forward, arguments.kv_bytes)
     cells = measure(theirs.model, engines, arguments.lengths, arguments.rounds, arguments.tokens)
-    spent = {length: shares_of_time(forward, list(range(10, 10 + length)), 16) for length in arguments.lengths}
-    shares = {word: {f"at {length}": one[word] for length, one in spent.items()} for word in ("token", "prefill")}
+    numerics = forward.facts.numerics.partition(",")[0]
+    is_native = numerics in ("exact", "int8")
+    spent = {
+        length: shares_of_time(forward, list(range(10, 10 + length)), 16)
+        for length in arguments.lengths
+        if not is_native
+    }
+    shares = {
+        f"shares_of_a_{word}": {f"at {length}": one[word] for length, one in spent.items()}
+        for word in ("token", "prefill")
+        if not is_native
+    }
     for engine in engines.values():
         engine.close()
     values = values_of(cells, arguments.tokens)
     path = record.write_record(
-        f"decode_{config.device}_{config.dtype}",
+        f"decode_{config.device}_{numerics if is_native else config.dtype}",
         {
             "command": record.command_line(),
             "commit": arguments.commit,
@@ -249,15 +259,17 @@ def main() -> None:
                 "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else config.device,
                 "dtype": config.dtype,
                 "linear": config.linear,
+                "numerics": forward.facts.numerics,
                 "threads": torch.get_num_threads(),
                 "rounds": arguments.rounds,
                 "tokens": arguments.tokens,
             },
             "seeds": [SEED],
             "values": values,
-            "baseline": "transformers generate(), its DynamicCache and sdpa attention, same process, same weights",
-            "shares_of_a_token": shares["token"],
-            "shares_of_a_prefill": shares["prefill"],
+            "baseline": "transformers generate() in float32, its DynamicCache and sdpa attention, same process"
+            if is_native
+            else "transformers generate(), its DynamicCache and sdpa attention, same process, same weights",
+            **shares,
         },
     )
     for name, value in values.items():
