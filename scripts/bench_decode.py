@@ -4,7 +4,7 @@
 
 Each round runs, at each history length, transformers, then ours in batched mode, then ours in fixed-shape mode; ratios
 are taken within a round, so a slow minute of the machine hits all three. Greedy tokens are compared too: a fast wrong
-answer is no answer. Unless the native backend computes, a profile of decodes and of prefills says what their time is spent on.
+answer is no answer. Unless the native backend computes, a profile says what decodes and prefills spend their time on.
 """
 
 from __future__ import annotations
