@@ -263,7 +263,7 @@ class Verifier:
             count = max(block.wanted_logits, sampled)
             if count:
                 reported.append((len(ends), block))
-            aligned = _aligned_queries(span, context.geometry.token_quantum, count)
+            aligned = _aligned_queries(span, count)
             ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))
             wanted.extend(aligned)
             if block.sampler is not None:
@@ -305,10 +305,10 @@ def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def _aligned_queries(span: StagedQueries, quantum: int, count: int) -> range:
+def _aligned_queries(span: StagedQueries, count: int) -> range:
     """The packed tokens, in whole quanta, that contain the span's last `count` tokens."""
     if not count:
         return range(0)
-    start = span.packed.start
+    start, quantum = span.packed.start, span.quantum
     first = start + (span.real.stop - count - start) // quantum * quantum
     return range(first, start - (start - span.real.stop) // quantum * quantum)

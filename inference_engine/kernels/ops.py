@@ -51,6 +51,7 @@ class DeviceOps:
     not on the device?
     attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
     session is attended to by itself, which is better where there is no kernel.
+    attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given with it?
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -65,6 +66,7 @@ class DeviceOps:
     attend_causal: CausalAttention = attend_causal
     reads_offloaded: bool = False
     attends_together: bool = False
+    attends_in_one_order: bool = False
 
 
 REFERENCE = DeviceOps()

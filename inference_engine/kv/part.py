@@ -134,6 +134,11 @@ class Part(ABC):
         """Can all its reads be plan numbers?"""
         return True
 
+    @property
+    def reads_by_numbers_only(self) -> bool:
+        """Do all its queries read by plan numbers, wherever the device can do that?"""
+        return self.fits_numbers
+
     def reject(self, positions: Positions) -> None:
         """Remove the last staged positions from the tables. Their slots on the device are wiped in `commit`."""
 

@@ -66,18 +66,20 @@ class StepPlan:
         self._geometry = geometry
         self.pool = pool
         device = next(iter(pool.buffers.values())).keys.device
-        quantum = geometry.token_quantum
         self._attend_ragged = ops.attend_ragged
-        attends_together = ops.attends_together and quantum == 1
+        is_padded = geometry.token_quantum > 1
+        # Sessions whose bits do not depend on what is in the step: they need no padding.
+        unpadded = {index for index, kv in enumerate(sessions) if is_padded and _has_one_order(kv, ops)}
+        attends_together = ops.attends_together and not is_padded
         self.spans: list[StagedQueries] = []  # of each session
         total = 0
-        for session in sessions:
-            self.spans.append(_staged(session, quantum, total))
+        for index, session in enumerate(sessions):
+            self.spans.append(_staged(session, 1 if index in unpadded else geometry.token_quantum, total))
             total = self.spans[-1].packed.stop
         self.query_count = total
         self.positions: NDArray[np.int64] = np.concatenate([span.positions for span in self.spans])
         has_regions = attends_together and any(kv.staged <= _MOST_RAGGED_TOKENS for kv in sessions)
-        self.numbers = StepNumbers(geometry, total, has_regions=has_regions, scratch=pool.scratch)
+        self.numbers = StepNumbers(geometry, total, has_regions=has_regions or bool(unpadded), scratch=pool.scratch)
         self._reads = StepReads(
             geometry=geometry,
             device=device,
@@ -88,9 +90,11 @@ class StepPlan:
             largest=ops.largest,
             attend_causal=ops.attend_causal,
         )
-        for session, span in zip(sessions, self.spans, strict=True):
+        # Chunks of any length, because views add up in another order.
+        by_numbers = replace(self._reads, attends_together=True, most_queries=sys.maxsize) if unpadded else self._reads
+        for index, (session, span) in enumerate(zip(sessions, self.spans, strict=True)):
             for part in session.parts:
-                part.read(span, self._reads)
+                part.read(span, by_numbers if index in unpadded else self._reads)
         self._device = device
         self._growth: _Growth | None = None
         # Do all queries read by numbers?
@@ -225,6 +229,11 @@ class _Growth:
         self.ends = np.zeros(tokens, dtype=np.int64)
 
 
+def _has_one_order(session: SessionKV, ops: DeviceOps) -> bool:
+    """Is what the session's queries read added up in one order, whatever else is in the step?"""
+    return ops.attends_in_one_order and all(part.reads_by_numbers_only for part in session.parts)
+
+
 def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
     """What a session has staged. Its packed tokens begin at index `packed`."""
     first, count, generated = session.next_position, session.staged, session.staged_generated
@@ -236,6 +245,7 @@ def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
             staged=positions,
             packed=own,
             real=own,
+            quantum=quantum,
             first=first,
             end=end,
             generated=generated,
@@ -249,6 +259,7 @@ def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
         staged=positions[first - begin : end - begin],
         packed=slice(packed, packed + stop - begin),
         real=slice(packed + first - begin, packed + end - begin),
+        quantum=quantum,
         first=first,
         end=end,
         generated=generated,

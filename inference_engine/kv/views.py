@@ -48,15 +48,16 @@ class View(Protocol):
 class StagedQueries:
     """What one session has staged in a step.
 
-    packed, real: where its tokens lie in the step, with padding and without. positions, staged: those of `packed`, and
-    those of `real`, from `first` to `end`. generated: [end - first], which of them the model generated.
-    views: by layer; none where the queries read by numbers.
+    packed, real: where its tokens lie in the step, with padding and without. quantum: `packed` is as many whole ones.
+    positions, staged: those of `packed`, and those of `real`, from `first` to `end`. generated: [end - first], which of
+    them the model generated. views: by layer; none where the queries read by numbers.
     """
 
     positions: Positions
     staged: Positions
     packed: slice
     real: slice
+    quantum: int
     first: int
     end: int
     generated: NDArray[np.bool_]

@@ -22,6 +22,7 @@ from inference_engine.backends.twin import TwinSizes, admit_config, text_generat
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
@@ -96,7 +97,7 @@ class Sessions:
         for span, (_, ids) in zip(plan.spans, staged, strict=True):
             packed[span.real] = ids
         queries = [query for span in plan.spans for query in range(span.real.start, span.real.stop)]
-        self.last = plan.spans[-1].real  # of the tokens, padding included
+        self.last, self.tokens = plan.spans[-1].real, plan.query_count  # padding included
         result = self.forward.run(Step(packed, plan, queries, tap_layers=taps))
         for index, ids in staged:
             session = self.sessions[index]
@@ -170,6 +171,30 @@ def test_logits_over_compressed_entries_are_equal_to_the_bit_however_tokens_are_
         found.append(result.logits[parts[1]])
         crowd.sessions[1].idle()
         assert crowd.sessions[1].wake(256)
+    assert torch.equal(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *COMPRESSED], ids=str)
+def test_fixed_shape_mode_pads_no_session_that_reads_by_numbers(strategy: KVStrategy) -> None:
+    """Its bits are equal however tokens are cut, and beside a session that is padded, because it chooses blocks."""
+    ids, forward = ids_of(112), tiny_native(kv_type=KVType.FLOAT16)
+
+    def woken(*strategies: KVStrategy) -> Sessions:
+        sessions = Sessions(forward, *strategies, mode=Mode.FIXED_SHAPE)
+        assert sessions.sessions[-1].wake(256)
+        return sessions
+
+    expected = woken(strategy).logits(0, ids, range(16, 112, 16))
+
+    one_by_one = woken(strategy)
+    assert torch.equal(one_by_one.logits(0, ids, range(1, 112)), expected)
+    assert one_by_one.tokens == 1
+
+    found, crowd = [], woken(Gather(block=4, budget=48, sink=0, window=20), strategy)
+    for first in range(0, 112, 8):
+        result, parts = crowd.step((0, ids_of(1, first)), (1, ids[first : first + 8]))
+        found.append(result.logits[parts[1]])
+        assert crowd.tokens > 1 + 8
     assert torch.equal(torch.cat(found), expected)
 
 

@@ -63,7 +63,9 @@ class NativeForward:
         layers = described.layers
         attention = NativeAttention(program.kernels, program.threads)
         trellis = Trellis(NativeChoice(program.kernels, program.threads), levels_of)
-        self._ops = replace(REFERENCE, attend_ragged=attention, trellis=trellis, attends_together=True)
+        self._ops = replace(
+            REFERENCE, attend_ragged=attention, trellis=trellis, attends_together=True, attends_in_one_order=True
+        )
         tables = described.rotary_tables()
         turns = {name: Turns.of(table.frequencies, described.trained_positions) for name, table in tables.items()}
         self._coder = NativeCoder(
@@ -122,7 +124,7 @@ class NativeForward:
         return free_host_bytes()
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        # Products have one order for any number of tokens; attention by views has not.
+        # Products and attention by numbers have one order for any number of tokens; attention by views has not.
         token_quantum = key_quantum = 1
         if mode is Mode.FIXED_SHAPE:
             token_quantum, key_quantum = probe_attention(self.described.layers, self._device, self.compute_dtype)

@@ -125,6 +125,10 @@ class ArchivedEntries(Part):
     def fits_numbers(self) -> bool:
         return all(regions.fits_numbers for regions in self.regions)
 
+    @property
+    def reads_by_numbers_only(self) -> bool:
+        return all(regions.reads_by_numbers_only for regions in self.regions)
+
     def read(self, queries: StagedQueries, step: StepReads) -> None:
         for regions in self.regions:
             regions.read(queries, step)

@@ -166,6 +166,10 @@ class LayerEntries(LayerSlots, Part):
     def fits_numbers(self) -> bool:
         return all(part.fits_numbers for part in self.parts)
 
+    @property
+    def reads_by_numbers_only(self) -> bool:
+        return not self.parts
+
     def read(self, queries: StagedQueries, step: StepReads) -> None:
         is_one = len(queries.positions) == 1
         if is_one:
@@ -175,7 +179,7 @@ class LayerEntries(LayerSlots, Part):
             targets = self.region_offsets(self.layout.slots(queries.staged))
             step.numbers.write(self.kv_heads, self.place_index, queries.real, self.starts, targets)
         if self._has_numbers(queries, step):
-            count = self.slot_count(queries.end) + self.layout.base
+            count = min(self.layout.capacity + self.layout.base, queries.end)
             if is_one:
                 line = self.lines.of_one(queries.first, count=count)
                 step.numbers.attend_one(self.layer_index, queries.real.start, self.starts, line)
