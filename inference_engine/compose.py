@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from inference_engine.kv.context import TokenCodec
     from inference_engine.tracing import Tracing
     from kv_cache_proposer.dflash.network import DFlashNetwork
-    from kv_cache_proposer.f_theta.codec import LatentCodec
+    from kv_cache_proposer.f_theta.late import LateCodec
 
 logger = logging.getLogger(__name__)
 
@@ -277,23 +277,22 @@ def latent_folder(model_id: str, cache: Path) -> Path:
     return cache / "latents" / model_id
 
 
-def find_latent(model: ModelConfig) -> LatentCodec | None:
-    """The codec that `model.latent` selects, on the model's device.
+def find_latent(model: ModelConfig) -> LateCodec | None:
+    """The codec that `model.latent` selects, for the model's device. Its tensors are read when they are used first.
 
     `auto`: the one in the cache, if there is one. `none`: none. Else a folder. Raises ModelError for one that is not
-    there, damaged, or made for other weights.
+    there, cut short, or made for other weights.
     """
     folder = _latent_of(model)
     if folder is None:
         return None
 
-    from kv_cache_proposer.f_theta.store import load_codec
+    from kv_cache_proposer.f_theta.late import open_codec
 
     checked = check_model(model.model, cache=model.cache_path)
-    codec, _ = load_codec(
+    return open_codec(
         folder, target_digest=weights_digest(checked), device=model.torch_device, kernels=model.torch_kernels
     )
-    return codec
 
 
 def latent_identity(model: ModelConfig) -> Mapping[str, Any]:
