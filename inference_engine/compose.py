@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,19 @@ def admit(config: ModelConfig) -> Admitted:
     sizes(read, found.folder)
     verdicts.keep(admitted, "admitted")
     return admitted
+
+
+def try_out(config: ModelConfig) -> None:
+    """Find out now what the first start of this configuration would, and keep it for all starts.
+
+    It takes transformers and 180 MB of memory, which a server then has no need of. Raises ModelError as `admit` does.
+    """
+    admitted = admit(config)
+    if config.device == "cpu" and config.backend != "torch":
+        from inference_engine.backends.native.loading import try_native
+
+        with suppress(NotNative):
+            try_native(config, admitted)
 
 
 def forget_admission(config: ModelConfig) -> None:

@@ -47,9 +47,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     Weights that do not fit the configuration are left to torch, which refuses them: NotNative has the reason, too.
     """
     library = open_library(config)
-    checked = check_model(config.model, cache=config.cache_path)
-    if not checked.only_gguf and (layout := layout_of(checked.folder)) is not None:
-        raise NotNative(f"its matrices are stored in {layout}, which torch reads")
+    checked = _checked(config)
     try:
         described = _described(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
@@ -90,6 +88,22 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         ", ".join(f"{name} {count >> 20} MiB" for name, count in program.formats().items()),
     )
     return NativeForward(described, facts, program)
+
+
+def try_native(config: ModelConfig, admitted: Admitted) -> None:
+    """All of `open_native` that a later start need not do again. Raises NotNative or ModelError."""
+    library = open_library(config)
+    try:
+        _described(config, _checked(config), admitted, library)
+    except NoStepListError as error:
+        raise NotNative(str(error)) from error
+
+
+def _checked(config: ModelConfig) -> CheckedFolder:
+    checked = check_model(config.model, cache=config.cache_path)
+    if not checked.only_gguf and (layout := layout_of(checked.folder)) is not None:
+        raise NotNative(f"its matrices are stored in {layout}, which torch reads")
+    return checked
 
 
 def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, library: Library) -> Described:
