@@ -199,7 +199,9 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
 
 
 def executor(config: ModelConfig) -> tuple[str, str]:
-    """What would run the model with these settings, and why: by its configuration, before anything is tried.
+    """What would run the model with these settings, and why: by its configuration and how its matrices are stored.
+
+    Nothing is loaded or tried; that may still find a reason for torch.
 
     "" and the reason if nothing would. Raises ModelError for a model that is not there or cannot be read.
     """
@@ -229,10 +231,11 @@ def executor(config: ModelConfig) -> tuple[str, str]:
         )
         return "torch", f"its matrices are stored in {layout}, which {how}"
     if config.backend != "torch":
-        from inference_engine.backends.native.loading import open_library
+        from inference_engine.backends.native.loading import check_stored, open_library
 
         try:
             open_library(config)
+            check_stored(found.stored)
         except NotNative as error:
             reason = reason or str(error)
     else:

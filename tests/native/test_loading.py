@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.native.program import _Packed
-from inference_engine.compose import admit, open_backend
+from inference_engine.compose import admit, executor, open_backend
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.kv.geometry import IMMOVABLE, LayerGeometry
@@ -171,6 +171,9 @@ def test_what_the_kernels_are_not_made_for_is_served_by_torch(case: str, folders
     with pytest.raises(BackendError, match=reason):
         open_backend(native(settings), admitted)
     assert open_backend(settings, admitted).facts.backend == "torch"
+    if case != "odd inner size":  # which only packing finds
+        said = executor(settings)
+        assert said[0] == "torch" and reason in said[1], "doctor and `models show` say so before anything is loaded"
 
 
 @pytest.mark.parametrize("encoding", ["Q5_1", "IQ4_NL"])
@@ -192,6 +195,8 @@ def test_blocks_that_cannot_be_packed_are_served_by_torch(
         path.write_bytes(content)
     settings = ModelConfig(model=str(path), cache_dir=str(tmp_path / "cache"))
 
+    said = executor(settings)
+    assert said[0] == "torch" and f"stored as {encoding}" in said[1]
     with pytest.raises(BackendError, match=f"stored as {encoding}"):
         open_backend(native(settings))
     assert open_backend(settings).facts.backend == "torch"

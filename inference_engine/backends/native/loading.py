@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.forward import NativeForward
-from inference_engine.backends.native.program import Program
+from inference_engine.backends.native.program import Program, packed_format
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
@@ -125,6 +126,20 @@ def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, 
     logger.debug("a twin's logits differ by %.3g from transformers'", difference)
     verdicts.keep(described, "native", depends)
     return described
+
+
+def check_stored(stored: Path) -> None:
+    """Raise NotNative unless the kernels can hold what each matrix is stored as. Reads headers alone.
+
+    stored: the GGUF file, or the folder of safetensors.
+    """
+    try:
+        checkpoint = open_checkpoint(stored)
+        for name in checkpoint.names():
+            if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2:
+                packed_format(name, tensor, "auto")
+    except ModelError as error:
+        raise NotNative(str(error)) from error
 
 
 def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> None:
