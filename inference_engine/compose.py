@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from inference_engine.kv.context import TokenCodec
     from inference_engine.tracing import Tracing
     from kv_cache_proposer.dflash.network import DFlashNetwork
-    from kv_cache_proposer.f_theta.codec import LatentCodec
+    from kv_cache_proposer.f_theta.late import LateCodec
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,19 @@ def admit(config: ModelConfig) -> Admitted:
     return admitted
 
 
+def try_out(config: ModelConfig) -> None:
+    """Find out now what the first start of this configuration would, and keep it for all starts.
+
+    It takes transformers and 180 MB of memory, which a server then has no need of. Raises ModelError as `admit` does.
+    """
+    admitted = admit(config)
+    if config.device == "cpu" and config.backend != "torch":
+        from inference_engine.backends.native.loading import try_native
+
+        with suppress(NotNative):
+            try_native(config, admitted)
+
+
 def forget_admission(config: ModelConfig) -> None:
     """What was kept about the model by `admit` and by its loading is tried again next time. Raises ModelError."""
     from inference_engine.backends.verdicts import Verdicts
@@ -185,7 +199,9 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
 
 
 def executor(config: ModelConfig) -> tuple[str, str]:
-    """What would run the model with these settings, and why: by its configuration, before anything is tried.
+    """What would run the model with these settings, and why: by its configuration and how its matrices are stored.
+
+    Nothing is loaded or tried; that may still find a reason for torch.
 
     "" and the reason if nothing would. Raises ModelError for a model that is not there or cannot be read.
     """
@@ -215,10 +231,11 @@ def executor(config: ModelConfig) -> tuple[str, str]:
         )
         return "torch", f"its matrices are stored in {layout}, which {how}"
     if config.backend != "torch":
-        from inference_engine.backends.native.loading import open_library
+        from inference_engine.backends.native.loading import check_stored, open_library
 
         try:
             open_library(config)
+            check_stored(found.stored)
         except NotNative as error:
             reason = reason or str(error)
     else:
@@ -277,23 +294,22 @@ def latent_folder(model_id: str, cache: Path) -> Path:
     return cache / "latents" / model_id
 
 
-def find_latent(model: ModelConfig) -> LatentCodec | None:
-    """The codec that `model.latent` selects, on the model's device.
+def find_latent(model: ModelConfig) -> LateCodec | None:
+    """The codec that `model.latent` selects, for the model's device. Its tensors are read when they are used first.
 
     `auto`: the one in the cache, if there is one. `none`: none. Else a folder. Raises ModelError for one that is not
-    there, damaged, or made for other weights.
+    there, cut short, or made for other weights.
     """
     folder = _latent_of(model)
     if folder is None:
         return None
 
-    from kv_cache_proposer.f_theta.store import load_codec
+    from kv_cache_proposer.f_theta.late import open_codec
 
     checked = check_model(model.model, cache=model.cache_path)
-    codec, _ = load_codec(
+    return open_codec(
         folder, target_digest=weights_digest(checked), device=model.torch_device, kernels=model.torch_kernels
     )
-    return codec
 
 
 def latent_identity(model: ModelConfig) -> Mapping[str, Any]:

@@ -317,7 +317,10 @@ class NonFiniteLogits(RequestError):
 
     def __init__(self, position: int) -> None:
         super().__init__(
-            f"the model's logits for position {position} hold NaN or infinity; nothing was sampled", position=position
+            f"the model's logits for position {position} hold NaN or infinity; nothing was sampled. The history is "
+            "kept: generate again. If that ends here, too, K or V may be too large for the float16 that the server "
+            "keeps them in: kv_dtype=bfloat16 has their range",
+            position=position,
         )
 
 

@@ -1,9 +1,10 @@
-"""Start of a server on a warm cache against a bare import and `from_pretrained` of the same model.
+"""Start of a server on a warm cache against a bare import and `from_pretrained` of the same model: time and memory.
 
     python scripts/bench_start.py                   writes results/start/<date>-<machine>/
 
-Both are processes of their own, started by turns. Ours is over when the server is ready to take calls: model checked,
-loaded, admitted, packed, K/V reserved, port open.
+All are processes of their own, started by turns. Ours is over when the server is ready to take calls: model checked,
+loaded, admitted, packed, K/V reserved, port open. Its memory is then what an idle server holds. Where the cache has a
+latent codec, a server that may use it is started as well, and what its first session with one takes is measured.
 """
 
 from __future__ import annotations
@@ -12,72 +13,153 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
+
+from inference_engine.cli.serve import ready_target
+from inference_engine.compose import find_latent
 from inference_engine.config import ModelConfig, child_environment, resolve
 from inference_engine.models import check_model
+from kakeya import Client, Restored
 from laboratory.evaluation import record
 
 _BARE = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, local_files_only=True)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, local_files_only=True)
 print("ready", flush=True)
+sys.stdin.read()
 """
 _READY_SECONDS = 120
+_SETTLED_SECONDS = 0.5  # after it is ready
+BARE, OURS, WITH_LATENT = "bare", "ours", "ours, a latent codec in the cache"
+LATENT = Restored(source="latent")
 
 
-def seconds_until_ready(command: list[str], words: str) -> float:
-    """From starting a process until it prints a line with `words`; the process is ended then."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A process that is ready. line: what it said. seconds: from its start until then."""
+
+    process: psutil.Process
+    line: str
+    seconds: float
+
+    @property
+    def resident(self) -> float:
+        """MB, pages of mapped files among them."""
+        return float(self.process.memory_info().rss) / 1e6
+
+    @property
+    def most(self) -> float:
+        """MB, the most that it ever had resident; 0 where the system does not say."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+        return next((int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM:")), 0.0)
+
+
+@contextmanager
+def started(command: Sequence[str], words: str) -> Iterator[Started]:
+    """A process, from when it prints a line with `words`; it is ended then."""
     environment = child_environment(HF_HUB_OFFLINE="1", OMP_WAIT_POLICY="PASSIVE")
     began = time.perf_counter()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if words in line:
                 seconds = time.perf_counter() - began
-                process.terminate()
-                process.wait(timeout=_READY_SECONDS)
-                return seconds
+                time.sleep(_SETTLED_SECONDS)
+                try:
+                    yield Started(process=psutil.Process(process.pid), line=line, seconds=seconds)
+                finally:
+                    process.terminate()
+                    process.wait(timeout=_READY_SECONDS)
+                return
     raise RuntimeError(f"{' '.join(command[:4])} ended with {process.returncode} before it was ready")
 
 
+def first_sessions(server: Started) -> dict[str, float]:
+    """Milliseconds in which the first and a second session with a latent are created, and MB of the server after."""
+    target = ready_target(server.line)
+    assert target is not None
+    took = []
+    with Client(target) as client:
+        client.create_session().close()  # the connection is open
+        for _ in range(2):
+            began = time.perf_counter()
+            with client.create_session(LATENT):
+                took.append((time.perf_counter() - began) * 1000)
+        return {
+            "create the first session with a latent": took[0],
+            "create another": took[1],
+            "resident with the latent in use": server.resident,
+        }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Start of a server against a bare from_pretrained.")
+    parser = argparse.ArgumentParser(description="Start of a server against a bare from_pretrained: time and memory.")
     parser.add_argument("--model", default=None)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     config = resolve(ModelConfig, {"model": arguments.model})
     folder = check_model(config.model, cache=config.cache_path).folder
-    bare = [sys.executable, "-c", _BARE, str(folder)]
-    ours = [
-        sys.executable,
-        "-m",
-        "inference_engine.cli.main",
-        "serve",
-        "--model",
-        config.model,
-        "--bind",
-        "127.0.0.1:0",
+    serve = [
+        *(sys.executable, "-m", "inference_engine.cli.main", "serve", "--model", config.model),
+        *("--bind", "127.0.0.1:0", "--drafter", "ngram"),
     ]
-    times: dict[str, list[float]] = {"bare": [], "ours": []}
-    for number in range(arguments.rounds + 1):  # the first round warms the file cache and is not kept
-        pair = {"bare": seconds_until_ready(bare, "ready"), "ours": seconds_until_ready(ours, "127.0.0.1:")}
-        if number:
-            for name, seconds in pair.items():
-                times[name].append(seconds)
-    values = {
-        "start, ours ÷ bare": record.summarize(
-            [one / other for one, other in zip(times["ours"], times["bare"], strict=True)], "ratio"
-        ),
-        **{f"start, {name}": record.summarize(seconds, "seconds") for name, seconds in times.items()},
+    commands = {
+        BARE: ([sys.executable, "-c", _BARE, str(folder)], "ready"),
+        OURS: ([*serve, "--latent", "none"], "127.0.0.1:"),
     }
+    if has_latent := find_latent(config) is not None:
+        commands[WITH_LATENT] = (serve, "127.0.0.1:")
+    samples: dict[tuple[str, str], list[float]] = {}
+    for number in range(arguments.rounds + 1):  # the first round warms the file cache and is not kept
+        for name, (command, words) in commands.items():
+            with started(command, words) as process:
+                found = {
+                    f"start, {name}": ("seconds", process.seconds),
+                    f"resident, {name}": ("MB", process.resident),
+                    f"most resident until then, {name}": ("MB", process.most),
+                }
+                if name == WITH_LATENT:
+                    for what, sample in first_sessions(process).items():
+                        found[what] = ("MB" if what.startswith("resident") else "ms", sample)
+            for what, (unit, sample) in found.items():
+                if number:
+                    samples.setdefault((what, unit), []).append(sample)
+    values = {
+        f"{what}, ours ÷ bare": record.summarize(
+            [
+                one / other
+                for one, other in zip(samples[f"{what}, {OURS}", unit], samples[f"{what}, {BARE}", unit], strict=True)
+            ],
+            "ratio",
+        )
+        for what, unit in (("start", "seconds"), ("resident", "MB"))
+    }
+    values |= {what: record.summarize(rounds, unit) for (what, unit), rounds in samples.items()}
     path = record.write_record(
         "start",
         {
             "command": record.command_line(),
-            "config": {"model": config.model, "rounds": arguments.rounds, "linear": config.linear},
+            "config": {
+                "model": config.model,
+                "rounds": arguments.rounds,
+                "linear": config.linear,
+                "drafter": "ngram, which has no weights",
+                "latent codec": "calibrated before" if has_latent else "none in the cache; `kakeya train latent`",
+            },
             "seeds": [],
             "values": values,
             "baseline": "import torch, transformers; AutoModelForCausalLM.from_pretrained of the same folder, float32",

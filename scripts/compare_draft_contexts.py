@@ -111,9 +111,10 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
     loaded = load_model(model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa")
     folder = arguments.drafter or _drafter_folder(checked.model_id, model.cache_path)
     network, _ = load_drafter(folder, target_digest=digest, device=loaded.device, dtype=getattr(torch, loaded.dtype))
-    codec = find_latent(model)
-    if not isinstance(codec, LatentCodec):
+    stored = find_latent(model)
+    if stored is None:
         raise InvalidArgument("latent", "there is no latent for this model; make one with `kakeya train latent`")
+    codec = stored.load()
     corpus = read_manifest(arguments.corpus, target_digest=digest)
     texts = list(read_texts(arguments.corpus, corpus))
     learnt = text_set(text for text in texts if not text.is_held_out)

@@ -383,6 +383,9 @@ class _ExactTokens:
         self.bytes_per_token = self.least_bytes_per_token = exact_bytes_per_token(geometry)
         self._shapes = [(geometry.layers[layer].kv_heads, geometry.layers[layer].head_dim) for layer in self.layers]
 
+    def has(self, bytes_per_token: int) -> bool:
+        return True
+
     def at(self, bytes_per_token: int) -> _ExactTokens:
         assert bytes_per_token == self.bytes_per_token
         return self

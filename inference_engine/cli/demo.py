@@ -65,12 +65,17 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Hold the conversation. Raises KakeyaError if anything fails or a claim does not hold."""
-    from inference_engine.models import fetch, is_known, tokenizer_folder
+    from inference_engine.models import fetch, is_known, model_folder, tokenizer_folder
 
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     console = Console(highlight=False)
     if is_known(model.model):
+        is_new = not model_folder(model.model, model.cache_path).is_dir()
         fetch(model.model, model.cache_path)
+        if is_new:
+            from inference_engine.compose import try_out
+
+            try_out(model)
     folder = tokenizer_folder(model.model, model.cache_path)
     if args.kill:
         from inference_engine.cli.conversation import load_chat_tokenizer

@@ -92,6 +92,10 @@ def _fetch(name: str, cache: Path, errors: Console) -> str:
     named = None if is_known(name) else hub_model(name)
     if named is None:
         folder = fetch(name, cache, console=errors)
+        with errors.status(f"trying {name}"):
+            from inference_engine.compose import try_out
+
+            try_out(ModelConfig(model=name, cache_dir=str(cache)))
         return f"{name} ({known_model(name).licence}) is ready in {folder}"
 
     def served(folder: Path) -> None:

@@ -87,12 +87,15 @@ def _serve_model(
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
         from inference_engine.compose import admit, open_parts
         from inference_engine.kv.strategies import parse_strategy
-        from inference_engine.server.http.chat_text import load_chat_text
         from inference_engine.server.run import serve
 
         parse_strategy(engine_config.strategy)
         admitted = admit(model)
-        chat = load_chat_text(tokenizer_folder(model.model, model.cache_path)) if server.http_bind else None
+        chat = None
+        if server.http_bind:
+            from inference_engine.server.http.chat_text import load_chat_text
+
+            chat = load_chat_text(tokenizer_folder(model.model, model.cache_path))
         parts = open_parts(model, admitted)
     parts = first_use.with_calibrations(parts, model, engine_config, server.calibrate)
 

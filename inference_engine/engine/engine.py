@@ -157,11 +157,25 @@ class Engine:
         self._generates = Generates(
             self._store, self._scheduler, self.metrics, self.tracing, clock, refuse=self._refuse_when_draining
         )
-        self._recall = Recall(self._store, self._journal, self._calls, self._generates, self.metrics)
+        self._recall = Recall(self._context, self._store, self._journal, self._calls, self._generates, self.metrics)
         self._is_draining = False
         self._scheduler.start()
 
     # -- sessions ---------------------------------------------------------------------------------------------------
+
+    def has_to_prepare(self, strategy: KVStrategy | None) -> bool:
+        """Must something be read from disk before such a session can be created? Then `prepare` it first.
+
+        `create_session` would read it, too, and its caller would wait. Raises InvalidArgument.
+        """
+        return self._arguments.strategy(strategy).waits(self._context)
+
+    def prepare(self, strategy: KVStrategy | None) -> None:
+        """Have in memory what all sessions of this strategy need, but for their own K/V. Waits for the disk.
+
+        Nothing is locked meanwhile. Raises InvalidArgument if it is missing, damaged, or does not fit.
+        """
+        self._arguments.strategy(strategy).ready(self._context)
 
     def create_session(
         self,

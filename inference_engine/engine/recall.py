@@ -10,8 +10,10 @@ import numpy as np
 
 from inference_engine.engine.calls import Calls
 from inference_engine.engine.generation import Generates
-from inference_engine.errors import HistoryCorrupt, ModelMismatch
+from inference_engine.errors import HistoryCorrupt, InvalidArgument, ModelMismatch, RestorationFailed
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.transcript import Transcript
 from inference_engine.session.journal import Journal, Logprobs, SessionKept, TokensRecord
@@ -26,8 +28,15 @@ class Recall:
     """Brings sessions back one at a time, so that what was read is not older than what is in memory."""
 
     def __init__(
-        self, store: SessionStore, journal: Journal, calls: Calls, generates: Generates, metrics: EngineMetrics
+        self,
+        context: KVContext,
+        store: SessionStore,
+        journal: Journal,
+        calls: Calls,
+        generates: Generates,
+        metrics: EngineMetrics,
     ) -> None:
+        self._context = context
         self._store = store
         self._journal = journal
         self._calls = calls
@@ -63,8 +72,10 @@ class Recall:
             if kept is None:
                 return
             try:
+                strategy = parse_strategy(kept.record.strategy)
+                self._prepare(strategy, kept.record.codec)
                 with self._store.locked():
-                    session = self._store.restore(kept, parse_strategy(kept.record.strategy))
+                    session = self._store.restore(kept, strategy)
                     self._generates.recall(session, _recalled_generates(session, kept))
                     self._calls.restore(kept.replies)
             except BaseException:
@@ -81,6 +92,15 @@ class Recall:
             raise
         finally:
             self._metrics.restores.labels(outcome).inc()
+
+    def _prepare(self, strategy: KVStrategy, codec: str) -> None:
+        """Read what such sessions need before anything is locked. Raises RestorationFailed if it cannot be used."""
+        if codec != self._store.codec_of(strategy) or not strategy.waits(self._context):
+            return
+        try:
+            strategy.ready(self._context)
+        except InvalidArgument as error:
+            raise RestorationFailed(error) from error
 
 
 def _recalled_generates(session: Session, kept: SessionKept) -> list[Transcript]:

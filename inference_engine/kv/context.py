@@ -193,8 +193,14 @@ class TokenCodec(Protocol):
     def using(self, trellis: Trellis) -> TokenCodec:
         """The same codec, if its codes are chosen along a trellis by a device's own operations."""
 
+    def has(self, bytes_per_token: int) -> bool:
+        """Would `at` return at once?"""
+
     def at(self, bytes_per_token: int) -> TokenCodec:
-        """The same codec with fewer bytes per token."""
+        """The same codec with fewer bytes per token. The first time it may read tensors, and takes longer than a step.
+
+        Raises ModelError for a codec on disk that is damaged.
+        """
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         """K and V of each of `layers`, [n, Hkv, D] in any float dtype -> uint8 [n, bytes_per_token]."""

@@ -129,8 +129,16 @@ class KVStrategy(ABC):
         """
         return self
 
+    def waits(self, context: KVContext) -> bool:
+        """Would `ready` take longer than a step, because something that was calibrated has still to be read?"""
+        restorer = self.restorer()
+        return restorer is not None and restorer.waits(context)
+
     def ready(self, context: KVContext) -> None:
-        """Raise InvalidArgument, naming the option, if something that was calibrated is missing or does not fit."""
+        """Raise InvalidArgument, naming the option, if something that was calibrated is missing or does not fit.
+
+        What is read at first use is read now. Called before anything is locked.
+        """
         if (restorer := self.restorer()) is not None:
             restorer.ready(context)
 

@@ -1,4 +1,4 @@
-"""Memory-mapped weights: detects whether their files were written since they were loaded.
+"""Memory-mapped weights: lets go of pages that were read, detects whether files were written since they were loaded.
 
 A page that is read again has the current content of the file. So writing a file in place changes the running model, and
 truncating it ends the process (SIGBUS). Replacing the file by another of the same name does neither: the mapping keeps
@@ -8,15 +8,38 @@ the first one.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from pathlib import Path
 from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inference_engine.models.folder import weight_files
 
 _MAPS = Path("/proc/self/maps")
 
 _log = logging.getLogger(__name__)
+
+
+def let_go(data: NDArray[np.uint8]) -> None:
+    """The pages of this view of a mapped file (`np.memmap`, read only) need not stay in memory.
+
+    A page that is looked at again is read again. Does nothing for other arrays, and where the system cannot.
+    """
+    base: object = data
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    # Memory of our own, or a private copy that was written to, would lose its numbers.
+    if not isinstance(base, np.memmap) or base.mode != "r" or advice is None:
+        return
+    mapped: mmap.mmap = base._mmap  # type: ignore[attr-defined]
+    first = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, (first + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        mapped.madvise(advice, begin, end - begin)
 
 
 class MappedWeights:

@@ -29,6 +29,7 @@ EMBEDDING = "model.embed_tokens.weight"
 # What these families do in a layer is in the list below; whether the list is right is for the twin to say.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "qwen3_moe")
 _GEMMA = ("gemma2", "gemma3_text")
+_LANES = 16  # numbers that a kernel takes at once
 
 
 class NoStepListError(Exception):
@@ -243,6 +244,10 @@ def check_family(config: PretrainedConfig | TextConfig) -> None:
     """Raise NoStepListError if there is no list for models of this kind. config: of the text model."""
     if config.model_type not in _FAMILIES:
         raise NoStepListError(f"there is no list of operations for the model type {config.model_type!r}")
+    heads = getattr(config, "num_attention_heads", None)
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    if dim % _LANES:
+        raise NoStepListError(f"it has heads of {dim} numbers, which is no multiple of {_LANES}")
 
 
 @dataclass(kw_only=False, slots=True)
@@ -280,8 +285,8 @@ class _Builder:
     def _layer(self, index: int) -> None:
         layer, prefix = self.layers[index], f"model.layers.{index}."
         queries, keys, dim = layer.query_heads, layer.kv_heads, layer.head_dim
-        if dim < 1 or dim % 16:
-            raise NoStepListError(f"layer {index} has heads of {dim} numbers, which is no multiple of 16")
+        if dim < 1 or dim % _LANES:
+            raise NoStepListError(f"layer {index} has heads of {dim} numbers, which is no multiple of {_LANES}")
         if keys < 1 or queries < 1 or queries % keys:
             raise NoStepListError(f"layer {index} has {queries} query heads, which are not as many for each of {keys}")
         if layer.rotary == IMMOVABLE:

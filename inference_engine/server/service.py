@@ -67,6 +67,8 @@ class RuntimeService:
         strategy = convert.strategy_from_wire(request.strategy) if request.HasField("strategy") else None
         await self._recall("", request.request_id)
         try:
+            if self._engine.has_to_prepare(strategy):
+                await asyncio.to_thread(self._engine.prepare, strategy)
             opened = self._engine.create_session(
                 strategy=strategy,
                 eos_token_ids=list(request.eos_token_ids),

@@ -192,6 +192,10 @@ class LatentCodec:
                 first_byte += part.packed_bytes
         return self._decoders[layer]
 
+    def has(self, bytes_per_token: int) -> bool:
+        """As `TokenCodec`: were its bits allocated already?"""
+        return bytes_per_token in self._lower
+
     def at(self, bytes_per_token: int) -> LatentCodec:
         """The same bases, in the same memory, at fewer bytes: bits allocated again, components without bits removed.
 

@@ -76,12 +76,31 @@ def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> No
     draft.replace(folder / MANIFEST)
 
 
-def load_codec(
-    folder: Path, *, target_digest: str, device: torch.device | str = "cpu", kernels: str = "auto"
-) -> tuple[LatentCodec, LatentManifest]:
-    """Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or of wrong shape.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatedCodec:
+    """A stored codec as its manifest has it: all but its tensors, which are checked against it when they are read.
 
-    And BackendError for kernels that the device cannot have.
+    tensors_sha256: of the file of tensors.
+    """
+
+    folder: Path
+    manifest: LatentManifest
+    groups: tuple[Group, ...]
+    bytes_per_token: int
+    bits: str
+    quantiser: str
+    tensors_sha256: str
+
+    @property
+    def path(self) -> Path:
+        """The file of tensors."""
+        return self.folder / TENSORS
+
+
+def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
+    """Read the manifest, and the header of the tensors' file, which is compared with the file's size.
+
+    Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or cut short.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -91,32 +110,58 @@ def load_codec(
     if stated != (FORMAT, FORMAT_VERSION):
         raise LatentError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_REMEDY}")
     try:
-        manifest = LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__})
-        groups = [Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]]
-        stated_bytes, stated_sha256 = int(content["bytes_per_token"]), str(content["tensors_sha256"])
-        bits, quantiser = str(content["bits"]), str(content["quantiser"])
+        codec = StatedCodec(
+            folder=folder,
+            manifest=LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__}),
+            groups=tuple(Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]),
+            bytes_per_token=int(content["bytes_per_token"]),
+            bits=str(content["bits"]),
+            quantiser=str(content["quantiser"]),
+            tensors_sha256=str(content["tensors_sha256"]),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise LatentError(f"{path}: damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
-    if bits not in BITS:
-        raise LatentError(f"{path}: bits are shared out by {bits!r}, known are {', '.join(BITS)}; {_REMEDY}")
-    if quantiser not in QUANTISERS:
-        raise LatentError(f"{path}: codes are chosen by {quantiser!r}, known are {', '.join(QUANTISERS)}; {_REMEDY}")
-    if manifest.target_digest != target_digest:
-        raise ForeignLatent(
-            f"{folder}: calibrated for the model with digest {manifest.target_digest}, this one has {target_digest}; "
-            "calibrate one for this model"
-        )
-    tensors = _read(folder / TENSORS, stated_sha256)
-    found = [_take_group(tensors, index, group, folder / TENSORS) for index, group in enumerate(groups)]
-    if tensors:
-        raise LatentError(f"{folder / TENSORS}: unknown tensors: {', '.join(sorted(tensors))}; {_REMEDY}")
-    codec = coded([basis for basis, _ in found], [widths for _, widths in found], bits, quantiser)
-    if codec.bytes_per_token != stated_bytes:
+    if codec.bits not in BITS:
+        raise LatentError(f"{path}: bits are shared out by {codec.bits!r}, known are {', '.join(BITS)}; {_REMEDY}")
+    if codec.quantiser not in QUANTISERS:
         raise LatentError(
-            f"{folder}: its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says {stated_bytes}; "
-            f"{_REMEDY}"
+            f"{path}: codes are chosen by {codec.quantiser!r}, known are {', '.join(QUANTISERS)}; {_REMEDY}"
         )
-    return codec.to(device, kernels), manifest
+    if codec.manifest.target_digest != target_digest:
+        raise ForeignLatent(
+            f"{folder}: calibrated for the model with digest {codec.manifest.target_digest}, this one has "
+            f"{target_digest}; calibrate one for this model"
+        )
+    if not codec.path.is_file():
+        raise LatentError(f"{codec.path}: missing; {_REMEDY}")
+    check_safetensors(codec.path)
+    return codec
+
+
+def load_codec(
+    folder: Path, *, target_digest: str, device: torch.device | str = "cpu", kernels: str = "auto"
+) -> tuple[LatentCodec, LatentManifest]:
+    """Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or of wrong shape.
+
+    And BackendError for kernels that the device cannot have.
+    """
+    stated = read_stated(folder, target_digest=target_digest)
+    return load_stated(stated, device=device, kernels=kernels), stated.manifest
+
+
+def load_stated(stated: StatedCodec, *, device: torch.device | str = "cpu", kernels: str = "auto") -> LatentCodec:
+    """The codec, its tensors checked. Raises as `load_codec` does, and LatentError if they are of another codec now."""
+    tensors = _read(stated.path, stated.tensors_sha256)
+    found = [_take_group(tensors, index, group, stated.path) for index, group in enumerate(stated.groups)]
+    if tensors:
+        raise LatentError(f"{stated.path}: unknown tensors: {', '.join(sorted(tensors))}; {_REMEDY}")
+    codec = coded([basis for basis, _ in found], [widths for _, widths in found], stated.bits, stated.quantiser)
+    if codec.bytes_per_token != stated.bytes_per_token:
+        raise LatentError(
+            f"{stated.folder}: its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says "
+            f"{stated.bytes_per_token}; {_REMEDY}"
+        )
+    return codec.to(device, kernels)
 
 
 def _tensors(codec: LatentCodec) -> dict[str, Tensor]:

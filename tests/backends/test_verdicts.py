@@ -20,7 +20,7 @@ from inference_engine.backends.native import describing
 from inference_engine.backends.native.describing import describe
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.twin import admit_config, text_generator
-from inference_engine.compose import admit, forget_admission, open_backend
+from inference_engine.compose import admit, forget_admission, open_backend, try_out
 from inference_engine.config import ModelConfig, child_environment
 from inference_engine.models.seam import Seam
 from tests.models.tiny_gguf import FAMILIES, tiny_model
@@ -74,9 +74,12 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return tried
 
 
-def test_a_server_with_kept_verdicts_imports_no_transformers(model: ModelConfig) -> None:
+@pytest.mark.parametrize("find_out", [open_backend, try_out])
+def test_a_server_with_kept_verdicts_imports_no_transformers(
+    model: ModelConfig, find_out: Callable[[ModelConfig], object]
+) -> None:
     library()
-    open_backend(model)
+    find_out(model)
     command = [sys.executable, "-c", SERVED, model.model, model.cache_dir]
 
     said = subprocess.run(

@@ -47,6 +47,9 @@ class Failing:
     def using(self, trellis: Trellis) -> Failing:
         return self
 
+    def has(self, bytes_per_token: int) -> bool:
+        return True
+
     def analysers(self) -> None:
         return None
 

@@ -46,6 +46,9 @@ class Lossless:
     def using(self, trellis: Trellis) -> Lossless:
         return self
 
+    def has(self, bytes_per_token: int) -> bool:
+        return True
+
     def analysers(self) -> None:
         return None
 

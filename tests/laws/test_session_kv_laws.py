@@ -95,6 +95,9 @@ class HalfTokens:
     def using(self, trellis: Trellis) -> HalfTokens:
         return self
 
+    def has(self, bytes_per_token: int) -> bool:
+        return True
+
     def analysers(self) -> None:
         return None
 

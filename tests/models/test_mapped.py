@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from inference_engine.models.mapped import MappedWeights
+from inference_engine.models.mapped import MappedWeights, let_go
 
 pytestmark = pytest.mark.hostile
 
@@ -72,3 +73,44 @@ def test_a_name_with_spaces_is_found_among_the_mapped(folder: Path, tmp_path: Pa
     with MappedWeights(spaced) as weights, mapped(spaced / WEIGHTS):
         overwrite(spaced / WEIGHTS)
         assert weights.spoiled() is not None
+
+
+def resident(path: Path) -> int:
+    """Bytes of a mapped file that are in this process's memory."""
+    found = 0
+    is_own = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_own = words[-1] == str(path)
+        elif is_own and words[0] == "Rss:":
+            found += int(words[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no list of the pages of a process")
+def test_pages_that_were_read_leave_memory_and_come_back_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    numbers = np.random.default_rng(0).integers(0, 256, 2**22, np.uint8)
+    numbers.tofile(path)
+    whole = np.asarray(np.memmap(path, np.uint8, "r"))
+    middle = whole[100 : 2**21 + 100]
+    assert np.array_equal(whole, numbers)
+    before = resident(path)
+    assert before == 2**22
+
+    let_go(middle)
+
+    assert 2**21 - 2 * mmap.PAGESIZE <= before - resident(path) <= 2**21, "those of the view, and of no neighbour"
+    assert np.array_equal(whole, numbers)
+
+
+@pytest.mark.parametrize("mode", ["own", "c", "r+"])
+def test_memory_that_is_not_a_files_alone_is_left_as_it_is(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "weights"
+    np.zeros(2**16, np.uint8).tofile(path)
+    data = np.zeros(2**16, np.uint8) if mode == "own" else np.memmap(path, np.uint8, mode)  # type: ignore[call-overload]
+    data[:] = 7
+    let_go(data)
+    let_go(data[5:])
+    assert (data == 7).all()

@@ -10,18 +10,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inference_engine.backends.base import Admitted
-from inference_engine.compose import admit, open_backend
+from inference_engine.backends.native.program import _Packed
+from inference_engine.compose import admit, executor, open_backend
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.kv.geometry import IMMOVABLE, LayerGeometry
+from inference_engine.models.checkpoint import StoredTensor
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.step_list import NoStepListError, step_list
+from tests.models.test_mapped import resident
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
 from tests.tiny_native import library
 
@@ -167,6 +171,9 @@ def test_what_the_kernels_are_not_made_for_is_served_by_torch(case: str, folders
     with pytest.raises(BackendError, match=reason):
         open_backend(native(settings), admitted)
     assert open_backend(settings, admitted).facts.backend == "torch"
+    if case != "odd inner size":  # which only packing finds
+        said = executor(settings)
+        assert said[0] == "torch" and reason in said[1], "doctor and `models show` say so before anything is loaded"
 
 
 @pytest.mark.parametrize("encoding", ["Q5_1", "IQ4_NL"])
@@ -188,6 +195,8 @@ def test_blocks_that_cannot_be_packed_are_served_by_torch(
         path.write_bytes(content)
     settings = ModelConfig(model=str(path), cache_dir=str(tmp_path / "cache"))
 
+    said = executor(settings)
+    assert said[0] == "torch" and f"stored as {encoding}" in said[1]
     with pytest.raises(BackendError, match=f"stored as {encoding}"):
         open_backend(native(settings))
     assert open_backend(settings).facts.backend == "torch"
@@ -259,3 +268,38 @@ def _tasks() -> set[int]:
     if not tasks.exists():
         pytest.skip("needs /proc")
     return {int(task.name) for task in tasks.iterdir()} - {thread.native_id for thread in threading.enumerate()}
+
+
+def test_no_more_of_a_file_is_in_memory_than_what_is_packed_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    rows, inputs, count = 512, 1024, 6
+    size = rows * inputs * 4
+    numbers = np.random.default_rng(0).standard_normal((count, rows, inputs), np.float32)
+    numbers.tofile(path)
+    whole = np.asarray(np.memmap(path, np.uint8, "r"))
+    tensors = {str(index): (rows, inputs) for index in range(count)}
+
+    class File:
+        def names(self) -> list[str]:
+            return list(tensors)
+
+        def tensor(self, name: str) -> StoredTensor:
+            data = whole[int(name) * size : (int(name) + 1) * size]
+            return StoredTensor(name=name, path=path, shape=tensors[name], encoding="F32", data=data)
+
+    opened = library()
+    most, pack = [], opened.pack
+
+    def packing(*arguments: Any) -> Any:
+        done = pack(*arguments)
+        most.append(resident(path))
+        return done
+
+    monkeypatch.setattr(opened, "pack", packing)
+    packed = _Packed(opened, File(), "auto")
+    for name in tensors:
+        packed.add([name], (rows, inputs))
+    assert len(most) == count and max(most) <= 1.5 * size, "what was read ahead counts, too"
+    assert resident(path) <= size // 2

@@ -166,6 +166,19 @@ def test_the_bits_of_a_token_depend_on_nothing_else(native: Native, form: Format
 
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
+def test_every_level_of_instructions_has_the_bits_of_plain_code_on_odd_sizes(
+    native: Native, form: Format, identity: Identity, subtests: pytest.Subtests
+) -> None:
+    for shape in [(1, 1), (17, 33), (70, 100), (131, 320)]:
+        packed, x = random_matrix(native, form, *shape), tokens(21, shape[1])
+        expected = packed.product(x, identity, "plain").tobytes()
+        for level in native.kernels:
+            with subtests.test(f"{level}, {shape}"):
+                assert packed.product(x, identity, level).tobytes() == expected
+                assert packed.numbers(level).tobytes() == packed.numbers("plain").tobytes()
+
+
+@pytest.mark.parametrize(("form", "identity"), PRODUCTS)
 def test_many_threads_and_slices_of_tokens_change_nothing(native: Native, form: Format, identity: Identity) -> None:
     packed = random_matrix(native, form, 20, 36)
     x = tokens(530, 36)

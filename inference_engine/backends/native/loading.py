@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.forward import NativeForward
-from inference_engine.backends.native.program import Program
+from inference_engine.backends.native.program import Program, packed_format
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
@@ -47,9 +48,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     Weights that do not fit the configuration are left to torch, which refuses them: NotNative has the reason, too.
     """
     library = open_library(config)
-    checked = check_model(config.model, cache=config.cache_path)
-    if not checked.only_gguf and (layout := layout_of(checked.folder)) is not None:
-        raise NotNative(f"its matrices are stored in {layout}, which torch reads")
+    checked = _checked(config)
     try:
         described = _described(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
@@ -92,6 +91,22 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     return NativeForward(described, facts, program)
 
 
+def try_native(config: ModelConfig, admitted: Admitted) -> None:
+    """All of `open_native` that a later start need not do again. Raises NotNative or ModelError."""
+    library = open_library(config)
+    try:
+        _described(config, _checked(config), admitted, library)
+    except NoStepListError as error:
+        raise NotNative(str(error)) from error
+
+
+def _checked(config: ModelConfig) -> CheckedFolder:
+    checked = check_model(config.model, cache=config.cache_path)
+    if not checked.only_gguf and (layout := layout_of(checked.folder)) is not None:
+        raise NotNative(f"its matrices are stored in {layout}, which torch reads")
+    return checked
+
+
 def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, library: Library) -> Described:
     """What the list of operations is made from, kept from an earlier start or tried on a small twin now.
 
@@ -111,6 +126,20 @@ def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, 
     logger.debug("a twin's logits differ by %.3g from transformers'", difference)
     verdicts.keep(described, "native", depends)
     return described
+
+
+def check_stored(stored: Path) -> None:
+    """Raise NotNative unless the kernels can hold what each matrix is stored as. Reads headers alone.
+
+    stored: the GGUF file, or the folder of safetensors.
+    """
+    try:
+        checkpoint = open_checkpoint(stored)
+        for name in checkpoint.names():
+            if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2:
+                packed_format(name, tensor, "auto")
+    except ModelError as error:
+        raise NotNative(str(error)) from error
 
 
 def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> None:

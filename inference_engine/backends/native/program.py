@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from inference_engine.errors import BackendError, ModelError, NotNative, Overloaded
 from inference_engine.models.gguf_header import ENCODINGS
+from inference_engine.models.mapped import let_go
 from inference_engine.models.step_list import (
     Add,
     Attend,
@@ -382,6 +383,7 @@ class _Packed:
                 kind = NotNative if WEIGHTS[self._weights] is None else BackendError
                 raise kind(_WHY[error].format(name=name, encoding=tensor.encoding, wanted=wanted.name.lower()))
             first += size
+            let_go(tensor.data)
         outputs = sum(tensor.shape[0] for tensor in tensors)
         return self._keep(names, Matrix(wanted, outputs, inputs, 0, tiles.ctypes.data), tiles)
 

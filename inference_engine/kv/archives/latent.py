@@ -7,6 +7,7 @@ not in the latent. A `TokenCodec` makes the codes; `kv/archives/latent_codes.py`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_engine.errors import InvalidArgument
+from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.latent_codes import LatentCodes, LatentPlaces
 from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Pair, Restorer
@@ -35,6 +36,8 @@ from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.slots import LayerSlots, neighbours
+
+logger = logging.getLogger(__name__)
 
 # By default, a latent is smaller than the entries in bfloat16 by this factor.
 DEFAULT_COMPRESSION = 20
@@ -101,6 +104,9 @@ class Latent(Restorer):
         if not latent_layers(geometry):
             raise InvalidArgument("source", "every layer of this model has a window of its own: nothing is evicted")
 
+    def waits(self, context: KVContext) -> bool:
+        return context.latent is not None and not context.latent.has(self.bytes_in(context.geometry))
+
     def ready(self, context: KVContext) -> None:
         geometry = context.geometry
         if context.latent is None:
@@ -123,6 +129,15 @@ class Latent(Restorer):
                 least=least,
                 most=most,
             )
+        try:
+            context.latent.at(asked)
+        except ModelError as error:
+            logger.error("sessions that need the latent codec are refused: %s", error)
+            raise InvalidArgument(
+                "source",
+                "the latent codec on the server's disk is damaged, as its log says; calibrate it again with `kakeya "
+                "train latent` and start the server again, or use source recompute",
+            ) from error
 
     def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         return (self._places(geometry, kept).demand(geometry),)

@@ -228,8 +228,12 @@ class Restorer(ABC):
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         """Raise InvalidArgument if entries of these layers cannot be archived by this method."""
 
+    def waits(self, context: KVContext) -> bool:
+        """Would `ready` take longer than a step?"""
+        return False
+
     def ready(self, context: KVContext) -> None:
-        """Raise InvalidArgument if the engine lacks what this restorer needs."""
+        """Raise InvalidArgument if the engine lacks what this restorer needs. What is read at first use is read now."""
 
     @abstractmethod
     def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:

@@ -1,0 +1,118 @@
+"""A stored codec of which a server knows everything at its start but the tensors, which are read at first use.
+
+The manifest says which layers it covers, for which weights it is, and which rates it gives: enough to answer a session
+that cannot have it. Its tensors take tens of megabytes, which a server without such sessions does not need.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.trellis import Trellis
+from inference_engine.kv.context import GroupAnalyser, LayerDecoder
+from inference_engine.models.verified import Look, look_of
+from kv_cache_proposer.f_theta.codec import SCALE_BYTES, LatentCodec
+from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.store import StatedCodec, load_stated, read_stated
+
+logger = logging.getLogger(__name__)
+
+
+class LateCodec:
+    """A `TokenCodec` that reads its tensors when `at`, or what codes, is called first. Safe from any thread.
+
+    Then it raises LatentError for tensors that are damaged, or of another codec than when it was opened; again at each
+    call, until the file is another one.
+    """
+
+    def __init__(self, stated: StatedCodec, device: torch.device | str, kernels: str, trellis: Trellis | None = None):
+        self._stated, self._device, self._kernels, self._trellis = stated, device, kernels, trellis
+        self._lock = threading.Lock()
+        self._codec: LatentCodec | None = None
+        self._failed: tuple[Look | None, LatentError] | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(shape.layer for group in self._stated.groups for shape in group.shapes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._stated.bytes_per_token
+
+    @property
+    def least_bytes_per_token(self) -> int:
+        return len(self._stated.groups) * (SCALE_BYTES + 1)
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._codec is not None
+
+    def load(self) -> LatentCodec:
+        """The codec itself. Raises LatentError, or BackendError for kernels that the device cannot have."""
+        if (codec := self._codec) is not None:
+            return codec
+        with self._lock:
+            if self._codec is None:
+                self._codec = self._read()
+            return self._codec
+
+    def using(self, trellis: Trellis) -> LateCodec:
+        return LateCodec(self._stated, self._device, self._kernels, trellis)
+
+    def has(self, bytes_per_token: int) -> bool:
+        return self._codec is not None and self._codec.has(bytes_per_token)
+
+    def at(self, bytes_per_token: int) -> LatentCodec:
+        return self.load().at(bytes_per_token)
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        return self.load().encode(keys, values)
+
+    def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        return self.load().decode(codes, layers)
+
+    def analysers(self) -> Sequence[GroupAnalyser]:
+        return self.load().analysers()
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        return self.load().encode_numbers(numbers)
+
+    def decoder(self, layer: int) -> LayerDecoder | None:
+        return self.load().decoder(layer)
+
+    def _read(self) -> LatentCodec:
+        path = self._stated.path
+        look = _look(path)
+        if self._failed is not None and self._failed[0] == look:
+            raise self._failed[1]
+        began = time.perf_counter()
+        try:
+            codec = load_stated(self._stated, device=self._device, kernels=self._kernels)
+        except LatentError as error:
+            self._failed = look, error
+            raise
+        except OSError as error:
+            raise LatentError(f"{path}: cannot be read: {error}") from error
+        logger.info("%s was read in %.2f s: %.1f MB", path, time.perf_counter() - began, codec.shared_bytes / 1e6)
+        return codec if self._trellis is None else codec.using(self._trellis)
+
+
+def open_codec(
+    folder: Path, *, target_digest: str, device: torch.device | str = "cpu", kernels: str = "auto"
+) -> LateCodec:
+    """Raises as `read_stated` does."""
+    return LateCodec(read_stated(folder, target_digest=target_digest), device, kernels)
+
+
+def _look(path: Path) -> Look | None:
+    try:
+        return look_of(path)
+    except OSError:
+        return None
