@@ -58,6 +58,23 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("serve", "--modell", "x"), "kakeya serve: error: unrecognized arguments: --modell x; did you mean --model?"),
+        (("serve", "--strategi=full"), "did you mean --strategy?"),
+        (("journal", "list", "--state-dir", "x"), "kakeya journal list: error: unrecognized arguments: --state-dir\n"),
+        (("bench", "serve", "--agnets=3"), "did you mean --agents?"),
+    ],
+)
+def test_an_argument_that_a_command_does_not_know_is_answered_by_that_command(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*arguments) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and f"`kakeya {arguments[0]}" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (
             ("serve", "--dtype", "float16"),
             "kakeya serve: dtype must be float32 or bfloat16, or float16 with device=mlx",

@@ -85,11 +85,15 @@ def test_what_the_whole_pool_cannot_hold_is_refused_without_a_time_to_retry(is_a
     with served_engine(kv_bytes=bytes_for(64)) as engine:
         session = engine.create_session().session_id
         engine.append(session, text(60))
-        with pytest.raises(NoCapacity, match="in all") as refused:
+
+        def go_on() -> None:
             if is_appending:
                 engine.append(session, text(100))
             else:
                 drain(engine.generate(session, GenerateParams(max_tokens=100)))
+
+        with pytest.raises(NoCapacity, match="in all") as refused:
+            go_on()
         assert refused.value.retry_after_seconds is None
         assert engine.session_info(session).history_length == (60 if is_appending else 65)
 

@@ -106,7 +106,7 @@ def test_a_target_is_host_and_port(subtests: pytest.Subtests) -> None:
     for target in ("127.0.0.1", "localhost", "[::1]", "http://127.0.0.1:50051", "https://h:1", "grpc://h:1", " ", 5):
         with subtests.test(str(target)):
             wrong: Any = target
-            with pytest.raises(kakeya.InvalidArgument, match="target must .*127.0.0.1:50051"):
+            with pytest.raises(kakeya.InvalidArgument, match=r"target must .*127\.0\.0\.1:50051"):
                 kakeya.Client(wrong, api_key="secret")
     for target in ("h:1", "[::1]:1", "::1", "unix:/run/k.sock", "unix-abstract:k", "dns:///h:1", "ipv4:1.2.3.4:1"):
         with subtests.test(target):

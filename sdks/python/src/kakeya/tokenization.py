@@ -329,7 +329,7 @@ def _render(
         # As jinja writes a list that a template takes for text.
         if isinstance(parts, list) and parts and str(parts) in str(text):
             raise TemplateError(
-                "content is a list of parts, and the chat template takes it for text; from_openai_messages joins the parts"
+                "content is a list of parts, and the chat template takes it for text; from_openai_messages joins them"
             )
     return str(text)
 
