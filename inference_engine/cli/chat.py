@@ -102,7 +102,8 @@ def _served_tokenizer(client: Client, model: ModelConfig) -> Any:
         return _tokenizer(name, model)
     except ModelError as error:
         raise ModelError(
-            f"the server's model is {name}, and a chat needs its tokenizer here: --model names a folder with it ({error})"
+            f"the server's model is {name}, and a chat needs its tokenizer here: --model names a folder with it "
+            f"({error})"
         ) from error
 
 
