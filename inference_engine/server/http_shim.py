@@ -148,8 +148,8 @@ def _renewing_context(certificates: Certificates) -> ssl.SSLContext:
 def _listen(address: Address) -> socket.socket:
     """A socket that already listens, so that early clients wait instead of being refused."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # By its protocol asyncio recognises TCP, and sends what is written at once. Otherwise the second part of an answer
-    # on a kept connection, and each event of a stream, waits 40 ms for the client's system to acknowledge the first.
+    # By its protocol asyncio recognises TCP, and sends what is written at once. Otherwise the body of an answer on a
+    # kept connection, and the first event of a stream, waits 40 ms for the client's system to acknowledge the headers.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
