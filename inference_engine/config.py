@@ -15,8 +15,9 @@ import platform
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -374,20 +375,24 @@ def child_environment(**overrides: str) -> dict[str, str]:
     return {**os.environ, **overrides}
 
 
+_VARIABLE = "KAKEYA_"
+_FILE_VARIABLE = "KAKEYA_CONFIG"
+
+
 def resolve(kind: type[T], flags: Mapping[str, Any] | None = None, *, file: str | None = None) -> T:
     """One settings object from flags, environment, file and defaults. A flag that is None counts as not given.
 
     Raises ConfigError for a value that does not parse, an unknown key in the file, or a file that cannot be read.
     """
     given = {name: value for name, value in (flags or {}).items() if value is not None}
-    path = file or os.environ.get("KAKEYA_CONFIG")
+    path = file or os.environ.get(_FILE_VARIABLE)
     from_file = _read_file(Path(path)) if path else {}
     hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     for spec in fields(kind):
         for source, value in (
-            (f"flag {spec.name}", given.get(spec.name)),
-            (f"environment KAKEYA_{spec.name.upper()}", os.environ.get(f"KAKEYA_{spec.name.upper()}")),
+            (f"flag --{spec.name.replace('_', '-')}", given.get(spec.name)),
+            (f"environment {_VARIABLE}{spec.name.upper()}", os.environ.get(f"{_VARIABLE}{spec.name.upper()}")),
             (f"{path}: {spec.name}", from_file.get(spec.name)),
         ):
             if value is not None:
@@ -399,14 +404,36 @@ def resolve(kind: type[T], flags: Mapping[str, Any] | None = None, *, file: str 
     return kind(**values)
 
 
+def _names() -> set[str]:
+    return {spec.name for kind in (EngineConfig, ModelConfig, ServerConfig) for spec in fields(kind)}
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def misspelled_variables() -> tuple[str, ...]:
+    """Variables of the environment that are no setting and read like one, each with the setting's own."""
+    known = {name.upper() for name in _names()} | {_FILE_VARIABLE.removeprefix(_VARIABLE)}
+    given = sorted(name.removeprefix(_VARIABLE) for name in os.environ if name.startswith(_VARIABLE))
+    return tuple(
+        f"{_VARIABLE}{name} (did you mean {_VARIABLE}{close}?)"
+        for name in given
+        if name not in known
+        for close in get_close_matches(name, known, n=1, cutoff=0.75)
+    )
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the settings file {path}: {error}") from error
-    known = {spec.name for kind in (EngineConfig, ModelConfig, ServerConfig) for spec in fields(kind)}
+    known = _names()
     if unknown := sorted(set(content) - known):
-        raise ConfigError(f"{path}: unknown settings {', '.join(unknown)}; the settings are {', '.join(sorted(known))}")
+        named = ", ".join(f"{name}{_meant(name, known)}" for name in unknown)
+        raise ConfigError(f"{path}: unknown settings {named}; the settings are {', '.join(sorted(known))}")
     return content
 
 

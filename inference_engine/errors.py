@@ -293,7 +293,10 @@ class Unauthenticated(RequestError):
     tells = False
 
     def __init__(self) -> None:
-        super().__init__("send one valid 'authorization: Bearer <key>' header")
+        super().__init__(
+            "no valid key: send one in the header 'authorization: Bearer <key>', which an SDK's api_key and kakeya's "
+            "--api-key-file make"
+        )
 
 
 class InvariantViolated(RequestError):

@@ -1,6 +1,7 @@
 """What an owner notices of attacks by others, and what those take of the server's memory.
 
-    python scripts/bench_hostile.py            writes results/hostile/<date>-<machine>/
+    python scripts/bench_hostile.py                attacks on the gRPC port, to results/hostile/<date>-<machine>/
+    python scripts/bench_hostile.py --port http    those on the HTTP port, to results/hostile_http/<date>-<machine>/
 
 A server on the scripted model with keys, its victim and the attacker are processes of their own on one machine. The
 victim asks GetSessionInfo, one call after another. In each round, for each attack of `tests/hostile/attacks.py`, it
@@ -10,22 +11,27 @@ never seen before. Attacks that repeat themselves on new connections come from t
 attacker takes processor time that the victim would have: what that alone costs is shown by one that only spins. How far
 two measurements in calm differ is shown as well: on a machine with other work, that is the least that a ratio means.
 
-First in a round comes a burst: on as many connections as one address may have, as many calls as a connection may have,
-all at once, of a peer without a key. It shows what is held of a connection and of a call, and what the victim
-notices until the last of them is refused.
+The attacks on the HTTP port are those of `tests/hostile/http_attacks.py`. There the server has both ports, and each
+pair is taken twice: the victim asks GetSessionInfo over gRPC, and GET /v1/models over HTTP.
+
+On the gRPC port, first in a round comes a burst: on as many connections as one address may have, as many calls as a
+connection may have, all at once, of a peer without a key. It shows what is held of a connection and of a call, and what
+the victim notices until the last of them is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import itertools
 import json
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +47,10 @@ from laboratory.evaluation import record
 
 sys.path.insert(0, str(record.ROOT))
 
-from tests.hostile import attacks
+from tests.hostile import attacks, http_attacks
 from tests.hostile.attacks import ATTACKS, INFO
 from tests.hostile.http2 import END_HEADERS, HEADERS, Connection, call_headers, frame
+from tests.tiny_folder import tiny_tokenizer
 
 KEY = "victim-" + "v" * 32
 NOTHING, SPIN = "none: calm", "none: a process that only spins"
@@ -54,6 +61,7 @@ BURST_SECONDS = 4.0
 ONSET_SECONDS = 1.0
 VICTIMS_ADDRESS = "127.0.0.1"
 BESIDE = ", from the victim's address"
+WAYS = ("gRPC", "HTTP")  # of the victim's calls, where the HTTP port is attacked
 # Of these an address that is barred takes no more part; the others harm no more from one address than from another.
 REPEATED = (
     "calls that are headers alone",
@@ -68,25 +76,52 @@ CALL = call_headers(INFO)
 
 
 def victim(target: str) -> None:
-    """For each line, a number of seconds: calls for as long; prints their number, failures and latencies."""
     metadata = (("authorization", f"Bearer {KEY}"),)
     with grpc.insecure_channel(target) as channel:
         stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
         session_id = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=100), metadata=metadata).session_id
         request = pb.GetSessionInfoRequest(session_id=session_id)
-        print("ready", flush=True)
-        for line in sys.stdin:
-            latencies, failed, ends = [], 0, time.perf_counter() + float(line)
-            while (began := time.perf_counter()) < ends:
-                try:
-                    stub.GetSessionInfo(request, metadata=metadata, timeout=30.0)
-                except grpc.RpcError:
-                    failed += 1
-                latencies.append(time.perf_counter() - began)
-            latencies.sort()
-            p50, p99 = (latencies[int(len(latencies) * part)] for part in (0.5, 0.99))
-            seen = {"calls": len(latencies), "failed": failed, "p50": p50, "p99": p99, "longest": latencies[-1]}
-            print(json.dumps(seen), flush=True)
+        asking(lambda: stub.GetSessionInfo(request, metadata=metadata, timeout=30.0), grpc.RpcError)
+
+
+def http_victim(target: str) -> None:
+    connection = http.client.HTTPConnection(target, timeout=30.0)
+
+    def call() -> None:
+        try:
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+            answer = connection.getresponse()
+            answer.read()
+        except OSError:
+            connection.close()  # the next call makes another
+            raise
+        if answer.status != http.client.OK:
+            raise ConnectionError(answer.status)
+
+    def again() -> None:
+        connection.close()  # the server closes one that was silent for seconds
+        call()
+
+    call()
+    asking(call, OSError, before=again)
+
+
+def asking(call: Callable[[], Any], failure: type[Exception], *, before: Callable[[], Any] = lambda: None) -> None:
+    """For each line, a number of seconds: calls for as long; prints their number, failures and latencies."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        before()
+        latencies, failed, ends = [], 0, time.perf_counter() + float(line)
+        while (began := time.perf_counter()) < ends:
+            try:
+                call()
+            except failure:
+                failed += 1
+            latencies.append(time.perf_counter() - began)
+        latencies.sort()
+        p50, p99 = (latencies[int(len(latencies) * part)] for part in (0.5, 0.99))
+        seen = {"calls": len(latencies), "failed": failed, "p50": p50, "p99": p99, "longest": latencies[-1]}
+        print(json.dumps(seen), flush=True)
 
 
 @contextlib.contextmanager
@@ -116,7 +151,9 @@ def attacking(name: str, target: str, seconds: float, source: str) -> Iterator[N
         NOTHING: ("-c", f"import time\nprint(flush=True)\ntime.sleep({seconds})"),
         SPIN: ("-c", f"import time\nprint(flush=True)\nends = time.time() + {seconds}\nwhile time.time() < ends: pass"),
     }
-    attack = ("-m", "tests.hostile.attacks", target, name.removesuffix(BESIDE), str(seconds), source)
+    known = name.removesuffix(BESIDE)
+    module = http_attacks if known in http_attacks.ATTACKS else attacks
+    attack = ("-m", module.__name__, target, known, str(seconds), source)
     process = subprocess.Popen(
         (sys.executable, *others.get(name, attack)), cwd=record.ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -130,7 +167,7 @@ def attacking(name: str, target: str, seconds: float, source: str) -> Iterator[N
 
 
 class Watched:
-    """The server's memory, and the victim's answers."""
+    """The server's memory, and the victim's answers. target: of the attacks."""
 
     def __init__(self, target: str, pid: int, asking: subprocess.Popen[str]) -> None:
         self.target = target
@@ -241,9 +278,46 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float
     return found | paired, each
 
 
+def measure_http(rounds: int, seconds: float) -> dict[str, list[dict[str, float]]]:
+    names = (NOTHING, SPIN, *http_attacks.ATTACKS, *(f"{name}{BESIDE}" for name in http_attacks.ATTACKS))
+    found: dict[str, list[dict[str, float]]] = {f"{name}; calls over {way}": [] for name in names for way in WAYS}
+    attackers = addresses()
+    with tempfile.TemporaryDirectory() as folder:
+        keys, tokenizer = Path(folder) / "keys", Path(folder) / "tiny"
+        keys.write_text(f"{Key.of(KEY, 'victim').line}\n", encoding="utf-8")
+        tiny_tokenizer().save_pretrained(tokenizer)
+        for number in range(rounds):
+            http_target = f"{VICTIMS_ADDRESS}:{free_port()}"
+            server = ServerConfig(bind="127.0.0.1:0", http_bind=http_target, api_key_file=str(keys))
+            engine = EngineConfig(kv_bytes=2**26)
+            with scripted_child(engine, server, step_seconds=0.001, tokenizer=tokenizer) as process:
+                target = process.wait_ready()
+                with child("--victim", target) as over_grpc, child("--http-victim", http_target) as over_http:
+                    victims = {}
+                    for way, asking in zip(WAYS, (over_grpc, over_http), strict=True):
+                        assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
+                        victims[way] = Watched(http_target, process.pid, asking)
+                        victims[way].ask(1.0)
+                    for name in names:
+                        for way, watched in victims.items():
+                            source = VICTIMS_ADDRESS if name.endswith(BESIDE) else next(attackers)
+                            found[f"{name}; calls over {way}"].append(pair(watched, name, seconds, source))
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind((VICTIMS_ADDRESS, 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--victim", help=argparse.SUPPRESS)
+    parser.add_argument("--http-victim", help=argparse.SUPPRESS)
+    parser.add_argument("--port", choices=("grpc", "http"), default="grpc", help="which one is attacked")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="in calm, and as many beside the attack")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
@@ -252,12 +326,20 @@ def main() -> None:
     if options.victim:
         victim(options.victim)
         return
+    if options.http_victim:
+        http_victim(options.http_victim)
+        return
     commit = record.running_commit(options.commit)
-    found, each = measure(options.rounds, options.seconds)
-    values: dict[str, dict[str, Any]] = {
-        "bytes of a connection without a call": record.summarize([one["connection"] / 1024 for one in each], "KiB"),
-        "bytes of a call that is headers alone, at most": record.summarize([one["call"] / 1024 for one in each], "KiB"),
-    }
+    values: dict[str, dict[str, Any]] = {}
+    connections: dict[str, int] = {}
+    if options.port == "http":
+        found = measure_http(options.rounds, options.seconds)
+    else:
+        found, each = measure(options.rounds, options.seconds)
+        connections = {"connections": CONNECTIONS, "calls_of_connection": CALLS_OF_CONNECTION}
+        held, call = "bytes of a connection without a call", "bytes of a call that is headers alone, at most"
+        values[held] = record.summarize([one["connection"] / 1024 for one in each], "KiB")
+        values[call] = record.summarize([one["call"] / 1024 for one in each], "KiB")
     for name, pairs in found.items():
         values[f"{name}: p99, attacked / calm"] = record.summarize([one["p99_ratio"] for one in pairs], "ratio")
         values[f"{name}: p50, attacked / calm"] = record.summarize([one["p50_ratio"] for one in pairs], "ratio")
@@ -275,8 +357,8 @@ def main() -> None:
         "config": {
             "rounds": options.rounds,
             "seconds": options.seconds,
-            "connections": CONNECTIONS,
-            "calls_of_connection": CALLS_OF_CONNECTION,
+            **connections,
+            "port": options.port,
             "engine": "the scripted model, steps of a millisecond",
             "transport": "loopback, no TLS, keys; victim, attacker and server share the machine",
             "addresses": "the victim's is 127.0.0.1; each attacker has one of its own, but where it says otherwise",
@@ -285,7 +367,9 @@ def main() -> None:
         "values": values,
         "baseline": "the same victim in calm, before each attack; and beside a process that only spins",
     }
-    path = record.write_record("hostile", payload, results_dir=options.results)
+    path = record.write_record(
+        "hostile" if options.port == "grpc" else "hostile_http", payload, results_dir=options.results
+    )
     print(path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path.name)
 
 

@@ -20,6 +20,7 @@ from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.errors import ModelError
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
@@ -85,13 +86,25 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     if args.target:
         client = stack.enter_context(connect(args, args.target))
-        tokenizer = _tokenizer(args.model or client.server_info().model_id, model)
+        tokenizer = _tokenizer(args.model, model) if args.model else _served_tokenizer(client, model)
     else:
         child = stack.enter_context(child_server(model, engine))
         # The tokenizer loads while the server loads its model.
         tokenizer = _tokenizer(model.model, model)
         client = stack.enter_context(connect(args, child.wait_ready()))
     return _conversation(client, tokenizer, args, stack)
+
+
+def _served_tokenizer(client: Client, model: ModelConfig) -> Any:
+    """That of a model with the name of the server's, if there is one on this machine."""
+    name = client.server_info().model_id
+    try:
+        return _tokenizer(name, model)
+    except ModelError as error:
+        raise ModelError(
+            f"the server's model is {name}, and a chat needs its tokenizer here: --model names a folder with it "
+            f"({error})"
+        ) from error
 
 
 def _tokenizer(name_or_path: str, model: ModelConfig) -> Any:

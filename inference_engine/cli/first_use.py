@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from inference_engine.cli.late import LABORATORY
 from inference_engine.cli.settings import as_flags
@@ -52,9 +53,24 @@ def run(model: ModelConfig, stages: Sequence[str]) -> None:
     model.cache_path.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         # A second server that starts meanwhile waits, and finds what the first one made.
-        with FileLock(model.cache_path / f"calibrating-{stage}.lock"):
+        with _locked(model, stage):
             if not _is_cached(model, stage):
                 _calibrate(model, stage)
+
+
+@contextmanager
+def _locked(model: ModelConfig, stage: str) -> Iterator[None]:
+    path = model.cache_path / f"calibrating-{stage}.lock"
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"another process calibrates ({path}); waiting for it", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_small(model: ModelConfig) -> bool:

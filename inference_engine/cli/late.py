@@ -7,7 +7,8 @@ when one of its commands is used, and need not be installed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,21 @@ class LateParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.complete()
-        return super().parse_known_args(args, namespace)
+        known, left = super().parse_known_args(args, namespace)
+        if left:
+            self._refuse(left)
+        return known, left
+
+    def _refuse(self, arguments: Sequence[str]) -> None:
+        """Here and not by the parser above, which would show its own usage and name no command."""
+        first = arguments[0].partition("=")[0]
+        close = get_close_matches(first, self._option_string_actions, n=1) if first.startswith("-") else []
+        meant = f"; did you mean {close[0]}?" if close else ""
+        self.exit(
+            2,
+            f"usage: {self.prog} …; `{self.prog} --help` lists what it takes\n"
+            f"{self.prog}: error: unrecognized arguments: {' '.join(arguments)}{meant}\n",
+        )
 
 
 def add_parsers(top: argparse.ArgumentParser, subparsers: Subparsers) -> None:

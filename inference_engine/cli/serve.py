@@ -23,7 +23,7 @@ from inference_engine import logs
 from inference_engine.cli import first_use
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, misspelled_variables
 from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import cannot_bind, resolve_bind
@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineConfig, server: ServerConfig) -> int:
+    if misspelled := misspelled_variables():
+        logger.warning("no settings, and without effect: %s", ", ".join(misspelled))
     # Cheap checks first, before libraries and weights are loaded.
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)

@@ -584,12 +584,21 @@ def whole_segments(tokens: int, geometry: Geometry, limit_tokens: int) -> int:
 
 
 def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
+    """The error for memory that is not free now, or, without a time to retry, that there is not in all."""
+    capacity = context.pool.capacity_bytes
+    if needed.peak_bytes > capacity:
+        return NoCapacity(
+            f"the session needs {needed.peak_bytes} bytes of K/V and the server has {capacity} in all; ask for a "
+            "smaller limit_tokens or another strategy",
+            needed_bytes=needed.peak_bytes,
+            capacity_bytes=capacity,
+        )
     return NoCapacity(
-        f"the session needs {needed.peak_bytes} bytes of K/V; the server has {context.pool.capacity_bytes}, too few of "
-        "them free now. Close sessions, or ask for a smaller limit_tokens or another strategy",
+        f"the session needs {needed.peak_bytes} bytes of K/V; the server has {capacity}, too few of them free now. "
+        "Close sessions, or ask for a smaller limit_tokens or another strategy",
         retry_after_seconds=1.0,
         needed_bytes=needed.peak_bytes,
-        capacity_bytes=context.pool.capacity_bytes,
+        capacity_bytes=capacity,
     )
 
 

@@ -139,7 +139,11 @@ def gguf_in(folder: Path) -> Path | None:
     """
     if not folder.is_dir() or (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return None
-    names = [name for name in list_files(folder) if "/" not in name and name.lower().endswith(GGUF_SUFFIX)]
+    # Looked for here alone first: a folder of anything else, such as somebody's home, is not searched through.
+    names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(GGUF_SUFFIX))
+    if not names:
+        return None
+    names = [name for name in list_files(folder) if name in names]
     if len(names) > 1:
         listed = ", ".join(names[:_MOST_LISTED])
         raise ModelError(f"{folder}: {len(names)} GGUF files ({listed}); name the one to serve, with its folder")

@@ -217,14 +217,8 @@ class Admission:
     def _refuse_what_can_never_fit(self, needed: Bound) -> None:
         """Raise NoCapacity for a session that would not fit into the empty pool."""
         self._context.tier.refuse_what_can_never_fit(needed.tier_bytes)
-        capacity = self._context.pool.capacity_bytes
-        if needed.peak_bytes > capacity:
-            raise NoCapacity(
-                f"the session needs {needed.peak_bytes} bytes of K/V and the server has {capacity} in all; ask for a "
-                "smaller limit_tokens or another strategy",
-                needed_bytes=needed.peak_bytes,
-                capacity_bytes=capacity,
-            )
+        if needed.peak_bytes > self._context.pool.capacity_bytes:
+            raise no_capacity(self._context, needed)
 
     def _check_quota(
         self, sessions: Collection[Session], needed: Bound, owner: str, *, without: Collection[Session] = frozenset()

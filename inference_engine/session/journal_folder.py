@@ -50,7 +50,8 @@ class FolderLock:
 def check_private(folder: Path) -> None:
     """Make the folder, or raise ConfigError if others may read or change it."""
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.stat()
     except OSError as error:
         raise ConfigError(f"state_dir {folder}: {error.strerror}") from error

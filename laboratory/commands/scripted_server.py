@@ -22,6 +22,7 @@ from inference_engine.cli.settings import add_config_file, add_settings, as_flag
 from inference_engine.config import EngineConfig, ServerConfig, configure_threads_environment
 from inference_engine.engine import Engine
 from inference_engine.metrics import EngineMetrics
+from inference_engine.server.http.chat_text import load_chat_text
 from inference_engine.server.run import ServerHandle, serve
 from inference_engine.types import Durability
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_config_file(parser)
     parser.add_argument("--step-seconds", type=float, default=0.0, metavar="S", help="the least a step takes")
     parser.add_argument("--token-seconds", type=float, default=0.0, metavar="S", help="what each token adds to that")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="what renders messages at --http-bind")
     add_settings(parser, EngineConfig)
     add_settings(parser, ServerConfig)
     args = parser.parse_args(arguments)
@@ -51,22 +53,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from inference_engine.session.sqlite_journal import SQLiteJournal
 
         journal = SQLiteJournal(Path(config.state_dir), config.kept, weights=WEIGHTS, metrics=metrics)
+    chat = load_chat_text(Path(args.tokenizer)) if args.tokenizer else None
     with Engine(forward, config, journal=journal, metrics=metrics) as engine:
 
         def ready(handle: ServerHandle) -> None:
             print(ready_line(handle, engine), flush=True)
             threading.Thread(target=stop_at_eof, name="until-eof", daemon=True).start()
 
-        serve(engine, settings(args, ServerConfig), on_ready=ready)
+        serve(engine, settings(args, ServerConfig), chat=chat, on_ready=ready)
 
 
 @contextmanager
 def scripted_child(
-    engine: EngineConfig, server: ServerConfig, *, step_seconds: float, token_seconds: float = 0.0
+    engine: EngineConfig,
+    server: ServerConfig,
+    *,
+    step_seconds: float,
+    token_seconds: float = 0.0,
+    tokenizer: Path | None = None,
 ) -> Iterator[ChildServer]:
-    """Such a server as a child process, gone at the end."""
+    """Such a server as a child process, gone at the end. tokenizer: the folder of one, for `http_bind`."""
     flags = [flag for config in (engine, server) for flag in as_flags(config)]
-    script = (f"--step-seconds={step_seconds}", f"--token-seconds={token_seconds}")
+    script = [f"--step-seconds={step_seconds}", f"--token-seconds={token_seconds}"]
+    if tokenizer is not None:
+        script.append(f"--tokenizer={tokenizer}")
     with start_child(MODULE, *script, *flags) as process:
         child = ChildServer(process)
         try:

@@ -90,6 +90,15 @@ def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp
     assert "holds no tokenizer" in said
 
 
+def test_a_model_that_is_not_on_this_machine_is_asked_for(
+    chat: Chat, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, said = chat("Hi\n", "--target", server.target)
+    assert status == 1
+    assert "the server's model is tiny" in said and "--model names a folder" in said
+
+
 def test_a_server_that_is_not_there_is_named(chat: Chat, tiny_folder: Path) -> None:
     status, _, said = chat("Hi\n", "--model", tiny_folder, "--target", "127.0.0.1:1")
     assert status == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from filelock import FileLock
 
 from inference_engine.cli import first_use
 from inference_engine.compose import DLMRestoredVerifier, open_parts
@@ -76,6 +78,21 @@ def test_a_calibration_that_fails_says_what_else_to_do(tiny_folder: Path, tmp_pa
     model = ModelConfig(model=str(tiny_folder / "nowhere"), cache_dir=str(tmp_path))
     with pytest.raises(BackendError, match="--calibrate never"):
         first_use._calibrate(model, "components")
+
+
+def test_a_start_that_waits_for_the_calibration_of_another_says_so(
+    parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = parts
+    model.cache_path.mkdir(parents=True, exist_ok=True)
+    with FileLock(model.cache_path / "calibrating-latent.lock"):
+        waiting = Thread(target=first_use.run, args=(model, ["latent"]))
+        waiting.start()
+        waiting.join(1.0)
+        assert waiting.is_alive() and made == []
+        assert "another process calibrates" in capfd.readouterr().err
+    waiting.join(30.0)
+    assert made == ["latent"]
 
 
 def test_components_are_made_once_and_the_next_start_finds_them(

@@ -58,13 +58,30 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("serve", "--modell", "x"), "kakeya serve: error: unrecognized arguments: --modell x; did you mean --model?"),
+        (("serve", "--strategi=full"), "did you mean --strategy?"),
+        (("journal", "list", "--state-dir", "x"), "kakeya journal list: error: unrecognized arguments: --state-dir\n"),
+        (("bench", "serve", "--agnets=3"), "did you mean --agents?"),
+    ],
+)
+def test_an_argument_that_a_command_does_not_know_is_answered_by_that_command(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*arguments) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and f"`kakeya {arguments[0]}" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (
             ("serve", "--dtype", "float16"),
             "kakeya serve: dtype must be float32 or bfloat16, or float16 with device=mlx",
         ),
         (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
         (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
-        (("serve", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),
+        (("serve", "--bind=127.0.0.1:0", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),
         (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),

@@ -9,7 +9,7 @@ import pytest
 
 from inference_engine.cli.main import parser
 from inference_engine.cli.settings import HELP, Config, as_flags, settings
-from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, resolve
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, misspelled_variables, resolve
 from inference_engine.errors import ConfigError
 from inference_engine.types import Mode
 
@@ -47,6 +47,18 @@ def test_flags_beat_the_environment_which_beats_the_file(file: Path, monkeypatch
     assert settings(args, EngineConfig).kv_bytes == 2 * 2**20
     assert settings(args, ModelConfig).threads == 3
     assert settings(args, ModelConfig).dtype == "float32"
+
+
+def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kakeya.toml"
+    path.write_text('modle = "x"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean model\?\); the settings are "):
+        resolve(ModelConfig, file=str(path))
+    for name in ("KAKEYA_MODLE", "KAKEYA_MODEL", "KAKEYA_CONFIG", "KAKEYA_PYTHON", "KAKEYA_TARGET", "KAKEYA_TOKENIZER"):
+        monkeypatch.setenv(name, "x")
+    assert misspelled_variables() == ("KAKEYA_MODLE (did you mean KAKEYA_MODEL?)",)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,25 @@ def test_an_append_without_room_changes_nothing_and_succeeds_when_there_is_some(
         assert [token for token, _ in generate(roomy, session, 4)] == [token for token, _ in again]
 
 
+@pytest.mark.parametrize("is_appending", [True, False], ids=["append", "generate"])
+def test_what_the_whole_pool_cannot_hold_is_refused_without_a_time_to_retry(is_appending: bool) -> None:
+    """Waiting would not help, and clients try again for as long as they are given a time."""
+    with served_engine(kv_bytes=bytes_for(64)) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, text(60))
+
+        def go_on() -> None:
+            if is_appending:
+                engine.append(session, text(100))
+            else:
+                drain(engine.generate(session, GenerateParams(max_tokens=100)))
+
+        with pytest.raises(NoCapacity, match="in all") as refused:
+            go_on()
+        assert refused.value.retry_after_seconds is None
+        assert engine.session_info(session).history_length == (60 if is_appending else 65)
+
+
 def test_a_generate_that_runs_out_of_room_keeps_its_tokens_and_goes_on_later() -> None:
     with served_engine() as roomy:
         session = roomy.create_session().session_id

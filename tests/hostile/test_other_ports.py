@@ -18,14 +18,12 @@ from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.unauthenticated import ADDRESS_REFUSALS, FIRST_BYTES, MOST_EXCESS, MOST_REFUSALS
 from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM
+from tests.hostile.http_attacks import ATTACKS, HEALTH, LONG_BODY, NO_HTTP, WRONG_KEY, connect, says
 from tests.server.http_client import asking, http_client, openai_client, serving_http, tiny_chat
 from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.hostile
 
-HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-WRONG_KEY = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n\r\n"
-LONG_BODY = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n" + bytes(9_999_999)
 MOST_CONNECTIONS = 2 * (ADDRESS_REFUSALS + MOST_EXCESS)
 MAX_CONNECTIONS = 40
 HALF_REQUESTS = 200
@@ -82,30 +80,9 @@ async def test_an_owner_gets_in_beside_as_many_http_connections_as_there_may_be(
 
 
 async def connects(target: str, source: str) -> bool:
-    host, _, port = target.rpartition(":")
-    try:
-        async with asyncio.timeout(0.5):
-            _, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
-    except TimeoutError:
+    if (connection := await connect(target, source)) is None:
         return False
-    writer.close()
-    return True
-
-
-async def says(target: str, source: str, said: bytes) -> bool:
-    """On a connection of its own, until the server closes that. Returns whether there was one."""
-    host, _, port = target.rpartition(":")
-    try:
-        async with asyncio.timeout(0.5):
-            reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
-    except TimeoutError:
-        return False
-    with contextlib.suppress(ConnectionError):
-        writer.write(said)
-        async with asyncio.timeout(20.0):
-            while await reader.read(65536):
-                pass
-    writer.close()
+    connection[1].close()
     return True
 
 
@@ -114,12 +91,9 @@ async def says(target: str, source: str, said: bytes) -> bool:
     ("said", "source"),
     [
         (WRONG_KEY * MOST_REFUSALS, "127.0.4.1"),
-        (b"not HTTP\r\n\r\n", "127.0.4.2"),
+        (NO_HTTP, "127.0.4.2"),
         (HEALTH * (FIRST_BYTES // len(HEALTH)), "127.0.4.3"),
-        (
-            b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n" + bytes(9_999_999),
-            "127.0.4.4",
-        ),
+        (LONG_BODY, "127.0.4.4"),
     ],
     ids=["wrong keys", "not HTTP", "a flood of health", "a long body"],
 )
@@ -142,6 +116,24 @@ async def test_an_address_that_goes_on_attacking_over_http_is_barred_from_both_p
             assert await connects(http, "127.0.4.99")
             async with openai_client(server, key=VICTIM) as client:
                 assert [model.id async for model in client.models.list()]
+    chat.close()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_an_owner_is_served_over_http_beside_an_attack_on_that_port(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
+    chat = tiny_chat()
+    with tiny_engine() as engine:
+        async with serving_http(engine, chat, api_key_file=str(path)) as server:
+            assert server.http_url is not None
+            http = server.http_url.removeprefix("http://").removesuffix("/v1")
+            attack = asyncio.create_task(ATTACKS[name](http, 1.0, f"127.0.5.{1 + list(ATTACKS).index(name)}"))
+            async with openai_client(server, key=VICTIM) as client:
+                while not attack.done():
+                    assert [model.id async for model in client.models.list()]
+                    await asyncio.sleep(0.05)
+            assert await attack > 0
     chat.close()
 
 

@@ -71,6 +71,13 @@ def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path, cache: Path) -> 
     assert "no such folder" in refusal(path, cache)
 
 
+def test_a_folder_of_anything_else_is_not_searched_through(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "project" / "bin").mkdir(parents=True)
+    (tmp_path / "project" / "bin" / "python").symlink_to("/usr/bin/env")
+    (tmp_path / "project" / "bin" / "model.gguf").write_bytes(b"GGUF")
+    assert "no config.json" in refusal(tmp_path, cache)
+
+
 def test_a_folder_without_configuration_is_refused(folder: Path, cache: Path) -> None:
     (folder / "config.json").unlink()
     assert "no config.json" in refusal(folder, cache)

@@ -347,3 +347,18 @@ async def test_metrics_show_the_engine_and_the_requests_over_http(server: Server
     assert shown['http_response_total{route="/v1/chat/completions",status="400"}'] == "1.0"
     assert shown['http_response_total{route="other",status="404"}'] == "1.0"
     assert "some/path" not in page.text
+
+
+async def test_an_answer_on_a_kept_connection_does_not_wait_for_the_clients_system(server: ServerHandle) -> None:
+    """Which acknowledges its first part after 40 ms."""
+    host, _, port = site(server).removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    seconds = []
+    for _ in range(10):
+        began = asyncio.get_running_loop().time()
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await reader.readuntil(b'{"status":"ok"}')
+        seconds.append(asyncio.get_running_loop().time() - began)
+    writer.close()
+    assert min(seconds[1:]) < 0.03

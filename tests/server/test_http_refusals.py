@@ -181,7 +181,7 @@ async def test_other_routes_and_methods_are_not_served(client: httpx2.AsyncClien
         with subtests.test(method=method, path=path):
             answer = await client.request(method, path)
             assert answer.status_code == status
-            assert "/v1/chat/completions" in error_of(answer)["message"]
+            assert "POST /v1/chat/completions, GET /v1/models" in error_of(answer)["message"]
 
 
 async def test_the_openai_client_raises_its_own_kinds(server: ServerHandle) -> None:

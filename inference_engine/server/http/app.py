@@ -26,7 +26,8 @@ from inference_engine.server.http.replies import model_list
 from inference_engine.server.status import as_request_error
 
 MODELS, HEALTH, METRICS = "/v1/models", "/healthz", "/metrics"
-ROUTES = (ROUTE, MODELS, HEALTH, METRICS, deprecation.PAGE)
+METHODS = {ROUTE: "POST", **dict.fromkeys((MODELS, HEALTH, METRICS, deprecation.PAGE), "GET")}
+ROUTES = tuple(METHODS)
 
 
 @dataclass(slots=True)
@@ -104,7 +105,8 @@ async def _refuse(_request: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not served here; the routes are {', '.join(ROUTES)}"
+    routes = ", ".join(f"{method} {route}" for route, method in METHODS.items())
+    message = f"{request.method} {request.url.path} is not served here; these are: {routes}"
     return JSONResponse(envelope(error.status_code, message), error.status_code, error.headers)
 
 

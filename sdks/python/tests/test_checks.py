@@ -102,6 +102,26 @@ def test_a_key_goes_anywhere_else_encrypted_only(subtests: pytest.Subtests) -> N
             assert address(target, "secret", True).credentials is not None
 
 
+def test_a_target_is_host_and_port(subtests: pytest.Subtests) -> None:
+    for target in ("127.0.0.1", "localhost", "[::1]", "http://127.0.0.1:50051", "https://h:1", "grpc://h:1", " ", 5):
+        with subtests.test(str(target)):
+            wrong: Any = target
+            with pytest.raises(kakeya.InvalidArgument, match=r"target must .*127\.0\.0\.1:50051"):
+                kakeya.Client(wrong, api_key="secret")
+    for target in ("h:1", "[::1]:1", "::1", "unix:/run/k.sock", "unix-abstract:k", "dns:///h:1", "ipv4:1.2.3.4:1"):
+        with subtests.test(target):
+            assert address(target, None, False).target == target
+    assert address("models.example.org", None, True).target == "models.example.org"
+
+
+def test_a_key_with_the_line_break_of_its_file_is_named(subtests: pytest.Subtests) -> None:
+    for key in ("secret\n", "\tsecret"):
+        with subtests.test(repr(key)):
+            with pytest.raises(kakeya.InvalidArgument, match=r"api_key\.strip") as caught:
+                address("127.0.0.1:1", key, False)
+            assert "secret" not in str(caught.value)
+
+
 def test_a_key_must_fit_into_a_header(subtests: pytest.Subtests) -> None:
     wrong: tuple[Any, ...] = ("", "two\nlines", "schlüssel", 5)
     for key in wrong:

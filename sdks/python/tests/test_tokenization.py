@@ -318,3 +318,26 @@ def test_messages_of_one_role_keep_their_order() -> None:
     rendered = from_openai_messages([user(name) for name in names])
     assert [message["content"] for message in rendered] == names
     assert all(one is not other for one, other in itertools.pairwise(rendered))
+
+
+@pytest.mark.parametrize("written", ["{{ message.content }}", "{{ message.role + message.content }}"])
+def test_content_in_parts_is_refused_by_a_template_that_takes_it_for_text(written: str) -> None:
+    tokenizer = byte_level_tokenizer("{% for message in messages %}" + written + "{% endfor %}")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
+    with pytest.raises(kakeya.TemplateError, match="list"):
+        tokens_for_chat(parts, tokenizer)
+    assert tokenizer.decode(tokens_for_chat(from_openai_messages(parts), tokenizer)).endswith("Hello!")
+
+
+def test_content_in_parts_is_read_by_a_template_that_knows_them() -> None:
+    template = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
+    tokenizer = byte_level_tokenizer(template)
+    assert tokenizer.decode(tokens_for_chat(parts, tokenizer)) == "Hello!"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(kakeya.TokenizerError, match=r"holds no tokenizer: no tokenizer\.json") as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)

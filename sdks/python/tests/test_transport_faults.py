@@ -355,3 +355,21 @@ async def test_what_fails_alike_each_time_is_sent_once(
 async def test_a_message_that_is_larger_than_the_server_takes_is_the_callers(client: Any, do: Do) -> None:
     with pytest.raises(kakeya.CallerError, match="too large"):
         await do(client.create_session, label="x" * (5 * 2**20))
+
+
+async def test_an_http_server_in_place_of_ours_is_named_as_such(flavour: str, do: Do) -> None:
+    server = await asyncio.start_server(_answer_http, "127.0.0.1", 0)
+    async with server:
+        target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        once = kakeya.RetryPolicy(attempts=1)
+        client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(target, retry=once)
+        with pytest.raises(kakeya.ConnectionFailed, match="speaks HTTP/1"):
+            await do(client.server_info)
+        await do(client.close)
+
+
+async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(1000)
+    writer.write(b"HTTP/1.1 421 Misdirected Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    await writer.drain()
+    writer.close()

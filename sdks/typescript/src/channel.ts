@@ -41,12 +41,12 @@ export function openChannel(target: string, apiKey: string | undefined, tls: TLS
   const parts = typeof target === "string" ? TARGET.exec(target)?.groups : undefined;
   const host = parts?.["v6"] ?? parts?.["host"];
   if (host === undefined || Number(parts?.["port"]) > 65_535) {
-    throw invalid("target", `must be an address such as "127.0.0.1:50051", got ${shown(target)}`);
+    throw invalid("target", `must be host and port alone, such as "127.0.0.1:50051", got ${shown(target)}`);
   }
   if (apiKey !== undefined) {
     // What HTTP/2 lets into a header.
     if (typeof apiKey !== "string" || !/^[\x20-\x7e]+$/.test(apiKey)) {
-      throw invalid("apiKey", "must be a text of printable ASCII characters");
+      throw invalid("apiKey", `must be a text of printable ASCII characters${spaces(apiKey)}`);
     }
     if (tls === false && !LOOPBACK.test(host)) {
       throw invalid("apiKey", `would travel to ${target} unencrypted; pass tls: true or certificates as well`);
@@ -91,6 +91,12 @@ class Connections extends Http2SessionManager {
     }
     return stream;
   }
+}
+
+/** What is wrong with a key that was read from a file as it is; of the key itself nothing is said. */
+function spaces(apiKey: unknown): string {
+  if (typeof apiKey !== "string" || apiKey === apiKey.trim() || apiKey.trim() === "") return "";
+  return "; it begins or ends with a blank or a line break: apiKey.trim() is without";
 }
 
 function withKey(apiKey: string): Interceptor {

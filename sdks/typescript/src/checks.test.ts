@@ -80,10 +80,28 @@ test.each<[string, unknown]>([
   ["target", "nowhere"],
   ["target", "host:99999"],
   ["target", "http://host:1"],
+  ["target", "host"],
   ["target", 7],
 ])("a %s that is no address is refused: %s", async (field, target) => {
   const error = await failure(kakeya.InvalidArgument, () => new kakeya.Client(target as string));
   expect(error.field).toBe(field);
+});
+
+test.each(["secret\n", "\tsecret"])(
+  "a key with the line break of its file is named, and not shown: %j",
+  async (apiKey) => {
+    const { message } = await failure(kakeya.InvalidArgument, () => new kakeya.Client("127.0.0.1:1", { apiKey }));
+    expect(message).toContain("apiKey.trim()");
+    expect(message).not.toContain("secret");
+  },
+);
+
+test("a strategy that is a name alone is refused with the kinds there are", async () => {
+  await using client = new kakeya.Client(inject("target"));
+  for (const strategy of ["sink_window", "nonsense", {}] as unknown[]) {
+    const refused = client.createSession({ strategy: strategy as kakeya.Strategy });
+    expect((await failure(kakeya.InvalidArgument, refused)).message).toContain("an object whose kind is one of full, ");
+  }
 });
 
 test("settings that make no sense are refused by name", async () => {

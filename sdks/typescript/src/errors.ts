@@ -58,7 +58,7 @@ export class KakeyaError extends Error {
 
   constructor(message: string, facts: ErrorFacts = {}) {
     super(message, facts.cause === undefined ? undefined : { cause: facts.cause });
-    this.name = new.target.name;
+    this.name = NAMES.get(new.target) ?? new.target.name;
     this.code = facts.code;
     this.reason = facts.reason;
     this.metadata = { ...facts.metadata };
@@ -293,3 +293,51 @@ export class AppendUnresolved extends TransportError {
     this.pendingTokens = at.pendingTokens;
   }
 }
+
+// Bundlers that shorten code give classes other names, and leave those of properties.
+const NAMES = new Map<unknown, string>(
+  Object.entries({
+    KakeyaError,
+    CallerError,
+    InvalidArgument,
+    TokenOutOfRange,
+    InvalidTokenIds,
+    RequestIdReused,
+    SessionNotFound,
+    SessionEvicted,
+    SessionClosed,
+    HistoryLengthMismatch,
+    HistoryLimit,
+    AppendTooLarge,
+    SlowConsumer,
+    StreamTakenOver,
+    Unauthenticated,
+    StateError,
+    InvalidMessages,
+    TemplateError,
+    TokenizerError,
+    RetryableError,
+    SessionBusy,
+    NoCapacity,
+    Overloaded,
+    QuotaExceeded,
+    Draining,
+    EngineStalled,
+    OutOfMemory,
+    JournalFull,
+    ServerError,
+    InvariantViolated,
+    NonFiniteLogits,
+    RestorationFailed,
+    HistoryBehindClient,
+    HistoryCorrupt,
+    ModelMismatch,
+    InternalError,
+    ProtocolError,
+    DeadlineExceeded,
+    TransportError,
+    ConnectionFailed,
+    TLSFailed,
+    AppendUnresolved,
+  }).map(([name, kind]) => [kind, name]),
+);

@@ -1,4 +1,7 @@
 /** What is done once, or reported, when connections are lost: a proxy that loses them before the real server. */
+import { createServer } from "node:http";
+import { type AddressInfo } from "node:net";
+
 import { afterEach, beforeEach, expect, inject, test } from "vitest";
 
 import { failure, PROMPT, read, untilIdle } from "../testing/moves.js";
@@ -167,4 +170,17 @@ test("a server that drains refuses with the time to wait, and the error says so"
   await draining;
   expect(refusal).toBeInstanceOf(kakeya.Draining);
   expect(refusal).toHaveProperty("retryAfterSeconds", 5);
+});
+
+test("an HTTP server in place of ours is named as such", async () => {
+  const http = createServer((_, response) => response.end("hello"));
+  await new Promise<void>((resolve) => http.listen(0, "127.0.0.1", resolve));
+  try {
+    const target = `127.0.0.1:${(http.address() as AddressInfo).port}`;
+    await using client = new kakeya.Client(target, { retry: { attempts: 1 } });
+    const error = await failure(kakeya.ConnectionFailed, client.serverInfo());
+    expect(error.message).toContain("speaks no gRPC");
+  } finally {
+    http.close();
+  }
 });

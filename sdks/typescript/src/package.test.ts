@@ -6,6 +6,7 @@ import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 
 import ts from "typescript";
+import { build } from "vite";
 import { afterAll, beforeAll, expect, inject, test } from "vitest";
 
 import { PYTHON, ROOT } from "../testing/python.mjs";
@@ -131,6 +132,47 @@ test.each<[string, string, string, string[]]>([
   const strict = ["--strict", "--exactOptionalPropertyTypes", "--target", "es2022", "--lib", "es2022", "--noEmit"];
   run(process.execPath, [join(HERE, "node_modules", "typescript", "bin", "tsc"), ...strict, ...flags, name]);
 });
+
+test.each(["es", "cjs"] as const)(
+  "bundled into one short file, as for Electron's main process, it runs: %s",
+  async (format) => {
+    writeFileSync(
+      join(folder, "bundled.mjs"),
+      `import * as kakeya from "@kakeya/runtime";
+     async function main() {
+       await using client = new kakeya.Client("${inject("target")}");
+       const session = await client.createSession();
+       await session.append([1, 2, 3]);
+       console.log((await session.generate(4).result()).tokenIds.length);
+       const failed = [() => session.append([-1]), () => client.session("x"), () => client.createSession({ a: 1 })];
+       for (const call of failed) await call().catch((error) => console.log(error.name, error instanceof kakeya.CallerError));
+       const kinds = Object.entries(kakeya).filter(([, kind]) => kind.prototype instanceof kakeya.KakeyaError);
+       const facts = { historyLength: 0, pendingTokens: 0 };
+       const named = kinds.filter(([name, kind]) => new kind(new Error("why"), facts).name === name);
+       console.log(kinds.length > 30, kinds.length === named.length);
+     }
+     main();`,
+    );
+    const out = join(folder, format);
+    await build({
+      root: folder,
+      logLevel: "error",
+      configFile: false,
+      ssr: { noExternal: true },
+      build: { ssr: "bundled.mjs", minify: "esbuild", outDir: out, rollupOptions: { output: { format } } },
+    });
+    const [file = ""] = readdirSync(out);
+    const moved = mkdtempSync(join(tmpdir(), "bundle-"));
+    try {
+      // Away from what is installed, and so from what it might still import.
+      cpSync(join(out, file), join(moved, `app.${format === "es" ? "mjs" : "cjs"}`));
+      const said = run(process.execPath, readdirSync(moved), { cwd: moved, timeout: 30_000 });
+      expect(said).toBe("4\nInvalidTokenIds true\nSessionNotFound true\nInvalidArgument true\ntrue true\n");
+    } finally {
+      rmSync(moved, { recursive: true });
+    }
+  },
+);
 
 test("the examples run where what their text names is installed, and nothing else", async () => {
   const examples = join(HERE, "examples");

@@ -71,6 +71,12 @@ const CODES_OF_A_LOST_CONNECTION = new Set([
 const NEVER_REACHED =
   "; this client has not reached it yet: check host and port, and that a server runs there (kakeya serve)";
 
+// Node's word for an answer that is no HTTP/2.
+const NO_HTTP2 = "Protocol error";
+const HTTP1 =
+  "what answers there speaks no gRPC; give the address at which `kakeya serve` says that it is ready, not its port for " +
+  "chat completions or metrics";
+
 // HTTP/2's word for it (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 const REFUSED_STREAM = "REFUSED_STREAM";
 
@@ -134,7 +140,9 @@ export function fromConnectError(
   const [kind, code, situation] = unexplained(error, target, isLate);
   const wasSent = !(connecting?.syscall === "connect" || connecting?.syscall === "getaddrinfo");
   const advice = isReached || wasSent ? "" : NEVER_REACHED;
-  const failure = new kind(`${situation}: ${error.rawMessage}${advice}`, { code, cause: error });
+  const isHttp1 = !isReached && kind === errors.ConnectionFailed && error.rawMessage.includes(NO_HTTP2);
+  const said = isHttp1 ? HTTP1 : `${error.rawMessage}${advice}`;
+  const failure = new kind(`${situation}: ${said}`, { code, cause: error });
   failure.wasSent = wasSent;
   return failure;
 }

@@ -157,8 +157,9 @@ for (const { name, localName, message } of StrategySchema.fields) {
  */
 export function strategyToWire(strategy: Strategy): WireStrategy {
   const given: unknown = strategy;
-  const kind: unknown = typeof given === "object" && given !== null && "kind" in given ? given.kind : given;
-  const arm = typeof kind === "string" ? ARMS.get(kind) : undefined;
+  const isObject = typeof given === "object" && given !== null && "kind" in given;
+  const kind: unknown = isObject ? given.kind : given;
+  const arm = isObject && typeof kind === "string" ? ARMS.get(kind) : undefined;
   if (arm === undefined) {
     throw invalid(
       "strategy",

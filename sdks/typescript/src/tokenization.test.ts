@@ -1,7 +1,7 @@
 /** The same ids as the Python SDK's, from the same tokenizers' folders; and what cannot be rendered is reported. */
 import { execFileSync } from "node:child_process";
-import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
-import { tmpdir } from "node:os";
+import { cpSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { homedir, tmpdir } from "node:os";
 import { join } from "node:path";
 
 import { afterAll, beforeAll, expect, test } from "vitest";
@@ -155,6 +155,32 @@ test("a folder without a tokenizer, or without a template, is reported apart", a
   const tokenizer = await loadTokenizer(bare);
   const error = await failure(TemplateError, () => tokensForChat([{ role: "user", content: "a" }], tokenizer));
   expect(error.message).toContain("has no chat template");
+});
+
+test("a folder may begin with the user's home, and a wrong one is answered with what belongs there", async () => {
+  const missing = await failure(TokenizerError, loadTokenizer("~/no-such-folder"));
+  expect(missing.message).toBe(
+    `${join(homedir(), "no-such-folder")} holds no tokenizer; give the folder that holds tokenizer.json and ` +
+      "tokenizer_config.json",
+  );
+});
+
+test("content in parts is refused by a template that takes it for text, and read by one that knows parts", async () => {
+  const parts: Message[] = [{ role: "user", content: [{ type: "text", text: 'So "be" it\n' }] }];
+  const added = join(folder, "added");
+  cpSync(join(folder, "bytes"), added, { recursive: true });
+  for (const written of ["{{ message.content }}", "{{ message.role + message.content }}"]) {
+    writeFileSync(join(added, "chat_template.jinja"), `{% for message in messages %}${written}{% endfor %}`);
+    const tokenizer = await loadTokenizer(added);
+    const error = await failure(TemplateError, () => tokensForChat(parts, tokenizer));
+    expect(error.message).toContain("fromOpenAIMessages");
+    expect(tokenizer.decode(tokensForChat(fromOpenAIMessages(parts), tokenizer))).toContain('So "be" it\n');
+  }
+  const knowing =
+    "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}";
+  writeFileSync(join(added, "chat_template.jinja"), knowing);
+  const tokenizer = await loadTokenizer(added);
+  expect(tokenizer.decode(tokensForChat(parts, tokenizer))).toBe('So "be" it\n');
 });
 
 test("OpenAI's messages become what templates expect", () => {

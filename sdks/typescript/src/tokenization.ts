@@ -19,6 +19,7 @@
  * `loadTokenizer` needs `npm install @huggingface/tokenizers @huggingface/jinja`; the rest takes any ChatTokenizer.
  */
 import { readFile } from "node:fs/promises";
+import { homedir } from "node:os";
 import { join } from "node:path";
 
 import { shown } from "./checks.js";
@@ -98,8 +99,12 @@ const USER = "The quick brown fox";
 // Words that no template trims, escapes or takes for markup; two, so that nothing can depend on what they say.
 const MARKERS = ["Kqzwxjvbm", "Vhgtfyprd"] as const;
 
-/** The tokenizer in a local folder. Never asks a network and runs no code from the folder. Throws TokenizerError. */
+/**
+ * The tokenizer in a local folder, which may begin with `~/`. Never asks a network and runs no code from the folder.
+ * Throws TokenizerError.
+ */
 export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
+  if (folder.startsWith("~/")) return await loadTokenizer(join(homedir(), folder.slice(2)));
   const [{ Tokenizer }, { Template }] = await Promise.all([
     import("@huggingface/tokenizers") as Promise<unknown> as Promise<TokenizersPackage>,
     import("@huggingface/jinja"),
@@ -116,6 +121,7 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
     const tokenizer = new Tokenizer(specification(), config);
     const source = await templateOf(folder, config);
     const template = source === undefined ? undefined : new Template(source);
+    const asText = new Template('{{ "" + parts }}');
     const special = specialTokens(config);
     const added = tokenizer.get_added_tokens_decoder();
     const eos = tokenizer.token_to_id(special["eos_token"] ?? "");
@@ -123,7 +129,9 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
       eosTokenIds: eos === undefined ? [] : [eos],
       render: (messages, options) => {
         if (template === undefined) throw new TemplateError(`the tokenizer in ${folder} has no chat template`);
-        return template.render({ ...special, ...options, messages });
+        const text = template.render({ ...special, ...options, messages });
+        refuseWrittenParts(messages, text, (parts) => asText.render({ parts }));
+        return text;
       },
       encode: (text) => tokenizer.encode(text, { add_special_tokens: false }).ids,
       decode: (ids, options = {}) => {
@@ -141,6 +149,12 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
       },
     };
   } catch (cause) {
+    if (cause instanceof Error && "code" in cause && (cause.code === "ENOENT" || cause.code === "ENOTDIR")) {
+      throw new TokenizerError(
+        `${folder} holds no tokenizer; give the folder that holds tokenizer.json and tokenizer_config.json`,
+        { cause },
+      );
+    }
     throw new TokenizerError(`${folder} holds no tokenizer that can be loaded: ${messageOf(cause)}`, { cause });
   }
 }
@@ -366,6 +380,20 @@ function render(tokenizer: ChatTokenizer, messages: readonly Message[], options:
   } catch (cause) {
     const roles = messages.map((message) => String(message["role"])).join(", ");
     throw new TemplateError(`the chat template refuses messages of the roles ${roles}: ${messageOf(cause)}`, { cause });
+  }
+}
+
+/**
+ * Throws for content in parts that the template took for text: the package writes such a list as JSON, where jinja in
+ * Python refuses to join it to text.
+ */
+function refuseWrittenParts(messages: readonly Message[], text: string, written: (parts: unknown) => string): void {
+  for (const { content } of messages) {
+    if (Array.isArray(content) && content.length > 0 && text.includes(written(content))) {
+      throw new TypeError(
+        "content is a list of parts, and this template takes it for text; fromOpenAIMessages joins the parts",
+      );
+    }
   }
 }
 

@@ -38,6 +38,11 @@ _LOOPBACK = re.compile(
 )
 
 
+_URL = re.compile(r"(?:https?|grpcs?|tcp)://", re.IGNORECASE)
+# A name or an IPv4 address alone, and what gRPC takes for a name in IPv6.
+_NO_PORT = re.compile(r"[^:/]+ | \[[^\]]*\]", re.VERBOSE)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TLS:
     """Certificates for an encrypted connection, each as PEM bytes or as the path of a PEM file.
@@ -73,10 +78,15 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
     if not isinstance(target, str) or not target.strip():
         raise invalid("target", f"must be an address such as '127.0.0.1:50051', got {target!r}")
     encrypted = tls is not False
+    if _URL.match(target) is not None:
+        raise invalid("target", f"must be host and port alone, such as '127.0.0.1:50051', got {target!r}")
+    if not encrypted and _NO_PORT.fullmatch(target) is not None:
+        # gRPC would ask port 443, where TLS is spoken.
+        raise invalid("target", f"must have a port, such as '127.0.0.1:50051', got {target!r}")
     if api_key is not None:
         # What HTTP/2 lets into a header.
         if not isinstance(api_key, str) or not api_key or not api_key.isascii() or not api_key.isprintable():
-            raise invalid("api_key", "must be a string of printable ASCII characters")
+            raise invalid("api_key", f"must be a string of printable ASCII characters{_spaces(api_key)}")
         if not encrypted and _LOOPBACK.fullmatch(target) is None:
             raise invalid("api_key", f"would travel to {target} unencrypted; pass tls=True or tls=TLS(…) as well")
     return Address(
@@ -85,6 +95,13 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
         () if api_key is None else (("authorization", f"Bearer {api_key}"),),
         has_certificate=isinstance(tls, TLS) and tls.certificate is not None,
     )
+
+
+def _spaces(api_key: object) -> str:
+    """What is wrong with a key that was read from a file as it is; of the key itself nothing is said."""
+    if isinstance(api_key, str) and api_key != (stripped := api_key.strip()) and stripped:
+        return "; it begins or ends with a blank or a line break: api_key.strip() is without"
+    return ""
 
 
 def _credentials(tls: TLS) -> grpc.ChannelCredentials:

@@ -19,6 +19,12 @@ _NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed",
 _NEVER_REACHED = (
     "; this client has not reached it yet: check host and port, and that a server runs there (kakeya serve)"
 )
+# How gRPC says that an answer came, in HTTP/1.
+_HTTP1_SIGN = "http1.x server"
+_HTTP1 = (
+    "what answers there speaks HTTP/1, no gRPC; give the address at which `kakeya serve` says that it is ready, "
+    "not its port for chat completions or metrics"
+)
 # HTTP/2 calls it REFUSED_STREAM (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 _REFUSED_STREAM = "Received RST_STREAM with error code 7"
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
@@ -137,11 +143,13 @@ def _unexplained(code: grpc.StatusCode, message: str, target: str, *, is_reached
         if code is final and sign.search(message) is not None:
             return final_kind(f"{situation.format(target=target)}: {message}", code=code.name)
     was_sent = not message.startswith(_NOT_CONNECTED)
+    if not was_sent and _HTTP1_SIGN in message:
+        message = _HTTP1
     if code is grpc.StatusCode.UNAVAILABLE and (problem := _tls_problem(message)) is not None:
         failure = errors.TLSFailed(f"no connection to {target}: {problem}", code=code.name)
     else:
         kind, situation = _UNEXPLAINED.get(code, (errors.TransportError, "the call failed at {target}"))
-        advice = "" if is_reached or was_sent else _NEVER_REACHED
+        advice = "" if is_reached or was_sent or message is _HTTP1 else _NEVER_REACHED
         failure = kind(f"{situation.format(target=target)}: {message}{advice}", code=code.name)
     failure._was_sent = was_sent
     return failure

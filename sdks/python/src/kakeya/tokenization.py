@@ -43,6 +43,7 @@ __all__ = [
 
 Message = Mapping[str, Any]
 
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _USER = "The quick brown fox"
 # Words that no template trims, escapes or takes for markup; two, so that nothing can depend on what they say.
 _MARKERS = ("Kqzwxjvbm", "Vhgtfyprd")
@@ -69,6 +70,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> ChatTokenizer:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise TokenizerError(f"{folder} is not a folder; give the one that holds tokenizer.json")
+    # Asked of transformers, this takes seconds and is answered with packages to install.
+    if not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
+        raise TokenizerError(f"{folder} holds no tokenizer: no tokenizer.json, and none in another format")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -320,6 +324,13 @@ def _render(
     except _template_failures() as error:
         roles = ", ".join(str(message.get("role")) for message in conversation)
         raise TemplateError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+    for message in conversation:
+        parts = message.get("content")
+        # As jinja writes a list that a template takes for text.
+        if isinstance(parts, list) and parts and str(parts) in str(text):
+            raise TemplateError(
+                "content is a list of parts, and the chat template takes it for text; from_openai_messages joins them"
+            )
     return str(text)
 
 
