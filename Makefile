@@ -174,7 +174,7 @@ soak: native ## hours of turns, interleavings, cancels and random bytes (SOAK=â€
 soak-kill soak-power soak-faults: $(INSTALLED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
 	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)
 
-seeded-bugs: native ## put faults into a copy of the code one by one; does the suite see each? record in results/
+seeded-bugs: native ## plant known bugs in a copy of the code, one by one; does the suite catch each? record in results/
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
 
 clean: ## remove .venv and everything that tools left (model cache and results stay)
