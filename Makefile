@@ -19,7 +19,7 @@ SOURCES := inference_engine kv_cache_proposer laboratory scripts tests
 TYPED := inference_engine kv_cache_proposer laboratory sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
 LINTED := $(SOURCES) sdks/python setup.py build_backend.py
 
-# The theme tells of its successor at each start; the pins decide. --quiet would make --strict see nothing.
+# The theme announces its successor at each start; the pins decide. --quiet would make --strict see nothing.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir
 OR_SHOW = >$(VENV)/site.log 2>&1 || { cat $(VENV)/site.log >&2; exit 1; }
 

@@ -14,8 +14,8 @@ KINDS = {".cpp", ".css", ".h", ".html", ".js", ".json", ".md", ".mjs", ".proto",
 # Installed, built, or text that a model is trained on; and this file.
 ASIDE = {"node_modules", "dist", "build", "__pycache__", "phrases", "test_words.py", "package-lock.json"}
 RETIRED = re.compile(
-    r"\b(told|nobody|asleep|arenas?|trunks?|bells|news|condemn\w*|sayings|strangers|keep[-_]sets?|guess(?!-Verify)\w*"
-    r"|want of memory)\b",
+    r"\b(told|nobody|asleep|arenas?|trunks?|slabs?|bells?|news|condemn\w*|sayings|strangers?|keep[-_]sets?"
+    r"|guess(?!-Verify)\w*|want of memory|somebody|anybody|everybody|whoever)\b",
     re.IGNORECASE,
 )
 
