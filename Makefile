@@ -19,7 +19,7 @@ SOURCES := inference_engine kv_cache_proposer laboratory scripts tests
 TYPED := inference_engine kv_cache_proposer laboratory sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
 LINTED := $(SOURCES) sdks/python setup.py build_backend.py
 
-# The theme tells of its successor at each start; the pins decide. --quiet would make --strict see nothing.
+# The theme announces its successor at each start; the pins decide. --quiet would make --strict see nothing.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir
 OR_SHOW = >$(VENV)/site.log 2>&1 || { cat $(VENV)/site.log >&2; exit 1; }
 
@@ -174,7 +174,7 @@ soak: native ## hours of turns, interleavings, cancels and random bytes (SOAK=â€
 soak-kill soak-power soak-faults: $(INSTALLED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
 	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)
 
-seeded-bugs: native ## put faults into a copy of the code one by one; does the suite see each? record in results/
+seeded-bugs: native ## plant known bugs in a copy of the code, one by one; does the suite catch each? record in results/
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
 
 clean: ## remove .venv and everything that tools left (model cache and results stay)

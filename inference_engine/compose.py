@@ -206,8 +206,7 @@ def executor(config: ModelConfig) -> tuple[str, str]:
     "" and the reason if nothing would. Raises ModelError for a model that is not there or cannot be read.
     """
     from inference_engine.models import find_model, read_config
-    from inference_engine.models.folder import grouping_of
-    from inference_engine.models.quantised_layout import layout_of
+    from inference_engine.models.folder import grouping_of, layout_of
     from inference_engine.models.step_list import NoStepListError, check_family
 
     found = find_model(config.model, cache=config.cache_path)
@@ -246,7 +245,7 @@ def executor(config: ModelConfig) -> tuple[str, str]:
 def _open_on_mlx(config: ModelConfig, admitted: Admitted | None) -> Forward:
     from inference_engine.backends.mlx import why_missing
     from inference_engine.models import find_model
-    from inference_engine.models.quantised_layout import layout_of
+    from inference_engine.models.folder import layout_of
 
     try:
         if config.backend != "auto":

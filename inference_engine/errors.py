@@ -75,11 +75,11 @@ class NotOnMlx(BackendError):
 class RequestError(KakeyaError):
     """An error that belongs to one request. `reason` and `metadata` travel to the client as ErrorInfo.
 
-    tells: it may say something of a session, so that it has to wait until what it says is safe.
+    reveals_session: it may say something of a session, so it has to wait until that is safe on disk.
     """
 
     reason: ClassVar[str] = "INTERNAL"
-    tells: ClassVar[bool] = True
+    reveals_session: ClassVar[bool] = True
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None, **metadata: object) -> None:
         super().__init__(message)
@@ -219,7 +219,7 @@ class NoCapacity(RequestError):
 
 class Overloaded(RequestError):
     reason = "OVERLOADED"
-    tells = False
+    reveals_session = False
 
 
 class QuotaExceeded(RequestError):
@@ -236,7 +236,7 @@ class QuotaExceeded(RequestError):
 
 class Draining(RequestError):
     reason = "DRAINING"
-    tells = False
+    reveals_session = False
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down; retry later or on another server", retry_after_seconds=5.0)
@@ -246,7 +246,7 @@ class EngineStalled(RequestError):
     """The engine's thread has made no progress for too long. It may recover; if not, the process ends."""
 
     reason = "ENGINE_STALLED"
-    tells = False
+    reveals_session = False
 
     def __init__(self) -> None:
         super().__init__("the engine has stalled; retry later or on another server", retry_after_seconds=5.0)
@@ -269,7 +269,7 @@ class JournalFull(RequestError):
     """The disk of the journal is full. Nothing was lost; what is recorded waits for space."""
 
     reason = "JOURNAL_FULL"
-    tells = False
+    reveals_session = False
 
     def __init__(self) -> None:
         super().__init__(
@@ -290,7 +290,7 @@ class DeadlineExceeded(RequestError):
 
 class Unauthenticated(RequestError):
     reason = "UNAUTHENTICATED"
-    tells = False
+    reveals_session = False
 
     def __init__(self) -> None:
         super().__init__(

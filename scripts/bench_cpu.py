@@ -202,12 +202,12 @@ def works(contender: Contender, lengths: Sequence[int], *, is_first: bool, has_t
 def measure(processes: Mapping[str, Process], work: Mapping[str, Sequence[Work]], number: int) -> Iterator[Any]:
     """One round: each kind of work by all contenders in turn. Yields work, contender, milliseconds."""
     for name in dict.fromkeys(one.name for each in work.values() for one in each):
-        able = [who for who, each in work.items() if any(one.name == name for one in each)]
-        for who in turned(able, number):
-            one = next(one for one in work[who] if one.name == name)
-            answers = [processes[who].ask(one.request, **one.arguments) for _ in range(one.times)]
+        able = [contender for contender, each in work.items() if any(one.name == name for one in each)]
+        for contender in turned(able, number):
+            one = next(one for one in work[contender] if one.name == name)
+            answers = [processes[contender].ask(one.request, **one.arguments) for _ in range(one.times)]
             steps = [step for answer in answers for step in (answer if isinstance(answer, list) else [answer])]
-            yield name, who, statistics.median(steps)
+            yield name, contender, statistics.median(steps)
 
 
 def is_faster_spinning(contender: Contender, threads: int) -> bool:

@@ -1,4 +1,4 @@
-"""Who takes part in `bench_cpu.py`, each in a process of its own: one line of JSON asks, one answers.
+"""The contenders of `bench_cpu.py`, each in a process of its own: a line of JSON is a request, the next its answer.
 
     python scripts/cpu_contenders.py llama '{"threads": 2, "file": "model.gguf"}'
     {"decode": {"length": 128, "count": 24}}     asked

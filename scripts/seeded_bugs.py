@@ -1,10 +1,10 @@
-"""Faults of one line, put into a copy of the code one at a time: does the suite see each of them?
+"""Bugs of one line, planted in a copy of the code one at a time: does the test suite catch each of them?
 
     python scripts/seeded_bugs.py                    all of them; writes results/seeded_bugs/<date>-<machine>/
     python scripts/seeded_bugs.py "owner …" …        those whose names begin so, and no record
 
-A fault is an exact replacement in one file. The copy is first on the import path, and the tests named with the fault
-run there, first without it: they have to pass, and then to fail. Nothing outside the copy is touched.
+A bug is an exact replacement in one file. The copy is first on the import path. The tests named with the bug run there
+first without it, and must pass; then with it, and must fail. Nothing outside the copy is touched.
 """
 
 from __future__ import annotations
@@ -106,21 +106,21 @@ BUGS = (
         (CLOSED_FORM,),
     ),
     Bug(
-        "keys that come back are turned with another layer's table",
+        "restored keys are rotated with another layer's table",
         "inference_engine/kv/slots.py",
         "torch.from_numpy(shifts), self.layer_set.rotary)",
         "torch.from_numpy(shifts), self.context.geometry.layers[0].rotary)",
         ("tests/kv/test_restored_rotation.py",),
     ),
     Bug(
-        "logits that are not finite are sampled",
+        "non-finite logits are sampled",
         "inference_engine/kernels/sampling.py",
         "    is_finite = math.isfinite(row[token_id]) and math.isfinite(np.minimum.reduce(row))\n",
         "    is_finite = True\n",
         ("tests/laboratory/test_scripted.py",),
     ),
     Bug(
-        "randomness depends on the place in the batch",
+        "randomness depends on the position in the batch",
         "inference_engine/kernels/sampling.py",
         "            keys.append(key(sampler.seed, each.position + offset))",
         "            keys.append(key(sampler.seed, len(keys)))",
@@ -152,28 +152,28 @@ BUGS = (
         (ISOLATION,),
     ),
     Bug(
-        "every key opens",
+        "every key is accepted",
         "inference_engine/server/auth.py",
         "key = self._keys.get(given)\n",
         "key = self._keys.get(given) or next(iter(self._keys.values()))\n",
         ("tests/server/test_auth.py",),
     ),
     Bug(
-        "a request id stands for any content",
+        "a request id is reused with other content",
         "inference_engine/session/replies.py",
         "        if digest != call.digest:\n",
         "        if len(digest) != len(call.digest):\n",
         (SEQUENCES,),
     ),
     Bug(
-        "a stream that is taken up again skips a token",
+        "a stream that is resumed skips a token",
         "inference_engine/scheduler/transcript.py",
         "        self.position = position  # of the next token\n",
         "        self.position = position + (position < transcript.end_position)  # of the next token\n",
         (SEQUENCES,),
     ),
     Bug(
-        "the history grows before the journal knows",
+        "the history grows before the journal has the tokens",
         "inference_engine/session/session.py",
         "        start = self.history.reserve(len(token_ids))\n",
         "        start = len(self.history)\n        self.history.extend(token_ids, mark)\n",
@@ -187,21 +187,21 @@ BUGS = (
         (ISOLATION,),
     ),
     Bug(
-        "sessions in use grow too old",
+        "sessions in use expire",
         "inference_engine/session/store.py",
         '                if session.operation is None:\n                    self._evict(session, "ttl")\n',
         '                if session is not None:\n                    self._evict(session, "ttl")\n',
         ("tests/load/test_isolation.py::test_a_session_whose_generate_takes_longer_than_its_time_to_live_goes_on",),
     ),
     Bug(
-        "an error of ours has no status",
+        "a typed error has no status code",
         "inference_engine/server/status.py",
         '    "REQUEST_ID_REUSED": grpc.StatusCode.INVALID_ARGUMENT,\n',
         "",
         (FUZZ,),
     ),
     Bug(
-        "the journal tells before it commits",
+        "the journal acknowledges before it commits",
         "inference_engine/session/writer.py",
         "            is_now = self.is_saved\n",
         "            is_now = True\n",
@@ -236,14 +236,14 @@ BUGS = (
         (JOURNAL,),
     ),
     Bug(
-        "the journal takes damage of its log for a torn end",
+        "damage in the middle of the log is taken for a torn end",
         "inference_engine/session/wal_scan.py",
         "    return wrong_at if commits_behind >= 2 else None\n",
         "    return wrong_at if commits_behind >= 200 else None\n",
         (JOURNAL,),
     ),
     Bug(
-        "the journal believes a row whose checksum is wrong",
+        "the journal accepts a row whose checksum is wrong",
         "inference_engine/session/journal_reader.py",
         "            if first != position or crc != tokens_crc(first, mark, ids, logprobs):\n",
         "            if first != position:\n",
@@ -257,14 +257,14 @@ BUGS = (
         (JOURNAL,),
     ),
     Bug(
-        "the journal forgets who said a token when a row has both",
+        "the journal loses a token's mark when a row has both",
         "inference_engine/session/journal_rows.py",
         "Mark(int(marks[start]))",
         "Mark(int(marks[0]))",
         (JOURNAL,),
     ),
     Bug(
-        "the journal gives a fork full rows only",
+        "a fork gets full rows only from the journal",
         "inference_engine/session/journal_tables.py",
         "                if crc == tokens_crc(position, mark, ids, logprobs, parent):",
         "                if crc != tokens_crc(position, mark, ids, logprobs, parent):",

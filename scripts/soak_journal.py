@@ -55,7 +55,7 @@ FORMS = {
     "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
-Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, what it counts, what is wrong, who gave up
+Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, its counts, what is wrong, agents that gave up
 # Of the journal, below inference_engine/session/.
 SOURCES = ("journal*.py", "sqlite_journal.py", "wal_scan.py", "writer.py")
 CAUGHT = "kills until the control is caught"

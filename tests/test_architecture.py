@@ -1,11 +1,11 @@
-"""What import contracts cannot say: what reads the environment, where mlx is, what may run code, how files are named.
+"""What import contracts cannot say: circles of files, the environment, where mlx is, code from data, names of files.
 
 Each rule is a function from one source file to what it finds there, so that the rule itself can be tried on a bad line.
 """
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -85,6 +85,27 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
+def circles(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import themselves through others, inside functions included."""
+    reached: dict[str, set[str]] = {name: set(found) for name, found in imports.items()}
+    for middle in imports:
+        for found in reached.values():
+            if middle in found:
+                found.update(reached[middle])
+    return sorted(name for name, found in reached.items() if name in found)
+
+
+def imports_of(folders: tuple[str, ...]) -> dict[str, set[str]]:
+    """The modules below `folders`, each with those of them that it imports."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in source_files(folders)}
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        imported = {imported for imported, _ in _imports(ast.parse(path.read_bytes()))}
+        found[name] = {one if one in modules else one.rpartition(".")[0] for one in imported} & modules.keys() - {name}
+    return found
+
+
 def source_files(folders: tuple[str, ...]) -> list[Path]:
     """Every Python file below `folders` that is written by hand."""
     found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
@@ -114,6 +135,14 @@ def test_mlx_is_imported_only_where_the_name_says_so() -> None:
 
 def test_nothing_we_ship_turns_data_into_code() -> None:
     assert violations(code_from_data, SHIPPED) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(imports_of(("inference_engine", "kv_cache_proposer", "laboratory"))) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
 
 
 def test_no_file_is_named_after_a_version_a_phase_a_ticket_or_a_platform() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inference_engine.backends.torch_coder import TorchCoder
 from inference_engine.kernels.components import IndexShape, KeyComponents, KeyIndexes
-from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab, TiledLayers, TileWriter
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, RestoreCache, TiledLayers, TileWriter
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.models.seam import Seam
 
@@ -133,8 +133,8 @@ class DeviceIndex:
     def found(self) -> Tensor | None:
         return self._found
 
-    def restore_from(self, codes: ArchivedCodes | None, slab: Slab) -> bool:
-        """What is chosen is restored for each step anew, into memory of the operation: the slab is not used."""
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache) -> bool:
+        """Chosen tokens are restored anew in each step, into the operation's memory: the cache is not used."""
         if codes is None:
             return False
         tables, synthesis = self._coder.decoding(codes, self._dtype)

@@ -35,8 +35,7 @@ from inference_engine.models import (
     model_folder,
     read_config,
 )
-from inference_engine.models.folder import GGUF, grouping_of
-from inference_engine.models.quantised_layout import layout_of
+from inference_engine.models.folder import GGUF, grouping_of, layout_of
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

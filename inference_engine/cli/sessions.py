@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "sessions",
         help="list, show and close your sessions on a running server",
-        description="The sessions of the caller, who is named by the key or by the client certificate.",
+        description="The sessions of the caller, that is, of the owner of the key or of the client certificate.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _action(actions, "list", run_list, "show your sessions, a line each")

@@ -23,8 +23,7 @@ Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
 
 
 class Repeated(Generic[Reply]):
-    """The replies to calls of one kind. Whoever acts on what is missing holds the store's lock from then until
-    `remember`."""
+    """The replies to calls of one kind. A caller that finds none holds the store's lock until `remember`."""
 
     def __init__(
         self,

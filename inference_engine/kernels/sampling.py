@@ -136,10 +136,10 @@ class _Place:
 class Draws(Sequence[Draw]):
     """The draws of a step, and how a device draws them, which is worked out once for this step and those behind it."""
 
-    def __init__(self, draws: Sequence[Draw], *, ahead: int = 0, ways: dict[int, _Way] | None = None) -> None:
-        """ahead: positions by which all draws come later. ways: by vocabulary size, for draws like these."""
+    def __init__(self, draws: Sequence[Draw], *, ahead: int = 0, plans: dict[int, _Plan] | None = None) -> None:
+        """ahead: positions by which all draws come later. plans: by vocabulary size, for draws like these."""
         self._draws, self._ahead = draws, ahead
-        self._ways = {} if ways is None else ways
+        self._plans = {} if plans is None else plans
 
     def __len__(self) -> int:
         return len(self._draws)
@@ -161,17 +161,17 @@ class Draws(Sequence[Draw]):
 
     def following(self) -> Draws:
         """The same draws one position later."""
-        return Draws(self._draws, ahead=self._ahead + 1, ways=self._ways)
+        return Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
 
     def start(self, logits: Tensor, noise_of_all: NoiseOfAll) -> Drawing:
         """See `start_drawing`."""
         vocab = logits.shape[-1]
-        if vocab not in self._ways:
-            self._ways[vocab] = _Way(self._draws, vocab)
-        return self._ways[vocab].start(logits, self._ahead, noise_of_all)
+        if vocab not in self._plans:
+            self._plans[vocab] = _Plan(self._draws, vocab)
+        return self._plans[vocab].start(logits, self._ahead, noise_of_all)
 
 
-class _Way:
+class _Plan:
     """How a device draws some draws: greedy rows first, those that rank the vocabulary last."""
 
     def __init__(self, draws: Sequence[Draw], vocab: int) -> None:
@@ -224,10 +224,10 @@ class Drawing:
     ids: int64 [rows], on the device: what was drawn from each row, the rows of a draw after those of the one before it.
     """
 
-    def __init__(self, way: _Way, ids: Tensor, numbers: Sequence[Tensor]) -> None:
+    def __init__(self, plan: _Plan, ids: Tensor, numbers: Sequence[Tensor]) -> None:
         """numbers: float32, the smallest and largest logit, and logprobs if any draw needs them, row by row."""
-        self._way = way
-        self.ids = ids if way.order is None else ids.index_select(0, on_device(way.order, ids.device))
+        self._plan = plan
+        self.ids = ids if plan.order is None else ids.index_select(0, on_device(plan.order, ids.device))
         # One copy for all: ids as the pairs of words that they are, then the others.
         self._table = torch.cat([ids.view(torch.float32), *numbers])
         self._is_done: torch.cuda.Event | None = None
@@ -245,20 +245,20 @@ class Drawing:
         """For each draw a sample of each of its rows. Waits for the device."""
         if self._is_done is not None:
             self._is_done.synchronize()
-        way, table, rows = self._way, self._table.cpu().numpy(), len(self.ids)
+        plan, table, rows = self._plan, self._table.cpu().numpy(), len(self.ids)
         ids, numbers = table[: 2 * rows].view(np.int64), table[2 * rows :].reshape(-1, rows)
         are_finite = np.isfinite(numbers[:2]).all(axis=0).tolist()
         found: list[float | None] = [None] * rows
-        if any(way.needs_logprobs):
+        if any(plan.needs_logprobs):
             found = [
                 logprob if needs_logprob else None
-                for logprob, needs_logprob in zip(numbers[2].tolist(), way.needs_logprobs, strict=True)
+                for logprob, needs_logprob in zip(numbers[2].tolist(), plan.needs_logprobs, strict=True)
             ]
         samples = list(map(Sample, ids.tolist(), found, are_finite))
-        if way.has_one_each:
+        if plan.has_one_each:
             return [[sample] for sample in samples]
-        drawn: list[list[Sample]] = [[] for _ in way.draws]
-        for place, sample in zip(way.places, samples, strict=True):
+        drawn: list[list[Sample]] = [[] for _ in plan.draws]
+        for place, sample in zip(plan.places, samples, strict=True):
             drawn[place.index].append(sample)
         return drawn
 

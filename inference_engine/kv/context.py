@@ -232,7 +232,7 @@ class ArchivedCodes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slab:
+class RestoreCache:
     """Room for restored entries of a layer: `slots` for each KV head, from buffer vector `start` on."""
 
     start: int
@@ -262,11 +262,11 @@ class OpenIndex(Protocol):
     def number(self) -> int:
         """The `chooser` of plan lines (`kernels/ragged_attention.py`); never 0."""
 
-    def restore_from(self, codes: ArchivedCodes | None, slab: Slab) -> bool:
-        """From now on restore chosen tokens that have left the regions, into the slab. False if the device cannot."""
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache) -> bool:
+        """From now on restore chosen tokens that have left the regions, into `cache`. False if the device cannot."""
 
     def restore_no_more(self) -> None:
-        """The slab is about to be given back."""
+        """The restore cache is about to be given back."""
 
     @property
     def restored_numbers(self) -> int:
@@ -274,7 +274,7 @@ class OpenIndex(Protocol):
 
     @property
     def restored_all_finite(self) -> bool:
-        """Have all entries been finite that it restored into this slab? True where `found` says it."""
+        """Have all entries been finite that it restored into this cache? True where `found` says it."""
 
     @property
     def found(self) -> Tensor | None:

@@ -85,7 +85,8 @@ class Placement:
         if self.restorer is not None:
             sustained += self.restorer.need(geometry, self.kept)
             if self.restorer.streams:
-                active = Need(demands=(chunk_demand(geometry, self.kept), *self.restorer.slabs(geometry, self.kept)))
+                caches = self.restorer.restore_caches(geometry, self.kept)
+                active = Need(demands=(chunk_demand(geometry, self.kept), *caches))
             else:
                 active = _needed(geometry, [(layers, pair.active) for layers, pair in self.archived])
         return Bound(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from inference_engine.errors import ModelError
-from inference_engine.models.quantised_layout import layout_in
+from inference_engine.models.quantised_layout import Layout, layout_in
 from inference_engine.models.safetensors_header import check_safetensors
 
 CONFIG = "config.json"
@@ -213,6 +213,15 @@ def grouping_of(folder: Path) -> Mapping[str, Any] | None:
     """`grouping_in` the configuration of a folder; None without one."""
     path = folder / CONFIG
     return grouping_in(read_json(path)) if path.is_file() else None
+
+
+def layout_of(folder: Path) -> Layout | None:
+    """`layout_in` the configuration of a folder; None without one."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    return None if grouping_in(content) is not None else layout_in(content)
 
 
 def without_grouping(config: Mapping[str, Any]) -> dict[str, Any]:

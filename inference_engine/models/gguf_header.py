@@ -5,8 +5,8 @@
     name  dimensions  type  offset           of every tensor; the dimension that lies together in memory comes first
     (up to a multiple of the alignment)      the tensors
 
-gguf.GGUFReader makes an object of each token (two seconds for 49,152), loops as often as a file tells it to, and slices
-past its end. Here strings of arrays are walked over, and read when they are asked for.
+gguf.GGUFReader makes an object of each token (two seconds for 49,152), loops as often as a file says, and slices past
+its end. Here strings of arrays are skipped, and read on request.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from inference_engine.models.folder import (
     describe_ignored,
     gguf_in,
     grouping_of,
+    layout_of,
     read_json,
     weight_files,
     weights_read,
@@ -40,7 +41,6 @@ from inference_engine.models.folder import (
 )
 from inference_engine.models.hub import hub_model, name_of_snapshot, snapshot
 from inference_engine.models.manifest import Manifest, check_manifest, has_manifest
-from inference_engine.models.quantised_layout import layout_of
 from inference_engine.models.registry import is_known, known_model, known_names
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from inference_engine.errors import ModelError
@@ -60,17 +59,6 @@ def layout_in(config: Mapping[str, Any]) -> Layout | None:
     if method not in readers:
         raise _unread(f"quant_method is {method!r}")
     return readers[method](found)
-
-
-def layout_of(folder: Path) -> Layout | None:
-    """`layout_in` the configuration of a folder; None without one."""
-    from inference_engine.models.folder import CONFIG, grouping_in, read_json
-
-    path = folder / CONFIG
-    if not path.is_file():
-        return None
-    content = read_json(path)
-    return None if grouping_in(content) is not None else layout_in(content)
 
 
 def _fp8(found: Mapping[str, Any]) -> Layout:

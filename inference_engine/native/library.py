@@ -218,7 +218,7 @@ class RestoredRun(ctypes.Structure):
 
 
 class TrellisCodes(ctypes.Structure):
-    """Numbers, and the codes to choose. Whoever fills this in keeps its arrays alive."""
+    """Numbers, and the codes to choose. The arrays must stay alive as long as this does."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("numbers", "values", "weights", "first", "size", "codes")),
@@ -296,7 +296,7 @@ class Step(ctypes.Structure):
 
 
 class Threads:
-    """Threads of the library's own, the caller's among them. Used by one caller at a time, who holds `lock`.
+    """Threads of the library's own, the caller's among them. Used by one caller at a time: the holder of `lock`.
 
     They end when they are closed or not referred to any more; at the end of the process the system ends them.
     """

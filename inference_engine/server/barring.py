@@ -7,9 +7,9 @@ attempts to connect, before this process sees them, by a filter on the listening
     offence ─▶ offence ─▶ offence ─▶ barred for BAR_SECONDS ─▶ free; barred again for twice as long, ─▶ …
        └── forgotten after MEMORY_SECONDS                        MOST_BAR_SECONDS at most
 
-All ports of a server share them: who attacks one is barred from each, and who has shown a key at one is known at each.
+All ports of a server share them: an attack on one bars from each, and a key accepted at one counts at each.
 Never barred are an address from which a key was accepted within TRUST_SECONDS, because owners share it with the
-attacker, and this machine's usual ones, because everybody comes from there through a proxy on it.
+attacker, and this machine's usual ones, because all callers come from there through a proxy on it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Bars:
         except OSError as error:
             self._is_able = False
             _log.warning(
-                "addresses cannot be barred on this system (%s): who attacks without a key is only disconnected, and "
+                "addresses cannot be barred on this system (%s): attackers without a key are only disconnected, and "
                 "may connect again",
                 error.strerror,
             )

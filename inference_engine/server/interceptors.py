@@ -275,7 +275,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     await _abort(context, code, self._ending.message, to_trailers(self._ending))
             except Exception as error:  # noqa: BLE001 - the last place that can answer the client
                 known: RequestError | None = as_request_error(error, name)
-                if must_wait and known is not None and known.tells and not await self._is_saved():
+                if must_wait and known is not None and known.reveals_session and not await self._is_saved():
                     known = self._ending
                 if known is None:
                     code = grpc.StatusCode.CANCELLED

@@ -231,7 +231,7 @@ async def _serve(
     # of a second, in which no token is generated.
     gc.collect()
     gc.freeze()
-    # The engine's thread and the event loop take turns at Python. Whoever waits is let in after this long: with the
+    # The engine's thread and the event loop take turns at Python. The waiting one runs after this long: with the
     # usual 5 ms a busy loop, as beside many refusals, would lengthen each step by several of those.
     sys.setswitchinterval(SWITCH_SECONDS)
     on_ready(handle)

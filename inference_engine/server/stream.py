@@ -79,7 +79,7 @@ class Wakeup:
         self._is_set = False
 
     def _deliver(self) -> bool:
-        """Returns whether somebody was waiting."""
+        """Returns whether a reader was waiting."""
         if not self._is_set or self._waiter is None or self._waiter.done():
             return False
         self._waiter.set_result(None)

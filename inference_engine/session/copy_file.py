@@ -4,9 +4,9 @@
     header     JSON: dtype, shape and place of each tensor; beside them what it is a copy of, and each tensor's CRC-32
     data       the tensors, one after another
 
-It is written under another name, synced and renamed, so that a file under its own name is whole. A reader believes no
-byte of it: the header has to have the checksum that the journal recorded, each tensor the one in the header, and the
-facts have to be those of the session and of the server.
+It is written under another name, synced and renamed, so that a file under its own name is whole. A reader checks
+every byte of it: the header must have the checksum that the journal recorded, each tensor the one in the header, and
+the facts must be those of the session and of the server.
 """
 
 from __future__ import annotations

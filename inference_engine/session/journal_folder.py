@@ -29,7 +29,7 @@ class FolderLock:
         self.was = was
 
     def note(self, durability: Durability) -> None:
-        """Record who uses the folder. Only once it was found right: what may be wrong with the log depends on `was`."""
+        """Record this process and its durability. Only after the checks, which depend on what stood there."""
         # In place and of one length, which a full disk has room for.
         text = f"{os.getpid()} {durability.value}".ljust(_LOCK_BYTES - 1) + "\n"
         try:

@@ -80,7 +80,7 @@ class Replies(Generic[R]):
         unpack: Callable[[Any], R] = _as_it_is,
     ) -> None:
         """pack, unpack: between a reply and what is stored of it. There may be tens of thousands: if that is a number
-        or bytes, the garbage collector need not scan them, which would keep everybody waiting.
+        or bytes, the garbage collector need not scan them, which would delay all sessions.
         """
         self._clock = clock
         self._most_per_session = most_per_session

@@ -32,7 +32,7 @@ from laboratory.evaluation.writing import SIDE_BY_SIDE, Text, write_all
 
 logger = logging.getLogger(__name__)
 
-AGAIN = f"{PLAIN}, in other company"
+AGAIN = f"{PLAIN}, in another batch"
 NEAR_TIE = 1e-3
 SAME_TOKENS = 48  # that follow each prompt
 
@@ -143,7 +143,7 @@ def rows(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
     return [
         {
             "drafter": name,
-            "way": method,
+            "method": method,
             "prompts": one.prompts,
             "same ids": one.prompts - len(one.differences),
             "near-ties": one.near_ties,
@@ -158,7 +158,7 @@ def rows(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
 
 def differences(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
     return [
-        {"drafter": name, "way": method, "prompt": each.prompt, "place": each.place, "margin": each.margin}
+        {"drafter": name, "method": method, "prompt": each.prompt, "place": each.place, "margin": each.margin}
         for (name, method), one in found.items()
         for each in one.differences
     ]

@@ -128,7 +128,7 @@ def rows(found: Mapping[Cell, Sequence[Pace]]) -> list[dict[str, Any]]:
     """A line for each cell: medians of rounds; quartiles of the ratio."""
     lines = []
     for cell, paces in found.items():
-        line: dict[str, Any] = {"drafter": cell.drafter, "kind": cell.kind, "way": cell.method, "batch": cell.batch}
+        line: dict[str, Any] = {"drafter": cell.drafter, "kind": cell.kind, "method": cell.method, "batch": cell.batch}
         line["tokens/s"] = record.summarize([1 / one.token_seconds for one in paces], "")["median"]
         line["tokens/s, decoding"] = record.summarize([1 / one.decode_token_seconds for one in paces], "")["median"]
         times = _over_plain(found, cell, "token_seconds") if cell.drafter != PLAIN else []

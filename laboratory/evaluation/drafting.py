@@ -155,7 +155,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
     if lines := tables.get("by place"):
         by_cell: dict[str, list[Mapping[str, Any]]] = {}
         for line in lines:
-            by_cell.setdefault(f"{line['drafter']}, {line['kind']}, {line['way']}", []).append(line)
+            by_cell.setdefault(f"{line['drafter']}, {line['kind']}, {line['method']}", []).append(line)
         record.plot_lines(
             folder / "by_place.png",
             title="Drafts whose draft tokens are right up to here",
@@ -175,7 +175,7 @@ def _bars(path: Path, lines: Sequence[Mapping[str, Any]], y_label: str, columns:
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         batch = line.get("batch", 1)
-        name = f"{line['drafter']}, {line['way']}" + (f", batch {batch}" if batch > 1 else "")
+        name = f"{line['drafter']}, {line['method']}" + (f", batch {batch}" if batch > 1 else "")
         by_name.setdefault(name, []).append(line)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -279,7 +279,7 @@ def acceptance_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any
             {
                 "drafter": cell.drafter,
                 "kind": cell.kind,
-                "way": cell.method,
+                "method": cell.method,
                 "acceptance length": acceptance_length(steps),
                 "low": spread["low"],
                 "high": spread["high"],
@@ -293,7 +293,7 @@ def acceptance_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any
 
 def place_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]]:
     return [
-        {"drafter": cell.drafter, "kind": cell.kind, "way": cell.method, "place": place, "right": share}
+        {"drafter": cell.drafter, "kind": cell.kind, "method": cell.method, "place": place, "right": share}
         for cell, texts in found.items()
         for place, share in enumerate(right_by_place(_steps(texts)), start=1)
     ]

@@ -208,7 +208,7 @@ def _values(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> dict[str, 
 def _rows(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> list[dict[str, Any]]:
     return [
         {
-            "way": method,
+            "method": method,
             "length": length,
             **{
                 name: record.summarize([getattr(one, name) for one in rounds], unit)["median"]

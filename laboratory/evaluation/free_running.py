@@ -126,7 +126,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             prompt_tokens=arguments.length,
             tokens=tokens,
             texts=texts,
-            ways=list(methods),
+            methods=list(methods),
         ),
         "seeds": [arguments.seed],
         "values": values(found, tokens),
@@ -144,10 +144,10 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     lines = payload["tables"]["course"]
-    for kind, method in dict.fromkeys((line["kind"], line["way"]) for line in lines):
+    for kind, method in dict.fromkeys((line["kind"], line["method"]) for line in lines):
         figure = Figure(figsize=(8, 7), layout="constrained")
         above, below = figure.subplots(2, sharex=True)
-        here = [line for line in lines if (line["kind"], line["way"]) == (kind, method)]
+        here = [line for line in lines if (line["kind"], line["method"]) == (kind, method)]
         for name in dict.fromkeys(line["strategy"] for line in here):
             own = [line for line in here if line["strategy"] == name and line["perplexity under full"] is not None]
             ends = [line["to"] for line in own]
@@ -270,7 +270,7 @@ def rows(found: Mapping[Cell, Sequence[Text]], tokens: int) -> list[dict[str, An
             {
                 "strategy": cell.strategy,
                 "kind": cell.kind,
-                "way": cell.method,
+                "method": cell.method,
                 "texts": len(texts),
                 "first difference": float(np.median(same)),
                 "earliest": min(same),
@@ -315,7 +315,7 @@ def _course(cell: Cell, texts: Sequence[Text], tokens: int) -> Iterator[dict[str
         yield {
             "strategy": cell.strategy,
             "kind": cell.kind,
-            "way": cell.method,
+            "method": cell.method,
             "from": start,
             "to": end,
             "perplexity under full": perplexity(np.concatenate([text.losses[start:end] for text in texts])),

@@ -108,7 +108,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
         "headlines": [_words(measure, name) for measure, name in _headlines(compared, points)],
         "baseline": f"full, {sizes[FULL]:,} bytes a token, in the same records",
         "tables": {
-            "who wins": winners(compared, points),
+            "winners": winners(compared, points),
             "all": table({**compared, FULL: sizes[FULL]}, tiers, points),
             "not compared": [
                 {"strategy": name, "bytes per token": size, "reason": _why_not(size)}

@@ -28,7 +28,8 @@ _HEADLINE = tuple(
     for pattern in (
         r"^(faults|caught|families admitted|turn_last_over_first_paired|first_token_asked_p99_1x)$",
         r"^critical mass|^default sessions .* best effort|^rapid reset: p99, attacked / calm|^error on rows never",
-        r"^(speed ÷|same ids as) plain, hybrid|^K error, lloyd4, less own mean|^KL, worst kind .* 1152 bytes",
+        r"^(speed ÷|same ids as) plain, (hybrid|trained)",
+        r"^K error, lloyd4, less own mean|^KL, worst kind .* 1152 bytes",
         r"^KL to full, mean, (?!sink_window).*bytes_per_token=1152",
         r"^KL to full, mean, full:codec=lloyd4",
         r"^KL to full, mean, (?!sink_window|full:codec=bfloat16)",

@@ -147,7 +147,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """Seconds to the first token, and MiB allocated for an idle session, over length."""
     for name, table, key, y_label, column, unit in (
-        ("waking", "time to first token", "who", "seconds to the first token", "seconds", 1.0),
+        ("waking", "time to first token", "strategy", "seconds to the first token", "seconds", 1.0),
         ("idle", "idle", "strategy", "MiB allocated for an idle session", "allocated_bytes", 2.0**20),
     ):
         lines = payload["tables"][table]
@@ -287,7 +287,7 @@ def _time_table(found: Mapping[int, Seconds]) -> list[dict[str, Any]]:
     for length, seconds in found.items():
         for name, own in seconds.items():
             summary = record.summarize(own, "s")
-            line = {"who": name, "length": length, "seconds": summary["median"]}
+            line = {"strategy": name, "length": length, "seconds": summary["median"]}
             line |= {"low": summary["low"], "high": summary["high"]}
             for words, other in (("÷ prefilled anew", ANEW), ("÷ kept", KEPT), ("÷ read from storage", STORED)):
                 if other in seconds:

@@ -289,7 +289,7 @@ def test_a_gauge_says_how_many_replies_are_remembered_and_no_session_passes_its_
 
 
 def test_replies_to_appends_are_nothing_to_scan_for_the_garbage_collector() -> None:
-    """A server at its caps remembers 65,000: scanning an object of each would keep everybody waiting for 50 ms."""
+    """A server at its caps remembers 65,000: scanning an object of each would delay all sessions by 50 ms."""
 
     def objects() -> int:
         gc.collect()

@@ -108,14 +108,14 @@ def test_a_file_that_does_not_agree_is_not_used_and_nothing_changes_but_the_time
     outcome, spoil = DAMAGES[damage]
     with keeping(tmp_path / "state", make=made_in(Mode.BATCHED)) as engine:
         with_turns(engine, strategy, seed=50)
-        (stranger,) = save_copies(engine, tmp_path / "state")
+        (foreign,) = save_copies(engine, tmp_path / "state")
         other = with_turns(engine, strategy)
         before = save_copies(engine, tmp_path / "state")
         session = with_turns(engine, strategy)
         (file,) = {*save_copies(engine, tmp_path / "state")} - {*before}
         expected = go_on(engine, other)
         drop_entries(engine, session)
-        spoil(file, stranger)
+        spoil(file, foreign)
         found = go_on(engine, session)
         assert same(expected[0], found[0], Mode.BATCHED)
         assert found[1] == 0

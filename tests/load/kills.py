@@ -256,7 +256,7 @@ def kill_often(
     is_over: Callable[[], bool] = lambda: False,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> tuple[Counter[str], list[str], list[str]]:
-    """Kill a server so many times, at random moments, under agents. What they did, what was wrong, and who gave up.
+    """Kill a server so many times, at random moments, under agents. What they did, what was wrong, agents that gave up.
 
     is_over: asked before each kill; True ends it early.
     """

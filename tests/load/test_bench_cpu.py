@@ -58,7 +58,7 @@ def test_everyone_takes_turns_at_each_kind_of_work() -> None:
     processes: Any = {name: Process(name) for name in "ab"}
     found = list(measure(processes, work, 1))
     assert found[:2] == [("decode at 128", "b", 2.0), ("decode at 128", "a", 2.0)]
-    assert found[2:] == [(name, who, 5.0) for name in ("append of 18", "prefill of 512") for who in "ba"]
+    assert found[2:] == [(name, one, 5.0) for name in ("append of 18", "prefill of 512") for one in "ba"]
     assert asked[2:5] == [("b", "first_id")] * 3, "an append is short: a round has three"
 
 

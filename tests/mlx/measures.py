@@ -35,7 +35,7 @@ def said(engine: Engine, session: str, tokens: int) -> list[int]:
 
 
 def active_bytes() -> int:
-    """Memory that MLX holds for arrays that somebody refers to."""
+    """Memory that MLX holds for arrays that are referred to."""
     gc.collect()
     return int(mx.get_active_memory())
 

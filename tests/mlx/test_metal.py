@@ -26,7 +26,7 @@ from inference_engine.types import GenerateParams, Mode
 from tests import tiny
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
-from tests.mlx.lanes import SHAPES, TOLERANCES, lanes
+from tests.mlx.attention_steps import SHAPES, TOLERANCES, attention_step
 from tests.mlx.metal_kernels import RecordedKernel, needs_a_kernel, needs_emulation, recorded_kernel
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
 from tests.mlx.tiny import run_on, tiny_mlx
@@ -48,7 +48,7 @@ def test_the_kernel_gives_what_the_reference_gives(
     shape: tuple[int, int, int], dtype: torch.dtype, kernel: RecordedKernel
 ) -> None:
     """Memory is NaN but for what is to be read, and outputs begin as NaN."""
-    given = lanes(shape, dtype)
+    given = attention_step(shape, dtype)
     assert float((given.found() - given.expected()).abs().max()) < TOLERANCES[dtype]
     (launch,) = kernel.launches
     assert launch["output_dtypes"][0] == MLX_DTYPES[dtype], "a query of one part is rounded once"
@@ -58,7 +58,7 @@ def test_the_kernel_gives_what_the_reference_gives(
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_parts_of_a_long_history_share_one_softmax(softcap: float | None, kernel: RecordedKernel) -> None:
     """Short histories beside it have parts in which nothing is read."""
-    given = lanes(SHAPES[0], torch.float32, longest=1300)
+    given = attention_step(SHAPES[0], torch.float32, longest=1300)
     assert float((given.found(softcap=softcap) - given.expected(softcap=softcap)).abs().max()) < 2e-5
     (launch,) = kernel.launches
     assert launch["grid"][2] == 3
@@ -66,7 +66,7 @@ def test_parts_of_a_long_history_share_one_softmax(softcap: float | None, kernel
 
 @needs_a_kernel
 def test_a_query_that_reads_nothing_gets_zeros_and_nan_is_not_lost(kernel: RecordedKernel) -> None:
-    given = lanes(SHAPES[2], torch.float32)
+    given = attention_step(SHAPES[2], torch.float32)
     given.regions[0] = 0
     given.new_keys[-1] = float("nan")
     found = given.found()
@@ -77,7 +77,7 @@ def test_a_query_that_reads_nothing_gets_zeros_and_nan_is_not_lost(kernel: Recor
 
 @needs_a_kernel
 def test_the_order_of_threads_changes_no_bit(kernel: RecordedKernel) -> None:
-    given = lanes(SHAPES[1], torch.float32)
+    given = attention_step(SHAPES[1], torch.float32)
     found = []
     for kernel.order in (0, 1, 2):
         found.append(given.found())
@@ -94,7 +94,7 @@ def test_a_missing_barrier_would_be_seen(barrier: int, monkeypatch: pytest.Monke
     assert len(texts) == 3
     kept = texts[0] + (line if barrier else "") + texts[1] + ("" if barrier else line) + texts[2]
     monkeypatch.setattr(ragged_attention, "_SOURCE", kept)
-    given = lanes(SHAPES[1], torch.float32)
+    given = attention_step(SHAPES[1], torch.float32)
     with recorded_kernel() as kernel:
         kernel.order = 1
         assert not torch.allclose(given.found(), given.expected(), atol=1e-3)
@@ -102,7 +102,7 @@ def test_a_missing_barrier_would_be_seen(barrier: int, monkeypatch: pytest.Monke
 
 @needs_emulation
 def test_an_index_out_of_bounds_would_be_seen(kernel: RecordedKernel) -> None:
-    given = lanes(SHAPES[2], torch.float32)
+    given = attention_step(SHAPES[2], torch.float32)
     row = next(rows.start for rows, before in given.sessions if before)
     given.regions[row, START] = len(given.keys)
     with pytest.raises(AssertionError, match=r"keys\[\d+\] of \d+"):

@@ -88,7 +88,7 @@ def test_a_file_that_is_a_link_out_of_its_folder_is_refused(file: Path, cache: P
     (other / "model.gguf").symlink_to(file)
     with pytest.raises(ModelError, match="leads out of the folder"):
         find_model(str(other), cache=cache)
-    assert find_model(str(other / "model.gguf"), cache=cache).stored == file  # whoever names it means it
+    assert find_model(str(other / "model.gguf"), cache=cache).stored == file  # named itself: allowed
 
 
 @pytest.mark.hostile

@@ -18,9 +18,9 @@ from inference_engine.kv.context import (
     GroupAnalyser,
     LayerDecoder,
     ReadLayer,
+    RestoreCache,
     RestoredLayer,
     Rotate,
-    Slab,
 )
 from inference_engine.native.library import Identity, KVType, Matrix, Threads
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
@@ -127,12 +127,12 @@ class Archived(Session):
             regions[:, places] = states[:, held]
             self.buffers.append(torch.cat([regions.view(-1, D), torch.full((HKV * slots, D), torch.nan)]))
         self.archived = ArchivedCodes(halves=self.halves, first=self.sink, decoder=decoder)
-        self.slab = Slab(start=HKV * region, slots=slots)
-        self.open_slab()
+        self.cache = RestoreCache(start=HKV * region, slots=slots)
+        self.open_cache()
 
-    def open_slab(self) -> None:
-        """A slab that holds nothing."""
-        assert self.index.restore_from(self.archived, self.slab)
+    def open_cache(self) -> None:
+        """A restore cache that holds nothing."""
+        assert self.index.restore_from(self.archived, self.cache)
 
     def lines(self, positions: np.ndarray) -> Tensor:
         lines = super().lines(positions)
@@ -227,7 +227,7 @@ def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(identity: 
         assert coder.analyse(analyser, layers, first)[1].isfinite().tolist() == [[True, True], [True, False]]
 
 
-def test_what_a_slab_holds_changes_no_bit() -> None:
+def test_what_a_restore_cache_holds_changes_no_bit() -> None:
     """Neither its size, nor what was chosen before, nor threads and instructions."""
     decoder = make_decoder()
     first = Archived(decoder)
@@ -251,7 +251,7 @@ def test_a_token_that_stays_chosen_is_restored_once() -> None:
         half.random_(0, 256)
 
     assert torch.equal(session.attend(queries, lines), expected)
-    session.open_slab()
+    session.open_cache()
     assert not torch.equal(session.attend(queries, lines), expected)
 
 
@@ -265,7 +265,7 @@ def test_an_entry_that_is_not_finite_is_noticed() -> None:
     assert not session.index.restored_all_finite
 
 
-def test_a_slab_too_small_for_a_choice_is_noticed_and_not_overrun() -> None:
+def test_a_restore_cache_too_small_for_a_choice_is_noticed_and_not_overrun() -> None:
     session = Archived(make_decoder(), slots=KEPT // 3)
     guarded = [torch.cat([states, torch.full((64, D), 7.0)]) for states in session.buffers]
     session.buffers = guarded

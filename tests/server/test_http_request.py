@@ -216,13 +216,13 @@ JSON: Any = st.recursive(
 )
 
 
-@pytest.mark.parametrize("crumb", ["[]", "{}", "1", '{"":[]}', '"\\\\"'])
-def test_a_body_of_crumbs_is_refused_before_it_is_parsed(crumb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("piece", ["[]", "{}", "1", '{"":[]}', '"\\\\"'])
+def test_a_body_of_tiny_values_is_refused_before_it_is_parsed(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser holds the interpreter's lock to its end: 4 MiB of empty lists keep every stream waiting for 0.2 s."""
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
-    count = 2**22 // (len(crumb) + 1)
+    count = 2**22 // (len(piece) + 1)
     with pytest.raises(BadJson, match=f"JSON values; the limit is {MAX_VALUES}"):
-        read_request(f'{{"messages":[{",".join([crumb] * count)}]}}'.encode())
+        read_request(f'{{"messages":[{",".join([piece] * count)}]}}'.encode())
 
 
 def test_a_long_text_may_be_of_any_characters() -> None:

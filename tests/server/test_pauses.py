@@ -247,7 +247,7 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
 async def test_a_call_that_is_refused_leaves_no_frames_to_the_garbage_collector(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    """A frame holds all of its call. After thousands of refusals the collector would keep everybody waiting."""
+    """A frame holds all of its call. After thousands of refusals the collector would keep every caller waiting."""
     path = tmp_path / "keys"
     path.write_text(Key.of(KEY, "alice").line, encoding="utf-8")
     script, go_on = Script(), threading.Event()
@@ -255,7 +255,7 @@ async def test_a_call_that_is_refused_leaves_no_frames_to_the_garbage_collector(
     with scripted_engine(script=script, max_running=1, max_queued=1, stall_seconds=600.0) as engine:
         async with serving(engine, api_key_file=str(path), busy_wait_seconds=0.0) as handle:
             as_alice = [("authorization", f"Bearer {KEY}")]
-            async with connected(handle) as stranger, connected(handle, metadata=as_alice) as client:
+            async with connected(handle) as keyless, connected(handle, metadata=as_alice) as client:
                 busy, waits, session = [await client.open() for _ in range(3)]
                 streams = [
                     client.stream(pb.GenerateRequest(session_id=each, max_tokens=9, progress=True))
@@ -264,7 +264,7 @@ async def test_a_call_that_is_refused_leaves_no_frames_to_the_garbage_collector(
                 for stream in streams:
                     assert (await stream.read()).WhichOneof("payload") == "accepted"
                 calls: dict[str, Callable[[], Awaitable[object]]] = {
-                    "UNAUTHENTICATED UNAUTHENTICATED": lambda: stranger.info(session),
+                    "UNAUTHENTICATED UNAUTHENTICATED": lambda: keyless.info(session),
                     "NOT_FOUND SESSION_NOT_FOUND": lambda: client.info("missing"),
                     "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE": lambda: client.append(session, [2**31]),
                     "INVALID_ARGUMENT INVALID_ARGUMENT": lambda: client.generate(session, 0),

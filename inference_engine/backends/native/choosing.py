@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
 from inference_engine.kernels.components import LANES, RUNS_OF_TILE, IndexShape, KeyComponents
-from inference_engine.kv.context import ArchivedCodes, LayerIndex, Slab
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, RestoreCache
 from inference_engine.native.library import Archive, Identity, KeyIndex
 
 Floats = NDArray[np.float32]
@@ -113,12 +113,12 @@ class NativeIndex:
     def number(self) -> int:
         return ctypes.addressof(self._structure)
 
-    def restore_from(self, codes: ArchivedCodes | None, slab: Slab) -> bool:
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache) -> bool:
         if codes is None:
             return False
         decoder = native_decoder(codes.decoder, self._identity)
-        held = np.full((self._heads, slab.slots), -1, np.int32)
-        used, clocks = np.zeros((self._heads, slab.slots), np.uint32), np.zeros(self._heads, np.uint32)
+        held = np.full((self._heads, cache.slots), -1, np.int32)
+        used, clocks = np.zeros((self._heads, cache.slots), np.uint32), np.zeros(self._heads, np.uint32)
         self._archive = Archive(
             codes=native_codes(codes),
             turning=self._turns.structure,
@@ -126,8 +126,8 @@ class NativeIndex:
             held=held.ctypes.data,
             used=used.ctypes.data,
             clocks=clocks.ctypes.data,
-            start=slab.start,
-            slots=slab.slots,
+            start=cache.start,
+            slots=cache.slots,
         )
         self._read = (codes, decoder, held, used, clocks)
         self._structure.archive = ctypes.addressof(self._archive)

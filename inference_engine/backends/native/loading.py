@@ -16,9 +16,8 @@ from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.models import CheckedFolder, check_model
 from inference_engine.models.checkpoint import Checkpoint, text_name
-from inference_engine.models.folder import describe_ignored
+from inference_engine.models.folder import describe_ignored, layout_of
 from inference_engine.models.open_checkpoint import open_checkpoint
-from inference_engine.models.quantised_layout import layout_of
 from inference_engine.models.step_list import HEAD, NoStepListError, step_list
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library

@@ -57,7 +57,7 @@ _ACTIVATIONS = {None: _NONE, "silu": _SILU, "gelu_tanh": _GELU_TANH}
 
 
 class Products:
-    """The products of one user: programs that share a sum count in its memory who of them is the last.
+    """The products of one user: programs that share a sum count in its memory which of them is the last.
 
     is_invariant: one token is multiplied as many are, so that its bits do not depend on their number.
     """
@@ -566,7 +566,7 @@ def _product_of_some(
         tl.store(p_mine + part * (ROWS * TOKENS) + o_tile, b_sums)
         if ACTIVATION > 0:
             tl.store(p_mine + (PARTS + part) * (ROWS * TOKENS) + o_tile, b_ups)
-        # Every thread has stored before one of them says so; who comes last adds up all, in the order of the parts.
+        # All threads have stored before the count rises; the last program adds up all parts, in their order.
         tl.debug_barrier()
         before = tl.atomic_add(p_arrived + row_tile, 1, sem="acq_rel")
         if before < PARTS - 1:

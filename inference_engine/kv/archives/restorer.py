@@ -81,18 +81,18 @@ def chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
     return Demand(head_dim=widest.layers.head_dim, elements=-(-elements // unit) * unit)
 
 
-def slab_slots(group: KeptLayers, held: int) -> int:
-    """How many restored entries of each KV head a slab has room for: `held`, or all that can be archived."""
+def restore_cache_slots(group: KeptLayers, held: int) -> int:
+    """Restored entries of each KV head that a restore cache has room for: `held`, or all that can be archived."""
     return min(held, group.capacity)
 
 
-def slab_demands(geometry: Geometry, kept: Sequence[KeptLayers], held: int) -> tuple[Demand, ...]:
+def restore_cache_demands(geometry: Geometry, kept: Sequence[KeptLayers], held: int) -> tuple[Demand, ...]:
     """Room for `held` restored entries of each KV head, layer by layer."""
     unit = geometry.alignment
     demands: list[Demand] = []
     for group in kept:
         layers = group.layers
-        elements = -(-layers.kv_heads * slab_slots(group, held) * layers.head_dim // unit) * unit
+        elements = -(-layers.kv_heads * restore_cache_slots(group, held) * layers.head_dim // unit) * unit
         demands += [Demand(head_dim=layers.head_dim, elements=elements)] * len(layers.layers)
     return tuple(demands)
 
@@ -220,9 +220,9 @@ class Restorer(ABC):
         """How many of those, of each KV head, stay restored between steps."""
         return 0
 
-    def slabs(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
+    def restore_caches(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         """The memory of those, layer by layer."""
-        return slab_demands(geometry, kept, self.held(geometry)) if self.selects else ()
+        return restore_cache_demands(geometry, kept, self.held(geometry)) if self.selects else ()
 
     @abstractmethod
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ from inference_engine.kernels.components import (
     unpack,
 )
 from inference_engine.kernels.gather import Always, always_read, attend_entries, gather_attend, gather_vectors, select
-from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, Slab, TiledLayers, TileWriter
+from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, RestoreCache, TiledLayers, TileWriter
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
 from inference_engine.kv.memory.pool import Demand, KVBuffer
@@ -130,16 +130,16 @@ class ComponentIndex(LayoutPart):
 
     # -- tokens that have left the regions --------------------------------------------------------------------------
 
-    def restore_from(self, codes: Sequence[ArchivedCodes | None], slabs: Sequence[Slab]) -> None:
+    def restore_from(self, codes: Sequence[ArchivedCodes | None], caches: Sequence[RestoreCache]) -> None:
         """From now on the device's operation restores them by itself, by layer, if it can. Otherwise `far` does."""
         done = [
-            opened is not None and opened.restore_from(own, slab)
-            for opened, own, slab in zip(self._opened, codes, slabs, strict=True)
+            opened is not None and opened.restore_from(own, cache)
+            for opened, own, cache in zip(self._opened, codes, caches, strict=True)
         ]
         self._restores = all(done)
 
     def restore_no_more(self) -> None:
-        """The slabs are about to be given back."""
+        """The restore caches are about to be given back."""
         self._restores = False
         for opened in self._opened:
             if opened is not None:

@@ -1,11 +1,11 @@
 """Old entries of which a generated token chooses some, and has these restored one by one.
 
     idle     exact entries (sink, window) · latents and the index of keys of the entries before      sustained
-    active   the same, and slabs of restored entries; room for a chunk of one layer                  until it is idle
+    active   the same, and caches of restored entries; room for a chunk of one layer                 until it is idle
 
-A generated token scores the index, restores the chosen entries that the slab does not hold, and attends over sink,
+A generated token scores the index, restores the chosen entries that its cache does not hold, and attends over sink,
 window and choice. Most of what a token chooses was chosen by the one before. An entry is restored to the same bits
-whenever it is, so what a slab holds changes no result. The index is made of exact keys, before they leave.
+whenever it is, so what a restore cache holds changes no result. The index is made of exact keys, before they leave.
 
 Appended tokens read every entry, chunk by chunk (`streamed.py`).
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
-from inference_engine.kv.archives.restorer import Archive, slab_slots
-from inference_engine.kv.context import KVContext, Slab
+from inference_engine.kv.archives.restorer import Archive, restore_cache_slots
+from inference_engine.kv.context import KVContext, RestoreCache
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.part import Held
@@ -48,7 +48,7 @@ class SelectedEntries(StreamedEntries):
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
         super().__init__(context, strategy, sets, archive)
-        self._slabs: tuple[Demand, ...] = ()
+        self._caches: tuple[Demand, ...] = ()
         self._starts: list[int] = []
         self._finite = FiniteCheck()
         self._indexes = [part for exact in sets for part in exact.regions.parts if isinstance(part, ComponentIndex)]
@@ -61,19 +61,19 @@ class SelectedEntries(StreamedEntries):
         geometry = self._context.geometry
         placement = self._strategy.placement(geometry, tokens)
         assert placement.restorer is not None
-        slabs = placement.restorer.slabs(geometry, placement.kept)
-        starts = self._context.pool.reserve(list(slabs))
+        caches = placement.restorer.restore_caches(geometry, placement.kept)
+        starts = self._context.pool.reserve(list(caches))
         if starts is None:
             self._drop_room()
             return False
-        self._slabs, self._starts = slabs, list(starts)
+        self._caches, self._starts = caches, list(starts)
         try:
             remaining = iter(self._starts)
             for index, group in zip(self._indexes, placement.kept, strict=True):
-                layers, slots = group.layers.layers, slab_slots(group, placement.restorer.held(geometry))
+                layers, slots = group.layers.layers, restore_cache_slots(group, placement.restorer.held(geometry))
                 index.restore_from(
                     [self._archive.decoded_by(layer) for layer in layers],
-                    [Slab(start=next(remaining), slots=slots) for _ in layers],
+                    [RestoreCache(start=next(remaining), slots=slots) for _ in layers],
                 )
         except Exception as error:
             self._drop_room()
@@ -122,16 +122,16 @@ class SelectedEntries(StreamedEntries):
 
     def _drop_room(self) -> None:
         super()._drop_room()
-        slabs, starts, self._slabs, self._starts = self._slabs, self._starts, (), []
+        caches, starts, self._caches, self._starts = self._caches, self._starts, (), []
         if starts:
             for index in self._indexes:
                 index.restore_no_more()
-            self._context.pool.release(list(slabs), starts)
+            self._context.pool.release(list(caches), starts)
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         super().add_footprint(held, length, end)
-        if self._slabs and any(self._counts(length)):
-            elements = sum(demand.elements for demand in self._slabs)
+        if self._caches and any(self._counts(length)):
+            elements = sum(demand.elements for demand in self._caches)
             held.add(restored=2 * elements * self._context.geometry.itemsize)
         for exact in self._sets:
             for part in exact.regions.parts:

@@ -638,7 +638,7 @@ class Reader {
   Sight* sights_ = nullptr;
 };
 
-// -- who does what ----------------------------------------------------------------------------------------------------
+// -- division of work ------------------------------------------------------------------------------------------------
 
 INLINE const int64_t* line_of(const Attention& call, int64_t query) {
   return call.regions + query * call.region_stride;
@@ -738,7 +738,7 @@ static void attend_as(Threads& threads, const Attention& call) {
     float* states = plan.states.data() + tile.states + item.head * (tile.end_chunk - tile.first_chunk) * each;
     float* own_states = states + (item.first_chunk - tile.first_chunk) * each;
     reader.read(tile, item.head, item.first_chunk, item.end_chunk, own_states);
-    // Who finishes the last piece joins them all, in their order.
+    // The thread that finishes the last piece joins them all, in their order.
     bool is_last = left[tile.left + item.head].fetch_sub(1, std::memory_order_acq_rel) == 1;
     if (is_last) reader.merge(tile, item.head, states);
   });

@@ -193,7 +193,7 @@ static void finish_choice(const Attention& call, const Choice& choice, int64_t c
   }
 }
 
-// -- who does what ----------------------------------------------------------------------------------------------------
+// -- division of work ------------------------------------------------------------------------------------------------
 
 // One choice for each query that chooses blocks and KV head.
 static void make_choices(const Attention& call, int threads, Lists& lists) {
@@ -242,7 +242,7 @@ static void attend_all(Threads& threads, const Attention& call) {
     work += (one.chunks * CHUNK * (call.query_heads / call.kv_heads + 2) + 2 * (one.end - one.first)) * call.head_dim / 16;
   bool is_alone = work < WORTH_THREADS;
   std::vector<std::atomic<int32_t>> left((size_t)count);
-  // body(item, choice, part) for each part; who has done the last one of a choice calls after(choice).
+  // body(item, choice, part) for each part; the thread that does the last one of a choice calls after(choice).
   auto each_part = [&](auto parts_of, const auto& body, const auto& after) {
     lists.items.clear();
     for (int64_t c = 0; c < count; c++) {

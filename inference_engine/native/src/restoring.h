@@ -1,10 +1,10 @@
 // Chosen tokens that have left the regions come back from their codes: the contract is `LayerDecoder`, in
 // `inference_engine/kv/context.py`.
 //
-//   match     which of a head's tokens its slab holds; the others get the slots that were chosen from longest ago
-//   restore   bits → levels · scale → product with the head's matrix, plus means → rotation → the slab
+//   match     which of a head's tokens its restore cache holds; the others get the slots used longest ago
+//   restore   bits → levels · scale → product with the head's matrix, plus means → rotation → the restore cache
 //
-// The bits of an entry depend on its code and the matrix alone, so what a slab holds changes no result.
+// The bits of an entry depend on its code and the matrix alone, so what a restore cache holds changes no result.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -28,7 +28,7 @@ struct Missing {
 };
 
 // Finds `count` positions, ascending, of one head: slots[i] is where positions[i] is or will be. Those that have to be
-// restored are added to `missing`. False if the slab has too few slots.
+// restored are added to `missing`. False if the restore cache has too few slots.
 static bool match(const Archive& archive, int head, const int32_t* positions, int64_t count, int64_t* slots,
                   std::vector<Missing>& missing) {
   int32_t* held = archive.held + head * archive.slots;
@@ -175,7 +175,7 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
   return sum(rest) == 0.0f && (kv_type != KV_FLOAT16 || largest(most) < LARGEST_F16);
 }
 
-// Missing tokens of one head into the slab.
+// Missing tokens of one head into the restore cache.
 static void restore_missing(const KeyIndex& index, int head, int dim, int32_t kv_type, void* keys, void* values,
                             const Missing* missing, int64_t count) {
   Archive& archive = *index.archive;

@@ -436,7 +436,7 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
   return chosen;
 }
 
-// Where the chosen tokens lie, if entries leave the regions: in the slab, in which some have to be restored first, or
+// Where the chosen tokens lie, if entries leave the regions: in the restore cache, where some have to be restored first, or
 // still in the ring buffer.
 static void find_places(const Attention& call, int64_t j, int64_t found, Scratch& scratch) {
   const Job& job = scratch.jobs[(size_t)j];
@@ -450,8 +450,8 @@ static void find_places(const Attention& call, int64_t j, int64_t found, Scratch
     std::fill(places, places + gone, 0);  // never read: the archive is reported as broken
     __atomic_store_n(&archive->is_broken, 1, __ATOMIC_RELAXED);
   }
-  int64_t slab = archive->start + job.head * archive->slots - (line[START] + job.head * line[HEAD_SLOTS]);
-  for (int64_t i = 0; i < gone; i++) places[i] += slab;
+  int64_t cache = archive->start + job.head * archive->slots - (line[START] + job.head * line[HEAD_SLOTS]);
+  for (int64_t i = 0; i < gone; i++) places[i] += cache;
   for (int64_t i = gone; i < found; i++) places[i] = job.sink + (chosen[i] - job.sink) % job.ring;
 }
 
@@ -470,7 +470,7 @@ static void finish_job(const Attention& call, const Job& job, int64_t found, Scr
   }
 }
 
-// -- who does what ----------------------------------------------------------------------------------------------------
+// -- division of work ------------------------------------------------------------------------------------------------
 
 static void make_jobs(const Attention& call, const int64_t* queries, int64_t count, Scratch& scratch) {
   int64_t group = call.query_heads / call.kv_heads, size = group * state_size(call.head_dim);
@@ -564,7 +564,7 @@ static void attend_all(Threads& threads, const Attention& call) {
     if (chooses_tokens(line_of(call, query))) queries.push_back(query);
   auto count = (int64_t)queries.size();
   for (int64_t first = 0, end; first < count; first = end) {
-    // Queries of one session share a slab: they restore into it one after another.
+    // Queries of one session share a restore cache: they restore into it one after another.
     auto is_new = [&](int64_t i) {
       const KeyIndex* index = index_of(line_of(call, queries[(size_t)i]));
       for (int64_t other = first; index->archive && other < i; other++)

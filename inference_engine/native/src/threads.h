@@ -69,7 +69,7 @@ class Threads {
     if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
   }
 
-  // body(first, end) over [0, total) in pieces of whole units. Which thread computes a piece depends on who is free:
+  // body(first, end) over [0, total) in pieces of whole units. A free thread takes the next piece:
   // a core that something else keeps busy then delays a step by one piece, not by half of the work.
   template <class Body>
   void split(int64_t total, int64_t unit, const Body& body) {

@@ -95,7 +95,7 @@ struct TrellisCodes {
   int64_t vectors, count, chains;
 };
 
-// Archived tokens of one session and layer, and the slab in which those that were chosen stay restored. `held`: which
+// Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. `held`: which
 // position each slot holds, -1 for none; `used`: when it was chosen last, by the clock of its head.
 struct Archive {
   Codes codes;

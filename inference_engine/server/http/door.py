@@ -49,7 +49,7 @@ class HttpDoor:
     def answers(self, peer: Peer, *, refuses: bool) -> bool:
         """A request on this connection is answered. Returns whether the connection is to be closed with the answer.
 
-        refuses: because it has no key. Others count too, because somebody without a key may make them.
+        refuses: because it has no key. Others count too, because they need no key.
         """
         is_too_many = self._unauthenticated.refused if refuses else self._unauthenticated.answered
         if not is_too_many(peer):

@@ -53,7 +53,7 @@ export class Client implements AsyncDisposable {
   /**
    * One of your own sessions, by its id, to go on with it: in another process, after a crash, from a list.
    *
-   * Throws SessionNotFound if it is closed, unknown or somebody else's. Leaving the block of its `await using` closes it.
+   * Throws SessionNotFound if it is closed, unknown or another owner's. Leaving the block of its `await using` closes it.
    */
   async session(sessionId: string, options: CallOptions = {}): Promise<Session> {
     if (textOf(sessionId, "sessionId") === "")

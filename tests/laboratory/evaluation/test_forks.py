@@ -44,7 +44,7 @@ def test_a_record_says_bytes_seconds_and_agreement_of_each_variant(tiny_target: 
         assert values[f"sessions with the tokens of anew, {variant}, at 60"]["median"] == 1
         assert values[f"first_token_seconds ÷ anew, {variant}, at 60"]["count"] == 2
         assert values[f"reserved_bytes ÷ anew, {variant}, at 60"]["median"] == 1
-    assert [row["way"] for row in payload["tables"]["forks"]] == [SHARED, COPIED, ANEW]
+    assert [row["method"] for row in payload["tables"]["forks"]] == [SHARED, COPIED, ANEW]
 
 
 def test_numbers_that_measure_nothing_are_refused(tiny_target: Target) -> None:

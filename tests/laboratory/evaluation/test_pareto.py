@@ -142,7 +142,7 @@ def test_one_wins_from_its_bytes_on_if_nothing_smaller_is_as_good() -> None:
 
 def test_the_table_of_winners_says_from_where_and_until_where(tmp_path: Path) -> None:
     payload = joined("--fidelity", fidelity(tmp_path), "--needle", needle(tmp_path))
-    facts = [line for line in payload["tables"]["who wins"] if line["measure"] == "share of planted facts found"]
+    facts = [line for line in payload["tables"]["winners"] if line["measure"] == "share of planted facts found"]
     assert [(line["from bytes a token"], line["wins"], line["until"]) for line in facts] == [
         (20, LATENT, "60 bytes a token"),
         (60, INT4, "110 bytes a token"),

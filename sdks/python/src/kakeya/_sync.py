@@ -94,7 +94,7 @@ class Client(ClientBase):
     def session(self, session_id: str, *, timeout: Timeout = DEFAULT) -> Session:
         """One of your own sessions, by its id, to go on with it: in another process, after a crash, from a list.
 
-        Raises SessionNotFound if it is closed, unknown or somebody else's. Leaving its `with` closes the session.
+        Raises SessionNotFound if it is closed, unknown or another owner's. Leaving its `with` closes the session.
         """
         flow = open_session(requests.session_id(session_id), self._patience(timeout))
         route = requests.route_of(session_id)

@@ -26,7 +26,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lanes:
+class AttentionStep:
     """keys, values: the pool's, NaN but for old entries that some query sees. whole: both, new ones written."""
 
     queries: Tensor
@@ -63,7 +63,9 @@ class Lanes:
         )
 
 
-def lanes(shape: tuple[int, int, int], dtype: torch.dtype, *, longest: int = 200, seed: int = 0) -> Lanes:
+def attention_step(
+    shape: tuple[int, int, int], dtype: torch.dtype, *, longest: int = 200, seed: int = 0
+) -> AttentionStep:
     """A step of sessions of all layouts and of forks, with one to eight new tokens each."""
     query_heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +110,7 @@ def lanes(shape: tuple[int, int, int], dtype: torch.dtype, *, longest: int = 200
         rows += new
         start += kv_heads * layout.region
     written = torch.cat(places)
-    return Lanes(
+    return AttentionStep(
         queries=torch.randn(rows, query_heads, dim, generator=generator).to(dtype),
         keys=poisoned[0],
         values=poisoned[1],
