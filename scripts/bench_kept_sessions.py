@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from inference_engine.cli.child import child_server
+from inference_engine.compose import open_parts
 from inference_engine.config import EngineConfig, ModelConfig, resolve
 from inference_engine.session.sqlite_journal import COPIES
 from kakeya import Client, GenerateResult, Session
@@ -40,11 +41,8 @@ def ids(count: int, *, seed: int) -> list[int]:
 
 def session_bytes(model: ModelConfig, engine: EngineConfig, limit: int) -> int:
     """What a session of so many tokens reserves."""
-    with (
-        child_server(model, replace(engine, state_dir="", durability="none")) as child,
-        Client(child.wait_ready()) as client,
-    ):
-        return client.create_session(limit_tokens=limit).sustained_bytes
+    with open_parts(model).engine(replace(engine, state_dir="", durability="none")) as made:
+        return made.create_session(limit_tokens=limit).bound.sustained_bytes
 
 
 def talk(client: Client, session_id: str, appended: list[int]) -> tuple[float, GenerateResult]:
