@@ -7,6 +7,9 @@ make room for later ones, and its K/V goes into a file before. Then each goes on
 turn it is has been out of memory for longest. A client that knows nothing but the id appends some ids and generates;
 the server says how many tokens had K/V then (`cached_token_count`), and how many it computed. With `--restart` the
 server is stopped and started between. Exits with 1 if more than a delta was computed for any session.
+
+Most of the time is the prefill of each session's first turn. With `--own N` there is one such prefill: sessions are
+forks of one, each with a copy of its K/V (`share_forks` false) and with the last N of its tokens its own.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ from typing import Any
 import numpy as np
 
 from inference_engine.cli.child import child_server
+from inference_engine.compose import open_parts
 from inference_engine.config import EngineConfig, ModelConfig, resolve
-from kakeya import Client, GenerateResult
+from inference_engine.session.sqlite_journal import COPIES
+from kakeya import Client, GenerateResult, Session
 from laboratory.evaluation import record
 
 GENERATED, APPENDED = 8, 16
+COPIED_SECONDS = 600.0  # for copies of K/V to be written, however slow the disk is
 
 
 def ids(count: int, *, seed: int) -> list[int]:
@@ -35,11 +41,8 @@ def ids(count: int, *, seed: int) -> list[int]:
 
 def session_bytes(model: ModelConfig, engine: EngineConfig, limit: int) -> int:
     """What a session of so many tokens reserves."""
-    with (
-        child_server(model, replace(engine, state_dir="", durability="none")) as child,
-        Client(child.wait_ready()) as client,
-    ):
-        return client.create_session(limit_tokens=limit).sustained_bytes
+    with open_parts(model).engine(replace(engine, state_dir="", durability="none")) as made:
+        return made.create_session(limit_tokens=limit).bound.sustained_bytes
 
 
 def talk(client: Client, session_id: str, appended: list[int]) -> tuple[float, GenerateResult]:
@@ -53,22 +56,43 @@ def talk(client: Client, session_id: str, appended: list[int]) -> tuple[float, G
 
 
 class Bench:
-    def __init__(self, sessions: int, tokens: int, pause_seconds: float) -> None:
+    """own: tokens of each session that are its own; 0: all. copies: the folder with copies of K/V."""
+
+    def __init__(self, sessions: int, room: int, tokens: int, own: int, pause_seconds: float, copies: Path) -> None:
         self.prefills: list[float] = []
         self.wakes: list[float] = []
         self.computed: list[int] = []
         self.cached: list[int] = []
         self.ids: list[str] = []
-        self._sessions, self._tokens, self._pause_seconds = sessions, tokens, pause_seconds
+        self._sessions, self._room, self._tokens, self._own = sessions, room, tokens, own
+        self._pause_seconds, self._copies = pause_seconds, copies
 
     def begin(self, client: Client, limit: int) -> None:
+        first = self._begin_first(client, limit) if self._own else None
         for number in range(self._sessions):
-            self.ids.append(client.create_session(limit_tokens=limit).id)
-            seconds, done = talk(client, self.ids[-1], ids(self._tokens, seed=number))
-            assert done.cached_tokens == 0
+            session = client.create_session(limit_tokens=limit) if first is None else first.fork()
+            self.ids.append(session.id)
+            seconds, done = talk(client, session.id, ids(self._own or self._tokens, seed=number))
+            assert done.cached_tokens == (self._tokens - self._own - 1 if first else 0)
             self.prefills.append(seconds)
             self._report("begun", number)
             time.sleep(self._pause_seconds)
+            self._wait_for_copies(number + 1 - self._room // 2)  # one that has none yet would be computed again
+        if first is not None:
+            first.close()
+        self._wait_for_copies(self._sessions)
+
+    def _begin_first(self, client: Client, limit: int) -> Session:
+        first = client.create_session(limit_tokens=limit)
+        first.append(ids(self._tokens - self._own - 1, seed=self._sessions))
+        first.generate(1).result()
+        return first
+
+    def _wait_for_copies(self, count: int) -> None:
+        until = time.monotonic() + COPIED_SECONDS
+        while len(list(self._copies.glob("*.kv"))) < count:
+            assert time.monotonic() < until, f"there are fewer than {count} copies of K/V after {COPIED_SECONDS:.0f} s"
+            time.sleep(0.02)
 
     def go_on(self, client: Client) -> None:
         for number, session_id in enumerate(self.ids):
@@ -91,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--room", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--own", type=int, default=0, help="tokens of each that no other has (default: all)")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between sessions, for fast models")
     parser.add_argument("--restart", action="store_true", help="stop and start the server before sessions go on")
     parser.add_argument("--folder", type=Path, help="for the state folder (default: the system's for temporary files)")
@@ -100,11 +125,12 @@ def main(arguments: list[str] | None = None) -> int:
     commit, began = record.running_commit(args.commit), time.monotonic()
     model = resolve(ModelConfig, {"model": args.model, "threads": args.threads})
     limit = args.tokens + 2 * GENERATED + APPENDED
-    bench = Bench(args.sessions, args.tokens, args.pause)
     with TemporaryDirectory(dir=args.folder) as folder:
+        state = Path(folder) / "state"
+        bench = Bench(args.sessions, args.room, args.tokens, args.own, args.pause, state / COPIES)
         settings: dict[str, Any] = {"strategy": args.strategy, "hibernate": "always", "hibernate_after_seconds": 0.0}
         settings |= {"history_tokens_per_owner": 0, "session_evictable_seconds": 0.0}
-        settings |= {"state_dir": str(Path(folder) / "state"), "durability": "process"}
+        settings |= {"state_dir": str(state), "durability": "process", "share_forks": False}
         engine = EngineConfig(**settings)
         each = session_bytes(model, engine, limit)
         engine = replace(engine, kv_bytes=args.room * each + each // 2)
@@ -122,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     others = {number: one for number, one in enumerate(bench.computed) if one != delta}
     print(f"more than the delta was computed for {others}" if others else "only deltas were computed")
     only_delta = sum(one == delta for one in bench.computed)
+    what = f"a prefill of {args.own or args.tokens} tokens"
     ratios = [wake / prefill for wake, prefill in zip(bench.wakes, bench.prefills, strict=True)]
     values = {
         "sessions that go on": record.exact(len(bench.wakes), "sessions"),
@@ -129,8 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
         "tokens computed for one": record.summarize([float(one) for one in bench.computed], "tokens"),
         "tokens that had K/V": record.summarize([float(one) for one in bench.cached], "tokens"),
         "first token of a session that goes on": record.summarize(bench.wakes, "seconds"),
-        "first token of its first turn, a prefill": record.summarize(bench.prefills, "seconds"),
-        "first token, going on ÷ prefill": record.summarize(ratios, "ratio"),
+        f"first token of its first turn, {what}": record.summarize(bench.prefills, "seconds"),
+        "first token, going on ÷ first turn": record.summarize(ratios, "ratio"),
         "memory for K/V": record.exact(capacity, "bytes"),
         "sessions that it has room for": record.exact(capacity // each, "sessions"),
         "state folder": record.exact(nbytes, "bytes"),
@@ -147,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "model": Path(model.model).name,
                 "strategy": args.strategy,
                 "tokens": args.tokens,
+                "own_tokens": args.own or args.tokens,
                 "appended_tokens": APPENDED,
                 "is_restarted": args.restart,
                 "pause_seconds": args.pause,
@@ -156,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
             },
             "seeds": [0, args.sessions - 1],
             "values": values,
-            "baseline": "the prefill of the same session's first turn",
+            "baseline": f"the same session's first turn, {what}",
         },
         results_dir=args.results,
     )

@@ -417,6 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
         soak.pool.shutdown()
+        logging.disable(logging.NOTSET)
     soak.count("wrong", len(soak.wrong), "faults")
     soak.count("seconds of all processes", round(sum(part.seconds for part in soak.done)), "s")
     seeds = [part.seed for part in soak.done] or [args.seed]

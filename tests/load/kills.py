@@ -15,7 +15,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,68 +32,79 @@ LAW = solo_of(Full())
 PATIENCE_SECONDS = 600.0  # of any machine, however busy
 NO_ANSWER = (TransportError, DeadlineExceeded)
 MOST_TOKENS = 250  # of one session
-LONGEST_SECONDS = 0.5  # until a kill
+LONGEST_SECONDS = 0.5  # until a kill; most come sooner, when much is new
 
 
-class Lives:
-    """A server on one port and folder, started again as often as a test asks."""
+class Nursery:
+    """A process that has imported everything, and forks the lives of servers on one port, one at a time."""
 
-    def __init__(self, folder: Path, durability: str, *, is_early: bool = False) -> None:
+    def __init__(self) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.target = f"127.0.0.1:{port}"
-        command = [sys.executable, str(Path(__file__).with_name("serve_lives.py")), str(port), str(folder), durability]
-        path = f"{ROOT}:{ROOT / 'sdks/python/src'}"
+        self._life = 0
         self._process = subprocess.Popen(
-            [*command, *(["early"] if is_early else [])],
+            [sys.executable, str(Path(__file__).with_name("serve_lives.py")), str(port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=child_environment(PYTHONPATH=path, OMP_WAIT_POLICY="PASSIVE"),
+            env=child_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sdks/python/src'}", OMP_WAIT_POLICY="PASSIVE"),
             cwd=ROOT,
         )
-        self._life = 0
 
-    def begin(self) -> None:
-        """Returns once it can be reached."""
-        self._say()
+    def begin(self, folder: Path, durability: str, *, is_early: bool) -> None:
+        """Returns once a life can be reached. is_early: it is the control."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps([str(folder), durability, is_early])}\n")
+        self._process.stdin.flush()
         self._life = int(self._line())
         assert self._line() == "ready"
 
-    def kill(self) -> None:
-        os.kill(self._life, signal.SIGKILL)
-        assert self._line() == f"ended {int(signal.SIGKILL)}"
+    def end_life(self, by: signal.Signals) -> int:
+        """The status of the life, once the signal has ended it. 0: it ended in order, or there is none."""
+        if not self._life:
+            return 0
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself, and its status says how
+            os.kill(self._life, by)
+        self._life = 0
+        word, status = self._line().split()
+        assert word == "ended"
+        return int(status)
 
-    def stop(self) -> None:
-        """End the life in order, and the process that begins lives."""
-        os.kill(self._life, signal.SIGTERM)
-        assert self._line() == "ended 0"
-        self._say("end")
-        self._leave()
-
-    def abandon(self) -> None:
-        for process in (self._life, self._process.pid):
-            if process:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-        self._leave()
-
-    def _leave(self) -> None:
-        self._process.wait(30)
+    def end(self) -> None:
+        self.end_life(signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-
-    def _say(self, line: str = "") -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n" if line else "live\n")
-        self._process.stdin.flush()
+        self._process.wait(30)
 
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
+
+
+class Lives:
+    """A server on one folder, started again as often as a test asks."""
+
+    def __init__(self, nursery: Nursery, folder: Path, durability: str, *, is_early: bool = False) -> None:
+        self.target = nursery.target
+        self._nursery = nursery
+        self._begin = partial(nursery.begin, folder, durability, is_early=is_early)
+
+    def begin(self) -> None:
+        """Returns once it can be reached."""
+        self._begin()
+
+    def kill(self) -> None:
+        status = self._nursery.end_life(signal.SIGKILL)
+        assert status == signal.SIGKILL, f"a life ended with status {status}"
+
+    def stop(self) -> None:
+        """End the life in order."""
+        status = self._nursery.end_life(signal.SIGTERM)
+        assert status == 0, f"a life ended with status {status}"
 
 
 class Agents:
@@ -234,14 +246,22 @@ def has_node_agents() -> bool:
 
 
 @contextmanager
-def lives(folder: Path, durability: str, *, is_early: bool = False) -> Iterator[Lives]:
-    server = Lives(folder, durability, is_early=is_early)
+def nurseries() -> Iterator[Nursery]:
+    nursery = Nursery()
+    try:
+        yield nursery
+    finally:
+        nursery.end()
+
+
+@contextmanager
+def lives(nursery: Nursery, folder: Path, durability: str, *, is_early: bool = False) -> Iterator[Lives]:
+    server = Lives(nursery, folder, durability, is_early=is_early)
     try:
         yield server
         server.stop()
-    except BaseException:
-        server.abandon()
-        raise
+    finally:
+        nursery.end_life(signal.SIGKILL)  # one that a test left
 
 
 def kill_often(
@@ -255,13 +275,17 @@ def kill_often(
     of: type[Agents] | type[NodeAgents] = Agents,
     is_over: Callable[[], bool] = lambda: False,
     patience_seconds: float = PATIENCE_SECONDS,
+    nursery: Nursery | None = None,
 ) -> tuple[Counter[str], list[str], list[str]]:
     """Kill a server so many times, at random moments, under agents. What they did, what was wrong, agents that gave up.
 
-    is_over: asked before each kill; True ends it early.
+    is_over: asked before each kill; True ends it early. nursery: of the lives; None: one of its own.
     """
     rng = random.Random(seed)
-    with lives(folder, durability, is_early=is_early) as server:
+    with (
+        nurseries() if nursery is None else nullcontext(nursery) as place,
+        lives(place, folder, durability, is_early=is_early) as server,
+    ):
         server.begin()
         talking = of(server.target, agents, seed, patience_seconds=patience_seconds)
         # A client that never reached its server has little patience.
@@ -272,7 +296,7 @@ def kill_often(
         for _ in range(kills):
             if talking.wrong or talking.gave_up or is_over():
                 break
-            time.sleep(rng.uniform(0.02, LONGEST_SECONDS))
+            time.sleep(0.02 + (LONGEST_SECONDS - 0.02) * rng.random() ** 2)
             server.kill()
             server.begin()
             talking.counts["kills"] += 1

@@ -36,7 +36,7 @@ from tests.load.early import Early
 from tests.load.scripted import scripted_engine, solo_of
 
 MOST_TOKENS = 250  # of one session
-LONGEST_SECONDS = 0.2  # until a kill
+LONGEST_SECONDS = 0.2  # until a kill; most come sooner, when much is new
 IDLE_SECONDS = 0.03  # between some calls, so that there are copies of K/V
 LAW = solo_of(Full())
 # Copies of K/V are written and read as often as can be.
@@ -293,7 +293,7 @@ def kill_engines(
     rng = random.Random(seed)
     lives = Lives(folder, durability, agents, seed, is_early=is_early)
     while lives.counts["kills"] < kills and not lives.wrong and not is_over():
-        lives.live(rng.uniform(0.0, LONGEST_SECONDS), is_from_fork=rng.random() < 0.25)
+        lives.live(LONGEST_SECONDS * rng.random() ** 2, is_from_fork=rng.random() < 0.25)
     if not lives.wrong:
         lives.live(None)
     return lives.counts, lives.wrong, []

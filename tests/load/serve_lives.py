@@ -1,11 +1,13 @@
 """A server that is killed again and again: lives forked from one process that has imported everything.
 
-usage: serve_lives.py <port> <state folder> <power|process> [early]
+usage: serve_lives.py <port>
 
-A line on standard input begins a life, whose process id and readiness are lines on standard output; an empty line, or
-the input's end, ends all. `early` is the control: it answers before anything is recorded.
+A line on standard input begins a life: a list of its state folder, its durability, and whether it is the control, which
+answers before anything is recorded. Its process id and its readiness are lines on standard output. The input's end ends
+all.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -21,12 +23,11 @@ from laboratory.scripted import Script
 from tests.load.early import Early
 from tests.load.scripted import scripted_engine
 
-port, folder, durability = sys.argv[1:4]
-is_early = sys.argv[4:] == ["early"]
+port = int(sys.argv[1])
 torch.set_num_threads(1)
 
 
-def live() -> None:
+def live(folder: str, durability: str, is_early: bool) -> None:
     metrics = EngineMetrics()
     kind = Early if is_early else SQLiteJournal
     journal = kind(Path(folder), Durability(durability), weights="scripted", metrics=metrics)
@@ -39,13 +40,11 @@ def live() -> None:
 
 
 for line in sys.stdin:
-    if not line.strip():
-        break
     if (life := os.fork()) == 0:
         status = 1
         try:
             print(os.getpid(), flush=True)
-            live()
+            live(*json.loads(line))
             status = 0
         finally:
             os._exit(status)

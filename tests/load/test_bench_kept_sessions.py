@@ -11,10 +11,10 @@ from scripts.bench_kept_sessions import main
 from tests.tiny_folder import save_tiny_chat_model
 
 
-@pytest.mark.parametrize("words", [(), ("--restart",)], ids=["in turn", "restarted"])
+@pytest.mark.parametrize("words", [(), ("--restart", "--own=20")], ids=["in turn", "forks, restarted"])
 def test_a_session_that_goes_on_computes_its_delta_alone(tmp_path: Path, words: tuple[str, ...]) -> None:
     folder = save_tiny_chat_model(tmp_path / "tiny")
-    typed = ["--model", str(folder), "--sessions", "9", "--room", "3", "--tokens", "90", "--pause=0.3", *words]
+    typed = ["--model", str(folder), "--sessions", "9", "--room", "3", "--tokens", "90", *words]
     assert main([*typed, "--results", str(tmp_path / "results"), "--folder", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("results/kept_sessions_tiny/*/record.json")
     found = read_record(path, "kept_sessions_tiny", None)["values"]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from inference_engine.config import child_environment
 from inference_engine.errors import ConfigError
 from laboratory.evaluation.record import read_record
-from scripts.soak_journal import Part, Soak, journal_digest, read_parts
+from scripts.soak_journal import Part, Soak, journal_digest, main, read_parts
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = {"commit": "a" * 40, "journal": journal_digest(), "machine": "a machine"}
 ONE = Part("states", "states", 7, {"whole": 150}, [], 2.5, HERE)
 
@@ -47,7 +43,9 @@ def test_a_run_does_what_is_missing_with_seeds_that_were_not_used() -> None:
     assert not list(soak.batches("states", 150, 200, 6))
 
 
-def test_agents_that_gave_up_are_told_from_tokens_that_were_lost(tmp_path: Path) -> None:
+def test_agents_that_gave_up_are_told_from_tokens_that_were_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = Part("pipe, power", "kills", 1, {"kills": 30, "tokens": 9}, [], 2.5, HERE)
     control = replace(done, name="pipe control", seed=9, counts={"kills": 2})
     lost = replace(done, name="python, power", wrong=["a token is lost"])
@@ -59,12 +57,8 @@ def test_agents_that_gave_up_are_told_from_tokens_that_were_lost(tmp_path: Path)
     ):
         file = written(tmp_path / "parts", *parts)
         arguments = ["kill", "--forms", "pipe", "--count", "30", "--parts", str(file), "--results", str(tmp_path)]
-        command = [sys.executable, str(ROOT / "scripts" / "soak_journal.py"), *arguments]
-        ended = subprocess.run(
-            command, env=child_environment(), capture_output=True, text=True, check=False, timeout=240
-        )
-        assert ended.returncode == status, ended.stderr
-        assert ended.stdout.splitlines()[-1].startswith(said)
+        assert main(arguments) == status
+        assert capsys.readouterr().out.splitlines()[-1].startswith(said)
         (path,) = tmp_path.glob("soak_kill/*/record.json")
         found = read_record(path, "soak_kill", "machines")
         assert len(found["tables"]["wrong"]) == sum(len(one.wrong) for one in parts)
@@ -75,10 +69,7 @@ def test_agents_that_gave_up_are_told_from_tokens_that_were_lost(tmp_path: Path)
 def test_a_record_sums_what_runs_before_did_and_says_where(tmp_path: Path) -> None:
     before = replace(ONE, where={**HERE, "machine": "another machine"})
     parts = written(tmp_path / "parts", before)
-    command = [sys.executable, str(ROOT / "scripts" / "soak_journal.py"), "power", "--count", "170"]
-    command += ["--parts", str(parts), "--results", str(tmp_path)]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
+    assert main(["power", "--count", "170", "--parts", str(parts), "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("soak_power/*/record.json")
     found = read_record(path, "soak_power", "machines")
     assert found["values"]["states, in all"]["median"] == 170

@@ -16,7 +16,7 @@ from tests.tiny_folder import save_tiny_chat_model
 
 Do = Callable[..., Awaitable[Any]]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
-TOKENS = 600
+TOKENS = (600, 30)  # of the Generate that a kill has to meet, and of the one that follows
 ENDLESS = kakeya.SinkWindow(sink=4, window=32)
 
 
@@ -75,7 +75,7 @@ async def test_a_stream_goes_on_where_a_server_that_keeps_sessions_was_killed_an
         session = await do(client.create_session, ENDLESS, label="kept")
         for turn in range(2):
             said.append(await do(session.append, PROMPT))
-            stream = session.generate(TOKENS, temperature=1.2, seed=turn, logprobs=True)
+            stream = session.generate(TOKENS[turn], temperature=1.2, seed=turn, logprobs=True)
             tokens = stream.details()
             for _ in range(2):
                 await do(lambda tokens=tokens: next(tokens)) if flavour == "threads" else await anext(tokens)
