@@ -54,9 +54,7 @@ def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
 ) -> None:
     path = tmp_path / "kakeya.toml"
     path.write_text('modle = "x"\n', encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"unknown settings modle \(did you mean mode or model\?\); the"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean mode or model\?\); the"):
         resolve(ModelConfig, file=str(path))
     for name in ("KAKEYA_MODLE", "KAKEYA_MODEL", "KAKEYA_CONFIG", "KAKEYA_PYTHON", "KAKEYA_TARGET", "KAKEYA_TOKENIZER"):
         monkeypatch.setenv(name, "x")
