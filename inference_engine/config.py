@@ -409,20 +409,15 @@ def _names() -> set[str]:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    close = get_close_matches(name, known, n=2, cutoff=0.75)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def misspelled_variables() -> tuple[str, ...]:
     """Variables of the environment that are no setting and read like one, each with the setting's own."""
     known = {name.upper() for name in _names()} | {_FILE_VARIABLE.removeprefix(_VARIABLE)}
     given = sorted(name.removeprefix(_VARIABLE) for name in os.environ if name.startswith(_VARIABLE))
-    return tuple(
-        f"{_VARIABLE}{name} (did you mean {_VARIABLE}{close}?)"
-        for name in given
-        if name not in known
-        for close in get_close_matches(name, known, n=1, cutoff=0.75)
-    )
+    return tuple(f"{_VARIABLE}{name}{meant}" for name in given if name not in known and (meant := _meant(name, known)))
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -54,11 +54,11 @@ def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
 ) -> None:
     path = tmp_path / "kakeya.toml"
     path.write_text('modle = "x"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean model\?\); the settings are "):
+    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean mode or model\?\); the"):
         resolve(ModelConfig, file=str(path))
     for name in ("KAKEYA_MODLE", "KAKEYA_MODEL", "KAKEYA_CONFIG", "KAKEYA_PYTHON", "KAKEYA_TARGET", "KAKEYA_TOKENIZER"):
         monkeypatch.setenv(name, "x")
-    assert misspelled_variables() == ("KAKEYA_MODLE (did you mean KAKEYA_MODEL?)",)
+    assert misspelled_variables() == ("KAKEYA_MODLE (did you mean MODE or MODEL?)",)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_yes_and_no_are_true_and_false_as_text_and_as_they_are(subtests: pytest.
 
 def test_what_is_neither_true_nor_false_is_refused(subtests: pytest.Subtests) -> None:
     for given in ("yes", "1", "", 1, 0.0):
-        with subtests.test(str(given)), pytest.raises(ConfigError, match="flag allow_plaintext"):
+        with subtests.test(str(given)), pytest.raises(ConfigError, match="flag --allow-plaintext"):
             resolve(ServerConfig, {"allow_plaintext": given})
 
 
 def test_a_number_is_not_a_yes_and_a_yes_is_no_number() -> None:
-    with pytest.raises(ConfigError, match="flag max_owner_calls"):
+    with pytest.raises(ConfigError, match="flag --max-owner-calls"):
         resolve(ServerConfig, {"max_owner_calls": True})
