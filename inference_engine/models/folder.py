@@ -139,7 +139,7 @@ def gguf_in(folder: Path) -> Path | None:
     """
     if not folder.is_dir() or (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return None
-    # Looked for here alone first: a folder of anything else, such as somebody's home, is not searched through.
+    # Looked for here alone first: a folder of anything else, such as a home folder, is not searched through.
     names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(GGUF_SUFFIX))
     if not names:
         return None
