@@ -69,7 +69,9 @@ class StepPlan:
         self._attend_ragged = ops.attend_ragged
         is_padded = geometry.token_quantum > 1
         # Sessions whose bits do not depend on what is in the step: they need no padding.
-        unpadded = {index for index, kv in enumerate(sessions) if is_padded and _has_one_order(kv, ops)}
+        unpadded: set[int] = set()
+        if is_padded:
+            unpadded.update(index for index, kv in enumerate(sessions) if _has_one_order(kv, ops))
         attends_together = ops.attends_together and not is_padded
         self.spans: list[StagedQueries] = []  # of each session
         total = 0

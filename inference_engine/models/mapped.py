@@ -12,11 +12,13 @@ import mmap
 import os
 from pathlib import Path
 from types import TracebackType
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from inference_engine.models.folder import weight_files
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MAPS = Path("/proc/self/maps")
 
@@ -28,6 +30,8 @@ def let_go(data: NDArray[np.uint8]) -> None:
 
     A page that is looked at again is read again. Does nothing for other arrays, and where the system cannot.
     """
+    import numpy as np  # here: reading the command line comes by this file, and must not take its time
+
     base: object = data
     while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
         base = base.base
