@@ -588,8 +588,8 @@ def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
     capacity = context.pool.capacity_bytes
     if needed.peak_bytes > capacity:
         return NoCapacity(
-            f"the session needs {needed.peak_bytes} bytes of K/V and the server has {capacity} in all; ask for a "
-            "smaller limit_tokens or another strategy",
+            f"the session needs {needed.peak_bytes} bytes of K/V and the server has {capacity} in all; a "
+            "session with a smaller limit_tokens or another strategy needs less",
             needed_bytes=needed.peak_bytes,
             capacity_bytes=capacity,
         )

@@ -39,7 +39,8 @@ def let_go(data: NDArray[np.uint8]) -> None:
     # Memory of our own, or a private copy that was written to, would lose its numbers.
     if not isinstance(base, np.memmap) or base.mode != "r" or advice is None:
         return
-    mapped: mmap.mmap = base._mmap  # type: ignore[attr-defined]
+    mapped = base.base
+    assert isinstance(mapped, mmap.mmap), "a np.memmap is a view of its mapping"
     first = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
     begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, (first + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:

@@ -55,8 +55,8 @@ async def says(target: str, source: str | None, said: bytes, seconds: float = 20
     return True
 
 
-def saying(said: bytes) -> Attack:
-    """Say this, over and over."""
+def repeating(said: bytes) -> Attack:
+    """Send this, over and over."""
 
     async def attack(target: str, seconds: float, source: str | None) -> int:
         ends, sent = time.monotonic() + seconds, 0
@@ -98,10 +98,10 @@ async def slow_headers(target: str, seconds: float, source: str | None) -> int:
 
 
 ATTACKS: dict[str, Attack] = {
-    "requests with a wrong key": saying(WRONG_KEY * MOST_REFUSALS),
-    "a flood of health": saying(HEALTH * (FIRST_BYTES // len(HEALTH))),
-    "what is no HTTP": saying(NO_HTTP),
-    "a long body": saying(LONG_BODY),
+    "requests with a wrong key": repeating(WRONG_KEY * MOST_REFUSALS),
+    "a flood of health": repeating(HEALTH * (FIRST_BYTES // len(HEALTH))),
+    "what is no HTTP": repeating(NO_HTTP),
+    "a long body": repeating(LONG_BODY),
     "slow headers": slow_headers,
 }
 

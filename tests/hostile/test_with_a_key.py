@@ -100,7 +100,9 @@ def test_appends_that_wait_hold_their_ids_and_nothing_else() -> None:
             while held_tokens(config.metrics_bind) < APPENDS * len(ids):
                 assert time.monotonic() < ends, "not all of them wait"
                 time.sleep(0.1)
-            while server.resident_bytes - before > APPENDS * 2 * 4 * len(ids):
+            # 1.5 times their bytes; 2.8 on a busy machine, where freed messages may leave holes between them. It is 3.4
+            # if the messages are held, too.
+            while server.resident_bytes - before > APPENDS * 3 * 4 * len(ids):
                 assert time.monotonic() < ends, f"{(server.resident_bytes - before) >> 20} MiB"
                 time.sleep(0.1)
             assert not any(each.done() for each in appends)

@@ -11,12 +11,12 @@ class _IsInt(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, int)
 
+    def __call__(cls, *numbers: Any) -> int:
+        return int(np.asarray(*numbers).reshape(()))
+
 
 class _IntOfArray(metaclass=_IsInt):
     """int() as Triton's interpreter calls it: of arrays of one number too, which numpy no longer allows."""
-
-    def __new__(cls, number: object) -> int:  # type: ignore[misc]
-        return int(np.asarray(number).reshape(()))
 
 
 def prepare() -> None:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -106,10 +107,10 @@ def test_pages_that_were_read_leave_memory_and_come_back_as_they_are(tmp_path: P
 
 
 @pytest.mark.parametrize("mode", ["own", "c", "r+"])
-def test_memory_that_is_not_a_files_alone_is_left_as_it_is(tmp_path: Path, mode: str) -> None:
+def test_memory_that_is_not_a_files_alone_is_left_as_it_is(tmp_path: Path, mode: Literal["own", "c", "r+"]) -> None:
     path = tmp_path / "weights"
     np.zeros(2**16, np.uint8).tofile(path)
-    data = np.zeros(2**16, np.uint8) if mode == "own" else np.memmap(path, np.uint8, mode)  # type: ignore[call-overload]
+    data = np.zeros(2**16, np.uint8) if mode == "own" else np.memmap(path, np.uint8, mode)
     data[:] = 7
     let_go(data)
     let_go(data[5:])
