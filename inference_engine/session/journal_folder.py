@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from errno import EROFS
 from pathlib import Path
 
 import psutil
@@ -48,13 +49,14 @@ class FolderLock:
 
 
 def check_private(folder: Path) -> None:
-    """Make the folder, or raise ConfigError if others may read or change it."""
+    """Make the folder, or raise ConfigError if others may read or change it, or it cannot be changed at all."""
+    read_only = f"state_dir {folder} is on a file system mounted read-only: mount it for writing, or name another one"
     try:
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
+        found, system = folder.stat(), os.statvfs(folder)
     except OSError as error:
-        raise ConfigError(f"state_dir {folder}: {error.strerror}") from error
+        raise ConfigError(read_only if error.errno == EROFS else f"state_dir {folder}: {error.strerror}") from error
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"state_dir {folder} is not a folder")
     if found.st_uid != os.geteuid():
@@ -67,6 +69,8 @@ def check_private(folder: Path) -> None:
             f"state_dir {folder} has the mode {stat.S_IMODE(found.st_mode):o}, so that others can reach the histories "
             f"in it: chmod 700 {folder}"
         )
+    if system.f_flag & os.ST_RDONLY:
+        raise ConfigError(read_only)
 
 
 def take_folder(folder: Path) -> FolderLock:

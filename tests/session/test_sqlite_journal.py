@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -358,6 +359,18 @@ def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tm
         SQLiteJournal(tmp_path / "file", Durability.POWER, weights="a", metrics=EngineMetrics())
     with pytest.raises(ConfigError, match="No such file"):
         SQLiteJournal(tmp_path / "gone" / "state", Durability.POWER, weights="a", metrics=EngineMetrics())
+
+
+def test_a_file_system_that_is_mounted_read_only_is_named_before_anything_is_opened(tmp_path: Path) -> None:
+    """What SQLite says of it is "disk I/O error"."""
+    tmp_path.chmod(0o700)
+    mounted = os.statvfs_result((*os.statvfs(tmp_path)[:8], os.ST_RDONLY, 255))
+    with patch("os.statvfs", return_value=mounted), pytest.raises(ConfigError, match="read-only: mount it for writing"):
+        open_journal(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with patch.object(Path, "mkdir", side_effect=refused), pytest.raises(ConfigError, match="mounted read-only"):
+        SQLiteJournal(tmp_path / "new", Durability.POWER, weights="a", metrics=EngineMetrics())
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
