@@ -32,17 +32,14 @@ from laboratory.evaluation import record
 PATHS = ("tests/kernels", "tests/backends", "tests/laws/test_ragged_laws.py", "tests/kv/test_tiered.py")
 OUTCOMES = ("passed", "failed", "skipped")
 SANITIZED = (
-    *("test_fused.compare_products", "test_fused.compare_products_of_any_number", "test_fused.compare_heads"),
-    *(
-        "test_offloaded.compare_kernel",
-        "test_noise.compare_kernel",
-        "test_topk.compare_kernel",
-        "test_trellis.compare_kernel",
-    ),
-    *("test_ragged_attention.compare_kernel", "test_ragged_attention.compare_chunks_and_selections"),
-    "test_ragged_attention.compare_selecting_steps",
+    *(f"test_fused.compare_{each}" for each in ("products", "products_of_any_number", "heads")),
+    *(f"test_quantised.compare_{each}" for each in ("products", "products_of_any_number", "numbers", "every_code")),
+    *(f"test_choosing.compare_{each}" for each in ("choosing", "equals", "rounded", "tiles", "restoring")),
+    *(f"test_ragged_attention.compare_{each}" for each in ("kernel", "chunks_and_selections", "selecting_steps")),
+    *(f"test_{each}.compare_kernel" for each in ("offloaded", "noise", "topk", "trellis")),
+    *("test_latents.compare_with_triton", "test_long_chunks.compare_merged"),
 )
-_AT_ONCE = 5
+_AT_ONCE = 8
 _TOOL_FAILED = 97
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 
@@ -130,7 +127,7 @@ def sanitize(arguments: argparse.Namespace) -> int:
                 rows.append({**row, "seconds": round(time.monotonic() - began, 1)})
                 print(rows[-1], flush=True)
                 if child.returncode:
-                    print(printed[-3000:], flush=True)
+                    print(printed[:6000], flush=True)  # the first error is what the others follow from
                 _write_memcheck(rows, len(SANITIZED), arguments)  # again after each: nothing is lost
             if is_late:
                 break

@@ -13,7 +13,8 @@ What the list means is said in `models/step_list.py`; that it is right for a mod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.kernels.fused import Fused, RowNorm, gated
+from inference_engine.kernels.fused import Fused, RowNorm, Turn, gated
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.numbers import StepTables
@@ -49,20 +50,25 @@ from inference_engine.models.step_list import (
 # Of the largest number: torch multiplies normed states that were rounded, and they are thousands.
 _MOST_ROUNDINGS = 4.0
 _CHECKED = (1, 2, 17, 64, 300, 2048)  # numbers of tokens, which have different tiles
+_MOST_TURN_BYTES = 2**28
+_TURNS_AT_ONCE = 2**14  # positions
 _MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory that a model was given
 
 
 @dataclass(slots=True)
 class _State:
-    """A step on its way through the list. registers: [N, width] each, replaced and never written to."""
+    """A step on its way through the list. registers: [N, width] each, replaced and never written to.
+
+    writes: where K and V go where there are no regions, [N] times the layers' KV heads, ascending.
+    """
 
     ids: Tensor
-    positions: Tensor
+    writes: Tensor | None
+    turns: Mapping[str, Turn]
     kept: Tensor
     plan: StepTables | AttentionPlan
     tap_layers: tuple[int, ...]
     registers: dict[str, Tensor]
-    turns: dict[str, tuple[Tensor, Tensor]]
     taps: list[Tensor]
     logits: Tensor | None = None
 
@@ -203,6 +209,9 @@ class ListedStep:
         self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()}
         self._joined: dict[tuple[str, ...], Tensor] = {}
         self._quantised: dict[tuple[str, ...], QuantisedMatrix] = {}
+        attends = [operation for operation in self._operations if isinstance(operation, FusedAttend)]
+        self._rotaries = {operation.rotary for operation in attends} - {UNROTATED}
+        self._turns = {name: table for name in self._rotaries if (table := self._table_of(name)) is not None}
         self._check_shapes(quantised)
         for operation in self._operations:
             if isinstance(operation, FusedProduct):
@@ -271,14 +280,20 @@ class ListedStep:
 
         ids, positions: [N]. plan: tables, if all queries read regions. Within `Seam.attending`, and in inference mode.
         """
+        # Made before the list begins: a kernel reads them while the one before it ends.
+        turns = {name: self._turn(name, positions) for name in self._rotaries}
+        writes = None
+        if not isinstance(plan, StepTables):
+            most = max(layer.kv_heads for layer in self.steps.layers)
+            writes = torch.arange(len(ids) * most, device=ids.device)
         state = _State(
             ids=ids,
-            positions=positions,
+            writes=writes,
+            turns=turns,
             kept=kept,
             plan=plan,
             tap_layers=tap_layers,
             registers={},
-            turns={},
             taps=[],
         )
         for operation in self._operations:
@@ -306,7 +321,10 @@ class ListedStep:
                 if operation.layer in state.tap_layers:
                     state.taps.append(registers[operation.input])
             case Select():
-                registers[operation.output] = registers[operation.input].index_select(0, state.kept)
+                states = registers[operation.input]
+                # Of a step of one token, that one is kept.
+                is_all = len(states) == len(state.kept) == 1
+                registers[operation.output] = states if is_all else states.index_select(0, state.kept)
             case Softcap():
                 assert state.logits is not None, "the logits come before their cap"
                 state.logits = torch.tanh(state.logits / operation.limit) * operation.limit
@@ -330,18 +348,14 @@ class ListedStep:
         attend, plan = operation.attend, state.plan
         layer = self.steps.layers[attend.layer]
         heads = state.registers[attend.input]
-        turn = None
-        if operation.rotary != UNROTATED:
-            if operation.rotary not in state.turns:
-                state.turns[operation.rotary] = self._seam.turns(heads, state.positions, operation.rotary)
-            turn = state.turns[operation.rotary]
         if isinstance(plan, StepTables):
             buffer = plan.buffer(attend.layer)
             keys, values, writes = buffer.keys, buffer.values, plan.writes[attend.layer]
         else:
             shape = (2, len(heads) * layer.kv_heads, layer.head_dim)
             keys, values = torch.empty(shape, dtype=heads.dtype, device=heads.device)
-            writes = torch.arange(len(keys), device=heads.device)
+            assert state.writes is not None
+            writes = state.writes[: len(keys)]
         queries = self._fused.place_heads(
             heads,
             keys,
@@ -350,7 +364,7 @@ class ListedStep:
             query_heads=layer.query_heads,
             kv_heads=layer.kv_heads,
             norms=None if operation.norms is None else (self._norm(operation.norms[0]), self._norm(operation.norms[1])),
-            turn=turn,
+            turn=state.turns.get(operation.rotary),
         )
         scoring: dict[str, Any] = {"scaling": attend.scaling, "softcap": attend.softcap, "head_sinks": None}
         if isinstance(plan, StepTables):
@@ -359,6 +373,28 @@ class ListedStep:
             keys, values = (part.view(len(heads), -1, layer.head_dim).transpose(0, 1)[None] for part in (keys, values))
             out = plan.attend(attend.layer, queries.transpose(0, 1)[None], keys, values, **scoring)
         return out.reshape(len(heads), -1)
+
+    def _turn(self, name: str, positions: Tensor) -> Turn:
+        """By which tokens at `positions` [N] are rotated."""
+        if name in self._turns and not self._seam.is_beyond_trained:
+            return replace(self._turns[name], rows=positions)
+        return _halved(
+            *self._seam.turns(torch.empty(0, dtype=self._seam.dtype, device=positions.device), positions, name)
+        )
+
+    @torch.inference_mode()
+    def _table_of(self, name: str) -> Turn | None:
+        """The turns of all trained positions, which a step would work out anew; None: they would be too large."""
+        seam = self._seam
+        like = torch.empty(0, dtype=seam.dtype, device=seam.model.device)
+        numbers = 2 * len(seam.rotary_frequencies(name)[0]) * seam.trained_positions
+        if numbers * seam.dtype.itemsize > _MOST_TURN_BYTES:
+            return None
+        parts = [
+            _halved(*seam.turns(like, torch.arange(first, last, device=like.device), name))
+            for first, last in pairwise([*range(0, seam.trained_positions, _TURNS_AT_ONCE), seam.trained_positions])
+        ]
+        return Turn(cos=torch.cat([part.cos for part in parts]), sin=torch.cat([part.sin for part in parts]))
 
     def _norm(self, norm: Norm) -> RowNorm:
         return RowNorm(weights=self._tensors[norm.weights], epsilon=norm.epsilon, adds_one=norm.plus_one)
@@ -419,6 +455,12 @@ class ListedStep:
             layer.matrix = whole.rows(first, layer.out_features)
             first += layer.out_features
         self._quantised[names] = whole
+
+
+def _halved(cos: Tensor, sin: Tensor) -> Turn:
+    """Of cosines and sines [N, D] of a rotation in halves, which are equal: two numbers are turned by one angle."""
+    half = cos.shape[-1] // 2
+    return Turn(cos=cos[:, :half].contiguous(), sin=sin[:, :half].contiguous())
 
 
 def _quantised(model: PreTrainedModel) -> dict[str, QuantisedLinear]:

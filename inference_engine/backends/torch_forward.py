@@ -21,6 +21,7 @@ from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_coder import TorchCoder
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import Drawing, draw_all, start_drawing
+from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.context import Coder, Compute, KVContext, NoCoder, compute_plainly
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
@@ -218,7 +219,7 @@ class TorchForward:
             return graphs.run(step, fed)
         plan = step.plan
         ids, positions, kept = (
-            torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(self._device)
+            on_device(np.asarray(numbers, dtype=np.int64), self._device)
             for numbers in (step.token_ids, plan.positions, step.logit_queries)
         )
         ids = ids if fed is None else fed

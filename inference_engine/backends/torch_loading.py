@@ -91,7 +91,7 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         ops = replace(ops, attend_ragged=ops.attend_invariant)
     elif config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]
-        ops = replace(ops, attend_causal=open_long_chunks(device, seam.dtype, heads))
+        ops = replace(ops, attend_causal=open_long_chunks(device, seam.dtype, heads, ops.merge_two))
     listed, why_not = _listed(admitted, seam, ops, device, is_invariant=is_invariant)
     if is_invariant and listed is None:
         raise BackendError(

@@ -40,6 +40,23 @@ class RowNorm:
         return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.epsilon) * factor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """What heads are rotated by, in halves: cosines and sines [n, D / 2]. rows: of each token its row, int64 [N]; None:
+    they follow each other.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    rows: Tensor | None = None
+
+    def of_tokens(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of each token, float32 [N, D]."""
+        own = (self.cos, self.sin) if self.rows is None else (self.cos[self.rows], self.sin[self.rows])
+        cos, sin = (part.float().repeat(1, 2) for part in own)
+        return cos, sin
+
+
 class Product(Protocol):
     def __call__(
         self,
@@ -69,12 +86,13 @@ class PlaceHeads(Protocol):
         query_heads: int,
         kv_heads: int,
         norms: tuple[RowNorm, RowNorm] | None = None,
-        turn: tuple[Tensor, Tensor] | None = None,
+        turn: Turn | None = None,
     ) -> Tensor:
         """The queries [N, Hq, D] of `heads` [N, (Hq + 2 Hkv) · D]: a token's queries, keys and values.
 
         Keys and values go to vectors `writes` [N · Hkv] of `keys` and `values` [vectors, D]. norms: of queries and of
-        keys, each head by itself. turn: cosines and sines [N, D] that queries and keys are rotated by, in halves.
+        keys, each head by itself. turn: what queries and keys are rotated by. `writes` and `turn` must be made before
+        `heads` are: a kernel may read them while the one before it ends.
         """
 
 
@@ -120,7 +138,7 @@ def place_heads(
     query_heads: int,
     kv_heads: int,
     norms: tuple[RowNorm, RowNorm] | None = None,
-    turn: tuple[Tensor, Tensor] | None = None,
+    turn: Turn | None = None,
 ) -> Tensor:
     """See `PlaceHeads`."""
     count, head_dim = len(heads), keys.shape[-1]
@@ -129,7 +147,7 @@ def place_heads(
     if norms is not None:
         moved = torch.cat((norms[0].of(moved[:, :query_heads]), norms[1].of(moved[:, query_heads:])), dim=1)
     if turn is not None:
-        cos, sin = (part.float()[:, None] for part in turn)
+        cos, sin = (part[:, None] for part in turn.of_tokens())
         first, second = moved.chunk(2, dim=-1)
         moved = moved * cos + torch.cat((-second, first), dim=-1) * sin
     keys.index_copy_(0, writes, moved[:, query_heads:].reshape(-1, head_dim).to(keys.dtype))

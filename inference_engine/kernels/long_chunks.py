@@ -13,16 +13,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend_causal
+from inference_engine.kernels.merge import merge_states
 
 logger = logging.getLogger(__name__)
 
-# (queries [1, Hq, T, D], keys and values [1, Hkv, S, D], scaling) -> (out like the queries, lse [Hq, T] float32)
-State = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+# out [T, Hq, D] · lse [T, Hq] float32, both of any strides but out's last.
+State = tuple[Tensor, Tensor]
+# (queries [1, Hq, T, D], keys and values [1, Hkv, S, D], scaling) -> state
+Attend = Callable[[Tensor, Tensor, Tensor, float], State]
+
+
+class MergeTwo(Protocol):
+    def __call__(self, first: State, second: State, dtype: torch.dtype) -> State:
+        """The state of both sets of entries, neither empty, contiguous; out is rounded to `dtype`."""
+
 
 PIECES = (32768, 16384, 8192, 4096)  # entries
 _CHUNK = 1024  # queries
@@ -30,15 +40,22 @@ _TRIED = (4096, sum(PIECES) + 100)  # queries, and entries before them, of the t
 _WORST = 2e-2  # of the largest number, in half precision
 
 
-def whole_by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def merge_two(first: State, second: State, dtype: torch.dtype) -> State:
+    """See `MergeTwo`."""
+    (out_a, lse_a), (out_b, lse_b) = first, second
+    out, lse = merge_states(out_a.float(), lse_a, out_b.float(), lse_b)
+    return out.to(dtype).contiguous(), lse.contiguous()
+
+
+def whole_by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> State:
     """Every query sees every key."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries, keys, values, None, True, 0.0, False, scale=scaling
     )
-    return out, lse.reshape(queries.shape[1], queries.shape[2])
+    return out[0].transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T
 
 
-def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> State:
     """The queries stand at the last of the keys' positions."""
     group, (_, kv_heads, count, head_dim) = queries.shape[1] // keys.shape[1], keys.shape
     shared = (kv_heads, group, count, head_dim)
@@ -50,15 +67,24 @@ def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
         True,
         scale=scaling,
     )
-    return out.reshape(queries.shape), lse.reshape(queries.shape[1], queries.shape[2])
+    return out.flatten(0, 1).transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T
 
 
 class LongChunks:
     """Implements CausalAttention."""
 
-    def __init__(self, whole: State, causal: State, *, pieces: Iterable[int] = PIECES, chunk: int = _CHUNK) -> None:
+    def __init__(
+        self,
+        whole: Attend,
+        causal: Attend,
+        *,
+        merge: MergeTwo = merge_two,
+        pieces: Iterable[int] = PIECES,
+        chunk: int = _CHUNK,
+    ) -> None:
         """pieces: sizes, the largest first. chunk: it serves chunks that are a multiple of it."""
-        self._whole, self._causal, self._pieces, self._chunk = whole, causal, tuple(pieces), chunk
+        self._whole, self._causal, self._merge = whole, causal, merge
+        self._pieces, self._chunk = tuple(pieces), chunk
         self._works = True
 
     def __call__(
@@ -91,25 +117,20 @@ class LongChunks:
             return attend_causal(queries, keys, values, scaling=scaling)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        by_head = queries.transpose(0, 1)[None]
-        states, first = [], 0
+        by_head, first = queries.transpose(0, 1)[None], 0
+        state: State | None = None
         for size in self._pieces:
             while keys.shape[1] - len(queries) - first >= size:
                 some_keys, some_values = (each[None, :, first : first + size].contiguous() for each in (keys, values))
-                states.append(self._whole(by_head, some_keys, some_values, scaling))
+                own = self._whole(by_head, some_keys, some_values, scaling)
+                state = own if state is None else self._merge(state, own, torch.float32)
                 first += size
-        states.append(self._causal(by_head, keys[None, :, first:], values[None, :, first:], scaling))
-        top = torch.stack([lse for _, lse in states]).amax(0)
-        weights = [torch.exp(lse - top) for _, lse in states]
-        total = torch.stack(weights).sum(0)
-        merged = torch.zeros(by_head.shape, dtype=torch.float32, device=queries.device)
-        for (out, _), weight in zip(states, weights, strict=True):
-            merged += out * (weight / total)[None, ..., None]
-        return merged[0].transpose(0, 1).to(queries.dtype)
+        last = self._causal(by_head, keys[None, :, first:], values[None, :, first:], scaling)
+        return (last if state is None else self._merge(state, last, queries.dtype))[0]
 
 
 def open_long_chunks(
-    device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]]
+    device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]], merge: MergeTwo = merge_two
 ) -> CausalAttention:
     """What attends to long chunks on this device: tried once for each shape (Hq, Hkv, D) of the model's layers.
 
@@ -117,7 +138,7 @@ def open_long_chunks(
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return attend_causal
-    found = LongChunks(whole_by_cudnn, causal_by_flash)
+    found = LongChunks(whole_by_cudnn, causal_by_flash, merge=merge)
     faults = ((shape, _fault(found, device, dtype, *shape)) for shape in dict.fromkeys(shapes))
     fault = next((each for each in faults if each[1]), None)
     torch.cuda.empty_cache()  # what the trial took is room for entries

@@ -19,6 +19,7 @@ from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
 from inference_engine.kernels.latents import LatentOps
+from inference_engine.kernels.long_chunks import MergeTwo, merge_two
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
 from inference_engine.kernels.topk import Largest, topk_by_sorting
@@ -31,6 +32,7 @@ _KERNELS = {
     "key_indexes": ("component_index", "key_indexes"),
     "largest": ("topk", "largest"),
     "latents": ("latents", "latents"),
+    "merge_two": ("merging", "merge_two"),
     "noise_of_all": ("noise", "noise_of_all"),
     "open_fused": ("fused", "open_fused"),
     "open_invariant": ("fused", "open_invariant"),
@@ -47,8 +49,8 @@ class DeviceOps:
     `attend_ragged` choose tokens; None: it knows none, and plain operations choose. trellis: the coder of latents.
     latents: between their numbers and entries. open_fused: makes what a step is made of, for one model.
     open_invariant: as that, so that no token's bits depend on the others; attend_invariant is its attention.
-    attend_causal: of long chunks over all entries before them. reads_offloaded: does attend_ragged read blocks that are
-    not on the device?
+    attend_causal: of long chunks over all entries before them; merge_two: of parts of them. reads_offloaded: does
+    attend_ragged read blocks that are not on the device?
     attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
     session is attended to by itself, which is better where there is no kernel.
     attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given with it?
@@ -64,6 +66,7 @@ class DeviceOps:
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
     attend_causal: CausalAttention = attend_causal
+    merge_two: MergeTwo = merge_two
     reads_offloaded: bool = False
     attends_together: bool = False
     attends_in_one_order: bool = False

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from inference_engine.kernels.few_candidates import Weigh, drawn_from_few
 from inference_engine.kernels.noise import FACTORS, GOLDEN, SHIFTS, NoiseOfAll, key, noise_of_all
+from inference_engine.kernels.transfer import on_device
 from inference_engine.types import Sampling
 
 # Of one float64 array over the vocabulary, for as many rows of logits as fit, and at least one. Four of that size are
@@ -403,12 +404,6 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
         for part in _parts(0, len(logits), logits)
     ]
     return _joined(parts)
-
-
-def on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """The numbers as a tensor there. The host goes on at once; a copy from ordinary memory to a GPU is waited for."""
-    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

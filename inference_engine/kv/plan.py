@@ -28,6 +28,7 @@ from torch import Tensor
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.components import ChosenBy, TokenChoice
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
+from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
@@ -157,7 +158,7 @@ class StepPlan:
     @cached_property
     def tables(self) -> StepTables:
         """The numbers on the device."""
-        numbers = torch.from_numpy(self.numbers.all).to(self._device)
+        numbers = on_device(self.numbers.all, self._device)
         return StepTables.over(
             numbers,
             self._geometry,

@@ -211,6 +211,11 @@ class Seam:
         return tapped([self._blocks[layer] for layer in layers])
 
     @property
+    def is_beyond_trained(self) -> bool:
+        """Does the step that is attending have a token past the trained positions?"""
+        return self._now.is_beyond_trained
+
+    @property
     def can_rotate(self) -> bool:
         """Does the model have a function to rotate keys with?"""
         return self._apply is not None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.fused import PLAIN, Fused, RowNorm
+from inference_engine.kernels.fused import PLAIN, Fused, RowNorm, Turn
 from tests.kernels.own_process import run_with_triton
 
 # Tokens, inputs, outputs: none, one or all of them a multiple of a tile.
@@ -108,13 +108,14 @@ def placed(
     count: int,
     sizes: tuple[int, int, int],
     norms: tuple[RowNorm, RowNorm] | None,
-    turn: tuple[Tensor, Tensor] | None,
+    turn: Turn | None,
 ) -> list[Tensor]:
     """The queries, and the buffers of keys and of values after it."""
     query_heads, kv_heads, head_dim = sizes
-    heads = numbers(count, (query_heads + 2 * kv_heads) * head_dim)
-    keys, values = (torch.full((20, head_dim), 7.0, device=device) for _ in "kv")
-    writes = torch.randperm(20, generator=torch.Generator().manual_seed(3))[: count * kv_heads]
+    heads = numbers(100, (query_heads + 2 * kv_heads) * head_dim)[:count]
+    room = max(20, count * kv_heads)
+    keys, values = (torch.full((room, head_dim), 7.0, device=device) for _ in "kv")
+    writes = torch.randperm(room, generator=torch.Generator().manual_seed(3))[: count * kv_heads]
     queries = operations.place_heads(
         heads.to(device),
         keys,
@@ -123,7 +124,12 @@ def placed(
         query_heads=query_heads,
         kv_heads=kv_heads,
         norms=norms and (moved(norms[0], device), moved(norms[1], device)),
-        turn=turn and (turn[0].to(device), turn[1].to(device)),
+        turn=turn
+        and Turn(
+            cos=turn.cos.to(device),
+            sin=turn.sin.to(device),
+            rows=None if turn.rows is None else turn.rows.to(device),
+        ),
     )
     return [queries, keys, values]
 
@@ -134,16 +140,21 @@ def compare_heads() -> None:
     kernels = open_fused()
 
     device = device_of_kernels()
-    for count, sizes, adds_one in ((1, (6, 2, 48), False), (3, (2, 1, 16), True)):
+    for count, sizes, adds_one in ((1, (6, 2, 48), False), (3, (2, 1, 16), True), (67, (2, 1, 24), False)):
         query_norm, key_norm = (
             RowNorm(weights=part, epsilon=1e-6, adds_one=adds_one) for part in numbers(2, sizes[2], seed=1)
         )
-        angles = numbers(count, sizes[2] // 2, seed=2).repeat(1, 2)
-        for norms, turn in (((query_norm, key_norm), (angles.cos(), angles.sin())), (None, None)):
-            wanted = placed(PLAIN, torch.device("cpu"), count=count, sizes=sizes, norms=norms, turn=turn)
-            got = placed(kernels, device, count=count, sizes=sizes, norms=norms, turn=turn)
+        angles = numbers(count, sizes[2] // 2, seed=2)
+        turn = Turn(cos=angles.cos(), sin=angles.sin())
+        turned = replace(turn, rows=torch.arange(count - 1, -1, -1))
+        for norms, by in (((query_norm, key_norm), turn), (None, turned), (None, None)):
+            wanted = placed(PLAIN, torch.device("cpu"), count=count, sizes=sizes, norms=norms, turn=by)
+            got = placed(kernels, device, count=count, sizes=sizes, norms=norms, turn=by)
             for expected, found in zip(wanted, got, strict=True):
                 assert is_close(found, expected), (count, sizes, norms is None)
+            if count > 64:  # several tokens share a program
+                alone = placed(kernels, device, count=1, sizes=sizes, norms=norms, turn=by)
+                assert torch.equal(alone[0], got[0][:1]), "tokens beside a token change it"
 
 
 @pytest.mark.parametrize("compare", [compare_products, compare_products_of_any_number, compare_heads])

@@ -12,7 +12,10 @@ from inference_engine.kernels import long_chunks
 from inference_engine.kernels.attention import attend_causal
 from inference_engine.kernels.long_chunks import LongChunks, open_long_chunks
 from inference_engine.kernels.merge import attend_state
+from inference_engine.kernels.ops import open_ops
+from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_attention import TOLERANCES, causal_mask, states
+from tests.kernels.test_ragged_attention import device_of_kernels
 
 HEADS = [(9, 3, 64), (4, 4, 16), (4, 2, 128)]
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN's attention needs a GPU")
@@ -22,7 +25,7 @@ def by_parts(
     queries: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse = attend_state(queries[0].transpose(0, 1), keys[0], values[0], mask, scaling=scaling)
-    return out.transpose(0, 1)[None].to(queries.dtype), lse.T
+    return out.to(queries.dtype), lse
 
 
 def whole(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -105,12 +108,36 @@ def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest
     assert asked == 1 and "no plan for it" in caplog.text
 
 
+def compare_merged() -> None:
+    """Two states, laid out as the operations give them."""
+    from inference_engine.kernels.triton.merging import merge_two
+
+    device = device_of_kernels()
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
+    for tokens, heads, dim, dtype in ((37, 3, 24, torch.float32), (64, 2, 64, half)):
+        generator = torch.Generator().manual_seed(0)
+        out_a = torch.randn(heads, tokens, dim, generator=generator).to(half).transpose(0, 1)
+        out_b = torch.randn(tokens, heads, dim, generator=generator)
+        lse_a, lse_b = 3 * torch.randn(2, heads, tokens, generator=generator)
+        first, second = (out_a, lse_a.T), (out_b, lse_b.T)
+        expected = long_chunks.merge_two(first, second, dtype)
+        there = [(out.to(device), lse.to(device)) for out, lse in (first, second)]
+        found = merge_two(there[0], there[1], dtype)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            assert torch.allclose(ours.cpu().float(), theirs.float(), atol=TOLERANCES[dtype])
+
+
+def test_the_kernel_merges_as_the_reference() -> None:
+    run_with_triton(compare_merged)
+
+
 @ON_GPU
 @pytest.mark.parametrize("heads", [(9, 3, 64), (28, 4, 128), (4, 1, 256)], ids=str)
 def test_a_gpu_gives_what_its_causal_operation_gives(heads: tuple[int, int, int]) -> None:
     """Whichever was chosen."""
     device = torch.device("cuda")
-    attend = open_long_chunks(device, torch.bfloat16, [heads])
+    attend = open_long_chunks(device, torch.bfloat16, [heads], open_ops("auto", device).merge_two)
     for tokens, count in ((1024, 1024 + 4096), (2048, 2048 + 12288 + 77), (1024, 5000)):
         given = states(heads, tokens, count, torch.bfloat16, "cuda")
         expected = attend_causal(*given, scaling=heads[2] ** -0.5)

@@ -8,8 +8,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.fused import RowNorm
+from inference_engine.kernels.fused import RowNorm, Turn
 from inference_engine.kernels.triton.chained import chained
+
+_FEW = 64  # tokens of a step, up to which each has programs of its own
+_TOKENS = 16  # of a program, where there are more
 
 
 def place_heads(
@@ -21,13 +24,16 @@ def place_heads(
     query_heads: int,
     kv_heads: int,
     norms: tuple[RowNorm, RowNorm] | None = None,
-    turn: tuple[Tensor, Tensor] | None = None,
+    turn: Turn | None = None,
 ) -> Tensor:
     """See `PlaceHeads`."""
     count, head_dim = len(heads), keys.shape[-1]
     queries = torch.empty((count, query_heads, head_dim), dtype=heads.dtype, device=heads.device)
-    cos, sin = (heads, heads) if turn is None else turn
-    _place_heads[(count, query_heads + 2 * kv_heads)](
+    cos, sin = (heads, heads) if turn is None else (turn.cos, turn.sin)
+    rows = writes if turn is None or turn.rows is None else turn.rows
+    # The norm of a head is summed in one order for any number of tokens; without norms several share a program.
+    tokens = _TOKENS if count > _FEW and norms is None else 1
+    _place_heads[(triton.cdiv(count, tokens), query_heads + 2 * kv_heads)](
         heads,
         keys,
         values,
@@ -35,24 +41,28 @@ def place_heads(
         queries,
         cos,
         sin,
+        rows,
         heads if norms is None else norms[0].weights,
         heads if norms is None else norms[1].weights,
         0.0 if norms is None else norms[0].epsilon,
         0.0 if norms is None else norms[1].epsilon,
+        count,
+        TOKENS=tokens,
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         D=head_dim,
         HAS_NORMS=norms is not None,
         ADDS_ONE=norms is not None and norms[0].adds_one,
         HAS_TURN=turn is not None,
+        HAS_ROWS=turn is not None and turn.rows is not None,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=1,
+        num_warps=1 if tokens == 1 else 4,
         **chained(heads.device),
     )
     return queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _place_heads(
     p_heads,
     p_keys,
@@ -61,34 +71,54 @@ def _place_heads(
     p_queries,
     p_cos,
     p_sin,
+    p_rows,
     p_query_norm,
     p_key_norm,
     query_epsilon,
     key_epsilon,
+    tokens,
+    TOKENS: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     ADDS_ONE: tl.constexpr,
     HAS_TURN: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
+    o_token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    m_token = o_token < tokens
     head = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
-    p_head = p_heads + (token * (QUERY_HEADS + 2 * KV_HEADS) + head) * D
-    b_head = tl.load(p_head + o_d, mask=m_d, other=0.0).to(tl.float32)
-    if head < QUERY_HEADS + KV_HEADS:
-        o_other = tl.where(o_d < D // 2, o_d + D // 2, o_d - D // 2)
-        b_other = tl.load(p_head + o_other, mask=m_d, other=0.0).to(tl.float32)
+    m_tile = m_token[:, None] & m_d[None, :]
+    o_other = tl.where(o_d < D // 2, o_d + D // 2, o_d - D // 2)
+    p_head = p_heads + (o_token * (QUERY_HEADS + 2 * KV_HEADS) + head)[:, None] * D
+    # What no kernel of the chain writes is on its way while the one before ends.
+    is_moved = head < QUERY_HEADS + KV_HEADS
+    b_cos = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
+    b_sin = b_cos
+    if HAS_TURN:
+        o_row = o_token
+        if HAS_ROWS:
+            o_row = tl.load(p_rows + o_token, mask=m_token, other=0)
+        m_turn = m_tile & is_moved
+        o_turn = o_row[:, None] * (D // 2) + (o_d % (D // 2))[None, :]
+        b_cos = tl.load(p_cos + o_turn, mask=m_turn, other=0.0).to(tl.float32)
+        b_sin = tl.load(p_sin + o_turn, mask=m_turn, other=0.0).to(tl.float32)
+    kv_head = tl.where(is_moved, head - QUERY_HEADS, head - QUERY_HEADS - KV_HEADS)
+    b_entry = tl.load(p_writes + o_token * KV_HEADS + kv_head, mask=m_token & (head >= QUERY_HEADS), other=0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    b_head = tl.load(p_head + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    if is_moved:
+        b_other = tl.load(p_head + o_other[None, :], mask=m_tile, other=0.0).to(tl.float32)
         if HAS_NORMS:
             epsilon = tl.where(head < QUERY_HEADS, query_epsilon, key_epsilon)
-            b_scale = tl.rsqrt(tl.sum(b_head * b_head, axis=0) / D + epsilon)
+            b_scale = tl.rsqrt(tl.sum(b_head * b_head, axis=1) / D + epsilon)
             m_query = m_d & (head < QUERY_HEADS)
             m_key = m_d & (head >= QUERY_HEADS)
             b_factor = tl.load(p_query_norm + o_d, mask=m_query, other=0.0).to(tl.float32)
@@ -98,18 +128,14 @@ def _place_heads(
             if ADDS_ONE:
                 b_factor += 1.0
                 b_other_factor += 1.0
-            b_head *= b_scale * b_factor
-            b_other *= b_scale * b_other_factor
+            b_head *= b_scale[:, None] * b_factor[None, :]
+            b_other *= b_scale[:, None] * b_other_factor[None, :]
         if HAS_TURN:
-            b_cos = tl.load(p_cos + token * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_sin = tl.load(p_sin + token * D + o_d, mask=m_d, other=0.0).to(tl.float32)
             b_head = b_head * b_cos + tl.where(o_d < D // 2, -b_other, b_other) * b_sin
     if head < QUERY_HEADS:
-        p_out = p_queries + (token * QUERY_HEADS + head) * D
-        tl.store(p_out + o_d, b_head.to(p_queries.dtype.element_ty), mask=m_d)
-    elif head < QUERY_HEADS + KV_HEADS:
-        entry = tl.load(p_writes + token * KV_HEADS + head - QUERY_HEADS)
-        tl.store(p_keys + entry * D + o_d, b_head.to(p_keys.dtype.element_ty), mask=m_d)
+        p_out = p_queries + (o_token * QUERY_HEADS + head)[:, None] * D
+        tl.store(p_out + o_d[None, :], b_head.to(p_queries.dtype.element_ty), mask=m_tile)
+    elif is_moved:
+        tl.store(p_keys + b_entry[:, None] * D + o_d[None, :], b_head.to(p_keys.dtype.element_ty), mask=m_tile)
     else:
-        entry = tl.load(p_writes + token * KV_HEADS + head - QUERY_HEADS - KV_HEADS)
-        tl.store(p_values + entry * D + o_d, b_head.to(p_values.dtype.element_ty), mask=m_d)
+        tl.store(p_values + b_entry[:, None] * D + o_d[None, :], b_head.to(p_values.dtype.element_ty), mask=m_tile)

@@ -283,31 +283,42 @@ def _product_of_one(
     WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
+    # No kernel writes the matrix, so all of a small one is on its way while the kernel before ends. Of a larger one,
+    # that would take registers, and with them programs that read at the same time.
+    IS_EARLY: tl.constexpr = WIDTH >= INPUTS and WIDTH <= 2048
+    if CHAINED and not IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
     o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < outputs
-    b_sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    b_ups = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     b_squares = tl.zeros((WIDTH,), dtype=tl.float32)
-    for first in range(0, INPUTS, WIDTH):
-        o_in = first + tl.arange(0, WIDTH)
+    if IS_EARLY:
+        o_in = tl.arange(0, WIDTH)
         m_in = o_in < INPUTS
-        b_states = tl.load(p_states + o_in, mask=m_in, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            b_squares += b_states * b_states
-            b_factor = tl.load(p_norm + o_in, mask=m_in, other=0.0).to(tl.float32)
-            if ADDS_ONE:
-                b_factor += 1.0
-            b_states *= b_factor
-        b_sums += (
-            _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first").to(tl.float32)
-            * b_states[None, :]
-        )
+        b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+        b_up_tile = b_tile
         if ACTIVATION > 0:
-            b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
-            b_ups += b_tile.to(tl.float32) * b_states[None, :]
+            b_up_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+        if CHAINED:
+            gdc_wait()
+            gdc_launch_dependents()
+        b_states, b_squares = _normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
+        b_sums = b_tile.to(tl.float32) * b_states[None, :]
+        b_ups = b_up_tile.to(tl.float32) * b_states[None, :]
+    else:
+        b_sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+        b_ups = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+        for first in range(0, INPUTS, WIDTH):
+            o_in = first + tl.arange(0, WIDTH)
+            m_in = o_in < INPUTS
+            b_states, b_squares = _normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
+            b_sums += (
+                _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first").to(tl.float32)
+                * b_states[None, :]
+            )
+            if ACTIVATION > 0:
+                b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+                b_ups += b_tile.to(tl.float32) * b_states[None, :]
     b_out = tl.sum(b_sums, axis=1)
     b_up = tl.sum(b_ups, axis=1)
     if FORMAT > 0:

@@ -290,8 +290,12 @@ def _attend_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """Rows of queries and their heads that look at one region: a run of its parts, or all of them."""
+    """Rows of queries and their heads that look at one region: a run of its parts, or all of them.
+
+    CHAINED: the kernel before wrote the queries, and some of the keys and values; lines were there before.
+    """
     head = tl.program_id(1)
     region = tl.load(p_line + 1)
     sink = tl.load(p_line + 3).to(tl.int32)
@@ -317,6 +321,9 @@ def _attend_rows(
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     m_out = m_q[:, None] & m_d[None, :]
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     o_i = tl.arange(0, BLOCK_S)
     o_tile = o_i[:, None] * D + o_d[None, :]
     b_q = tl.load(p_queries + o_h[:, None] * D + o_d[None, :], mask=m_out, other=0.0)
@@ -416,9 +423,6 @@ def _attend_one(
     CHAINED: tl.constexpr,
 ):
     """A query by itself; what a tile shares is left to the program that serves the tile."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     query = tl.program_id(0).to(tl.int64)
     p_line = p_regions + query * FIELDS
     is_own = query >= 0
@@ -433,8 +437,11 @@ def _attend_one(
         _attend_rows(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, query + o_q * 0, o_h,
             o_q < GROUP, count, _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP,
-            D, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S,
+            D, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
+    elif CHAINED:
+        gdc_wait()  # what comes later relies on every program to wait
+        gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["query_count"])
@@ -463,9 +470,6 @@ def _attend_tile(
     CHAINED: tl.constexpr,
 ):
     """Queries of a tile that look at one region: their lines differ only in what they see."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     o_first = tl.program_id(0).to(tl.int64) * TILE
     o_last = tl.minimum(o_first + TILE, query_count) - 1
     p_line = p_regions + o_first * FIELDS
@@ -478,8 +482,11 @@ def _attend_tile(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, o_query, o_h,
             (o_q < TILE * GROUP) & (o_query <= o_last), tl.load(p_line + 2).to(tl.int32),
             _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP, D, HAS_CAP, BLOCK_D,
-            BLOCK_Q, BLOCK_S,
+            BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
+    elif CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["query_count"])
@@ -498,9 +505,6 @@ def _merge_parts(
     BLOCK_D: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
     p_line = p_regions + head // HEADS * FIELDS
     part = _part_of(p_line, PARTS, LEAST_PART)
@@ -513,6 +517,9 @@ def _merge_parts(
     b_sum = tl.zeros((1,), dtype=tl.float32)
     b_out = tl.zeros((1, BLOCK_D), dtype=tl.float32)
     o_one = tl.arange(0, 1)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     for some in range(0, parts, AT_ONCE):
         for each in tl.static_range(AT_ONCE):
             m_one = (o_one == 0) & (some + each < parts)
