@@ -271,7 +271,9 @@ def compare_choosing() -> None:
         rows = [row for row in range(len(lines)) if row not in (2, 4)]
         for row, (index, position) in zip(rows, wanted, strict=True):
             expected[row] = own[index].expected(queries[row : row + 1], position, codes[index], softcap)[0]
-        expected[4] = attend_by_reference(queries[4:5], keys, values, regions[4:5].cpu(), **options)[0]
+        # On the CPU: where a mask has an odd width, torch's own kernel reads beside it.
+        one = (queries[4:5].cpu(), keys.cpu(), values.cpu(), regions[4:5].cpu())
+        expected[4] = attend_by_reference(*one, **options)[0]
         together = attend()
         torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
         if number == 0:
