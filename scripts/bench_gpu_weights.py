@@ -328,7 +328,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
     parser.add_argument("--seconds", type=float, default=600.0, help="no cell begins after so many")
-    parser.add_argument("--kv-bytes", type=int, default=8 * 2**30, help="of each engine: room for a session of all positions")
+    parser.add_argument("--kv-bytes", type=int, default=8 * 2**30, help="of each engine; all positions must fit")
     parser.add_argument("--model", default="", help="a folder or GGUF file, for the predictions; empty: none")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="of text")
     parser.add_argument("--passages", type=int, default=2, help="of each kind")
