@@ -272,8 +272,8 @@ def compare_choosing() -> None:
         for row, (index, position) in zip(rows, wanted, strict=True):
             expected[row] = own[index].expected(queries[row : row + 1], position, codes[index], softcap)[0]
         # On the CPU: where a mask has an odd width, torch's own kernel reads beside it.
-        one, all_keys, all_values, line = (each.cpu() for each in (queries[4:5], keys, values, regions[4:5]))
-        expected[4] = attend_by_reference(one, all_keys, all_values, line, **options)[0]
+        here = [each.cpu() for each in (queries[4:5], keys, values, regions[4:5])]
+        expected[4] = attend_by_reference(here[0], here[1], here[2], here[3], **options)[0]
         together = attend()
         torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
         if number == 0:
