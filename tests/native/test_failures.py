@@ -229,7 +229,9 @@ def test_any_number_of_threads_computes(count: int) -> None:
         from inference_engine.backends.native.program import _Packed
 
         packed = _Packed(library(), tensors, "auto")
-        matrix: Matrix = packed.matrices[packed.add(["a"], (64, 64))]
+        with packed.packing(2):
+            index = packed.add(["a"], (64, 64))
+        matrix: Matrix = packed.matrices[index]
         out = np.empty((40, 64), np.float32)
         for _ in range(20):
             kernels.linear(threads, matrix, Identity.EXACT, np.ones((40, 64), np.float32), out)

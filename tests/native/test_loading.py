@@ -171,9 +171,8 @@ def test_what_the_kernels_are_not_made_for_is_served_by_torch(case: str, folders
     with pytest.raises(BackendError, match=reason):
         open_backend(native(settings), admitted)
     assert open_backend(settings, admitted).facts.backend == "torch"
-    if case != "odd inner size":  # which only packing finds
-        said = executor(settings)
-        assert said[0] == "torch" and reason in said[1], "doctor and `models show` say so before anything is loaded"
+    said = executor(settings)
+    assert said[0] == "torch" and reason in said[1], "doctor and `models show` say so before anything is loaded"
 
 
 @pytest.mark.parametrize("encoding", ["Q5_1", "IQ4_NL"])
@@ -299,7 +298,32 @@ def test_no_more_of_a_file_is_in_memory_than_what_is_packed_now(
 
     monkeypatch.setattr(opened, "pack", packing)
     packed = _Packed(opened, File(), "auto")
-    for name in tensors:
-        packed.add([name], (rows, inputs))
+    with packed.packing(1):
+        for name in tensors:
+            packed.add([name], (rows, inputs))
     assert len(most) == count and max(most) <= 1.5 * size, "what was read ahead counts, too"
     assert resident(path) <= size // 2
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_threads_pack_a_matrix_as_one_does(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"a": (48, 64), "b": (70, 64)}  # the last tile of the second is not full
+    numbers = {name: np.random.default_rng(1).standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+    class File:
+        def names(self) -> list[str]:
+            return list(shapes)
+
+        def tensor(self, name: str) -> StoredTensor:
+            data = numbers[name].reshape(-1).view(np.uint8)
+            return StoredTensor(name=name, path=Path(name), shape=shapes[name], encoding="F32", data=data)
+
+    def packed(threads: int, at_once: int) -> bytes:
+        monkeypatch.setattr("inference_engine.backends.native.program._PACKED_AT_ONCE", at_once)
+        found = _Packed(library(), File(), weights)
+        with found.packing(threads):
+            found.add(list(shapes), (118, 64))
+        return found._tiles[0].tobytes()
+
+    whole = packed(1, 2**20)
+    assert packed(4, 1) == packed(2, 33 * 64) == whole

@@ -10,7 +10,7 @@ from pathlib import Path
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.forward import NativeForward
-from inference_engine.backends.native.program import Program, packed_format
+from inference_engine.backends.native.program import Program, check_outputs, packed_format
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
@@ -36,6 +36,8 @@ _KV_TYPES = {
 _NAMES = {Identity.EXACT: "exact", Identity.QUANTISED: "int8"}
 
 # Tensors of a text model; what else a checkpoint has is not read.
+# Of matrices that are multiplied together: which one lies below which.
+_LAID_BELOW = {".q_proj.": ".k_proj.", ".k_proj.": ".v_proj.", ".gate_proj.": ".up_proj."}
 _TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 _WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
 _EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
@@ -134,9 +136,16 @@ def check_stored(stored: Path) -> None:
     """
     try:
         checkpoint = open_checkpoint(stored)
-        for name in checkpoint.names():
-            if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2:
-                packed_format(name, tensor, "auto")
+        matrices = {
+            name: tensor
+            for name in checkpoint.names()
+            if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2
+        }
+        formats = {name: packed_format(name, tensor, "auto") for name, tensor in matrices.items()}
+        for name, tensor in matrices.items():
+            below = next((name.replace(upper, lower) for upper, lower in _LAID_BELOW.items() if upper in name), "")
+            if formats.get(below) == formats[name]:
+                check_outputs(name, tensor)
     except ModelError as error:
         raise NotNative(str(error)) from error
 

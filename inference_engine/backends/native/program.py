@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +49,7 @@ from inference_engine.native.library import (
     Rotary,
     Source,
     Threads,
+    usable_cores,
 )
 from inference_engine.native.library import Operation as NativeOperation
 from inference_engine.native.library import Step as NativeStep
@@ -54,6 +57,7 @@ from inference_engine.native.library import Step as NativeStep
 _LANES = 16
 _NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 _ALIGNMENT = 64
+_PACKED_AT_ONCE = 2**20  # numbers
 # Their places are the numbers of types.h.
 _KINDS = (Embed, Norm, Product, Rotate, Attend, Add, Gated, Tap, Select, Softcap, Experts, Given, Write)
 _ACTIVATIONS = ("silu", "gelu_tanh")
@@ -150,8 +154,8 @@ class Program:
         self._vectors: list[NDArray[np.float32]] = []
         self._tables = {name: index for index, name in enumerate(rotaries)}
         self._turned = {name: 2 * len(table.frequencies) for name, table in rotaries.items()}
-        self._operations = [one for operation in steps.operations for one in self._lowered(operation, checkpoint)]
-        self._packed.let_go()
+        with self._packed.packing(threads or usable_cores()):
+            self._operations = [one for operation in steps.operations for one in self._lowered(operation, checkpoint)]
         self.count = len(self._operations)
         self.attends = [index for index, one in enumerate(self._operations) if one.kind == _KINDS.index(Attend)]
         self._shares = shares
@@ -307,6 +311,15 @@ class Program:
         return len(self._vectors) - 1
 
 
+class _Job(NamedTuple):
+    """Some rows of a matrix that are being packed."""
+
+    name: str
+    encoding: str
+    wanted: Format
+    result: Future[PackError]
+
+
 class _Packed:
     """The packed matrices, each once. shared: of another program, found under their names."""
 
@@ -318,14 +331,29 @@ class _Packed:
         self._tiles: list[NDArray[np.uint8]] = []
         self._found: dict[tuple[str, ...], int] = {}
         self._shared = shared
+        self._workers: Executor | None = None
+        self._jobs: list[_Job] = []
+
+    @contextmanager
+    def packing(self, threads: int) -> Iterator[None]:
+        """Within, matrices are added, and packed by so many threads; after it they are packed, and the checkpoint's
+        file need not stay mapped. Raises BackendError or NotNative for one that cannot be packed.
+        """
+        with ThreadPoolExecutor(threads, thread_name_prefix="pack") as self._workers:
+            yield
+            for job in self._jobs:
+                if (error := job.result.result()) is not PackError.PACKED:
+                    self._workers.shutdown(cancel_futures=True)
+                    # What was not asked for is no reason to refuse the model.
+                    kind = NotNative if WEIGHTS[self._weights] is None else BackendError
+                    wanted = job.wanted.name.lower()
+                    raise kind(_WHY[error].format(name=job.name, encoding=job.encoding, wanted=wanted))
+        self._workers, self._jobs = None, []
+        del self._checkpoint
 
     @property
     def nbytes(self) -> int:
         return sum(tiles.nbytes for tiles in self._tiles)
-
-    def let_go(self) -> None:
-        """Nothing is packed any more: the checkpoint's file need not stay mapped."""
-        del self._checkpoint
 
     def by_format(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -368,24 +396,40 @@ class _Packed:
         for name, tensor in zip(names, tensors, strict=True):
             _check_stored(name, tensor)
         for name, tensor in zip(names[:-1], tensors[:-1], strict=True):
-            if tensor.shape[0] % _LANES:
-                raise NotNative(f"{name} has {tensor.shape[0]} outputs, which is no multiple of {_LANES}")
+            check_outputs(name, tensor)
         sizes = [self._library.packed_bytes(wanted, tensor.shape[0], inputs) for tensor in tensors]
         tiles = _aligned(sum(sizes))
         first = 0
         for name, tensor, size in zip(names, tensors, sizes, strict=True):
-            part = tiles[first : first + size]
-            error = self._library.pack(
-                wanted, Source[tensor.encoding], tensor.data, (tensor.shape[0], inputs), tensor.row_order, part
-            )
-            if error is not PackError.PACKED:
-                # What was not asked for is no reason to refuse the model.
-                kind = NotNative if WEIGHTS[self._weights] is None else BackendError
-                raise kind(_WHY[error].format(name=name, encoding=tensor.encoding, wanted=wanted.name.lower()))
+            self._pack(name, tensor, wanted, tiles[first : first + size])
             first += size
-            let_go(tensor.data)
         outputs = sum(tensor.shape[0] for tensor in tensors)
         return self._keep(names, Matrix(wanted, outputs, inputs, 0, tiles.ctypes.data), tiles)
+
+    def _pack(self, name: str, tensor: StoredTensor, wanted: Format, tiles: NDArray[np.uint8]) -> None:
+        """Have a matrix packed, some rows at a time: whole tiles, which lie one behind the other."""
+        assert self._workers is not None, "matrices are added while they are packed"
+        outputs, inputs = tensor.shape
+        most = max(_PACKED_AT_ONCE // max(inputs, 1) // _LANES, 1) * _LANES
+        for first in range(0, outputs, most):
+            rows = slice(first, min(first + most, outputs))
+            begin, end = (self._library.packed_bytes(wanted, row, inputs) for row in (rows.start, rows.stop))
+            result = self._workers.submit(self._pack_rows, tensor, rows, wanted, tiles[begin:end])
+            self._jobs.append(_Job(name, tensor.encoding, wanted, result))
+
+    def _pack_rows(self, tensor: StoredTensor, rows: slice, wanted: Format, tiles: NDArray[np.uint8]) -> PackError:
+        outputs, inputs = tensor.shape
+        data, order = tensor.data, tensor.row_order
+        if order is None:
+            size = data.nbytes // outputs
+            data = data[rows.start * size : rows.stop * size]
+        else:
+            order = order[rows]
+        error = self._library.pack(
+            wanted, Source[tensor.encoding], data, (rows.stop - rows.start, inputs), order, tiles
+        )
+        let_go(data)
+        return error
 
     def rows(self, name: str) -> int:
         """The outputs of a matrix. Raises ModelError for anything else."""
@@ -412,6 +456,12 @@ class _Packed:
         if (matrix := self._of_another([name])) is not None:
             return Format(matrix.format)
         return packed_format(name, self._checkpoint.tensor(name), self._weights)
+
+
+def check_outputs(name: str, tensor: StoredTensor) -> None:
+    """Raise NotNative unless another matrix can be laid below this one."""
+    if tensor.shape[0] % _LANES:
+        raise NotNative(f"{name} has {tensor.shape[0]} outputs, which is no multiple of {_LANES}")
 
 
 def _check_stored(name: str, tensor: StoredTensor) -> None:
