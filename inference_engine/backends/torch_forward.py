@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.choosing import DeviceIndexes, can_index
+from inference_engine.backends.device_indexes import DeviceIndexes, can_index
 from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.quanta import probe_quanta

@@ -25,8 +25,8 @@ from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Pool
-from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
 from kv_cache_proposer.dflash.memory import (
     Positions,

@@ -39,8 +39,8 @@ from inference_engine.kv.context import KVContext
 from inference_engine.models.step_list import Product, StepList
 from inference_engine.native.library import Identity
 from inference_engine.native.library import Step as NativeStep
-from kv_cache_proposer.dflash.choosing import LIKELIEST, Draws, best_alone, best_path
 from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.draft_tokens import LIKELIEST, Draws, best_alone, best_path
 from kv_cache_proposer.dflash.drafter import BlockDrafter
 from kv_cache_proposer.dflash.memory import Positions, RingMemory
 from kv_cache_proposer.dflash.network import DFlashNetwork

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kv_cache_proposer.dflash.choosing import choose_draft_tokens
+from kv_cache_proposer.dflash.draft_tokens import choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 from laboratory.training.drafter_blocks import Blocks, Texts, blocks_at

@@ -18,7 +18,7 @@ from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.types import Mode
 from kv_cache_proposer.dflash import graphs
-from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
+from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of

@@ -14,7 +14,7 @@ from inference_engine import compose
 from inference_engine.config import ModelConfig
 from inference_engine.kernels.noise import key
 from kv_cache_proposer.dflash import shortlist
-from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
+from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
 from kv_cache_proposer.dflash.target import TargetWords, words_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends.native import choosing
+from inference_engine.backends.native import key_indexes
 from inference_engine.backends.native.coding import NativeCoder
 from inference_engine.backends.native.decoders import Turns, native_decoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
@@ -156,7 +156,7 @@ class Archived(Session):
 def test_chosen_tokens_are_read_as_the_decoder_gives_them(
     count: int, chains: int, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choosing, "_SLOW", 0.0)
+    monkeypatch.setattr(key_indexes, "_SLOW", 0.0)
     session = Archived(make_decoder(count, chains), identity=identity)
     queries = session.queries(len(POSITIONS))
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends.native import choosing
-from inference_engine.backends.native.choosing import NativeIndex, NativeIndexes
+from inference_engine.backends.native import key_indexes
 from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.forward import NativeAttention
+from inference_engine.backends.native.key_indexes import NativeIndex, NativeIndexes
 from inference_engine.kernels.components import (
     IndexShape,
     KeyComponents,
@@ -161,7 +161,7 @@ def test_a_query_reads_the_tokens_that_the_reference_chooses(
     kind: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a table for every frequency: slow ones as a series may choose another token of almost its weight."""
-    monkeypatch.setattr(choosing, "_SLOW", 0.0)
+    monkeypatch.setattr(key_indexes, "_SLOW", 0.0)
     session = Session(*KINDS[kind])
     positions = np.array([3, 60, 255, 400, 511, 698, 699])  # from one without a distant token on
     queries = session.queries(len(positions))

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.native.choosing import NativeIndexes
 from inference_engine.backends.native.coding import NativeChoice, NativeCoder
 from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.described import Described
+from inference_engine.backends.native.key_indexes import NativeIndexes
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
 from inference_engine.kernels.components import TokenChoice

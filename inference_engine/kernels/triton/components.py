@@ -4,7 +4,7 @@
 
     score   of all tokens (`component_scores.py`); programs beside these attend to the sink and the window, whose
             log-sum-exp is in every weight
-    choose  exactly k tokens, ascending, in three steps (`choosing.py`)
+    choose  exactly k tokens, ascending, in three steps (`token_choice.py`)
     read    the keys and values of these tokens, once. Those that have left their region, which is a ring buffer then,
             are restored before (`restoring.py`)
 
@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.latents import operand_dtype
 from inference_engine.kernels.ragged_attention import FIELDS
-from inference_engine.kernels.triton import choosing, component_index, component_scores, restoring
+from inference_engine.kernels.triton import component_index, component_scores, restoring, token_choice
 from inference_engine.kernels.triton.block_selection import reads_of
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.component_index import half_width, rank_width
@@ -185,7 +185,7 @@ class Choosing:
         )
 
     def weigh(self) -> None:
-        choosing.weigh[(triton.cdiv(self.counted["ROOM"], _WEIGHED), *self.grid)](
+        token_choice.weigh[(triton.cdiv(self.counted["ROOM"], _WEIGHED), *self.grid)](
             self.given[3],
             self.scores,
             self.tops,
@@ -204,7 +204,7 @@ class Choosing:
         )
 
     def gather(self) -> None:
-        choosing.gather[(self.lists, *self.grid)](
+        token_choice.gather[(self.lists, *self.grid)](
             self.given[3],
             self.orders,
             self.largest,
@@ -223,7 +223,7 @@ class Choosing:
 
     def choose(self) -> None:
         spans = self.before.shape[2]
-        choosing.choose[self.grid](
+        token_choice.choose[self.grid](
             self.given[3],
             self.tokens,
             self.found,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import BlockSelector, LayerRule, TokenSelector
-from inference_engine.kv.strategies.choosing import (
+from inference_engine.kv.strategies.token_options import (
     BITS,
     LEAST_RANK,
     RUN,

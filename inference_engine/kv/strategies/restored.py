@@ -38,7 +38,8 @@ from inference_engine.kv.archives.latent import (
 from inference_engine.kv.archives.restorer import Recompute, Restorer
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule, TokenSelector
-from inference_engine.kv.strategies.choosing import (
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategies.token_options import (
     BITS,
     LEAST_RANK,
     RUN,
@@ -49,7 +50,6 @@ from inference_engine.kv.strategies.choosing import (
     require_window,
     trial_rank,
 )
-from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import LATENT, LATENT_AND_COMPONENTS, KVStrategy, require
 
 if TYPE_CHECKING:

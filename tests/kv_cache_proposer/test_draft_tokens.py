@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.noise import key, noise, noise_of_all
-from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
+from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
