@@ -24,6 +24,7 @@ from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.scheduler.transcript import Transcript
+from inference_engine.session.hibernation import Hibernation
 from inference_engine.session.journal import SessionRecord, TokensRecord
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.sqlite_journal import COPIES
@@ -136,8 +137,8 @@ def before_each_generate(engine: Engine, task: Callable[[], object]) -> Iterator
 
 def save_copies(engine: Engine, folder: Path) -> list[Path]:
     """As if every session had been idle for long: copies of their K/V are in files and recorded. Returns the files."""
-    hibernation = engine._scheduler.hibernation
-    assert hibernation is not None, "the engine keeps no copies"
+    hibernation = engine._scheduler.copies
+    assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
     on_the_engines_thread(engine, lambda: hibernation.save_all(LIMIT_SECONDS))
     is_recorded = threading.Event()
     engine.when_saved(is_recorded.set)
@@ -148,8 +149,8 @@ def save_copies(engine: Engine, folder: Path) -> list[Path]:
 @contextmanager
 def speeds(engine: Engine, *, prefill_tokens: float, read_bytes: float) -> Iterator[None]:
     """As if so many tokens were computed, and so many bytes read, in a second."""
-    hibernation = engine._scheduler.hibernation
-    assert hibernation is not None, "the engine keeps no copies"
+    hibernation = engine._scheduler.copies
+    assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
     measured_read_bytes(engine)  # later it would be measured over these
     with (
         patch.object(hibernation, "_prefill_seconds", 1 / prefill_tokens),
@@ -160,16 +161,16 @@ def speeds(engine: Engine, *, prefill_tokens: float, read_bytes: float) -> Itera
 
 def measured_read_bytes(engine: Engine) -> float:
     """What the engine measured of its disk at its start, in bytes a second."""
-    hibernation = engine._scheduler.hibernation
-    assert hibernation is not None, "the engine keeps no copies"
+    hibernation = engine._scheduler.copies
+    assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
     hibernation._reader.submit(lambda: None).result(LIMIT_SECONDS)  # after the measurement
     return 1 / hibernation._read_seconds
 
 
 def save_some_pieces(engine: Engine, session_id: str) -> None:
     """Begin a copy of an idle session's K/V, and leave it unfinished."""
-    hibernation = engine._scheduler.hibernation
-    assert hibernation is not None, "the engine keeps no copies"
+    hibernation = engine._scheduler.copies
+    assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
 
     def begin() -> None:
         hibernation._saving = hibernation._begin(session_of(engine, session_id))

@@ -218,10 +218,11 @@ class TorchForward:
         if graphs is not None and graphs.can_run(step):
             return graphs.run(step, fed)
         plan = step.plan
-        ids, positions, kept = (
-            on_device(np.asarray(numbers, dtype=np.int64), self._device)
-            for numbers in (step.token_ids, plan.positions, step.logit_queries)
-        )
+        kept_queries = np.asarray(step.logit_queries, dtype=np.int64)
+        # One copy for all three.
+        parts, count = (step.token_ids, plan.positions, kept_queries), len(step.token_ids)
+        numbers = on_device(np.concatenate(parts, dtype=np.int64), self._device)
+        ids, positions, kept = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         ids = ids if fed is None else fed
         with torch.inference_mode(), self.seam.attending(plan, plan.positions):
             if self.listed is not None:

@@ -146,7 +146,7 @@ class Engine:
             vocab_size=forward.facts.vocab_size,
             timer=timer,
             drafter=drafter,
-            hibernation=open_copies(
+            open_copies=open_copies(
                 self._journal.book, self._store, self._context, forward, self.config, self.metrics, clock
             ),
         )
@@ -560,8 +560,8 @@ class Engine:
         self._is_draining = True
         if self._scheduler.is_alive:
             self._scheduler.stop()
-        if (hibernation := self._scheduler.hibernation) is not None and not self._scheduler.is_alive:
-            hibernation.close()
+        if not self._scheduler.is_alive:
+            self._scheduler.copies.close()
         self._store.close_all()
         self._journal.stop()
 

@@ -23,6 +23,7 @@ from inference_engine.kv.session_kv import bound_of, grows_with_history, whole_s
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.copies import NoCopies, OpenCopies
 from inference_engine.session.hibernation import Hibernation, HibernationLimits
 from inference_engine.session.journal import CopyBook
 from inference_engine.session.session import Session
@@ -151,10 +152,10 @@ def open_copies(
     config: EngineConfig,
     metrics: EngineMetrics,
     clock: Callable[[], float],
-) -> Callable[[Callable[[], None]], Hibernation] | None:
-    """What makes the Hibernation of an engine; None if its settings or its journal keep no copies of K/V."""
+) -> OpenCopies:
+    """What makes the copies of an engine: of none, if its settings or its journal keep no copies of K/V."""
     if book is None or config.hibernate == "never":
-        return None
+        return NoCopies
     facts, geometry = forward.facts, context.geometry
     made_by = {
         "weights": book.weights,

@@ -27,7 +27,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting
 from inference_engine.scheduler.wakeups import Wakeups
-from inference_engine.session.hibernation import Hibernation
+from inference_engine.session.copies import Copies
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Event, Failed, Finished, StopReason
@@ -52,10 +52,10 @@ class Endings:
         metrics: EngineMetrics,
         drafting: Drafting | None,
         leave: Callable[[Request], None],
-        hibernation: Hibernation | None = None,
+        copies: Copies,
     ) -> None:
         self._store = store
-        self._hibernation = hibernation
+        self._copies = copies
         self._metrics = metrics
         self._drafting = drafting
         self._leave = leave
@@ -150,8 +150,7 @@ class Endings:
 
     def _distrust(self, session: Session) -> None:
         """Its entries may have been wrong for longer: no copy of them is used."""
-        if self._hibernation is not None:
-            self._hibernation.distrust(session)
+        self._copies.distrust(session)
 
 
 def _notify_observers(request: Request, event: Finished | Failed) -> None:
@@ -195,9 +194,9 @@ class Beginnings:
         enter: Callable[[Request], None],
         *,
         vocab_size: int,
-        hibernation: Hibernation | None = None,
+        copies: Copies,
     ) -> None:
-        self._hibernation = hibernation
+        self._copies = copies
         self._metrics = metrics
         self._clock = clock
         self._endings = endings
@@ -209,7 +208,7 @@ class Beginnings:
         """Let it run, or end it. It keeps waiting while a copy of its session's K/V is read, and if there is no memory
         to wake its session now, but some of `running` will give memory back."""
         session, running = request.session, list(running)
-        if self._hibernation is not None and not self._hibernation.restore(session, is_alone=not running):
+        if not self._copies.restore(session, is_alone=not running):
             return
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()

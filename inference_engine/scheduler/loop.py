@@ -37,7 +37,7 @@ from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting
 from inference_engine.scheduler.step_time import EndPace
 from inference_engine.scheduler.wakeups import Wakeups
-from inference_engine.session.hibernation import Hibernation
+from inference_engine.session.copies import NoCopies, OpenCopies
 from inference_engine.session.journal import Journal
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Accepted, Failed
@@ -85,9 +85,9 @@ class Scheduler:
         vocab_size: int,
         timer: StepTimer,
         drafter: Drafter | None = None,
-        hibernation: Callable[[Callable[[], None]], Hibernation] | None = None,
+        open_copies: OpenCopies = NoCopies,
     ) -> None:
-        """hibernation: makes what saves and reads copies of K/V, which calls back when there is more to do."""
+        """open_copies: makes what saves and reads copies of K/V, which calls back when there is more to do."""
         self._verifier = verifier
         self._timer = timer
         self._store = store
@@ -99,8 +99,8 @@ class Scheduler:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
         self._journal = journal if journal.keeps else None
         self.wakeups = Wakeups(None if self._journal is None else self._journal.say)
-        self.hibernation = None if hibernation is None else hibernation(self.nudge)
-        self._endings = Endings(store, metrics, self._drafting, self._leave, self.hibernation)
+        self.copies = open_copies(self.nudge)
+        self._endings = Endings(store, metrics, self._drafting, self._leave, self.copies)
         self._beginnings = Beginnings(
             metrics,
             clock,
@@ -108,7 +108,7 @@ class Scheduler:
             self.wakeups,
             self._enter,
             vocab_size=vocab_size,
-            hibernation=self.hibernation,
+            copies=self.copies,
         )
         self._batching = Batching(config, clock, self._drafting)
         self._settling = Settling(store, metrics, clock, self._endings, self._drafting)
@@ -291,8 +291,7 @@ class Scheduler:
                 for _ in range(tasks):
                     self._run_task()
                 is_clean &= not self._store.expire()
-                if self.hibernation is not None:
-                    is_clean &= not self.hibernation.work()
+                is_clean &= not self.copies.work()
                 self._end_stopped()
                 if waiting:
                     self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
@@ -591,9 +590,8 @@ class Scheduler:
             with self._lock:
                 for request in answered:
                     self._foresight.answered(request, now)
-            if self.hibernation is not None:
-                for request in answered:
-                    self.hibernation.prefilled(request.prefill_tokens, now - request.started_at)
+            for request in answered:
+                self.copies.prefilled(request.prefill_tokens, now - request.started_at)
 
     def _enter(self, request: Request) -> None:
         with self._lock:
@@ -602,8 +600,7 @@ class Scheduler:
             self._changes += 1
 
     def _leave(self, request: Request) -> None:
-        if self.hibernation is not None:
-            self.hibernation.rest(request.session)
+        self.copies.rest(request.session)
         with self._lock:
             self._is_ending = True
             self._changes += 1

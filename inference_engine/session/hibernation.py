@@ -198,7 +198,7 @@ class _Reading:
 
 
 class Hibernation:
-    """Engine's thread only, but for `nudge`, which is called by others, and `close`, after it has ended."""
+    """Implements Copies. Engine's thread only, but for `nudge`, which others call, and `close`, after it has ended."""
 
     def __init__(
         self,

@@ -1,0 +1,59 @@
+"""What an engine tells of its sessions to what may keep copies of their K/V; and what keeps none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from inference_engine.session.session import Session
+
+
+class Copies(Protocol):
+    """The engine's thread calls all of it, but `close`, after that has ended. See `Hibernation`."""
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """So long a prefill of so many tokens took."""
+
+    def rest(self, session: Session) -> None:
+        """A Generate of the session has ended."""
+
+    def work(self) -> bool:
+        """Save a piece of a session. Is there more to do at once?"""
+
+    def restore(self, session: Session, *, is_alone: bool) -> bool:
+        """Give an empty session the K/V of its copy, if there is one. False: it is being read; ask again."""
+
+    def distrust(self, session: Session) -> None:
+        """Entries of the session cannot be trusted, and a copy may have them."""
+
+    def close(self) -> None:
+        """The engine's thread has ended."""
+
+
+# What keeps copies, made with what wakes the engine's thread.
+OpenCopies = Callable[[Callable[[], None]], Copies]
+
+
+class NoCopies:
+    """Implements Copies: there are none, and a session that left memory is prefilled."""
+
+    def __init__(self, nudge: Callable[[], None]) -> None:
+        pass
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        pass
+
+    def rest(self, session: Session) -> None:
+        pass
+
+    def work(self) -> bool:
+        return False
+
+    def restore(self, session: Session, *, is_alone: bool) -> bool:
+        return True
+
+    def distrust(self, session: Session) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
