@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine.backends import twin
-from tests.admissions import admitted_once
 from tests.models.tiny_folder import tiny_llama
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def admitting_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests whose caches are empty and whose models have few configurations."""
-    monkeypatch.setattr(twin, "admit_config", admitted_once)
 
 
 @pytest.fixture(scope="session")
