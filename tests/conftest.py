@@ -40,5 +40,14 @@ def _ending(status: int | None) -> str:
     return f"by signal {-status} ({signal.strsignal(-status)})"
 
 
+@pytest.fixture
+def admitting_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests whose caches are empty and whose models have few configurations."""
+    from inference_engine.backends import twin
+    from tests.admissions import admitted_once
+
+    monkeypatch.setattr(twin, "admit_config", admitted_once)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--executor", choices=("mlx",), help="all of tests/laws on it, and on nothing else")

@@ -42,6 +42,7 @@ _WAIT_SECONDS = 0.05  # for a file, while no session runs
 _STOP_SECONDS = 10.0  # for sessions that are saved when the engine stops
 _SHARE = 2  # without a setting, one part in this many of the free space may be used
 _PROBE_BYTES = 16 * 2**20
+_PROBE_REPEATED_BYTES = 2 * 2**20
 _LEAST_PREFILL_TOKENS = 32  # of a prefill whose time says how fast the model is
 _MEMORY = 0.8  # weight of what was measured before
 
@@ -257,7 +258,9 @@ class Hibernation:
         path = self._index.folder / f"probe-{secrets.token_hex(4)}"
         try:
             with path.open("w+b", buffering=0) as file:
-                file.write(os.urandom(_PROBE_BYTES))
+                # Repeated at a distance over which no file system compresses: so many random bytes take longer to make
+                # than to write and read.
+                file.write(os.urandom(_PROBE_REPEATED_BYTES) * (_PROBE_BYTES // _PROBE_REPEATED_BYTES))
                 os.fsync(file.fileno())
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

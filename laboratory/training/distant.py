@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,8 @@ from laboratory.training.capture import attention_modules
 
 ATTENTION = "kakeya_distant"
 
-# What the layers of each model that was run here do to their keys: found out once.
-_ROTARIES: WeakKeyDictionary[PreTrainedModel, tuple[str, ...]] = WeakKeyDictionary()
+# What the layers of a model do to their keys, by its class and configuration. A twin is run for it, which takes long.
+_ROTARIES: dict[tuple[type[PreTrainedModel], str], tuple[str, ...]] = {}
 
 Rotate = Callable[[Tensor], Tensor]
 # Of a layer, its keys (rotated) and values [B, Hkv, T, D], and what rotates [B, Hkv, T, D]: the entries seen from afar.
@@ -56,9 +55,10 @@ def seeing(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[Callable[[
     attentions = attention_modules(model)
     if missing := [layer for layer in layers if layer not in attentions]:
         raise ModelError(f"{type(model).__name__} has no attention with q_proj, k_proj and v_proj in layers {missing}")
-    if model not in _ROTARIES:
-        _ROTARIES[model] = tuple(trait.rotary for trait in admit_config(model.config, type(model)).traits)
-    rotaries = _ROTARIES[model]
+    kind = type(model), model.config.to_json_string()
+    if kind not in _ROTARIES:
+        _ROTARIES[kind] = tuple(trait.rotary for trait in admit_config(model.config, type(model)).traits)
+    rotaries = _ROTARIES[kind]
     if fixed := [layer for layer in layers if rotaries[layer] == IMMOVABLE]:
         raise ModelError(
             f"{type(model).__name__} changes its keys after rotation in layers {fixed}: entries cannot be written there"

@@ -138,6 +138,12 @@ def test_a_folder_of_an_unserved_family_is_refused_in_words_and_without_weights(
     assert "safetensors" not in message
 
 
+@pytest.fixture(scope="module")
+def sound_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For the sound configuration, which all cases have: it is admitted once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -155,7 +161,7 @@ def test_a_folder_of_an_unserved_family_is_refused_in_words_and_without_weights(
     ids=lambda value: "" if isinstance(value, str) else str(next(iter(value))),
 )
 def test_a_configuration_at_fault_is_refused_before_the_weights_are_looked_at(
-    tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, changes: dict[str, Any], said: str, sound_cache: Path
 ) -> None:
     folder = tmp_path / "model"
     write_config(folder, "llama", SIZES)
@@ -170,4 +176,4 @@ def test_a_configuration_at_fault_is_refused_before_the_weights_are_looked_at(
     # The same folder with a sound configuration is refused for its weights: they were there to be looked at.
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match="not a safetensors file"):
-        open_backend(ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), threads=1))
+        open_backend(ModelConfig(model=str(folder), cache_dir=str(sound_cache), threads=1))

@@ -15,7 +15,7 @@ from inference_engine.backends import listed, torch_loading
 from inference_engine.backends.base import Forward
 from inference_engine.backends.listed import FusedAttend, FusedNorm, FusedProduct, ListedStep, fuse
 from inference_engine.backends.torch_loading import try_listed
-from inference_engine.backends.twin import admit_config, text_generator
+from inference_engine.backends.twin import text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
@@ -35,6 +35,7 @@ from inference_engine.models.step_list import (
     step_list,
 )
 from inference_engine.types import GenerateParams
+from tests.admissions import admitted_once
 from tests.backends.test_families import SERVED, SIZES, write_model
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, generate, text, tokens
@@ -57,7 +58,7 @@ def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: 
 
     monkeypatch.setattr(ListedStep, "run", counted)
     config, kind = text_generator(FAMILIES[family])
-    traits = admit_config(config, kind).traits
+    traits = admitted_once(config, kind).traits
 
     assert try_listed(kind, config, traits, ops=listed_ops(), device=torch.device("cpu")) < 2e-4
     assert set(ran) == {1, 32}
@@ -146,7 +147,7 @@ def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monk
 
 def test_a_list_that_gives_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config, kind = text_generator(FAMILIES["llama"])
-    traits = admit_config(config, kind).traits
+    traits = admitted_once(config, kind).traits
 
     def wrong(*arguments: Any) -> StepList:
         steps = step_list(*arguments)

@@ -11,7 +11,6 @@ from torch import nn
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
-from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
@@ -20,6 +19,7 @@ from inference_engine.kernels.quantised import quantise
 from inference_engine.models import LoadedModel
 from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import ATTENTION
+from tests.admissions import admitted_once
 from tests.laws.variants import generate, text
 from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model
 
@@ -38,7 +38,7 @@ def served(model: Any, **settings: Any) -> TorchForward:
         weights_sha256=None,
     )
     config = ModelConfig(device="cpu", linear="plain", **settings)
-    return serve_loaded(loaded, config, admit_config(tiny_config()), ops=LISTS)
+    return serve_loaded(loaded, config, admitted_once(tiny_config()), ops=LISTS)
 
 
 def dequantised(format_name: str) -> Any:

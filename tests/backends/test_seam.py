@@ -78,6 +78,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.models.layer_traits import find_traits
 from inference_engine.models.seam import ATTENTION, Seam, TokenRotary
 from inference_engine.types import Mode, ModelFacts
+from tests.admissions import admitted_once
 from tests.laws.variants import each_mode, generate, text
 from tests.tiny import SMALL, tiny_engine, tiny_model
 
@@ -234,7 +235,7 @@ def family_engine(config: PretrainedConfig) -> Engine:
     small = shrunken(config, layers=range(config.num_hidden_layers))
     small.max_position_embeddings, small.vocab_size = 512, 128
     small._attn_implementation = ATTENTION
-    admitted = admit_config(small)
+    admitted = admitted_once(small)
     seam = Seam(twin.model_class(small)(small).eval(), admitted.traits)
     facts = ModelFacts(
         model_id="family",

@@ -19,10 +19,11 @@ from inference_engine.backends import twin
 from inference_engine.backends.native import describing
 from inference_engine.backends.native.describing import describe
 from inference_engine.backends.native.forward import NativeForward
-from inference_engine.backends.twin import admit_config, text_generator
+from inference_engine.backends.twin import text_generator
 from inference_engine.compose import admit, forget_admission, open_backend, try_out
 from inference_engine.config import ModelConfig, child_environment
 from inference_engine.models.seam import Seam
+from tests.admissions import admitted_once
 from tests.models.tiny_gguf import FAMILIES, tiny_model
 from tests.tiny_native import library
 
@@ -57,20 +58,18 @@ def kept(model: ModelConfig, name: str) -> Path:
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was tried, of `admitted` and `native`."""
+    """What was tried, of `admitted` and `native`. A configuration's trial is counted each time and run once."""
     tried: list[str] = []
 
-    def watch(name: str, module: ModuleType, function: str) -> None:
-        own = getattr(module, function)
-
+    def watch(name: str, module: ModuleType, function: str, own: Callable[..., object]) -> None:
         def watched(*arguments: object) -> object:
             tried.append(name)
             return own(*arguments)
 
         monkeypatch.setattr(module, function, watched)
 
-    watch("admitted", twin, "admit_config")
-    watch("native", describing, "describe")
+    watch("admitted", twin, "admit_config", own=admitted_once)
+    watch("native", describing, "describe", own=describe)
     return tried
 
 
@@ -166,7 +165,7 @@ def test_a_cache_that_cannot_be_written_only_costs_the_trial(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_are_moved_to_the_bit_as_the_models_own_rotation_moves_them(family: str) -> None:
     config, kind = text_generator(FAMILIES[family]())
-    described = describe(config, kind, admit_config(config).traits)
+    described = describe(config, kind, admitted_once(config, kind).traits)
     seam = Seam(kind(config).eval())
     for name in described.rotaries:
         keys = torch.randn(2, 4, described.layers[0].head_dim)

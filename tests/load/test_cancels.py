@@ -9,7 +9,8 @@ from laboratory.scripted import Script
 from tests.load.cancels import Cancels
 from tests.load.scripted import scripted_engine
 
-SEEDS, CANCELS = 2, 500
+# The one by which `make seeded-bugs` says what is caught; `make soak` has others.
+SEEDS, CANCELS = 1, 500
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -30,6 +30,8 @@ from tests.native.test_forward import Sessions
 from tests.tiny import SMALL
 from tests.tiny_folder import tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("admitting_once")
+
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,

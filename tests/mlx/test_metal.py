@@ -13,7 +13,7 @@ from inference_engine.backends.base import Forward
 from inference_engine.backends.mlx import loading
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.trial import try_list
-from inference_engine.backends.twin import admit_config, text_generator
+from inference_engine.backends.twin import text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ConfigError
@@ -24,6 +24,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode
 from tests import tiny
+from tests.admissions import admitted_once
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.mlx.attention_steps import SHAPES, TOLERANCES, attention_step
@@ -114,7 +115,7 @@ def test_an_index_out_of_bounds_would_be_seen(kernel: RecordedKernel) -> None:
 def test_a_model_is_admitted_by_a_twin_that_the_kernel_serves(family: str, kernel: RecordedKernel) -> None:
     """Alone and beside others, with a softcap, windows, and heads of another size than the twins of other tests."""
     config, kind = text_generator(FAMILIES[family])
-    traits = admit_config(config, kind, seed=1).traits
+    traits = admitted_once(config, kind).traits
     assert try_list(kind, config, traits, seed=1, uses_metal=True) < 2e-4
     assert kernel.launches
 

@@ -22,6 +22,8 @@ from tests.models.hub_server import Hub, served
 from tests.models.tiny_folder import logits, tiny_llama
 from tests.tiny_folder import tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("admitting_once")
+
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 NAME = "some-org/tiny"
 

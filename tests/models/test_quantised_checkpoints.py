@@ -21,6 +21,8 @@ from inference_engine.models.quantised_linear import QuantisedLinear
 from tests.laws.variants import generate, text
 from tests.tiny import SMALL, tiny_model
 
+pytestmark = pytest.mark.usefixtures("admitting_once")
+
 Tensors = dict[str, Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 32
