@@ -9,8 +9,7 @@ from laboratory.scripted import Script
 from tests.load.cancels import Cancels
 from tests.load.scripted import scripted_engine
 
-# The one by which `make seeded-bugs` says what is caught; `make soak` has others.
-SEEDS, CANCELS = 1, 500
+SEEDS, CANCELS = 2, 500
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -11,8 +11,7 @@ from tests.load.fuzzing import Fuzzing, fuzzed_engine
 from tests.load.servicer import REQUESTS
 from tests.load.units import Units, calls_of, some_units, unit_of
 
-# The one by which `make seeded-bugs` says what is caught; `make soak` has others.
-SEEDS, MESSAGES = 1, 12_500
+SEEDS, MESSAGES = 2, 12_500
 UNITS = 60
 
 
