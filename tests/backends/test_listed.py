@@ -24,6 +24,8 @@ from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.strategies.gather import Gather
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.models.seam import Seam
 from inference_engine.models.step_list import (
     Add,
     Norm,
@@ -34,13 +36,13 @@ from inference_engine.models.step_list import (
     StepList,
     step_list,
 )
-from inference_engine.types import GenerateParams
+from inference_engine.types import GenerateParams, TokenCommitted
 from tests.admissions import admitted_once
 from tests.backends.test_families import SERVED, SIZES, write_model
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, generate, text, tokens
 from tests.native.test_forward import FAMILIES
-from tests.tiny import SMALL, tiny_forward_on
+from tests.tiny import SMALL, TRAINED_POSITIONS, tiny_forward_on
 
 
 def listed_ops() -> DeviceOps:
@@ -232,3 +234,26 @@ def test_listed_steps_choose_the_blocks_that_torchs_modules_choose() -> None:
             session = opened(engine, Gather(budget=48, block=8, sink=4, window=16), text(100))
             found.append(tokens(drain(engine.generate(session, GenerateParams(max_tokens=30)))))
     assert [token for token, _ in found[0]] == [token for token, _ in found[1]]
+
+
+def test_turns_from_a_table_are_those_that_a_step_works_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, up to the trained positions; past them, no table has any."""
+    found: list[list[tuple[int, float | None]]] = []
+    worked_out: list[int] = []
+    turns = Seam.turns
+
+    def counted(self: Seam, like: Tensor, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        worked_out[-1] += 1
+        return turns(self, like, positions, name)
+
+    for most_bytes in (2**28, 0):
+        monkeypatch.setattr(listed, "_MOST_TURN_BYTES", most_bytes)
+        forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
+        worked_out.append(0)
+        with monkeypatch.context() as patched, Engine(forward, EngineConfig(**SMALL)) as engine:
+            patched.setattr(Seam, "turns", counted)
+            session = opened(engine, SinkWindow(sink=4, window=32), text(60))
+            events = drain(engine.generate(session, GenerateParams(max_tokens=TRAINED_POSITIONS, logprobs=True)))
+            found.append([(event.token_id, event.logprob) for event in events if isinstance(event, TokenCommitted)])
+    assert found[0] == found[1] and len(found[0]) == TRAINED_POSITIONS
+    assert 0 < worked_out[0] < worked_out[1]
