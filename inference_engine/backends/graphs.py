@@ -24,6 +24,7 @@ from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
 from inference_engine.kernels.components import ChosenBy, TokenChoice
 from inference_engine.kernels.ragged_attention import RaggedAttention
+from inference_engine.kernels.step_ends import PLAIN_ENDS, Peaks, StepEnds
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
@@ -35,7 +36,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 
 MOST_SELECTING = 64  # tokens of a step in which some read selected blocks or tokens
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
-Recorded = Recording[tuple[Tensor, Tensor | None]]
+Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
 # Tokens, tap layers, whether some read selected blocks, whether these may be off the device, and the indexes by which
 # some choose tokens.
 Kind = tuple[int, tuple[int, ...], bool, bool, tuple[ChosenBy, ...]]
@@ -68,16 +69,18 @@ class StepGraphs:
         tap_layers: tuple[int, ...] = (),
         memory: GraphMemory,
         listed: ListedStep | None = None,
+        ends: StepEnds = PLAIN_ENDS,
     ) -> None:
         """Records all steps except those that read selected blocks or tokens, so that no request waits for a recording
         later.
 
-        tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules.
+        tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules. ends:
+        finds the largest logits.
         Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
         self._device = next(iter(pool.buffers.values())).keys.device
-        self._memory = memory
+        self._memory, self._ends = memory, ends
         self._taps = {(), tap_layers}
         self._refused: set[Kind] = set()
         # The largest first: the others reuse its temporary memory.
@@ -102,7 +105,7 @@ class StepGraphs:
             for by in chosen_by
         ]
 
-        def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
+        def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None, Peaks]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
             tables = StepTables.over(
                 rest,
@@ -114,7 +117,8 @@ class StepGraphs:
                 choices=choices,
                 reads_offloaded=reads_offloaded,
             )
-            return _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
+            logits, states = _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
+            return logits, states, self._ends.peaks(logits)
 
         nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)
         idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing.all])
@@ -148,16 +152,28 @@ class StepGraphs:
 
     def run(self, step: Step, fed: Tensor | None = None) -> Result:
         """As `Forward.run`, for a step that `can_run`; fed: as in `Launcher`. Does not wait for the device."""
-        plan, tokens = step.plan, step.plan.query_count
+        logits, taps, _ = self._run(step, fed)
+        # Copies: the next step overwrites the graph's outputs.
+        return Result(logits[: len(step.logit_queries)].clone(), _copy(taps, step))
+
+    def run_greedily(self, step: Step, fed: Tensor | None = None) -> tuple[Peaks, Tensor | None]:
+        """As `run`, without logits: their peaks, of the first rows, which the next step overwrites; and the taps."""
+        _, taps, peaks = self._run(step, fed)
+        return peaks, _copy(taps, step)
+
+    def _run(self, step: Step, fed: Tensor | None) -> tuple[Tensor, Tensor | None, Peaks]:
+        plan = step.plan
         kind = _kind(step)
         size = kind[0]
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
-        logits, taps = self._recorded[kind].run(
+        return self._recorded[kind].run(
             padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all, fed=fed
         )
-        # Copies: the next step overwrites the graph's outputs.
-        return Result(logits[: len(step.logit_queries)].clone(), None if taps is None else taps[:tokens].clone())
+
+
+def _copy(taps: Tensor | None, step: Step) -> Tensor | None:
+    return None if taps is None else taps[: step.plan.query_count].clone()
 
 
 def _kind(step: Step) -> Kind:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
 from inference_engine.kv.memory.events import Wait
 from inference_engine.kv.memory.events import mark as mark_of_device
 
@@ -31,21 +32,28 @@ class Outbox:
     """Sends whole numbers to a GPU. Used by one thread."""
 
     def __init__(
-        self, allocate: Callable[[int], Tensor] | None = None, mark: Callable[[torch.device], Wait] | None = None
+        self,
+        allocate: Callable[[int], Tensor] | None = None,
+        mark: Callable[[torch.device], Wait] | None = None,
+        *,
+        ends: StepEnds = PLAIN_ENDS,
     ) -> None:
-        """Both are CUDA's own unless given.
+        """The first two are CUDA's own unless given.
 
         allocate: returns that many int64 of host memory. mark: returns a wait for all work of a device until now.
+        ends: copies to the device.
         """
+        self._ends = ends
         self._allocate = allocate or _pinned
         self._mark = mark or mark_of_device
         self._pieces = tuple(_Piece() for _ in range(_PIECES))
         self._next = 0
 
-    def send(self, parts: Sequence[Numbers], target: Tensor) -> None:
+    def send(self, parts: Sequence[Numbers], target: Tensor, fed: Tensor | None = None) -> None:
         """Copy `parts`, one after another, over `target` [n], which they fill. They may change as soon as this returns.
 
-        Waits only for the copy before the last, if that is not done yet.
+        fed: int64 [m], of the device, in place of the first m. Waits only for the copy before the last, if that is not
+        done yet.
         """
         piece = self._take(len(target))
         numbers = piece.memory.numpy()
@@ -55,7 +63,7 @@ class Outbox:
             numbers[first : first + len(flat)] = flat
             first += len(flat)
         assert first == len(target), (first, len(target))
-        target.copy_(piece.memory[:first], non_blocking=True)
+        self._ends.bring(piece.memory[:first], target, fed)
         piece.wait = self._mark(target.device)
 
     def _take(self, count: int) -> _Piece:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.outbox import Outbox
+from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
 
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
@@ -29,8 +30,9 @@ _WARM_UPS = 2  # runs before recording: libraries allocate in their first
 class GraphMemory:
     """Memory that recordings share: one runs at a time, and its outputs are no longer needed when the next one runs."""
 
-    def __init__(self) -> None:
-        self.outbox = Outbox()
+    def __init__(self, ends: StepEnds = PLAIN_ENDS) -> None:
+        """ends: brings the numbers of a run to the device."""
+        self.outbox = Outbox(ends=ends)
         self._rooms: dict[tuple[Hashable, torch.device, int], Tensor] = {}
         self._first: torch.cuda.CUDAGraph | None = None  # the memory lasts as long as a graph of it
 
@@ -94,9 +96,7 @@ class Recording(Generic[T]):
         fed: int64 [n], on the device, in place of the first n. Returns before the device is done; the parts may change
         after it returned.
         """
-        self._outbox.send(parts, self._numbers)
-        if fed is not None:
-            self._numbers[: len(fed)].copy_(fed)
+        self._outbox.send(parts, self._numbers, fed)
         self._graph.replay()
         return self._result
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend_causal
-from inference_engine.kernels.merge import merge_states
+from inference_engine.kernels.merge import causal_by_flash, merge_states
 
 logger = logging.getLogger(__name__)
 
@@ -53,21 +53,6 @@ def whole_by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float
         queries, keys, values, None, True, 0.0, False, scale=scaling
     )
     return out[0].transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T
-
-
-def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> State:
-    """The queries stand at the last of the keys' positions."""
-    group, (_, kv_heads, count, head_dim) = queries.shape[1] // keys.shape[1], keys.shape
-    shared = (kv_heads, group, count, head_dim)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        queries.reshape(kv_heads, group, -1, head_dim),
-        keys[0, :, None].expand(shared),
-        values[0, :, None].expand(shared),
-        0.0,
-        True,
-        scale=scaling,
-    )
-    return out.flatten(0, 1).transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T
 
 
 class LongChunks:

@@ -12,6 +12,8 @@ arXiv 1805.02867.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -40,11 +42,50 @@ def attend_state(
     return reduce_scores(scores, values)
 
 
-class Merging:
-    """States merged one after another, in half the operations of `merge_states`: divided by their weights in the end.
+def attend_causal_state(
+    queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attend_state`, where the queries stand at the last T of the keys' S positions and see none behind their own.
 
-    The first state must cover at least one entry.
+    On a GPU in half precision, out has the dtype of the keys.
     """
+    count, length = len(queries), keys.shape[1]
+    if softcap is None and queries.dtype in (torch.float16, torch.bfloat16) and _is_fused(queries, keys):
+        return causal_by_flash(queries.transpose(0, 1)[None], keys[None], values[None], scaling)
+    last = torch.arange(length - count, length, device=keys.device)
+    is_behind = torch.arange(length, device=keys.device) > last[:, None]
+    mask = torch.zeros(is_behind.shape, device=keys.device).masked_fill_(is_behind, float("-inf"))
+    return attend_state(queries, keys, values, mask, scaling=scaling, softcap=softcap)
+
+
+def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """`attend_causal_state` by torch's operation, of queries [1, Hq, T, D], keys and values [1, Hkv, S, D] on a GPU."""
+    group, (_, kv_heads, count, head_dim) = queries.shape[1] // keys.shape[1], keys.shape
+    shared = (kv_heads, group, count, head_dim)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        queries.reshape(kv_heads, group, -1, head_dim),
+        keys[0, :, None].expand(shared),
+        values[0, :, None].expand(shared),
+        0.0,
+        True,
+        scale=scaling,
+    )
+    return out.flatten(0, 1).transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T
+
+
+class MergingStates(Protocol):
+    """The state of some entries, to which those of others are added. The first one must cover at least one entry."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None: ...
+
+    def add(self, out: Tensor, lse: Tensor) -> None: ...
+
+    def state(self) -> tuple[Tensor, Tensor]:
+        """The state of all entries so far, float32."""
+
+
+class Merging:
+    """States merged in half the operations of `merge_states`: they are divided by their weights in the end."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self._sum, self._top, self._weight = out, lse, torch.ones_like(lse)
@@ -57,7 +98,7 @@ class Merging:
         self._top = top
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """The state of all entries so far."""
+        """See `MergingStates`."""
         return self._sum / self._weight[..., None], self._top + torch.log(self._weight)
 
 

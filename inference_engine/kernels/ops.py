@@ -20,8 +20,10 @@ from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
 from inference_engine.kernels.latents import LatentOps
 from inference_engine.kernels.long_chunks import MergeTwo, merge_two
+from inference_engine.kernels.merge import Merging, MergingStates
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
+from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kernels.trellis import PLAIN, Trellis
 
@@ -33,9 +35,11 @@ _KERNELS = {
     "largest": ("topk", "largest"),
     "latents": ("latents", "latents"),
     "merge_two": ("merging", "merge_two"),
+    "merging": ("merging", "MergingByKernel"),
     "noise_of_all": ("noise", "noise_of_all"),
     "open_fused": ("fused", "open_fused"),
     "open_invariant": ("fused", "open_invariant"),
+    "step_ends": ("step_ends", "step_ends"),
     "trellis": ("trellis", "trellis"),
 }
 
@@ -45,12 +49,12 @@ class DeviceOps:
     """What a device computes with. Without arguments: the references, which run anywhere.
 
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
-    drawn with. largest: how blocks are chosen that are not read by `attend_ragged`. key_indexes: by which queries of
-    `attend_ragged` choose tokens; None: it knows none, and plain operations choose. trellis: the coder of latents.
-    latents: between their numbers and entries. open_fused: makes what a step is made of, for one model.
-    open_invariant: as that, so that no token's bits depend on the others; attend_invariant is its attention.
-    attend_causal: of long chunks over all entries before them; merge_two: of parts of them. reads_offloaded: does
-    attend_ragged read blocks that are not on the device?
+    drawn with. step_ends: what a recorded step begins and ends with. largest: how blocks are chosen that are not read
+    by `attend_ragged`. key_indexes: by which queries of `attend_ragged` choose tokens; None: it knows none, and plain
+    operations choose. trellis: the coder of latents. latents: between their numbers and entries. open_fused: makes what
+    a step is made of, for one model. open_invariant: as that, so that no token's bits depend on the others;
+    attend_invariant is its attention. attend_causal: of long chunks over all entries before them; merge_two: of parts
+    of them; merging: of many parts. reads_offloaded: does attend_ragged read blocks that are not on the device?
     attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
     session is attended to by itself, which is better where there is no kernel.
     attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given with it?
@@ -62,11 +66,13 @@ class DeviceOps:
     largest: Largest = topk_by_sorting
     key_indexes: KeyIndexes | None = None
     trellis: Trellis = PLAIN
+    step_ends: StepEnds = PLAIN_ENDS
     latents: LatentOps = PLAIN_LATENTS
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
     attend_causal: CausalAttention = attend_causal
     merge_two: MergeTwo = merge_two
+    merging: type[MergingStates] = Merging
     reads_offloaded: bool = False
     attends_together: bool = False
     attends_in_one_order: bool = False

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, overload
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from inference_engine.types import Sampling
 # operation.
 MAX_ARRAY_BYTES = 32 << 20
 MAX_ARRAY_BYTES_ON_CPU = 1 << 20
+_UNKNOWN_VOCABULARY = 0  # draws of the largest logits alone do not depend on it
 STEPS_OF_KEYS = 64  # that are worked out at once, where one step is drawn behind another
 
 
@@ -141,6 +142,7 @@ class Draws(Sequence[Draw]):
         """ahead: positions by which all draws come later. plans: by vocabulary size, for draws like these."""
         self._draws, self._ahead = draws, ahead
         self._plans = {} if plans is None else plans
+        self._are_largest: bool | None = None
 
     def __len__(self) -> int:
         return len(self._draws)
@@ -162,7 +164,24 @@ class Draws(Sequence[Draw]):
 
     def following(self) -> Draws:
         """The same draws one position later."""
-        return Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
+        draws = Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
+        draws._are_largest = self._are_largest
+        return draws
+
+    @property
+    def are_largest(self) -> bool:
+        """Is each draw the id of the largest raw logit of one row, and the rows those of the logits in their order?"""
+        if self._are_largest is None:
+            rows = [each.indices for each in self._draws]
+            self._are_largest = bool(rows) and all(each.is_plainly_greedy for each in self._draws)
+            self._are_largest &= rows == [range(place, place + 1) for place in range(len(rows))]
+        return self._are_largest
+
+    def drawn(self, ids: Tensor, table: Arriving) -> Drawing:
+        """Draws that `are_largest`, drawn elsewhere. ids, table: as `Drawing` has them."""
+        if _UNKNOWN_VOCABULARY not in self._plans:
+            self._plans[_UNKNOWN_VOCABULARY] = _Plan(self._draws, _UNKNOWN_VOCABULARY)
+        return Drawing(self._plans[_UNKNOWN_VOCABULARY], ids, table)
 
     def start(self, logits: Tensor, noise_of_all: NoiseOfAll) -> Drawing:
         """See `start_drawing`."""
@@ -207,7 +226,10 @@ class _Plan:
         numbers = [*logits.aminmax(dim=-1)]
         if any(self.needs_logprobs):
             numbers.append(logprobs(logits, ids))
-        return Drawing(self, ids, numbers)
+        # One copy for all: ids as the pairs of words that they are, then the others.
+        table = _Sent(torch.cat([ids.view(torch.float32), *numbers]))
+        ids = ids if self.order is None else ids.index_select(0, on_device(self.order, ids.device))
+        return Drawing(self, ids, table)
 
     def _keys_of(self, ahead: int, device: torch.device) -> Tensor:
         """The keys of the rows, [rows], in the step that is so many steps behind."""
@@ -219,34 +241,57 @@ class _Plan:
         return self._keys[place]
 
 
+class Arriving(Protocol):
+    """Numbers of a device on their way to the host. memory: float32, on the host once `wait` returned."""
+
+    @property
+    def memory(self) -> Tensor: ...
+
+    def wait(self) -> None: ...
+
+
+class _Sent:
+    """A table of a device, which is copied to the host."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._is_done: torch.cuda.Event | None = None
+
+    def send(self) -> None:
+        if self.memory.is_cuda:
+            on_host = torch.empty(self.memory.shape, dtype=self.memory.dtype, pin_memory=True)
+            self.memory = on_host.copy_(self.memory, non_blocking=True)
+            new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+            self._is_done = new_event()
+            self._is_done.record()
+
+    def wait(self) -> None:
+        if self._is_done is not None:
+            self._is_done.synchronize()
+
+
 class Drawing:
     """Samples that a device may still be drawing.
 
     ids: int64 [rows], on the device: what was drawn from each row, the rows of a draw after those of the one before it.
     """
 
-    def __init__(self, plan: _Plan, ids: Tensor, numbers: Sequence[Tensor]) -> None:
-        """numbers: float32, the smallest and largest logit, and logprobs if any draw needs them, row by row."""
+    def __init__(self, plan: _Plan, ids: Tensor, table: Arriving) -> None:
+        """table: in the order of the plan, [2 · rows] words of the ids, [rows] each the smallest and the largest logit,
+        and logprobs if any draw needs them."""
         self._plan = plan
-        self.ids = ids if plan.order is None else ids.index_select(0, on_device(plan.order, ids.device))
-        # One copy for all: ids as the pairs of words that they are, then the others.
-        self._table = torch.cat([ids.view(torch.float32), *numbers])
-        self._is_done: torch.cuda.Event | None = None
+        self.ids = ids
+        self._table = table
 
     def send(self) -> None:
         """Start the copy to the host, which later work of the device need not wait for."""
-        if self._table.is_cuda:
-            on_host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
-            self._table = on_host.copy_(self._table, non_blocking=True)
-            new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
-            self._is_done = new_event()
-            self._is_done.record()
+        if isinstance(self._table, _Sent):
+            self._table.send()
 
     def samples(self) -> list[list[Sample]]:
         """For each draw a sample of each of its rows. Waits for the device."""
-        if self._is_done is not None:
-            self._is_done.synchronize()
-        plan, table, rows = self._plan, self._table.cpu().numpy(), len(self.ids)
+        self._table.wait()
+        plan, table, rows = self._plan, self._table.memory.cpu().numpy(), len(self.ids)
         ids, numbers = table[: 2 * rows].view(np.int64), table[2 * rows :].reshape(-1, rows)
         are_finite = np.isfinite(numbers[:2]).all(axis=0).tolist()
         found: list[float | None] = [None] * rows

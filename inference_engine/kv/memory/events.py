@@ -11,9 +11,12 @@ Wait = Callable[[], None]
 
 def mark(device: torch.device) -> Wait:
     """A function that waits until the device has done all work launched so far. A CPU always has."""
-    if device.type != "cuda":
-        return lambda: None
+    return event_now(device).synchronize if device.type == "cuda" else lambda: None
+
+
+def event_now(device: torch.device) -> torch.cuda.Event:
+    """What has come when a GPU has done all work launched so far."""
     new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
     event = new_event()
     event.record(torch.cuda.current_stream(device))
-    return event.synchronize
+    return event

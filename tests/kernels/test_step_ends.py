@@ -1,0 +1,85 @@
+"""What a recorded step begins and ends with: the kernels give what plain torch gives, for any logits."""
+
+from __future__ import annotations
+
+import torch
+
+from inference_engine.kernels.step_ends import PLAIN_ENDS, Peaks, StepEnds
+from tests.kernels.own_process import run_with_triton
+
+
+def device_of_tests() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def host_memory(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.pin_memory() if torch.cuda.is_available() else numbers
+
+
+def published(ends: StepEnds, peaks: Peaks, count: int) -> tuple[list[int], list[int], torch.Tensor]:
+    """The ids on the device, those on the host, and the smallest and the largest numbers."""
+    host = host_memory(torch.full((4 * count,), 7.0))
+    ids = ends.publish(peaks, count, host)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    assert (ids.dtype, ids.shape) == (torch.int64, (count,))
+    return ids.tolist(), host[: 2 * count].view(torch.int64).tolist(), host[2 * count :].view(2, count)
+
+
+def rows(vocab: int) -> torch.Tensor:
+    """Random ones, equals, and what is not finite, in the first part and in the last."""
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[1] = 0.5
+    logits[2, vocab // 2 :] = logits[2].max() + 1
+    logits[3, -1] = torch.nan
+    logits[4, 0] = torch.inf
+    logits[5, vocab // 3] = -torch.inf
+    logits[6] = torch.nan
+    logits[7] = -torch.inf
+    return logits
+
+
+def compare_ends() -> None:
+    from inference_engine.kernels.triton.step_ends import step_ends
+
+    device = device_of_tests()
+    for vocab in (1, 5, 4096, 4097, 9001):
+        logits = rows(vocab).to(device)
+        for given in (logits, logits[:, : max(1, vocab - 1)]):
+            for count in (1, len(logits)):
+                kept = given[:count]
+                found = published(step_ends, step_ends.peaks(given), count)
+                expected = published(PLAIN_ENDS, PLAIN_ENDS.peaks(given), count)
+                assert found[0] == found[1] and expected[0] == expected[1]
+                assert all(0 <= token < given.shape[1] for token in found[0])
+                finite = kept.isfinite().all(dim=-1).cpu()
+                assert torch.equal(found[2].isfinite().all(dim=0), finite)
+                assert torch.equal(expected[2].isfinite().all(dim=0), finite)
+                for row in range(count):
+                    if finite[row]:
+                        assert found[0][row] == expected[0][row] == int(kept[row].argmax())
+                        assert torch.equal(found[2][:, row], expected[2][:, row])
+    for count, known in ((1, 0), (1, 1), (700, 3), (40_000, 64)):
+        numbers = host_memory(torch.arange(count))
+        fed = -1 - torch.arange(known, device=device) if known else None
+        target = torch.full((count + 2,), 99, device=device)
+        step_ends.bring(numbers, target[:count], fed)
+        expected_numbers = torch.arange(count)
+        expected_numbers[:known] = -1 - torch.arange(known)
+        assert target.tolist() == [*expected_numbers.tolist(), 99, 99]
+
+
+def test_the_kernels_give_what_the_references_give() -> None:
+    run_with_triton(compare_ends)
+
+
+def test_of_parts_the_lower_one_of_equals_counts_and_nan_anywhere_is_seen() -> None:
+    peaks = Peaks(
+        torch.tensor([[3, 11, 20], [3, 11, 20]]),
+        torch.tensor([[1.0, 5.0, 5.0], [1.0, 2.0, 3.0]]),
+        torch.tensor([[-1.0, -7.0, 0.0], [0.0, torch.nan, 0.0]]),
+    )
+    ids, on_host, extremes = published(PLAIN_ENDS, peaks, 2)
+    assert ids == on_host == [11, 20]
+    assert extremes[:, 0].tolist() == [-7.0, 5.0]
+    assert extremes[0, 1].isnan()
