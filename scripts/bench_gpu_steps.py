@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -363,13 +364,16 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, i
                 gc.collect()
     for step_tokens in arguments.step_tokens:
         with Engine(forward, settings(forward, arguments, step_tokens=step_tokens)) as engine:
-            for length in arguments.prefill:
+            for length, strategy in itertools.product(arguments.prefill, arguments.prefilled):
                 where = f"in chunks of {step_tokens or 'the default'}, 1 x {length}"
+                where = where if strategy == FULL else f"{strategy}, {where}"
                 if is_over():
                     outcome.left_out[f"prefill, {shape}, {where}"] = f"{arguments.seconds:g} seconds were over"
                     continue
                 try:
-                    samples = [rate_of_a_prefill(engine, length, seed) for seed in range(arguments.prefills + 1)][1:]
+                    samples = [
+                        rate_of_a_prefill(engine, strategy, length, seed) for seed in range(arguments.prefills + 1)
+                    ][1:]
                 except (InvalidArgument, NoCapacity) as refusal:
                     outcome.left_out[f"prefill, {shape}, {where}"] = str(refusal)
                     continue
@@ -377,10 +381,10 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, i
                 outcome.write()
 
 
-def rate_of_a_prefill(engine: Engine, length: int, seed: int) -> float:
+def rate_of_a_prefill(engine: Engine, strategy: str, length: int, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, engine.info().facts.vocab_size - 5, (length,), generator=generator).tolist()
-    with opened(engine, parse_strategy(FULL), length + 2) as session:
+    with opened(engine, parse_strategy(strategy), length + 2) as session:
         return prefill_rate(engine, session, ids)
 
 
@@ -392,6 +396,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cells", nargs="*", default=list(CELLS), metavar="SESSIONSxLENGTH[/STRATEGY]")
     parser.add_argument("--compiled", type=int, nargs="*", default=[1024, 8192], help="lengths beside the baseline")
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 130_000])
+    parser.add_argument("--prefilled", nargs="+", default=[FULL], metavar="STRATEGY", help="of the prefills")
     parser.add_argument("--step-tokens", type=int, nargs="*", default=[0], help="prefill chunks; 0: the default")
     parser.add_argument("--prefills", type=int, default=2, help="of each length, after one that is not kept")
     parser.add_argument("--attended", type=int, default=2**17, help="longest history that a prefill attends to")

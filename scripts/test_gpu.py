@@ -29,7 +29,8 @@ import torch
 from inference_engine.config import child_environment
 from laboratory.evaluation import record
 
-PATHS = ("tests/kernels", "tests/backends", "tests/laws/test_ragged_laws.py", "tests/kv/test_tiered.py")
+TIERED = tuple(f"tests/kv/test_{name}.py" for name in ("tiered", "inbound", "chunk_view"))
+PATHS = ("tests/kernels", "tests/backends", "tests/laws/test_ragged_laws.py", *TIERED)
 OUTCOMES = ("passed", "failed", "skipped")
 SANITIZED = (
     *(f"test_fused.compare_{each}" for each in ("products", "products_of_any_number", "heads")),
@@ -37,6 +38,7 @@ SANITIZED = (
     *(f"test_choosing.compare_{each}" for each in ("choosing", "equals", "rounded", "tiles", "restoring")),
     *(f"test_ragged_attention.compare_{each}" for each in ("kernel", "chunks_and_selections", "selecting_steps")),
     *(f"test_{each}.compare_kernel" for each in ("offloaded", "noise", "topk", "trellis")),
+    "test_step_ends.compare_ends",
     *("test_latents.compare_with_triton", "test_long_chunks.compare_merged"),
 )
 _AT_ONCE = 8

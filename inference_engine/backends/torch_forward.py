@@ -32,6 +32,9 @@ from inference_engine.kv.memory.pool import Pool
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
 
+_SEGMENTS_AT_ONCE = 4  # of appended tokens, where a step has to read offloaded entries
+
+
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """Implements Launched."""
@@ -113,6 +116,7 @@ class TorchForward:
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
             key_quantum=key_quantum,
+            segments_at_once=_SEGMENTS_AT_ONCE if mode is not Mode.FIXED_SHAPE and self._device.type != "cpu" else 1,
         )
 
     def free_bytes(self) -> int:

@@ -53,6 +53,8 @@ class Geometry:
     opening_tokens: slots that are opened together. Padded keys are read (and masked), so they are opened with the
     entries they pad.
     by_heads: the layers by their number of KV heads.
+    segments_at_once: of appended tokens, in a step of layers whose entries are offloaded. Such a step reads all of
+    these entries, so a fast device is better off with a few long ones; the rings of these layers have room for them.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -62,6 +64,7 @@ class Geometry:
     segment_tokens: int = 256
     token_quantum: int = 1
     key_quantum: int = 1
+    segments_at_once: int = 1
     # Worked out once: every step asks for them.
     opening_tokens: int = field(init=False, repr=False, compare=False)
     by_heads: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)

@@ -151,6 +151,7 @@ class TierLayout:
     """What a layer has beside its resident entries.
 
     blocks: blocks of `block` entries in the longest history; their summaries stay on the device.
+    step: a step of appended tokens ends at a multiple of it at the latest.
     entries: the most that lie in the second tier, in chunks of `chunk`. The first is the one after the sink.
     fetched: how many fetched blocks the region of a KV head has room for.
     """
@@ -160,6 +161,7 @@ class TierLayout:
     entries: int
     chunk: int
     fetched: int
+    step: int
 
     @property
     def chunks(self) -> int:
@@ -229,6 +231,13 @@ class Layout:
     def keeps_every_entry(self) -> bool:
         """Does each entry stay in its slot, and does every query read it there?"""
         return self.window is None and not self.is_selective
+
+    @property
+    def step(self) -> int | None:
+        """Tokens on both sides of a multiple of it do not share a step; None: any may."""
+        if self.window is None:
+            return None
+        return self.segment if self.tier is None else self.tier.step
 
     @property
     def is_selective(self) -> bool:
@@ -316,8 +325,9 @@ def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_to
     """Entries leave in whole blocks, so each block is in one place, and in one piece where the ring buffer wraps."""
     block, segment = selector.block, geometry.segment_tokens
     resident = _round_up(resident, block)
+    step = segment * geometry.segments_at_once
     # A segment may begin within a block, whose first entries then stay as long as its last.
-    ring = _round_up(resident + segment + block - math.gcd(block, segment), block)
+    ring = _round_up(resident + step + block - math.gcd(block, segment), block)
     before_end = limit_tokens - limit_tokens % segment - resident
     entries = max(0, before_end // block * block - selector.sink_tokens)
     return Layout(
@@ -334,6 +344,7 @@ def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_to
             entries=entries,
             chunk=_round_up(SEGMENTS_IN_A_CHUNK * segment, block),
             fetched=min(selector.count, entries // block),
+            step=step,
         ),
     )
 

@@ -92,6 +92,7 @@ class StepPlan:
             numbers=self.numbers,
             largest=ops.largest,
             attend_causal=ops.attend_causal,
+            merging=ops.merging,
         )
         # Chunks of any length, because views add up in another order.
         by_numbers = replace(self._reads, attends_together=True, most_queries=sys.maxsize) if unpadded else self._reads

@@ -80,7 +80,11 @@ class SessionKV:
         self._is_active = False
         self._tier_bytes = 0  # reserved in the second tier
         self._plan = _placement(strategy, context, limit_tokens, self.base)
-        self._has_windows, self._is_selective = self._plan.has_windows, self._plan.is_selective
+        self._is_selective = self._plan.is_selective
+        # Where a step ends at the latest: without, and with generated tokens.
+        segment = context.geometry.segment_tokens
+        step = self._plan.step(segment)
+        self._steps = (step, segment if self._is_selective else step)
         self._is_reserved = False
         self.is_dropped = is_dropped
         self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
@@ -431,14 +435,14 @@ class SessionKV:
     def room(self, *, generated: bool = True) -> int:
         """Positions that can be staged in one step, within the limit; generated: the model generated some of them.
 
-        If entries are evicted, or generated tokens read selected blocks, a step ends at the end of the open segment.
-        Otherwise segments do not limit it.
+        If entries are evicted, or generated tokens read selected blocks, a step ends at the end of the open segment;
+        if entries are offloaded, at the end of as many as appended tokens may take at once. Otherwise segments do not
+        limit it.
         """
-        segment = self.context.geometry.segment_tokens
         at = self.length if self._replayed is None else self._replayed  # `next_position`
         to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - at
-        is_cut = self._has_windows or (self._is_selective and generated)
-        to_boundary = segment - at % segment if is_cut else math.inf
+        step = self._steps[generated]
+        to_boundary = math.inf if step is None else step - at % step
         to_replayed = math.inf if self._replayed is None else self.pending_replay
         to_granted = math.inf if not self.grows or self.granted_tokens is None else self.granted_tokens - at
         return int(min(to_limit, to_boundary, to_replayed, to_granted))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.kept import as_kept
+from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.compressors.identity import Identity
 from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
@@ -170,13 +171,25 @@ class LayerSlots:
         """The view of queries that read the regions and these chunks: all queries together. In fixed-shape mode, one
         token quantum at a time, each with as many slots as its last query needs."""
         positions, quantum = queries.positions, step.geometry.token_quantum
+        if chunks and self._can_read_in_order(queries, step):
+            recent = on_device(self.layout.slots(np.arange(chunks[-1].stop, queries.end)), step.device)
+            portions = [Portion(queries=slice(None), count=self.layout.sink, mask=None, recent=recent)]
+            return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks, merging=step.merging)
         size = quantum if quantum > 1 else len(positions)
         portions = []
         for first in range(0, len(positions), size):
             some = slice(first, first + size)
             count = self.slot_count(int(positions[some][-1]) + 1)
             portions.append(Portion(queries=some, count=count, mask=self.mask(positions[some], count, step)))
-        return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks)
+        return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks, merging=step.merging)
+
+    def _can_read_in_order(self, queries: StagedQueries, step: StepReads) -> bool:
+        """May the slots be read without a mask, the sink as a whole and the others in the order of their positions?
+
+        Only where the device's fused operations are used: results differ in their last bits.
+        """
+        is_alike = self.layout.tier is not None and queries.first >= self.layout.sink
+        return is_alike and step.attends_together and len(queries.positions) == queries.count > 1
 
     def copy_slots(self, other: LayerSlots, first: int, source: int, count: int) -> None:
         """Copy the bytes of `count` slots of `other`, from its slot `source` on, to the slots from `first` on."""

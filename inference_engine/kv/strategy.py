@@ -49,12 +49,14 @@ class Placement:
     kept: tuple[KeptLayers, ...]  # one for each of `archived`; none for a restorer that replays
     restorer: Restorer | None
 
-    @property
-    def has_windows(self) -> bool:
-        """Is any entry ever evicted or archived? Then tokens of different segments do not share a step."""
+    def step(self, segment: int) -> int | None:
+        """Tokens on both sides of a multiple of it do not share a step; None: any may.
+
+        A segment, where entries are evicted or archived.
+        """
         if self.restorer is not None and not self.restorer.replays:
-            return True
-        return any(layout.window is not None for layout in self._layouts)
+            return segment
+        return min((layout.step for layout in self._layouts if layout.step is not None), default=None)
 
     @property
     def is_selective(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
 from inference_engine.kernels.components import IndexShape
-from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
+from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
@@ -83,6 +83,7 @@ class StepReads:
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
+    merging: of reads chunk by chunk.
     selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
     choosing: by the shape of their index, the end of the last tokens of the step that read by numbers and choose
     tokens; a device's operation may have to know. restoring: by shape, too, how many tokens one may have restored, and
@@ -97,6 +98,7 @@ class StepReads:
     numbers: StepNumbers
     largest: Largest = topk_by_sorting
     attend_causal: CausalAttention = attend_causal
+    merging: type[MergingStates] = Merging
     selects: bool = False
     reads_offloaded: bool = False
     choosing: dict[IndexShape, int] = field(default_factory=dict)
@@ -171,6 +173,9 @@ class CausalView:
 class EntrySource(Protocol):
     """Gives the entries of a session that its regions do not hold."""
 
+    def expect(self, layer: int, chunks: Sequence[range]) -> None:
+        """These chunks will be asked for next, in this order: a source may begin to bring the first one."""
+
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys, rotated at their own positions, and values of the positions [first, last): [Hkv, n, D] each.
 
@@ -188,11 +193,14 @@ class Portion:
     """Consecutive queries of the step that are computed in one operation: the first `count` slots under a mask.
 
     mask: additive, [T, count]; None if each query sees each key.
+    recent: [n], or None: further slots, of consecutive positions, the last T those of the queries, and each query sees
+    those up to its own. Without a mask, a device's fused operation reads both.
     """
 
     queries: slice
     count: int
     mask: Tensor | None
+    recent: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,11 +222,12 @@ class ChunkView:
     portions: Sequence[Portion]
     source: EntrySource
     chunks: Sequence[range]
+    merging: type[MergingStates] = Merging
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        self.source.expect(layer, self.chunks)
         states = [
-            Merging(*self._read_regions(layer, queries[portion.queries], portion, buffer, scoring))
-            for portion in self.portions
+            self._read_regions(layer, queries[portion.queries], portion, buffer, scoring) for portion in self.portions
         ]
         for chunk in self.chunks:
             keys, values = self.source.chunk(layer, chunk.start, chunk.stop)
@@ -231,9 +240,17 @@ class ChunkView:
 
     def _read_regions(
         self, layer: int, queries: Tensor, portion: Portion, buffer: KVBuffer, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = (self.region.slots(states, layer, 0, portion.count) for states in (buffer.keys, buffer.values))
-        return _attend(queries, keys, values, portion.mask, scoring)
+    ) -> MergingStates:
+        keys, values = self.region.pair(buffer, layer, 0, portion.count)
+        if portion.recent is None:
+            return self.merging(*_attend(queries, keys, values, portion.mask, scoring))
+        recent = [
+            part.index_select(1, portion.recent) for part in self.region.pair(buffer, layer, 0, self.region.region)
+        ]
+        merging = self.merging(*attend_causal_state(queries, *recent, scaling=scoring.scaling, softcap=scoring.softcap))
+        if portion.count:
+            merging.add(*_attend(queries, keys, values, portion.mask, scoring))
+        return merging
 
 
 def _attend(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend
+from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.views import ChunkView, Portion, Region, Scoring, chunks_between
 
@@ -14,6 +17,7 @@ HQ, HKV, D, LAYER = 6, 2, 8, 1
 ELSEWHERE, RESIDENT, QUERIES = 37, 21, 7
 # Sums of some sixty numbers of size 1 in float32, taken in another order.
 ROUNDING = 2e-6
+DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
 class Elsewhere:
@@ -22,6 +26,10 @@ class Elsewhere:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._entries = keys, values
         self.asked: list[tuple[int, int, int]] = []
+        self.expected: list[tuple[int, int, int]] = []
+
+    def expect(self, layer: int, chunks: Sequence[range]) -> None:
+        self.expected += [(layer, chunk.start, chunk.stop) for chunk in chunks]
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         self.asked.append((layer, first, last))
@@ -78,4 +86,40 @@ def test_chunks_and_regions_together_are_attention_over_all_entries(
     )
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.float(), expected.to(dtype).float(), atol=ROUNDING, rtol=torch.finfo(dtype).eps)
-    assert source.asked == [(LAYER, 0, 16), (LAYER, 16, 32), (LAYER, 32, 37)]
+    assert source.asked == source.expected == [(LAYER, 0, 16), (LAYER, 16, 32), (LAYER, 32, 37)]
+
+
+@pytest.mark.parametrize("sink", [0, 3])
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["no softcap", "softcap"])
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_a_ring_is_read_in_the_order_of_its_positions(device: torch.device, softcap: float | None, sink: int) -> None:
+    """As by a mask: the sink lies first, the others from any slot of the ring on."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    keys, values = (random(HKV, ELSEWHERE + RESIDENT, D, seed=seed).to(device, dtype) for seed in (0, 1))
+    queries = random(QUERIES, HQ, D, seed=2).to(device, dtype)
+    ring = torch.arange(sink, RESIDENT).roll(5)
+    region = Region(starts={LAYER: 3}, heads=HKV, region=RESIDENT + 2)
+    size = 3 + HKV * region.region
+    buffer = KVBuffer(*(torch.full((size, D), torch.nan, dtype=dtype, device=device) for _ in range(2)))
+    for states, entries in ((buffer.keys, keys), (buffer.values, values)):
+        slots = region.slots(states, LAYER, 0, RESIDENT)
+        slots[:, :sink] = entries[:, :sink]
+        slots[:, ring.to(device)] = entries[:, ELSEWHERE + sink :]
+    merging = open_ops("auto", device).merging
+    view = ChunkView(
+        region=region,
+        portions=[Portion(queries=slice(None), count=sink, mask=None, recent=ring.to(device))],
+        source=Elsewhere(keys, values),
+        chunks=chunks_between(sink, ELSEWHERE + sink, 16),
+        merging=merging,
+    )
+    ours = view.read(LAYER, queries, buffer, Scoring(scaling=0.35, softcap=softcap, head_sinks=None))
+
+    last = torch.arange(ELSEWHERE + RESIDENT - QUERIES, ELSEWHERE + RESIDENT)
+    is_behind = torch.arange(ELSEWHERE + RESIDENT) > last[:, None]
+    mask = torch.zeros(is_behind.shape).masked_fill(is_behind, -torch.inf)
+    expected = attend(
+        queries.float().cpu(), keys.float().cpu(), values.float().cpu(), mask, scaling=0.35, softcap=softcap
+    )
+    rounding = ROUNDING if device.type == "cpu" else 1e-2
+    torch.testing.assert_close(ours.float().cpu(), expected, atol=rounding, rtol=rounding)

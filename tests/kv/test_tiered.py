@@ -16,6 +16,7 @@ import torch
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, NoCapacity, Overloaded, RestorationFailed
+from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.memory import tier as tier_module
 from inference_engine.kv.memory.tier import ChunkShape, FileTier, HostTier, Tier
@@ -139,6 +140,53 @@ def test_memory_that_cannot_be_pinned_is_refused_and_what_cannot_be_unpinned_is_
     second.close()
 
 
+def test_memory_of_the_next_chunk_is_pinned_ahead_counted_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PinnedMemory(monkeypatch)
+    cuda.idle.set()
+    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
+    store = tier.open(replace(ONE_CHUNK, chunks=3))
+    store.write(0, 0, ENTRIES)
+    assert store.held_bytes(8) == 2 * ONE_CHUNK.chunk_bytes
+    store.close()
+    other = tier.open(replace(ONE_CHUNK, chunks=2))
+    for chunk in range(2):
+        other.write(chunk, 0, ENTRIES + chunk)
+    assert other.held_bytes(16) == 2 * ONE_CHUNK.chunk_bytes
+    assert torch.equal(other.read(1), ENTRIES + 1)
+    other.close()
+    tier.open(ONE_CHUNK).write(0, 0, ENTRIES)  # after all that was let go
+    held: set[int] = set()
+    for call, address in cuda.calls:
+        # Another test's memory may be unpinned late: it was not pinned here.
+        (held.add if call == "pin" else held.discard)(address)
+    assert len(held) == 1
+
+
+def test_memory_that_could_not_be_pinned_ahead_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PinnedMemory(monkeypatch)
+    cuda.idle.set()
+    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
+    store = tier.open(replace(ONE_CHUNK, chunks=2))
+    register, failed = cuda.cudaHostRegister, threading.Event()
+
+    def first_then_none(address: int, count: int, flags: int) -> int:
+        cuda.error = 2 if cuda.calls else 0
+        if cuda.error:
+            failed.set()
+        return register(address, count, flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda, "cudaHostRegister", first_then_none)
+        store.write(0, 0, ENTRIES)
+        assert failed.wait(60)
+        with pytest.raises(OSError, match="CUDA error 2"):
+            store.write(1, 0, ENTRIES)
+    cuda.error = 0
+    store.write(1, 0, ENTRIES)
+    assert torch.equal(store.read(1), ENTRIES)
+    store.close()
+
+
 @pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
 def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, int]) -> None:
     entries = Entries(LIMIT)
@@ -150,6 +198,27 @@ def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, i
     for layer in range(len(LAYERS)):
         assert torch.equal(outs[1][layer], outs[0][layer])
         assert torch.equal(outs[2][layer], outs[0][layer])
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["under a mask", "in order"])
+def test_a_step_of_several_segments_reads_everything_and_leaves_what_short_steps_leave(*, in_order: bool) -> None:
+    layers = tuple(replace(layer, native_window=None) for layer in LAYERS)
+    entries = Entries(LIMIT, layers=layers)
+    ops = DeviceOps(attends_together=in_order)
+    full, short, long = (
+        active(strategy, replace(context(layers=layers, segments_at_once=count), ops=ops))
+        for strategy, count in ((make_strategy("full"), 1), (TIERED, 1), (TIERED, 3))
+    )
+    assert (short.room(generated=False), long.room(generated=False), long.room()) == (16, 48, 16)
+    expected = feed(full, entries, 150, LIMIT)
+    for kv in (short, long):
+        found = feed(kv, entries, 150, LIMIT)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert long.footprint().tier_bytes == short.footprint().tier_bytes > 0
+    ends = [feed(kv, entries, 180, 1, generated=True) for kv in (short, long)]
+    for ours, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_blocks_that_are_read_again_are_not_fetched_again() -> None:

@@ -108,15 +108,23 @@ class HalfTokens:
         return None
 
 
-def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_entries: int = 4 * LIMIT) -> KVContext:
+def context(
+    *,
+    token_quantum: int = 1,
+    key_quantum: int = 1,
+    capacity_entries: int = 4 * LIMIT,
+    layers: tuple[LayerGeometry, ...] = LAYERS,
+    segments_at_once: int = 1,
+) -> KVContext:
     geometry = Geometry(
-        layers=LAYERS,
+        layers=layers,
         itemsize=4,
         trained_positions=10_000,
         page_tokens=4,
         segment_tokens=SEGMENT,
         token_quantum=token_quantum,
         key_quantum=key_quantum,
+        segments_at_once=segments_at_once,
     )
     pool = Pool(geometry, capacity_entries * geometry.entry_bytes, _zeros)
     return KVContext(
@@ -133,15 +141,15 @@ def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_entries: i
 class Entries:
     """Given queries, keys and values of every layer and position [H, length, D]; keys and queries unrotated."""
 
-    def __init__(self, length: int, seed: int = 0) -> None:
+    def __init__(self, length: int, seed: int = 0, layers: tuple[LayerGeometry, ...] = LAYERS) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def random(heads: int, head_dim: int) -> Tensor:
             return torch.randn(heads, length, head_dim, generator=generator)
 
-        self.q = [random(layer.query_heads, layer.head_dim) for layer in LAYERS]
-        self.k = [random(layer.kv_heads, layer.head_dim) for layer in LAYERS]
-        self.v = [random(layer.kv_heads, layer.head_dim) for layer in LAYERS]
+        self.q = [random(layer.query_heads, layer.head_dim) for layer in layers]
+        self.k = [random(layer.kv_heads, layer.head_dim) for layer in layers]
+        self.v = [random(layer.kv_heads, layer.head_dim) for layer in layers]
 
 
 def active(strategy: KVStrategy, ctx: KVContext) -> SessionKV:
@@ -155,10 +163,10 @@ def step(
 ) -> list[Tensor]:
     """Stage `count` tokens, attend in every layer, commit all (or up to `commit`); the outputs [T, Hq, D] by layer."""
     kv.stage(count, np.full(count, generated))
-    plan = StepPlan([kv], kv.context.geometry, kv.context.pool, mask_dtype=torch.float32)
+    plan = StepPlan([kv], kv.context.geometry, kv.context.pool, mask_dtype=torch.float32, ops=kv.context.ops)
     positions = torch.from_numpy(plan.positions)
     outs = []
-    for layer in range(len(LAYERS)):
+    for layer in range(len(entries.q)):
         # Padding tokens take the values of a position that exists.
         index = positions.clamp_max(entries.k[layer].shape[1] - 1)
         q, k = (turn(states[layer][:, index], positions) for states in (entries.q, entries.k))
@@ -176,8 +184,9 @@ def feed(
         step(kv, entries, min(chunk, kv.room()))
     outs: list[list[Tensor]] = []
     while kv.length < length:
-        outs.append(step(kv, entries, min(chunk, kv.room(), length - kv.length), generated=generated))
-    return [torch.cat([out[layer] for out in outs]) for layer in range(len(LAYERS))]
+        room = min(chunk, kv.room(generated=generated), length - kv.length)
+        outs.append(step(kv, entries, room, generated=generated))
+    return [torch.cat([out[layer] for out in outs]) for layer in range(len(entries.q))]
 
 
 def half_generated(kv: SessionKV) -> list[Tensor]:

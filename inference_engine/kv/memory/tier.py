@@ -30,9 +30,13 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import ConfigError, NoCapacity, Overloaded
+from inference_engine.kv.memory.events import Wait, mark
 from inference_engine.kv.memory.host import free_host_bytes
+from inference_engine.kv.memory.inbound import Inbound
 
 logger = logging.getLogger(__name__)
+
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 # count(kind, bytes): called with every transfer; the kinds are those of `metrics.py`.
 Count = Callable[[str, int], None]
@@ -64,6 +68,10 @@ class Store(ABC):
     @abstractmethod
     def read(self, chunk: int) -> Tensor:
         """The chunk, [layers, 2, Hkv, chunk_tokens, D], in host memory: a view, valid until the next `write`."""
+
+    def lend(self, chunk: int) -> Tensor:
+        """As `read`, for later work of the device alone: what was written may still be on its way from there."""
+        return self.read(chunk)
 
     @abstractmethod
     def write(self, chunk: int, first: int, states: Tensor) -> None:
@@ -109,6 +117,7 @@ class Tier(ABC):
     def __init__(self, capacity_bytes: int, count: Count | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.count: Count = count or (lambda _kind, _bytes: None)
+        self.inbound: Inbound | None = None  # copies to the device, where they need not be waited for
         self._reserved_bytes = 0
         self._lock = threading.Lock()
 
@@ -171,7 +180,7 @@ class NoTier(Tier):
 class HostTier(Tier):
     """Host memory. When it is pinned, the device copies from it asynchronously, and it is never swapped out.
 
-    A separate thread unpins memory. A copy from it may still be running, and unpinning may wait for the device, but
+    A separate thread pins and unpins memory. A copy from it may be running, and unpinning may wait for the device, but
     stores are closed under the lock of all sessions, by threads that serve every client. The bytes can still be
     reserved again at once: a caller that evicts a session for them asks for them next, and would otherwise evict
     another one. Instead the next new chunk waits, on the engine's thread, until the bytes are free. So there is never
@@ -186,7 +195,10 @@ class HostTier(Tier):
         """pinned_for: the CUDA device that copies from it; None: it is not pinned."""
         super().__init__(capacity_bytes, count)
         self._pinned_for = pinned_for
-        self._unpinning = ThreadPoolExecutor(1, thread_name_prefix="unpinning")
+        if pinned_for is not None and pinned_for.type == "cuda":
+            self.inbound = Inbound(pinned_for)
+        # One thread, so that memory is pinned only after what was let go before is free.
+        self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pinning")
         self._leaving: list[Future[None]] = []
 
     def _open(self, shape: ChunkShape) -> Store:
@@ -201,15 +213,29 @@ class HostTier(Tier):
             leaving, self._leaving = self._leaving, []
         for gone in leaving:
             gone.result()
-        memory = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+        return self._allocated(count)
+
+    def prepare(self, count: int) -> Future[Tensor] | None:
+        """As `allocate`, by another thread: pinning takes as long as computing what will lie there.
+
+        None where nothing is pinned: such memory comes as it is written.
+        """
+        return None if self._pinned_for is None else self._pinning.submit(self._allocated, count)
+
+    def _allocated(self, count: int) -> Tensor:
+        space = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages, which take a third of the time
+            space.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(space, dtype=torch.uint8)
         if self._pinned_for is not None:
+            memory.zero_()  # here, not while the system's memory is locked
             _pin(memory, self._pinned_for)
         return memory
 
-    def let_go(self, chunks: list[Tensor]) -> None:
-        """Free allocated chunks that are no longer read. Does not wait; safe from any thread."""
-        if self._pinned_for is not None and chunks:
-            gone = self._unpinning.submit(_unpin, chunks, self._pinned_for)
+    def let_go(self, chunks: list[Tensor], coming: Future[Tensor] | None = None) -> None:
+        """Free allocated chunks that are no longer read, and a prepared one. Does not wait; safe from any thread."""
+        if self._pinned_for is not None and (chunks or coming is not None):
+            gone = self._pinning.submit(_unpin, chunks, coming, self._pinned_for)
             with self._lock:
                 self._leaving.append(gone)
 
@@ -221,22 +247,49 @@ class _HostStore(Store):
         self._tier = tier
         self._shape = shape
         self._chunks: dict[int, Tensor] = {}
+        self._coming: Future[Tensor] | None = None  # the memory of the next chunk
+        self._written: Wait | None = None  # until the device has written everything
 
     def read(self, chunk: int) -> Tensor:
+        if self._written is not None:
+            self._written()
+            self._written = None
+        return self._chunks[chunk]
+
+    def lend(self, chunk: int) -> Tensor:
         return self._chunks[chunk]
 
     def write(self, chunk: int, first: int, states: Tensor) -> None:
         if chunk not in self._chunks:
-            memory = self._tier.allocate(self._shape.chunk_bytes)
-            self._chunks[chunk] = memory.view(self._shape.dtype).view(self._shape.sizes)
-        self._chunks[chunk][:, :, :, first : first + states.shape[3]].copy_(states)
+            self._chunks[chunk] = self._memory().view(self._shape.dtype).view(self._shape.sizes)
+            if len(self._chunks) < self._shape.chunks:
+                self._coming = self._tier.prepare(self._shape.chunk_bytes)
+        place = self._chunks[chunk][:, :, :, first : first + states.shape[3]]
+        if states.device.type == "cpu":
+            place.copy_(states)
+            return
+        # Piece by piece, each contiguous in the host's memory: other copies from a device wait for it.
+        source = states.to(place.dtype).contiguous()
+        targets, sources = (each.view(-1, *each.shape[3:]).unbind() for each in (place, source))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._written = mark(states.device)
+
+    def _memory(self) -> Tensor:
+        """Of one more chunk. Raises OSError."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            with suppress(OSError, RuntimeError):  # there may be memory now
+                return coming.result()
+        return self._tier.allocate(self._shape.chunk_bytes)
 
     def held_bytes(self, count: int) -> int:
-        return -(-count // self._shape.chunk_tokens) * self._shape.chunk_bytes
+        chunks = -(-count // self._shape.chunk_tokens) + (self._coming is not None)
+        return chunks * self._shape.chunk_bytes
 
     def clear(self) -> None:
         chunks, self._chunks = self._chunks, {}
-        self._tier.let_go(list(chunks.values()))
+        coming, self._coming = self._coming, None
+        self._tier.let_go(list(chunks.values()), coming)
 
     def close(self) -> None:
         self.clear()
@@ -244,7 +297,7 @@ class _HostStore(Store):
 
 def _pin(memory: Tensor, device: torch.device) -> None:
     """Pin memory that torch did not allocate: torch's pinned memory comes in powers of two, and is never given back."""
-    error = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    error = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _FOR_ALL_DEVICES))
     if error:
         # CUDA reports the error to the next launch on this thread, which is this one: nothing depends on it.
         with suppress(RuntimeError):
@@ -252,9 +305,12 @@ def _pin(memory: Tensor, device: torch.device) -> None:
         raise OSError(f"{memory.nbytes} bytes of host memory cannot be pinned: CUDA error {error}")
 
 
-def _unpin(chunks: list[Tensor], device: torch.device) -> None:
-    """Drop the only references to pinned memory, once no copy from it is running."""
+def _unpin(chunks: list[Tensor], coming: Future[Tensor] | None, device: torch.device) -> None:
+    """Drop the only references to pinned memory, once no copy from it is running. coming: done by now, or failed."""
     torch.cuda.synchronize(device)
+    if coming is not None and coming.exception() is None:
+        chunks.append(coming.result())
+        coming = None
     while chunks:
         memory = chunks.pop()
         error = int(_cuda_runtime().cudaHostUnregister(memory.data_ptr()))

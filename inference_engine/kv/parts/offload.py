@@ -15,6 +15,7 @@ turns, places begin empty. What the operation moved is counted when entries leav
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -32,6 +33,8 @@ from inference_engine.kernels.ragged_attention import FLOOR
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
+from inference_engine.kv.memory.events import event_now
+from inference_engine.kv.memory.inbound import Inbound
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.memory.tier import ChunkShape
 from inference_engine.kv.memory.transfers import Transfers, TransferTotals
@@ -40,6 +43,10 @@ from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.block_index import BlockIndex, GatherView
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Scoring, StagedQueries, StepReads, View, chunks_between
+
+# That are attended to together, where copies from the host's memory need not be waited for: few operations for many
+# entries, and twice so many are on the device while appended tokens read.
+_CHUNKS_IN_A_PIECE = 4
 
 Blocks = NDArray[np.int64]  # block numbers of the history; -1 for none
 
@@ -87,6 +94,9 @@ class OffloadedEntries:
                 layer_bytes=kv_heads * tier.chunk * self._head_bytes,
                 device=self._device,
             )
+        self._inbound = context.tier.inbound
+        self._expected: deque[tuple[int, range]] = deque()  # layer and positions of what is asked for next
+        self._kept: torch.cuda.Event | None = None  # when all that was kept is stored
         self._told = 0  # chunks whose addresses the record has
         self._counted = [0, 0]  # of the record's counts, what the transfers have
         self._is_by_numbers = False  # does the operation fill the places?
@@ -113,6 +123,8 @@ class OffloadedEntries:
         self.end += len(positions)
         self._tell()
         self._count_fetched()
+        if self._inbound is not None:
+            self._kept = event_now(self._device)
         self.transfers.add(kept_bytes=states.numel() * states.itemsize)
 
     def save(self) -> Iterator[tuple[Tensor]]:
@@ -155,7 +167,7 @@ class OffloadedEntries:
         """Write the addresses of new chunks to the record."""
         chunks = -(-(self.end - self.layout.sink) // self._tier.chunk)
         if self._record is not None and chunks > self._told:
-            fresh = [self._store.read(chunk).data_ptr() for chunk in range(self._told, chunks)]
+            fresh = [self._store.lend(chunk).data_ptr() for chunk in range(self._told, chunks)]
             self._record.table[self._told : chunks] = torch.tensor(fresh)
             self._told = chunks
 
@@ -172,13 +184,42 @@ class OffloadedEntries:
 
     # -- entries that are read -------------------------------------------------------------------------------------
 
+    @property
+    def piece(self) -> int:
+        """Entries that are read together: whole chunks."""
+        return self._tier.chunk * (1 if self._inbound is None else _CHUNKS_IN_A_PIECE)
+
+    def expect(self, layer: int, chunks: Sequence[range]) -> None:
+        """See `EntrySource`."""
+        if self._inbound is not None:
+            self._inbound.forget()
+            self._expected = deque((layer, chunk) for chunk in chunks)
+            self._bring_next(self._inbound)
+
+    def _bring_next(self, inbound: Inbound) -> None:
+        if self._expected:
+            layer, positions = self._expected.popleft()
+            sink, size, index = self.layout.sink, self._tier.chunk, self._index[layer]
+            numbers = range((positions.start - sink) // size, (positions.stop - sink - 1) // size + 1)
+            # All of each chunk: for a part of one, which is in several pieces, the host would wait for the device.
+            inbound.start([self._store.lend(number)[index] for number in numbers], self._kept)
+
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the positions [first, last), which lie in one chunk: [Hkv, n, D] each, on the device."""
+        """Keys and values of the positions [first, last), which lie in one piece: [Hkv, n, D] each, on the device.
+
+        first: where a chunk begins. Asked for in the order of `expect`.
+        """
         number, begin = divmod(first - self.layout.sink, self._tier.chunk)
-        assert number >= 0 and begin + last - first <= self._tier.chunk and last <= self.end
-        states = self._store.read(number)[self._index[layer]][:, :, begin : begin + last - first]
-        self.transfers.add(streamed_bytes=states.numel() * states.itemsize)
-        keys, values = states.to(self._device, non_blocking=True)
+        assert number >= 0 and not begin and last - first <= self.piece and last <= self.end
+        if self._inbound is None:
+            states = self._store.read(number)[self._index[layer]][:, :, : last - first]
+            self.transfers.add(streamed_bytes=states.numel() * states.itemsize)
+            keys, values = states.to(self._device)
+            return keys, values
+        chunks = self._inbound.take()  # [n, 2, Hkv, chunk, D]
+        self.transfers.add(streamed_bytes=chunks.nbytes)
+        self._bring_next(self._inbound)
+        keys, values = chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : last - first]
         return keys, values
 
     def fetch(self, layer: int, position: int, wanted: Blocks) -> Positions:
@@ -378,8 +419,7 @@ class OffloadedBlocks(BlockIndex):
     def _chunks(self, position: int) -> tuple[range, ...]:
         """The chunks of positions that queries in the segment of `position` read from the second tier."""
         layout = self._slots.layout
-        assert layout.tier is not None
-        return chunks_between(layout.sink, layout.horizon(position), layout.tier.chunk)
+        return chunks_between(layout.sink, layout.horizon(position), self._offloaded.piece)
 
     def leave(self, positions: Positions) -> None:
         self._offloaded.keep(positions, *self._slots.read_entries(positions))

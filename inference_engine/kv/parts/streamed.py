@@ -94,6 +94,9 @@ class StreamedEntries(ArchivedEntries):
         finally:
             super().release()
 
+    def expect(self, layer: int, chunks: Sequence[range]) -> None:
+        """Nothing to do: a chunk is decoded where it is read."""
+
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The entries of [first, last) in `layer`, as regions would hold them: [Hkv, n, D], in the buffer's dtype."""
         assert self._room is not None, "the session is idle"
