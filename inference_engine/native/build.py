@@ -50,7 +50,11 @@ LEVELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "avxvnni": ((*_AVX2, "-mavxvnni"),),
         "avx512": ((*_AVX2, *_AVX512),),
     },
-    "aarch64": {"plain": (_PLAIN,), "neon": (("-march=armv8.2-a+dotprod",), ("-mcpu=baseline+dotprod",))},
+    "aarch64": {
+        "plain": (_PLAIN,),
+        "neon": (("-march=armv8.2-a+dotprod",), ("-mcpu=baseline+dotprod",)),
+        "i8mm": (("-march=armv8.2-a+dotprod+i8mm",), ("-mcpu=baseline+dotprod+i8mm",)),
+    },
 }
 
 

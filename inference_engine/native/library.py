@@ -27,7 +27,7 @@ from inference_engine.native import build
 Floats = NDArray[np.float32]
 
 # The best first.
-LEVELS = ("avx512", "avxvnni", "avx2", "neon", "plain")
+LEVELS = ("avx512", "avxvnni", "avx2", "i8mm", "neon", "plain")
 
 
 class Format(enum.IntEnum):

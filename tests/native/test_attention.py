@@ -39,7 +39,7 @@ from inference_engine.kernels.ragged_attention import (
 from inference_engine.native import build
 from inference_engine.native.library import load, why_missing
 
-LEVELS = ["plain", "neon", "avx2", "avxvnni", "avx512"]
+LEVELS = ["plain", "neon", "i8mm", "avx2", "avxvnni", "avx512"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZE = 24_000  # vectors of a buffer
 

@@ -69,10 +69,11 @@ def test_a_level_that_does_not_run_here_is_refused_with_those_that_do(library: L
         ("avxvnni", {"avx2", "fma", "f16c", "avx_vnni"}),
         ("avx512", {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
         ("neon", {"asimddp", "atomics"}),
+        ("i8mm", {"asimddp", "atomics", "i8mm"}),
     ],
 )
 def test_the_system_names_the_same_instructions(library: Library, level: str, words: set[str]) -> None:
-    if level.encode() not in re.findall(rb"avx512|avxvnni|avx2|neon", library.path.read_bytes()):
+    if level.encode() not in re.findall(rb"avx512|avxvnni|avx2|neon|i8mm", library.path.read_bytes()):
         pytest.skip(f"this build has no {level}")
     listed = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     assert listed is not None

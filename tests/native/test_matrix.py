@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from inference_engine.native import build
 from inference_engine.native.library import Format, Identity, Matrix, PackError, Source, why_missing
 
-LEVELS = ("plain", "neon", "avx2", "avxvnni", "avx512")
+LEVELS = ("plain", "neon", "i8mm", "avx2", "avxvnni", "avx512")
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 

@@ -54,13 +54,22 @@ struct Groups {
   int width(int64_t group) const { return (int)(first(group + 1) - first(group)); }
 };
 
+// Where quad `quad` of token `token` lies in a block of a group. Those that one instruction reads are neighbours.
+INLINE int quad_at(int quad, int token, int width) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  return (quad & ~1) * width + 2 * token + (quad & 1);
+#else
+  return quad * width + token;
+#endif
+}
+
 // Of a group that begins with token t, everything begins at t times what one token has.
 struct Activations {
   Groups groups;
   int64_t inputs, blocks;     // inputs of one token, those of the last block's padding included
   const float* numbers;       // [input][token]; exact
   const float* sums;          // [block][token]; exact: of the block's numbers; bytes: of its bytes, times the scale
-  const int32_t* quads;       // [block][QUADS][token]: four bytes each
+  const int32_t* quads;       // [block][QUADS · token], see quad_at: four bytes each
   const float* scales;        // [block][token]
   const int32_t* corrections; // [block][2][token]: of each half, what 128 too much in every stored code adds; negative
 };
@@ -146,7 +155,8 @@ struct Preparation {
 
  private:
   void put(const Quantised& block, int64_t first, int64_t b, int t, int width) const {
-    for (int q = 0; q < QUADS; q++) quads[first * blocks * QUADS + (b * QUADS + q) * width + t] = block.quads[q];
+    int32_t* own = quads + first * blocks * QUADS + b * QUADS * width;
+    for (int q = 0; q < QUADS; q++) own[quad_at(q, t, width)] = block.quads[q];
     int32_t all_bytes = block.sums[0] + block.sums[1];
     int32_t* correction = corrections + first * blocks * 2 + b * 2 * width + t;
     correction[0] = -128 * (format == INT8_PAIR ? block.sums[0] : all_bytes);

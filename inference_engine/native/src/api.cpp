@@ -49,11 +49,18 @@ bool runs(const char* level) {
   if (!strcmp(level, "avx512")) return processor.avx512;
 #elif defined(__aarch64__) && defined(__linux__)
   const unsigned long needed = 1ul << 8 | 1ul << 20;  // atomics, which armv8.2-a has, and dotprod
-  if (!strcmp(level, "neon")) return (getauxval(AT_HWCAP) & needed) == needed;
+  bool neon = (getauxval(AT_HWCAP) & needed) == needed;
+  if (!strcmp(level, "neon")) return neon;
+  if (!strcmp(level, "i8mm")) return neon && getauxval(AT_HWCAP2) >> 13 & 1;
 #elif defined(__aarch64__) && defined(__APPLE__)
-  int has = 0;
-  size_t size = sizeof has;
-  if (!strcmp(level, "neon")) return !sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) && has;
+  auto has = [](const char* feature) {
+    int value = 0;
+    size_t size = sizeof value;
+    return !sysctlbyname(feature, &value, &size, nullptr, 0) && value;
+  };
+  bool neon = has("hw.optional.arm.FEAT_DotProd");
+  if (!strcmp(level, "neon")) return neon;
+  if (!strcmp(level, "i8mm")) return neon && has("hw.optional.arm.FEAT_I8MM");
 #endif
   return !strcmp(level, "plain");
 }

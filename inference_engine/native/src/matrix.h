@@ -138,6 +138,50 @@ INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, int64_t ahead, cons
 
 // -- activations as bytes ---------------------------------------------------------------------------------------------
 
+// Adds a block's products of codes and bytes, or those of the half that `codes` and `quads` begin with. The sums are
+// exact: it does not matter which products an instruction adds at once.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+template <int FORMAT, int T, int C>
+INLINE void add_dots(const uint8_t* codes, int64_t tile_bytes, const int32_t* quads, I (&dots)[T][C]) {
+  using Kind = Tile<FORMAT>;
+  Pair pairs[T / 2 + 1][C];
+  UNROLL for (int t = 1; t < T; t += 2)
+    UNROLL for (int c = 0; c < C; c++) pairs[t / 2][c] = together(dots[t - 1][c], dots[t][c]);
+  UNROLL for (int q = 0; q < QUADS / Kind::PARTS; q += 2)
+    UNROLL for (int c = 0; c < C; c++) {
+      Bytes first = load_bytes(codes + c * tile_bytes + q * 4 / Kind::AT_ONCE * 64), next;
+      if constexpr (Kind::NIBBLES) next = high_nibbles(first), first = low_nibbles(first);
+      else next = load_bytes(codes + c * tile_bytes + (q + 1) * 64);
+      UNROLL for (int t = 1; t < T; t += 2)
+        pairs[t / 2][c] = dot_pair(pairs[t / 2][c], first, next, quads + quad_at(q, t - 1, T));
+      if constexpr (T % 2) {  // a token alone: a second one of zeros would take as many instructions
+        const int32_t* last = quads + quad_at(q, T - 1, T);
+        dots[T - 1][c] = dot(dot(dots[T - 1][c], first, last[0]), next, last[1]);
+      }
+    }
+  UNROLL for (int t = 1; t < T; t += 2)
+    UNROLL for (int c = 0; c < C; c++) apart(pairs[t / 2][c], dots[t - 1][c], dots[t][c]);
+}
+#else
+template <int FORMAT, int T, int C>
+INLINE void add_dots(const uint8_t* codes, int64_t tile_bytes, const int32_t* quads, I (&dots)[T][C]) {
+  using Kind = Tile<FORMAT>;
+  UNROLL for (int i = 0; i < BLOCK / Kind::AT_ONCE / Kind::PARTS; i++) {
+    const int32_t* quad = quads + i * (Kind::NIBBLES ? 2 : 1) * T;
+    Bytes some[C];
+    UNROLL for (int c = 0; c < C; c++) some[c] = load_bytes(codes + c * tile_bytes + 64 * i);
+    UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) {
+      if constexpr (Kind::NIBBLES) {
+        dots[t][c] = dot_nibbles(dots[t][c], low_nibbles(some[c]), quad[t]);
+        dots[t][c] = dot_nibbles(dots[t][c], high_nibbles(some[c]), quad[T + t]);
+      } else {
+        dots[t][c] = dot(dots[t][c], some[c], quad[t]);
+      }
+    }
+  }
+}
+#endif
+
 template <int FORMAT, int T, int C>
 INLINE void bytes_block(const uint8_t* block, int64_t tile_bytes, const int32_t* quads, const float* scales,
                         const int32_t* corrections, const float* sums, Totals<T, C>& y) {
@@ -146,20 +190,8 @@ INLINE void bytes_block(const uint8_t* block, int64_t tile_bytes, const int32_t*
     I dots[T][C];
     UNROLL for (int t = 0; t < T; t++)
       UNROLL for (int c = 0; c < C; c++) dots[t][c] = Kind::NIBBLES ? zeros() : all_int(corrections[part * T + t]);
-    constexpr int LOADS = BLOCK / Kind::AT_ONCE / Kind::PARTS;
-    UNROLL for (int i = 0; i < LOADS; i++) {
-      const int32_t* quad = quads + (part * LOADS + i) * (Kind::NIBBLES ? 2 : 1) * T;
-      Bytes codes[C];
-      UNROLL for (int c = 0; c < C; c++) codes[c] = load_bytes(block + c * tile_bytes + 64 * (part * LOADS + i));
-      UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) {
-        if constexpr (Kind::NIBBLES) {
-          dots[t][c] = dot_nibbles(dots[t][c], low_nibbles(codes[c]), quad[t]);
-          dots[t][c] = dot_nibbles(dots[t][c], high_nibbles(codes[c]), quad[T + t]);
-        } else {
-          dots[t][c] = dot(dots[t][c], codes[c], quad[t]);
-        }
-      }
-    }
+    add_dots<FORMAT, T, C>(block + part * (Kind::CODE_BYTES / Kind::PARTS), tile_bytes,
+                           quads + part * (QUADS / Kind::PARTS) * T, dots);
     UNROLL for (int c = 0; c < C; c++) {
       F scale = Kind::scale(block + c * tile_bytes, part);
       UNROLL for (int t = 0; t < T; t++)

@@ -7,6 +7,7 @@
 //   sum, largest               over the lanes, in one fixed order: halves are combined, 16 to 8 to 4 to 2 to 1
 //   transpose                  16 vectors as the rows of a square: afterwards lane i of vector j is what j had in lane i
 //   dot                        adds to lane i the products of bytes 4i … 4i+3: codes without sign times signed bytes
+//   dot_pair                   where the machine multiplies small matrices of bytes: two quads, and of two tokens at once
 //   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
 //   lane_field                 lane i: `width` bits from bit `offset` on of the words i, 16 + i, 32 + i, …, as a number
 #pragma once
@@ -250,7 +251,11 @@ INLINE __m256 lower(F x) { return x.a; }
 
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr const char* LEVEL = "i8mm";
+#else
 constexpr const char* LEVEL = "neon";
+#endif
 struct F { float32x4_t v[4]; };
 struct I { int32x4_t v[4]; };
 struct Bytes { uint8x16_t v[4]; };
@@ -355,6 +360,35 @@ INLINE F lane_bits(Bytes codes, int shift, uint32_t mask) {
 }
 INLINE F byte(Bytes codes, int n) { return sub(lane_bits(codes, 8 * n, 255), all(128.0f)); }
 INLINE F nibble(Bytes codes, int n) { return lane_bits(codes, n < 4 ? 8 * n : 8 * n - 28, 15); }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+INLINE I dot(I sum, Bytes codes, int32_t quad) {
+  int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
+  EACH sum.v[i] = vusdotq_s32(sum.v[i], codes.v[i], q);
+  return sum;
+}
+
+// The sums of two tokens. Vector i: output 2i of the first and of the second, then output 2i + 1.
+struct Pair { int32x4_t v[8]; };
+INLINE Pair together(I x, I y) {
+  Pair r;
+  EACH r.v[2 * i] = vzip1q_s32(x.v[i], y.v[i]), r.v[2 * i + 1] = vzip2q_s32(x.v[i], y.v[i]);
+  return r;
+}
+INLINE void apart(Pair sums, I& x, I& y) {
+  EACH x.v[i] = vuzp1q_s32(sums.v[2 * i], sums.v[2 * i + 1]), y.v[i] = vuzp2q_s32(sums.v[2 * i], sums.v[2 * i + 1]);
+}
+// `first` and `next` are the codes of two quads, `quads` those of the first token, then of the second. One instruction
+// multiplies 8 inputs of two outputs with 8 of two tokens; an output's quads become neighbours here, not in memory.
+INLINE Pair dot_pair(Pair sums, Bytes first, Bytes next, const int32_t* quads) {
+  int8x16_t q = vreinterpretq_s8_s32(vld1q_s32(quads));
+  EACH {
+    uint32x4_t a = vreinterpretq_u32_u8(first.v[i]), b = vreinterpretq_u32_u8(next.v[i]);
+    sums.v[2 * i] = vusmmlaq_s32(sums.v[2 * i], vreinterpretq_u8_u32(vzip1q_u32(a, b)), q);
+    sums.v[2 * i + 1] = vusmmlaq_s32(sums.v[2 * i + 1], vreinterpretq_u8_u32(vzip2q_u32(a, b)), q);
+  }
+  return sums;
+}
+#else
 // code = (code - 128) + 128, and the products of 128 are the same in every lane.
 INLINE I dot(I sum, Bytes codes, int32_t quad) {
   int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
@@ -367,6 +401,7 @@ INLINE I dot(I sum, Bytes codes, int32_t quad) {
   }
   return sum;
 }
+#endif
 #undef EACH
 
 #else

@@ -231,4 +231,5 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_avxvnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_neon();
+const Kernels* kernels_i8mm();
 }
