@@ -28,13 +28,14 @@ EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_wi
     gather:block=16,sink=16,window=256,budget=608 mac
 COUNT ?= 200
 TURNS ?= 200
+SECONDS ?= 14400
 SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 10000000 --guided-seconds 1800 \
     --processes $(shell nproc 2>/dev/null || echo 1) --minutes 60
 
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -170,6 +171,11 @@ soak: native ## hours of turns, interleavings, cancels and random bytes (SOAK=â€
 	@$(if $(findstring --guided-seconds,$(SOAK)),$(PIP) atheris==3.0.0 >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; })
 	@$(BIN)/python scripts/soak.py $(SOAK)
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
+
+soak-long: native ## conversation after conversation for SECONDS=14400, each until its session is full; record in results/
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --seconds $(SECONDS) --name long_session_select \
+	    --strategy restored:source=latent,mode=select,sink=16,window=256,budget=912 --pair-every 20 $(ARGS)
 
 soak-kill soak-power soak-faults: $(INSTALLED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
 	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)

@@ -1,11 +1,18 @@
 """One session for hundreds of turns, through the SDK: time, bytes and quality from the first turn to the last.
 
     python scripts/bench_agentic/bench_session_long_run.py --turns 200     writes results/long_session/<date>-<machine>/
+    … --seconds 14400 --strategy restored:source=latent,mode=select --name long_session_select
 
 A turn appends prose that comes with Python and generates greedily. Every few turns the same turn is run on a fresh
 session, too, that was given the tokens the long one can still read. One passage is scored when eviction has begun and
 again at the end, there on a fresh session too: what was read before it differs between the first time and the last, but
 not between the last two. Each of its tokens is forced through `logit_bias`, so the log-probabilities are the model's.
+
+A session that keeps every position has a limit. When the next turn would pass it, the conversation is over: the passage
+is scored, the session is closed, and the next conversation begins in a new session of the same server and connection.
+The last full conversation is held once more at the end, on a fresh session, with the passage after it. So each of its
+tokens is read as it was: one that was generated selects, one that was appended does not. SIGTERM ends the run like
+Ctrl-C, and what was measured until then is recorded, as it is after an error.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import pydoc_data.topics
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,10 +45,11 @@ from kakeya import Client, GenerateResult, ServerInfo, Session, SinkWindow, Stra
 from kakeya import KakeyaError as ClientError
 from kakeya.tokenization import load_tokenizer
 from laboratory.evaluation import record
-from laboratory.evaluation.long_session import TurnSample, buckets, perplexity, values
+from laboratory.evaluation.long_session import HOUR_SECONDS, TurnSample, buckets, conversations, perplexity, values
 
 EXPERIMENT = "long_session"
 CONTEXT_TOKENS = 64  # what the scored passage begins with, unscored
+HEADLINES = ("turn_last_over_first_same_place", "turn_last_over_first_paired")
 FORCE = 1000.0  # the largest logit_bias there is: the token it is for is the one that comes
 
 
@@ -53,7 +62,11 @@ class Run:
     last_scores: list[float] = field(default_factory=list)
     fresh_scores: list[float] = field(default_factory=list)  # on a fresh session that can read the same as the last
     errors: list[str] = field(default_factory=list)
-    history_tokens: int = 0
+    history_tokens: int = 0  # of all conversations
+    full_conversations: int = 0
+    repeated_turns: int = 0  # of the last full conversation, on a fresh session
+    server: ServerInfo | None = None
+    process_cores: float | None = None  # how many the server kept busy
 
 
 class Long:
@@ -62,6 +75,7 @@ class Long:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.history: list[int] = []
+        self.turns: list[tuple[Sequence[int], tuple[int, ...]]] = []  # appended, generated
 
     def append(self, ids: Sequence[int]) -> None:
         self.session.append(ids)
@@ -87,52 +101,93 @@ class Long:
         began = time.perf_counter()
         self.append(ids)
         result, first_token_at = self.generate(tokens)
+        self.turns.append((ids, result.token_ids))
         return result, time.perf_counter() - began, first_token_at - began
 
 
 class Bench:
-    """Drives one long session."""
+    """Drives one long session, or conversation after conversation."""
 
     def __init__(self, client: Client, strategy: Strategy, prose: Iterator[int], args: argparse.Namespace) -> None:
         self._client = client
         self._strategy = strategy
         self._prose = prose
         self._args = args
-        self._segment_tokens = client.server_info().segment_tokens
+        self._server = client.server_info()
         self._passage = self._take(CONTEXT_TOKENS + args.passage_tokens)
 
     def run(self, process: psutil.Process | None, run: Run, show: Progress) -> None:
         """Fill `run` until the turns or the seconds are over. What is in it stays if an error ends the session."""
+        run.server = self._server
+        began = time.monotonic()
+        busy = _cpu_seconds(process)
+        last_full: Long | None = None
         task = show.add_task("turns", total=None if self._args.seconds else self._args.turns)
-        until = time.monotonic() + self._args.seconds if self._args.seconds else float("inf")
-        scored_at = 0
-        with self._client.create_session(self._strategy, label="long session") as session:
-            long = Long(session)
-            for number in itertools.count():
-                if time.monotonic() >= until or (not self._args.seconds and number == self._args.turns):
-                    break
-                is_paired = number % self._args.pair_every == self._args.pair_every - 1
-                run.samples.append(self._sample(long, process, is_paired, number))
-                run.history_tokens = len(long.history)
-                if run.samples[-1].evicted_positions and not run.first_scores:
-                    run.first_scores = self._score(long)
-                    scored_at = len(long.history)
-                show.advance(task)
-            # Only a passage that can no longer be read is as new to the session as it was the first time.
-            if run.first_scores and len(long.history) - scored_at > run.samples[-1].attended_positions:
-                fill = self._equal_fill(long.history)
-                run.last_scores = self._score(long)
-                run.fresh_scores = self._score_on_fresh(fill)
-            run.history_tokens = len(long.history)
+        for conversation in itertools.count():
+            with self._client.create_session(self._strategy, label="long session") as session:
+                long = Long(session)
+                scored_at = 0
+                tokens_before = run.history_tokens
+                while not (is_over := self._is_over(run, began)) and self._has_room(long):
+                    sample = replace(self._sample(long, process, len(run.samples)), conversation=conversation)
+                    run.samples.append(replace(sample, at_seconds=time.monotonic() - began))
+                    run.history_tokens = tokens_before + len(long.history)
+                    if busy is not None and (now := _cpu_seconds(process)) is not None:
+                        run.process_cores = (now - busy) / run.samples[-1].at_seconds
+                    if session.limit_tokens is None and sample.evicted_positions and not run.first_scores:
+                        run.first_scores = self._score(long)
+                        scored_at = len(long.history)
+                    show.advance(task)
+                if not is_over:
+                    run.last_scores = self._score(long)
+                    run.first_scores = run.first_scores or run.last_scores
+                    run.full_conversations += 1
+                    last_full = long
+                # A window's end: only a passage that can no longer be read is as new as it was the first time.
+                elif session.limit_tokens is None and run.first_scores and self._is_forgotten(scored_at, long, run):
+                    fill = self._equal_fill(long.history)
+                    run.last_scores = self._score(long)
+                    run.fresh_scores = self._score_on_fresh(fill)
+                run.history_tokens = tokens_before + len(long.history)
+            if is_over:
+                break
+        if last_full is not None:
+            run.repeated_turns, run.fresh_scores = self._hold_again(last_full.turns)
 
-    def _sample(self, long: Long, process: psutil.Process | None, is_paired: bool, number: int) -> TurnSample:
+    def _is_forgotten(self, scored_at: int, long: Long, run: Run) -> bool:
+        return len(long.history) > scored_at + run.samples[-1].attended_positions
+
+    def _is_over(self, run: Run, began: float) -> bool:
+        if self._args.seconds:
+            return time.monotonic() - began >= float(self._args.seconds)
+        return len(run.samples) >= int(self._args.turns)
+
+    def _has_room(self, long: Long) -> bool:
+        """For one more turn, and the passage after it. Raises KakeyaError if a new session has none."""
+        limit = long.session.limit_tokens
+        if limit is None:
+            return True
+        needed: int = len(self._passage) + self._args.append_tokens + self._args.generate_tokens
+        if needed > limit:
+            raise KakeyaError(
+                f"a turn and the passage take {needed} tokens, and a session has {limit} at most: take fewer with "
+                "--append-tokens, --generate-tokens or --passage-tokens"
+            )
+        return len(long.history) + needed <= limit
+
+    def _sample(self, long: Long, process: psutil.Process | None, number: int) -> TurnSample:
         ids = self._take(self._args.append_tokens)
         history_tokens = len(long.history)
+        is_paired = number % self._args.pair_every == self._args.pair_every - 1
         fill = self._equal_fill(long.history) if is_paired and long.history else None
         # Neither half of a pair always comes first.
-        fresh_first = fill is not None and number % 2 == 0
+        fresh_first = fill is not None and number // self._args.pair_every % 2 == 0
         fresh = self._on_fresh(fill, ids) if fill is not None and fresh_first else None
+        place = len(long.turns)
+        time.sleep(self._args.pause)
+        busy = _cpu_seconds(process)
         result, seconds, first_token_seconds = long.turn(ids, self._args.generate_tokens)
+        now = _cpu_seconds(process)
         info = long.session.info()
         process_bytes = process.memory_info().rss if process else None
         if fill is not None and not fresh_first:
@@ -148,6 +203,8 @@ class Bench:
             evicted_positions=info.evicted_tokens,
             violations=info.inv1_violations + info.inv2_violations + info.inv3_violations,
             logprob=sum(result.logprobs) / len(result.logprobs),
+            place=place,
+            cpu_seconds=None if busy is None or now is None else now - busy,
         )
         if fresh is None:
             return sample
@@ -161,12 +218,31 @@ class Bench:
 
     def _on_fresh(self, fill: Sequence[int], ids: Sequence[int]) -> tuple[GenerateResult, float]:
         with self._fresh(fill) as fresh:
+            # A turn after a pause finds cold caches and sleeping threads: both halves of a pair have the same pause.
+            time.sleep(self._args.pause)
             result, seconds, _ = fresh.turn(ids, self._args.generate_tokens)
             return result, seconds
 
     def _score_on_fresh(self, fill: Sequence[int]) -> list[float]:
         with self._fresh(fill) as fresh:
             return self._score(fresh)
+
+    def _hold_again(self, turns: Sequence[tuple[Sequence[int], tuple[int, ...]]]) -> tuple[int, list[float]]:
+        """A conversation on a fresh session: how many turns generate the same ids, and the passage's scores after it.
+
+        If one generates others, rounding has decided between two ids. Then the whole history is appended instead.
+        """
+        repeated = 0
+        with self._client.create_session(self._strategy, label="fresh session") as session:
+            fresh = Long(session)
+            for ids, generated in turns:
+                result, _, _ = fresh.turn(ids, len(generated))
+                if result.token_ids != generated:
+                    break
+                repeated += 1
+            else:
+                return repeated, self._score(fresh)
+        return repeated, self._score_on_fresh([token_id for turn in turns for ids in turn for token_id in ids])
 
     @contextmanager
     def _fresh(self, fill: Sequence[int]) -> Iterator[Long]:
@@ -184,7 +260,7 @@ class Bench:
         """A shorter history of which as much can be read, with its segments cut at the same places."""
         match self._strategy:
             case SinkWindow(sink=int(sink), window=int(window)):
-                segment = self._segment_tokens
+                segment = self._server.segment_tokens
                 enough = sink + window + 2 * segment
                 length = enough + (len(history) - enough) % segment
                 if length < len(history):
@@ -199,17 +275,56 @@ class Bench:
         return list(itertools.islice(self._prose, count))
 
 
+def _cpu_seconds(process: psutil.Process | None) -> float | None:
+    if process is None:
+        return None
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def prose_ids(tokenizer: Any) -> Iterator[int]:
     """The language reference that comes with Python, as ids, over and over."""
     text = "\n\n".join(pydoc_data.topics.topics.values())
     return itertools.cycle(tokenizer.encode(text, add_special_tokens=False))
 
 
-def main(arguments: Sequence[str] | None = None, *, results_dir: Path = record.RESULTS) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     forbid_model_hub()
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     run = Run()
+    try:
+        with sigterm_interrupts():
+            _drive(args, model, engine, run)
+    except (KakeyaError, ClientError, psutil.Error) as error:
+        run.errors.append(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        run.errors.append("interrupted")
+    except BaseException as error:
+        run.errors.append(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        # Hours of turns are not lost with the server, or with a mistake of ours.
+        if run.server is not None and run.samples:
+            strategy = str(parse_strategy(engine.strategy))
+            path = _write(run, args, strategy, run.server, results_dir=args.results)
+            print(f"{len(run.samples)} turns, {run.history_tokens} tokens, {strategy}: {path.parent.name}/{path.name}")
+    for reason in run.errors:
+        print(reason, file=sys.stderr)
+    return 1 if run.errors or any(sample.violations for sample in run.samples) else 0
+
+
+def _drive(args: argparse.Namespace, model: ModelConfig, engine: EngineConfig, run: Run) -> None:
     with ExitStack() as stack:
         child = None if args.target else stack.enter_context(child_server(model, engine))
         prose = prose_ids(load_tokenizer(tokenizer_folder(model.model, model.cache_path)))
@@ -217,27 +332,16 @@ def main(arguments: Sequence[str] | None = None, *, results_dir: Path = record.R
         client = stack.enter_context(connect(args, target))
         process = None if child is None else psutil.Process(child.pid)
         columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as show:
-            try:
-                Bench(client, sdk_strategy(engine.strategy), prose, args).run(process, run, show)
-            except (KakeyaError, ClientError) as error:
-                run.errors.append(f"{type(error).__name__}: {error}")
-            except KeyboardInterrupt:
-                run.errors.append("interrupted")
-        server = client.server_info()
-    if run.samples:
-        strategy = str(parse_strategy(engine.strategy))
-        path = _write(run, args, strategy, server, results_dir=results_dir)
-        print(f"{len(run.samples)} turns, {run.history_tokens} tokens, {strategy}: {path.parent.name}/{path.name}")
-    for reason in run.errors:
-        print(reason, file=sys.stderr)
-    return 1 if run.errors or any(sample.violations for sample in run.samples) else 0
+        show = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+        Bench(client, sdk_strategy(engine.strategy), prose, args).run(process, run, show)
 
 
 def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo, *, results_dir: Path) -> Path:
     found = values(run.samples)
     found["history"] = record.exact(run.history_tokens, "tokens")
     found["errors"] = record.exact(len(run.errors), "errors")
+    if run.process_cores is not None:
+        found["process_cores"] = record.exact(run.process_cores, "cores")
     scored = {"first": run.first_scores, "last": run.last_scores, "last_on_fresh": run.fresh_scores}
     for name, scores in scored.items():
         if scores:
@@ -245,8 +349,12 @@ def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo
     if run.fresh_scores:
         ratio = perplexity(run.last_scores) / perplexity(run.fresh_scores)
         found["passage_perplexity_last_over_fresh"] = record.exact(ratio, "ratio")
+    if run.full_conversations:
+        found["conversations_full"] = record.exact(run.full_conversations, "conversations")
+        if run.fresh_scores:
+            found["last_full_conversation_repeated"] = record.exact(run.repeated_turns, "turns")
     path = record.write_record(
-        EXPERIMENT,
+        args.name,
         {
             "command": record.command_line(),
             "config": {
@@ -257,13 +365,16 @@ def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo
                 "trained_positions": server.trained_positions,
                 "segment_tokens": server.segment_tokens,
                 "strategy": strategy,
+                "threads": args.threads or "auto",
                 "append_tokens": args.append_tokens,
                 "generate_tokens": args.generate_tokens,
                 "pair_every": args.pair_every,
                 "passage_tokens": args.passage_tokens,
+                "pause_seconds": args.pause,
             },
             "seeds": [],  # greedy, and the prose comes with Python
             "values": found,
+            "headlines": [name for name in HEADLINES if name in found] or list(found),
             "baseline": "the same turn on a fresh session at equal fill (turn_over_fresh_…, …_paired)",
             "course": buckets(run.samples),
             "turns": [asdict(sample) for sample in run.samples],
@@ -271,23 +382,46 @@ def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo
         },
         results_dir=results_dir,
     )
-    numbers = range(1, len(run.samples) + 1)
-    pairs = [(number, turn.fresh_seconds) for number, turn in zip(numbers, run.samples, strict=True)]
-    paired = [(number, seconds) for number, seconds in pairs if seconds is not None]
-    record.plot_lines(
-        path.with_name("turns.png"),
-        title=f"{server.model_id}, {strategy}: {run.history_tokens} tokens in {len(run.samples)} turns",
-        x_label="turn",
-        y_label="seconds",
-        lines={
-            "turn": (list(numbers), [sample.seconds for sample in run.samples]),
-            "first token": (list(numbers), [sample.first_token_seconds for sample in run.samples]),
-            "the same turn on a fresh session": ([n for n, _ in paired], [seconds for _, seconds in paired]),
-        },
-    )
+    title = f"{server.model_id}, {strategy}: {run.history_tokens} tokens in {len(run.samples)} turns"
+    _plot(run.samples, path.parent, title)
     for name, value in found.items():
         print(f"  {name:32} {value['median']:>16,.4f} {value['unit']}")
     return path
+
+
+def _plot(samples: Sequence[TurnSample], folder: Path, title: str) -> None:
+    numbers = range(1, len(samples) + 1)
+    lines = {
+        "turn": (list(numbers), [sample.seconds for sample in samples]),
+        "first token": (list(numbers), [sample.first_token_seconds for sample in samples]),
+    }
+    pairs = [(number, turn.fresh_seconds) for number, turn in zip(numbers, samples, strict=True)]
+    talks = conversations(samples)
+    if len(talks) > 1:
+        shown = {"first conversation": talks[0]}
+        if len(talks) > 2:
+            shown["last full conversation"] = talks[-2]
+        lines = {
+            name: ([turn.place + 1 for turn in talk], [turn.seconds for turn in talk]) for name, talk in shown.items()
+        }
+        pairs = sorted((turn.place + 1, turn.fresh_seconds) for turn in samples if turn.fresh_seconds is not None)
+    paired = [(number, seconds) for number, seconds in pairs if seconds is not None]
+    lines["the same turn on a fresh session"] = ([n for n, _ in paired], [seconds for _, seconds in paired])
+    record.plot_lines(
+        folder / "turns.png",
+        title=title,
+        x_label="turn" if len(talks) == 1 else "turn of the conversation",
+        y_label="seconds",
+        lines=lines,
+    )
+    if len(talks) > 1:
+        hours = [sample.at_seconds / HOUR_SECONDS for sample in samples]
+        memory = {"the session's KV": (hours, [sample.kv_bytes / 2**20 for sample in samples])}
+        held = [(hour, sample.process_bytes) for hour, sample in zip(hours, samples, strict=True)]
+        resident = [(hour, held_bytes / 2**20) for hour, held_bytes in held if held_bytes is not None]
+        if resident:
+            memory["the server, resident"] = ([hour for hour, _ in resident], [mebibytes for _, mebibytes in resident])
+        record.plot_lines(folder / "memory.png", title=title, x_label="hours", y_label="MiB", lines=memory)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -302,6 +436,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--append-tokens", type=int, default=70, metavar="N", help="of a turn (default: 70)")
     parser.add_argument("--generate-tokens", type=int, default=32, metavar="N", help="of a turn (default: 32)")
     parser.add_argument("--pair-every", type=int, default=5, metavar="N", help="turns from pair to pair (default: 5)")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, metavar="S", help="before a turn, as for tools (default: 0)"
+    )
+    parser.add_argument("--name", default=EXPERIMENT, metavar="NAME", help=f"of the record (default: {EXPERIMENT})")
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
     parser.add_argument("--passage-tokens", type=int, default=256, metavar="N", help="scored twice (default: 256)")
     return parser
 

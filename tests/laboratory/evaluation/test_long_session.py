@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from laboratory.evaluation.long_session import TurnSample, buckets, perplexity, slope, split, values
-from scripts.bench_agentic.bench_session_long_run import main
+from laboratory.evaluation.long_session import (
+    HOUR_SECONDS,
+    TurnSample,
+    buckets,
+    conversations,
+    perplexity,
+    slope,
+    slope_by_place,
+    split,
+    values,
+)
+from scripts.bench_agentic.bench_session_long_run import Bench, Long, main
 from tests.tiny_folder import save_tiny_chat_model
 
 SAMPLE = TurnSample(
@@ -75,6 +88,62 @@ def test_the_slope_of_too_little_is_zero_and_perplexity_is_the_mean_loss_as_a_co
     assert perplexity([math.log(0.5), math.log(0.125)]) == pytest.approx(4.0)
 
 
+TURNS = 20  # of a conversation
+
+
+def talk(count: int, **of_place: Callable[[int], Any]) -> list[TurnSample]:
+    """As many conversations, a minute a turn. A turn deep in one takes and holds more than an early one."""
+    fields: dict[str, Callable[[int], Any]] = {"seconds": lambda n: 1.0 + n % TURNS, "kv_bytes": lambda n: n % TURNS}
+    return [
+        replace(
+            SAMPLE,
+            conversation=number // TURNS,
+            place=number % TURNS,
+            at_seconds=60.0 * number,
+            **{name: field(number) for name, field in (fields | of_place).items()},
+        )
+        for number in range(count * TURNS)
+    ]
+
+
+def test_turns_of_several_conversations_are_compared_place_by_place() -> None:
+    found = values(talk(12))
+    assert found["turn_last_over_first_same_place"]["median"] == 1.0
+    assert found["turn_last_over_first_same_place"]["count"] == 24
+    slower = medians(talk(12, seconds=lambda n: (1.0 + n % TURNS) * (1.5 if n >= 200 else 1.0)))
+    assert slower["turn_last_over_first_same_place"] == pytest.approx(1.5)
+    assert (found["conversations"]["median"], found["turns_of_a_conversation"]["median"]) == (12, TURNS)
+    assert [len(part) for part in conversations(talk(12))] == [TURNS] * 12
+
+
+def test_where_a_tenth_is_less_than_a_conversation_whole_conversations_are_compared() -> None:
+    # The last tenth alone would be four turns, of places that the first tenth has not.
+    slower = values(talk(2, seconds=lambda n: (1.0 + n % TURNS) * (2.0 if n >= TURNS else 1.0)))
+    assert slower["turn_last_over_first_same_place"]["median"] == pytest.approx(2.0)
+    assert slower["turn_last_over_first_same_place"]["count"] == TURNS
+    # Nothing is compared with itself.
+    assert values(talk(2)[: TURNS + 3])["turn_last_over_first_same_place"]["count"] == 3
+
+
+def test_memory_that_follows_the_place_in_a_conversation_has_no_slope_and_a_leak_has_its_own() -> None:
+    # Cut in the middle of one, so that a line through all turns would see the last ones missing.
+    steady = talk(5, process_bytes=lambda n: 10**9 + 10**6 * (n % TURNS))[:-7]
+    found = medians(steady)
+    assert found["process_slope_same_place"] == found["kv_slope_same_place"] == found["kv_spread_same_place"] == 0.0
+    assert found["process_growth_first_to_last_full"] == 0.0
+    leaky = talk(5, process_bytes=lambda n: 10**9 + 10**6 * (n % TURNS) + 50 * n, kv_bytes=lambda n: n)[:-7]
+    found = medians(leaky)
+    assert found["process_slope_same_place"] == pytest.approx(50 * HOUR_SECONDS / 60)
+    assert found["process_slope_same_place_second_half"] == pytest.approx(50 * HOUR_SECONDS / 60)
+    assert found["process_growth_first_to_last_full"] == 50 * 3 * TURNS
+    assert found["kv_spread_same_place"] == 4 * TURNS
+    assert slope_by_place(leaky[:TURNS], lambda sample: sample.kv_bytes) is None
+
+
+def test_violations_of_every_conversation_are_added() -> None:
+    assert medians(talk(3, violations=lambda n: 2 if n % TURNS == TURNS - 1 else 0))["invariant_violations"] == 6
+
+
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_chat_model(tmp_path_factory.mktemp("models") / "tiny"))
@@ -82,7 +151,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def bench(tiny_folder: str, results: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     common = ("--model", tiny_folder, "--kv-bytes=64MiB", "--append-tokens=40", "--generate-tokens=8")
-    status = main((*common, "--passage-tokens=8", *arguments), results_dir=results)
+    status = main((*common, "--passage-tokens=8", "--results", str(results), *arguments))
     (path,) = results.glob("long_session/*/record.json")
     assert path.with_name("turns.png").stat().st_size > 0
     return status, json.loads(path.read_text())
@@ -101,11 +170,86 @@ def test_the_bench_records_a_session_that_outgrows_its_window(tiny_folder: str, 
     assert record["config"]["strategy"] == "sink_window:sink=4,window=32"
 
 
-def test_the_bench_records_what_it_has_when_a_session_cannot_go_on(
+def test_when_a_session_is_full_the_next_conversation_begins(tiny_folder: str, tmp_path: Path) -> None:
+    status, record = bench(tiny_folder, tmp_path, "--turns=30", "--pair-every=7", "--strategy=full")
+    assert status == 0
+    # 512 is the model's limit: nine turns of 48 tokens, and a passage of 8 with its context.
+    places = [(turn["conversation"], turn["place"]) for turn in record["turns"]]
+    assert places == [(number // 9, number % 9) for number in range(30)]
+    found = {name: value["median"] for name, value in record["values"].items()}
+    assert (found["conversations"], found["conversations_full"], found["turns_of_a_conversation"]) == (4, 3, 9)
+    assert found["history"] == 30 * 48 + 3 * (64 + 8)
+    assert found["kv_spread_same_place"] == found["kv_slope_same_place"] == 0
+    assert found["errors"] == found["invariant_violations"] == 0
+    # A fresh session repeats the conversation, and reads the passage as the long one did.
+    assert found["last_full_conversation_repeated"] == 9
+    assert found["passage_perplexity_last_over_fresh"] == pytest.approx(1.0, rel=1e-3)
+    assert found["in_one_piece"] == record["turns"][-1]["at_seconds"] > 0
+    assert found["turn_last_over_first_same_place"] > 0
+    assert found["turn_over_fresh"] > 0
+    assert {"process_slope_same_place", "process_growth_first_to_last_full"} <= found.keys()
+    assert [row["turns"] for row in record["course"]] == [9, 9, 9, 3]
+    (picture,) = tmp_path.glob("long_session/*/memory.png")
+    assert picture.stat().st_size > 0
+
+
+def test_a_turn_that_no_session_has_room_for_is_refused(
     tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, record = bench(tiny_folder, tmp_path, "--turns=20", "--pair-every=100", "--strategy=full")
+    refused = ("--model", tiny_folder, "--kv-bytes=64MiB", "--append-tokens=600", "--strategy=full")
+    assert main((*refused, "--results", str(tmp_path))) == 1
+    assert "take fewer with --append-tokens" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def at_turn(number: int, event: Callable[[psutil.Process], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `event` happen before that turn."""
+    sample = Bench._sample
+
+    def sample_or_not(self: Bench, long: Long, process: psutil.Process, count: int) -> TurnSample:
+        if count == number:
+            event(process)
+        return sample(self, long, process, count)
+
+    monkeypatch.setattr(Bench, "_sample", sample_or_not)
+
+
+def test_what_was_measured_before_sigterm_is_recorded(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    at_turn(12, lambda _: signal.raise_signal(signal.SIGTERM), monkeypatch)
+    status, record = bench(tiny_folder, tmp_path, "--seconds=600", "--pair-every=100", "--strategy=full")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (status, record["errors"]) == (1, ["interrupted"])
+    assert [turn["conversation"] for turn in record["turns"]] == [0] * 9 + [1] * 3
+    assert record["values"]["passage_perplexity_first"]["median"] > 1
+
+
+def test_what_was_measured_before_the_server_died_is_recorded(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_turn(5, kill, monkeypatch)
+    status, record = bench(tiny_folder, tmp_path, "--seconds=600", "--pair-every=100", "--strategy=full")
     assert status == 1
-    assert len(record["turns"]) == 10  # 48 tokens each; 512 is the model's limit
-    assert record["values"]["errors"]["median"] == 1
-    assert "would exceed the session's limit of 512" in capsys.readouterr().err
+    assert len(record["turns"]) == 5
+    assert record["values"]["errors"]["median"] == len(record["errors"]) > 0
+    assert record["errors"][0] in capsys.readouterr().err
+
+
+def kill(process: psutil.Process) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_what_was_measured_before_a_mistake_of_the_bench_is_recorded(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(process: psutil.Process) -> None:
+        raise ValueError("a mistake")
+
+    at_turn(3, fail, monkeypatch)
+    with pytest.raises(ValueError, match="a mistake"):
+        bench(tiny_folder, tmp_path, "--turns=20", "--strategy=full")
+    (path,) = tmp_path.glob("long_session/*/record.json")
+    assert len(json.loads(path.read_text())["turns"]) == 3
