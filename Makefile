@@ -35,7 +35,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
+.PHONY: help setup native demo serve chat test test-further test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -66,6 +66,10 @@ test: check unit-typescript unit ## everything that must hold: check, then unit 
 unit: native node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
+
+test-further: native ## cases much like those of `make test`, for which it has no time; CI runs them after it
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
 test-long: native long-typescript sanitize ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m

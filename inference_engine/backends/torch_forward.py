@@ -106,8 +106,13 @@ class TorchForward:
     def records_graphs(self) -> bool:
         return self._records_graphs
 
+    @cached_property
+    def _quanta(self) -> tuple[int, int]:
+        """Found once for all engines: they run the same weights."""
+        return probe_quanta(self.seam)
+
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        token_quantum, key_quantum = probe_quanta(self.seam) if mode is Mode.FIXED_SHAPE else (1, 1)
+        token_quantum, key_quantum = self._quanta if mode is Mode.FIXED_SHAPE else (1, 1)
         return Geometry(
             layers=self.seam.layers,
             itemsize=self.seam.dtype.itemsize,

@@ -79,25 +79,27 @@ from inference_engine.models.layer_traits import find_traits
 from inference_engine.models.seam import ATTENTION, Seam, TokenRotary
 from inference_engine.types import Mode, ModelFacts
 from tests.admissions import admitted_once
+from tests.further import further
 from tests.laws.variants import each_mode, generate, text
 from tests.tiny import SMALL, tiny_engine, tiny_model
 
-SERVED: list[tuple[type[PreTrainedModel], PretrainedConfig]] = [
-    (LlamaForCausalLM, LlamaConfig(num_key_value_heads=8)),
+# Of the families of which test_families.py serves whole folders, admission is a further case.
+SERVED: list[Any] = [
     (LlamaForCausalLM, LlamaConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})),
     (Qwen3ForCausalLM, Qwen3Config(use_sliding_window=True, sliding_window=64, max_window_layers=14)),
-    (Gemma2ForCausalLM, Gemma2Config()),  # soft-capped scores, alternating windows
     (Gemma3ForCausalLM, Gemma3TextConfig()),  # two rotary tables, five windows to one
     (GlmForCausalLM, GlmConfig()),  # half of each head rotated, interleaved
-    (SmolLM3ForCausalLM, SmolLM3Config()),  # every fourth layer without rotation
-    (GptOssForCausalLM, GptOssConfig()),  # a learned sink in each head's softmax
-    (Cohere2ForCausalLM, Cohere2Config()),  # full layers without rotation
-    (Exaone4ForCausalLM, Exaone4Config()),  # the same, and windows in the others alone
-    (PhiForCausalLM, PhiConfig()),  # heads cut apart before a part of each is rotated
-    (HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config()),  # keys normed after they were rotated
-    (GPTNeoXForCausalLM, GPTNeoXConfig()),  # queries, keys and values in one projection
-    (StableLmForCausalLM, StableLmConfig()),  # attention gets no keywords of the model's
-    (NemotronForCausalLM, NemotronConfig()),
+    further(LlamaForCausalLM, LlamaConfig(num_key_value_heads=8)),
+    further(Gemma2ForCausalLM, Gemma2Config()),  # soft-capped scores, alternating windows
+    further(SmolLM3ForCausalLM, SmolLM3Config()),  # every fourth layer without rotation
+    further(GptOssForCausalLM, GptOssConfig()),  # a learned sink in each head's softmax
+    further(Cohere2ForCausalLM, Cohere2Config()),  # full layers without rotation
+    further(Exaone4ForCausalLM, Exaone4Config()),  # the same, and windows in the others alone
+    further(PhiForCausalLM, PhiConfig()),  # heads cut apart before a part of each is rotated
+    further(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config()),  # keys normed after they were rotated
+    further(GPTNeoXForCausalLM, GPTNeoXConfig()),  # queries, keys and values in one projection
+    further(StableLmForCausalLM, StableLmConfig()),  # attention gets no keywords of the model's
+    further(NemotronForCausalLM, NemotronConfig()),
 ]
 REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (BloomForCausalLM, BloomConfig(), "rotate"),

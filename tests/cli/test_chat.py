@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.cli.main import main
-from tests.processes import Server, kakeya
+from tests.processes import Server
 from tests.tiny_folder import save_tiny_model
 
 COST = re.compile(
@@ -37,10 +37,14 @@ class Chat:
         return status, printed.out, printed.err
 
 
-def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_reported(tiny_folder: Path) -> None:
-    done = kakeya("chat", "--model", tiny_folder, "--kv-bytes=64MiB", "--max-tokens=3", typed="Hello\n\nAnd again\n")
-    assert (done.returncode, done.stderr) == (0, "")
-    first, second = COST.findall(done.stdout)
+def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_reported(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd again\n"))
+    assert main(("chat", "--model", str(tiny_folder), "--kv-bytes=64MiB", "--max-tokens=3")) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    first, second = COST.findall(printed.out)
     length = int(first[0]) + 3
     assert first[1:] == ("3", "max_tokens", str(length), "0")
     assert second[1:] == ("3", "max_tokens", str(length + int(second[0]) + 3), "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,27 +12,45 @@ from inference_engine.cli.demo import FACT, SCRIPT
 from inference_engine.cli.kill_demo import KILLED_TURN, TOKENS_BEFORE
 from inference_engine.cli.kill_demo import SCRIPT as KILL_SCRIPT
 from inference_engine.cli.main import main
-from tests.processes import kakeya
 
 CLOSING = re.compile(r"prefilled its new tokens only: (\d+) in all, and (\d+) were read .* have prefilled (\d+)\.")
 
 
+@pytest.fixture
+def demo(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command prints, in this process, which has loaded the libraries already; its server is another one.
+
+    Neither has an error to report.
+    """
+
+    def run(*arguments: str) -> str:
+        capfd.readouterr()
+        status = main(("demo", *arguments))
+        printed = capfd.readouterr()
+        assert (status, printed.err) == (0, "")
+        return printed.out
+
+    return run
+
+
 @pytest.mark.real_model
-def test_the_demo_holds_a_conversation_with_the_real_model() -> None:
-    done = kakeya("demo", "--max-tokens=24")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"> {message}" in done.stdout for message in SCRIPT)
-    *_, asked = re.findall(r"> What is the secret word\?\n(.*)", done.stdout)
+def test_the_demo_holds_a_conversation_with_the_real_model(demo: Callable[..., str]) -> None:
+    printed = demo("--max-tokens=24")
+    assert all(f"> {message}" in printed for message in SCRIPT)
+    *_, asked = re.findall(r"> What is the secret word\?\n(.*)", printed)
     assert FACT in asked
-    prefilled, cached, whole = map(int, CLOSING.findall(done.stdout)[0])
+    prefilled, cached, whole = map(int, CLOSING.findall(printed)[0])
     assert prefilled + cached == whole > 2 * prefilled
 
 
+@pytest.mark.long
+@pytest.mark.further
 @pytest.mark.real_model
-def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_session() -> None:
-    done = kakeya("demo", "--recall", "--latent=none", "--max-tokens=24")
-    assert (done.returncode, done.stderr) == (0, "")
-    marks = re.findall(r"^ (full|sink_window|restored)\b.*([✓✗])", done.stdout, re.MULTILINE)
+def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_session(
+    demo: Callable[..., str],
+) -> None:
+    printed = demo("--recall", "--latent=none", "--max-tokens=24")
+    marks = re.findall(r"^ (full|sink_window|restored)\b.*([✓✗])", printed, re.MULTILINE)
     assert dict(marks) == {"full": "✓", "sink_window": "✗", "restored": "✓"}
 
 
@@ -51,14 +70,15 @@ def test_a_conversation_that_cannot_go_on_fails_the_demo(tiny_folder: Path, caps
 KILLED = r"\[process (\d+) killed by SIGKILL, process (\d+) started\]"
 
 
+@pytest.mark.long
+@pytest.mark.further
 @pytest.mark.real_model
-def test_an_answer_goes_on_after_its_server_was_killed() -> None:
-    done = kakeya("demo", "--kill")  # a shorter answer can be over before its server is killed
-    assert (done.returncode, done.stderr) == (0, "")
-    (killed, started), *others = re.findall(KILLED, done.stdout)
+def test_an_answer_goes_on_after_its_server_was_killed(demo: Callable[..., str]) -> None:
+    printed = demo("--kill")  # a shorter answer can be over before its server is killed
+    (killed, started), *others = re.findall(KILLED, printed)
     assert killed != started and not others
-    assert f"> {KILL_SCRIPT[KILLED_TURN]}" in done.stdout
-    assert "the same tokens as in a session that nothing happened to" in done.stdout
+    assert f"> {KILL_SCRIPT[KILLED_TURN]}" in printed
+    assert "the same tokens as in a session that nothing happened to" in printed
 
 
 def test_an_answer_that_is_over_before_its_server_can_be_killed_fails_the_demo(

@@ -1,6 +1,7 @@
 """What runs TinyModel in the laws: what serves on a CPU, EXECUTORS; and MLX, which has batched mode alone.
 
-On MLX they are a selection, which has each law with each strategy by name; `--executor mlx` runs all cases on it alone.
+On MLX they are a selection, which has each law with each strategy by name: with SOME of them, by turns, in `make test`,
+with the others as further cases. `--executor mlx` runs all cases on it alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode
 from tests import tiny
+from tests.further import FURTHER
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
@@ -33,6 +35,7 @@ OF_FIXED_SHAPES = (
 # Memory that is granted as a session grows: MLX gives it all at once.
 GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
+SOME = 2
 
 
 @pytest.fixture
@@ -82,7 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     laws = [item for item in items if HERE in item.path.parents]
     on_mlx = [item for item in laws if _given(item).get("executor") == MLX]
     able = [item for item in on_mlx if _can_be(item)]
-    kept = {*able} if config.getoption("--executor") == MLX else {*laws}.difference(on_mlx).union(_selected(able))
+    if config.getoption("--executor") == MLX:
+        kept = {*able}
+    else:
+        selected = list(_selected(able))
+        for item in _others(selected):
+            for mark in FURTHER:
+                item.add_marker(mark)
+        kept = {*laws}.difference(on_mlx).union(selected)
     if not has_mlx():
         for item in kept.intersection(able):
             item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
@@ -102,12 +112,16 @@ def _can_be(item: pytest.Item) -> bool:
     return not grows and Mode.FIXED_SHAPE not in given.values()
 
 
+def _law_and_name(item: pytest.Item) -> tuple[str, str]:
+    return str(getattr(item, "originalname", item.name)), getattr(_given(item).get("strategy"), "name", "")
+
+
 def _selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """One of each law and strategy by name; of the options and other values, those that had fewest turns before."""
     groups: dict[tuple[str, str], list[tuple[pytest.Item, list[str]]]] = {}
     for item in items:
         values = _given(item)
-        law, name = str(getattr(item, "originalname", item.name)), getattr(values.get("strategy"), "name", "")
+        law, name = _law_and_name(item)
         # What strategies are like counts over all laws, other values within theirs.
         known = [str(one) if key == "strategy" else f"{law} {key} {one}" for key, one in values.items()]
         groups.setdefault((law, name), []).append((item, known))
@@ -116,3 +130,16 @@ def _selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         item, known = min(cases, key=lambda case: sum(turns[value] for value in case[1]))
         turns.update(known)
         yield item
+
+
+def _others(selected: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """All but SOME of each law: those whose strategies had fewest turns before stay."""
+    laws: dict[str, list[tuple[pytest.Item, str]]] = {}
+    for item in selected:
+        law, name = _law_and_name(item)
+        laws.setdefault(law, []).append((item, name))
+    turns: Counter[str] = Counter()
+    for cases in laws.values():
+        cases.sort(key=lambda case: turns[case[1]])
+        turns.update(name for _, name in cases[:SOME])
+        yield from (item for item, _ in cases[SOME:])

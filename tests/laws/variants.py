@@ -13,6 +13,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
+from tests.further import one_of_each
 from tests.tiny import LATENT_BYTES, VOCABULARY
 from tests.tiny_native import served_engine
 
@@ -127,6 +128,8 @@ def each_strategy_with(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
 MODES = list(Mode)
 each_strategy = pytest.mark.parametrize("strategy", all_strategies(), ids=str)
 each_mode = pytest.mark.parametrize("mode", MODES, ids=_named)
+# For what is no law: it depends on how entries are kept and come back, and hardly on how many.
+each_mechanism = pytest.mark.parametrize("strategy", one_of_each(all_strategies(), mechanism), ids=str)
 
 
 def text(length: int = LENGTH, *, seed: int = 0) -> list[int]:

@@ -8,10 +8,13 @@ import pytest
 
 from laboratory.evaluation.record import read_record
 from scripts.bench_kept_sessions import main
+from tests.further import FURTHER
 from tests.tiny_folder import save_tiny_chat_model
 
 
-@pytest.mark.parametrize("words", [(), ("--restart", "--own=20")], ids=["in turn", "forks, restarted"])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--restart", "--own=20"), marks=FURTHER)], ids=["in turn", "forks, restarted"]
+)
 def test_a_session_that_goes_on_computes_its_delta_alone(tmp_path: Path, words: tuple[str, ...]) -> None:
     folder = save_tiny_chat_model(tmp_path / "tiny")
     typed = ["--model", str(folder), "--sessions", "9", "--room", "3", "--tokens", "90", *words]

@@ -25,6 +25,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode
 from tests import tiny
 from tests.admissions import admitted_once
+from tests.further import further
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.mlx.attention_steps import SHAPES, TOLERANCES, attention_step
@@ -40,7 +41,8 @@ def kernel() -> Iterator[RecordedKernel]:
         yield found
 
 
-HALVES = [(shape, dtype) for shape in (SHAPES[0], SHAPES[1]) for dtype in (torch.bfloat16, torch.float16)]
+HALVES = [(SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float16)]
+HALVES += [further(SHAPES[0], torch.float16), further(SHAPES[1], torch.bfloat16)]
 
 
 @needs_a_kernel

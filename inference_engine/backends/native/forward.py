@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -123,11 +123,16 @@ class NativeForward:
     def free_bytes(self) -> int:
         return free_host_bytes()
 
+    @cached_property
+    def _quanta(self) -> tuple[int, int]:
+        """Found once for all engines over this model."""
+        return probe_attention(self.described.layers, self._device, self.compute_dtype)
+
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
         # Products and attention by numbers have one order for any number of tokens; attention by views has not.
         token_quantum = key_quantum = 1
         if mode is Mode.FIXED_SHAPE:
-            token_quantum, key_quantum = probe_attention(self.described.layers, self._device, self.compute_dtype)
+            token_quantum, key_quantum = self._quanta
         return Geometry(
             layers=self.described.layers,
             itemsize=self._kv_dtype.itemsize,

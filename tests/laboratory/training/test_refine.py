@@ -13,6 +13,7 @@ from kv_cache_proposer.f_theta.errors import LatentError
 from laboratory.training.divergence import measure_divergence, nothing, through
 from laboratory.training.latent import calibrate
 from laboratory.training.refine import refine
+from tests.further import further
 from tests.kv_cache_proposer.small_models import gemma3, llama, qwen3, tokens
 
 Make = Callable[[], PreTrainedModel]
@@ -52,7 +53,7 @@ def test_exact_entries_move_nothing(make: Make) -> None:
     assert found["exact"].agreement == 1.0
 
 
-@MODELS
+@pytest.mark.parametrize("make", [further(llama), further(qwen3), gemma3])
 def test_refining_mends_what_was_drawn_blindly_at_every_rate(make: Make) -> None:
     model = make()
     codec = calibrated(model, basis="random")
