@@ -1,6 +1,6 @@
 """Pinned memory of the host that a device writes to, and the host reads once it is done.
 
-A piece is used again when nobody holds it any more and the device has written it: a step may be given up before it was
+A piece is used again when no step holds it any more and the device has written it: a step may be given up before it was
 read.
 """
 

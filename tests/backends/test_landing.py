@@ -23,7 +23,7 @@ class Done:
         self.waited += 1
 
 
-def test_a_piece_is_used_again_once_it_was_written_and_nobody_holds_it() -> None:
+def test_a_piece_is_used_again_once_it_was_written_and_is_held_no_more() -> None:
     events: list[Done] = []
 
     def now(_device: torch.device) -> Done:
