@@ -77,7 +77,8 @@ class Bench:
             self.prefills.append(seconds)
             self._report("begun", number)
             time.sleep(self._pause_seconds)
-            self._wait_for_copies(number + 1 - self._room // 2)  # one that has none yet would be computed again
+            # One that has none when it is evicted would be computed again; what is forked takes a place, too.
+            self._wait_for_copies(number + 1 - max(0, self._room // 2 - 1 - bool(self._own)))
         if first is not None:
             first.close()
         self._wait_for_copies(self._sessions)

@@ -121,8 +121,13 @@ class TorchForward:
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
             key_quantum=key_quantum,
-            segments_at_once=_SEGMENTS_AT_ONCE if mode is not Mode.FIXED_SHAPE and self._device.type != "cpu" else 1,
+            segments_at_once=_SEGMENTS_AT_ONCE if mode is not Mode.FIXED_SHAPE and self._reads_at_once else 1,
         )
+
+    @property
+    def _reads_at_once(self) -> bool:
+        """Does a fused operation attend to many tokens and entries, without memory for all of their scores?"""
+        return self._device.type != "cpu" and self.seam.dtype.itemsize == 2
 
     def free_bytes(self) -> int:
         if self._device.type == "cuda":
@@ -218,8 +223,11 @@ class TorchForward:
 
     def launch(self, step: Step, fed: Tensor | None = None) -> _Launched:
         graphs = self._graphs.get(step.plan.pool)
-        if isinstance(step.draws, Draws) and step.draws.are_largest and graphs is not None and graphs.can_run(step):
-            return self._launch_greedily(step, step.draws, graphs, fed)
+        draws = step.draws
+        is_greedy = isinstance(draws, Draws) and draws.are_largest and len(draws) == len(step.logit_queries)
+        if is_greedy and graphs is not None and graphs.can_run(step):
+            assert isinstance(draws, Draws)
+            return self._launch_greedily(step, draws, graphs, fed)
         result = self._forward(step, fed)
         step.on_computed()
         with torch.inference_mode():
@@ -232,11 +240,12 @@ class TorchForward:
         ends, count = self._ops.step_ends, len(draws)
         with torch.inference_mode():
             peaks, taps = graphs.run_greedily(step, fed)
-            step.on_computed()
             ids: list[Tensor] = []
             landed = self._landing.take(
                 4 * count, self._device, lambda host: ids.append(ends.publish(peaks, count, host))
             )
+        # What it does may run another recording, which writes over the peaks.
+        step.on_computed()
         return _Launched(Result(peaks.largest[:0], taps), draws.drawn(ids[0], landed))
 
     def _forward(self, step: Step, fed: Tensor | None = None) -> Result:

@@ -181,7 +181,9 @@ class Draws(Sequence[Draw]):
         """Draws that `are_largest`, drawn elsewhere. ids, table: as `Drawing` has them."""
         if _UNKNOWN_VOCABULARY not in self._plans:
             self._plans[_UNKNOWN_VOCABULARY] = _Plan(self._draws, _UNKNOWN_VOCABULARY)
-        return Drawing(self._plans[_UNKNOWN_VOCABULARY], ids, table)
+        plan = self._plans[_UNKNOWN_VOCABULARY]
+        assert plan.has_one_each, "their rows are in the order of the draws"
+        return Drawing(plan, ids, table)
 
     def start(self, logits: Tensor, noise_of_all: NoiseOfAll) -> Drawing:
         """See `start_drawing`."""
@@ -383,7 +385,7 @@ def _places(draws: Sequence[Draw], vocab: int) -> list[_Place]:
 
     def order(place: _Place) -> tuple[bool, bool]:
         sampling = place.draw.sampler.sampling
-        return not sampling.is_greedy, is_ranked(sampling, vocab)
+        return not sampling.is_greedy, not sampling.is_greedy and is_ranked(sampling, vocab)
 
     return sorted(found, key=order)
 

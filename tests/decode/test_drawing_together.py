@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from inference_engine.engine import Engine
 from inference_engine.kernels import sampling as sampling_module
 from inference_engine.kernels.noise import key
 from inference_engine.kernels.sampling import Draw, Draws, Filters, Sampler, draw, logprobs, start_drawing
+from inference_engine.kernels.step_ends import PLAIN_ENDS
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling
 from tests.decode.plain_sampling import filtered_probabilities, left, penalised, plainly, seen
@@ -55,6 +59,49 @@ def mixed(count: int) -> list[Sampling]:
         Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01),
     ]
     return [kinds[place % len(kinds)] for place in range(count)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1.0, 0.9, 0.5))), ids=str)
+def test_greedy_draws_found_by_the_step_itself_are_those_drawn_from_its_logits(order: tuple[float, ...]) -> None:
+    """Whatever filters were asked for: they change nothing of a greedy draw, not its place among the others either."""
+    logits = torch.randn(len(order), 40, generator=torch.Generator().manual_seed(3))
+    samplers = [Sampler(Sampling(temperature=0.0, top_p=top_p, top_k=row), 1) for row, top_p in enumerate(order)]
+    draws = Draws(
+        [Draw(indices=range(row, row + 1), sampler=sampler, position=9) for row, sampler in enumerate(samplers)]
+    )
+    assert draws.are_largest and draws.following().are_largest
+    table = torch.empty(4 * len(order))
+    ids = PLAIN_ENDS.publish(PLAIN_ENDS.peaks(logits), len(order), table)
+
+    class Arrived:
+        memory = table
+
+        def wait(self) -> None:
+            pass
+
+    found = draws.following().drawn(ids, Arrived()).samples()
+    assert found == start_drawing(logits, draws).samples()
+    assert [own[0].token_id for own in found] == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("other", ["sampled", "penalised", "with logprobs", "of two rows", "of another row"])
+def test_other_draws_are_not_the_largest_logits_of_their_rows(other: str) -> None:
+    greedy = Sampler(Sampling(temperature=0.0), 1)
+    first = Draw(indices=range(1), sampler=greedy, position=3)
+    second = Draw(indices=range(1, 2), sampler=greedy, position=5)
+    match other:
+        case "sampled":
+            second = replace(second, sampler=Sampler(Sampling(temperature=1.0), 1))
+        case "penalised":
+            second = replace(second, sampler=replace(greedy, seen=torch.zeros(40, dtype=torch.bool)))
+        case "with logprobs":
+            second = replace(second, needs_logprob=True)
+        case "of two rows":
+            second = replace(second, indices=range(1, 3), drafted=[4])
+        case _:
+            second = replace(second, indices=range(2, 3))
+    assert not Draws([first, second]).are_largest
+    assert Draws([first]).are_largest
 
 
 @given(steps(), st.lists(st.integers(0, MAX_SEED), min_size=9, max_size=9), st.integers(0, 3))

@@ -224,10 +224,11 @@ class HostTier(Tier):
 
     def _allocated(self, count: int) -> Tensor:
         space = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages, which take a third of the time
-            space.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(space, dtype=torch.uint8)
         if self._pinned_for is not None:
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # a Mac has none
+                with suppress(OSError):  # nor has every kernel
+                    space.madvise(mmap.MADV_HUGEPAGE)  # they take a third of the time
             memory.zero_()  # here, not while the system's memory is locked
             _pin(memory, self._pinned_for)
         return memory
@@ -280,6 +281,7 @@ class _HostStore(Store):
         if coming is not None:
             with suppress(OSError, RuntimeError):  # there may be memory now
                 return coming.result()
+            del coming  # with the memory that could not be pinned
         return self._tier.allocate(self._shape.chunk_bytes)
 
     def held_bytes(self, count: int) -> int:

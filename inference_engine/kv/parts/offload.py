@@ -422,7 +422,9 @@ class OffloadedBlocks(BlockIndex):
         return chunks_between(layout.sink, layout.horizon(position), self._offloaded.piece)
 
     def leave(self, positions: Positions) -> None:
-        self._offloaded.keep(positions, *self._slots.read_entries(positions))
+        size = self._slots.layout.segment  # at once: copies of all that a long step lets leave would be large
+        for some in np.split(positions, range(size, len(positions), size)):
+            self._offloaded.keep(some, *self._slots.read_entries(some))
 
     def evict(self, before: int, length: int) -> None:
         self._offloaded.commit(length)
