@@ -102,7 +102,8 @@ def frequencies_of(seam: Seam, rotary: str, head_dim: int, device: torch.device)
 class DeviceIndex:
     """Implements OpenIndex. Its number is the address of the index's numbers on the device."""
 
-    restored_all_finite = True  # `found` says it
+    says_found = True
+    restored_all_finite = True  # as far as the host knows
 
     def __init__(
         self,
@@ -119,7 +120,6 @@ class DeviceIndex:
         self._archive: Tensor | None = None
         self._read: tuple[object, ...] = ()  # what the archive points to
         self._restored_numbers = 0
-        self._found: Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -129,24 +129,19 @@ class DeviceIndex:
     def restored_numbers(self) -> int:
         return self._restored_numbers
 
-    @property
-    def found(self) -> Tensor | None:
-        return self._found
-
-    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache) -> bool:
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache, found: Tensor) -> bool:
         """Chosen tokens are restored anew in each step, into the operation's memory: the cache is not used."""
         if codes is None:
             return False
         tables, synthesis = self._coder.decoding(codes, self._dtype)
-        self._found = torch.zeros(2, device=self._numbers.device)
-        self._archive = self._indexes.archive(codes.halves, codes.first, tables, synthesis, self._found)
-        self._read = (codes, tables, synthesis)
+        self._archive = self._indexes.archive(codes.halves, codes.first, tables, synthesis, found)
+        self._read = (codes, tables, synthesis, found)
         self._restored_numbers = tables.padded
         self._indexes.name_archive(self._numbers, self._archive)
         return True
 
     def restore_no_more(self) -> None:
         self._indexes.name_archive(self._numbers, None)
-        self._archive = self._found = None
+        self._archive = None
         self._read = ()
         self._restored_numbers = 0

@@ -25,10 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.base import Forward, Launched, Launcher, Result, Step
+from inference_engine.backends.base import Forward, Launched, Result, Step
 from inference_engine.errors import InvariantViolated, RestorationFailed
 from inference_engine.kernels.sampling import Draw, Draws, Sample, Sampler
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.parts.archived import Asked
 from inference_engine.kv.plan import SpanFailed, StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.views import StagedQueries
@@ -97,6 +98,36 @@ class BlockFailed(Exception):
         self.violation = violation
 
 
+@dataclass(slots=True)
+class _Checks:
+    """Whether the old entries that a step read of its sessions are finite: its device says so after the step.
+
+    asked_of: the blocks whose logits or samples are returned, by index, if their sessions have such entries.
+    """
+
+    asked_of: Sequence[tuple[int, Block]]
+    asked: Sequence[tuple[Asked, ...]] = ()
+
+    def following(self, blocks: Sequence[Block]) -> _Checks:
+        return _Checks([(index, blocks[index]) for index, _ in self.asked_of])
+
+    def ask(self, lap: Callable[[], None]) -> None:
+        """Called when the step is computed, or launched."""
+        lap()
+        self.asked = [block.kv.ask_finite() for _, block in self.asked_of]
+
+    def failures(self) -> list[SpanFailed]:
+        """The sessions whose entries are not finite. Waits for this step, and for none behind it."""
+        failed = []
+        for (index, block), asked in zip(self.asked_of, self.asked, strict=True):
+            try:
+                block.kv.require_finite(asked)
+            except RestorationFailed as failure:
+                failed.append(SpanFailed(index, failure))
+                failed[-1].__cause__ = failure
+        return failed
+
+
 @dataclass(frozen=True, slots=True)
 class _Planned:
     """Staged blocks as a step of the device. ends: of each block, one past its last token's logits in the result."""
@@ -105,13 +136,16 @@ class _Planned:
     step: Step
     draws: Draws  # of the step
     ends: Sequence[int]
-    reported: Sequence[tuple[int, Block]]  # whose logits or samples are returned
+    checks: _Checks | None  # of old entries; None: no session has any that are checked
 
-    def following(self, blocks: Sequence[Block], on_computed: Callable[[], None]) -> _Planned:
+    def following(self, blocks: Sequence[Block], lap: Callable[[], None]) -> _Planned:
         """The step behind this one, of one token each, whose blocks are staged. Its ids come from this one."""
-        draws = self.draws.following()
+        draws, checks, on_computed = self.draws.following(), None, lap
+        if self.checks is not None:
+            checks = self.checks.following(blocks)
+            on_computed = partial(checks.ask, lap)
         step = replace(self.step, plan=self.step.plan.following(), draws=draws, on_computed=on_computed)
-        return replace(self, blocks=blocks, step=step, draws=draws)
+        return replace(self, blocks=blocks, step=step, draws=draws, checks=checks)
 
     def outcomes(self, result: Result) -> list[Outcome]:
         samples = iter(result.samples)
@@ -140,6 +174,16 @@ class InFlight:
     def ids(self) -> Tensor:
         """The sampled ids, int64 [blocks], on the device."""
         return self._launched.ids
+
+    def failures(self) -> list[SpanFailed]:
+        """Which sessions read old entries that are not finite, once the step was waited for: theirs are no outcomes."""
+        return [] if self._planned.checks is None else self._planned.checks.failures()
+
+    @property
+    def commits_ahead(self) -> bool:
+        """May its entries be committed before it is computed?"""
+        checks = self._planned.checks
+        return checks is None or all(block.kv.commits_ahead for _, block in checks.asked_of)
 
     def wait(self) -> list[Outcome]:
         """The outcomes, as `Verifier.start` returns them. Raises what the step failed with; its entries stay staged."""
@@ -190,7 +234,7 @@ class Verifier:
         nothing is staged and every session is as it was. Raises BlockFailed for a broken invariant, and SpanFailed,
         with the block's index, for old entries that could not be restored or are not finite: `idle` then raises, too.
         """
-        launcher = self._launcher_of(blocks) if launches else None
+        launcher = self._forward.launcher if launches else None
         try:
             with torch.inference_mode():
                 planned = self._plan(blocks)
@@ -200,11 +244,9 @@ class Verifier:
                     return InFlight(planned, launcher.launch(planned.step))
                 result = self._forward.run(planned.step)
                 self._lap("sample")
-                for index, block in planned.reported:
-                    try:
-                        block.kv.require_finite()
-                    except RestorationFailed as failure:
-                        raise SpanFailed(index, failure) from failure
+                if planned.checks is not None:
+                    for failed in planned.checks.failures():
+                        raise failed
                 return planned.outcomes(result)
         except BaseException:
             discard(blocks)
@@ -237,10 +279,6 @@ class Verifier:
             return False
         return choice == "on" or (choice == "auto" and self._forward.device.type != "cpu")
 
-    def _launcher_of(self, blocks: Sequence[Block]) -> Launcher | None:
-        # What was read of old entries has to be checked before anything is sampled from it.
-        return None if any(block.kv.checks_old_entries for block in blocks) else self._forward.launcher
-
     def _plan(self, blocks: Sequence[Block]) -> _Planned:
         """Stage the blocks, and plan the step."""
         _stage(blocks)
@@ -256,13 +294,14 @@ class Verifier:
         wanted: list[int] = []  # packed tokens whose logits are computed
         ends: list[int] = []  # per block, one past the place of its last token in `wanted`
         drawn: list[Draw] = []
-        reported: list[tuple[int, Block]] = []
+        asked_of: list[tuple[int, Block]] = []
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
             sampled = block.sampled
             count = max(block.wanted_logits, sampled)
             if count:
-                reported.append((len(ends), block))
+                if block.kv.checks_old_entries:
+                    asked_of.append((len(ends), block))
             aligned = _aligned_queries(span, count)
             ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))
             wanted.extend(aligned)
@@ -270,13 +309,10 @@ class Verifier:
                 drawn.append(block.draw(block.sampler, ends[-1], span.end))
         tap_layers = self._tap_layers if any(block.needs_taps for block in blocks) else ()
 
-        def on_computed() -> None:
-            self._lap("forward")
-            for _, block in reported:
-                block.kv.ask_finite()
-
-        draws = Draws(drawn)
-        return _Planned(blocks, Step(token_ids, plan, wanted, tap_layers, draws, on_computed), draws, ends, reported)
+        draws, checks = Draws(drawn), _Checks(asked_of) if asked_of else None
+        lap = partial(self._lap, "forward")
+        on_computed = lap if checks is None else partial(checks.ask, lap)
+        return _Planned(blocks, Step(token_ids, plan, wanted, tap_layers, draws, on_computed), draws, ends, checks)
 
 
 def _stage(blocks: Sequence[Block]) -> None:

@@ -262,8 +262,12 @@ class OpenIndex(Protocol):
     def number(self) -> int:
         """The `chooser` of plan lines (`kernels/ragged_attention.py`); never 0."""
 
-    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache) -> bool:
-        """From now on restore chosen tokens that have left the regions, into `cache`. False if the device cannot."""
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache, found: Tensor) -> bool:
+        """From now on restore chosen tokens that have left the regions, into `cache`. False if the device cannot.
+
+        found: float32 [2] on the device, zeros. Where `says_found`, it becomes not finite once a key, or a value, is
+        restored that is not.
+        """
 
     def restore_no_more(self) -> None:
         """The restore cache is about to be given back."""
@@ -274,11 +278,11 @@ class OpenIndex(Protocol):
 
     @property
     def restored_all_finite(self) -> bool:
-        """Have all entries been finite that it restored into this cache? True where `found` says it."""
+        """Have all entries been finite that it restored into this cache? True where `says_found`."""
 
     @property
-    def found(self) -> Tensor | None:
-        """float32 [2] on the device: not finite where a key, or a value, that it restored is not; None: see above."""
+    def says_found(self) -> bool:
+        """Is it the device that says so?"""
 
 
 class TileWriter(Protocol):

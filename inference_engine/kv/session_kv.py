@@ -29,7 +29,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
-from inference_engine.kv.parts.archived import ArchivedEntries
+from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.restored import RestoredEntries
 from inference_engine.kv.parts.selected import SelectedEntries
@@ -335,18 +335,25 @@ class SessionKV:
         """Has `require_finite` anything to check?"""
         return bool(self._archived)
 
-    def ask_finite(self) -> None:
-        """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
-        for part in self._archived:
-            part.ask_finite()
-
-    def require_finite(self) -> None:
-        """Raise RestorationFailed if a check of `ask_finite` failed. After that, only `forget` can be called.
-
-        Call it before any result that was computed from those entries reaches a client.
+    @property
+    def commits_ahead(self) -> bool:
+        """May the staged token be committed before its step is computed? Not where old entries are archived with it,
+        which are checked before.
         """
-        for part in self._archived:
-            part.require_finite()
+        return not self._archived or (self.staged == 1 and self.length + 1 < self._quiet_until)
+
+    def ask_finite(self) -> tuple[Asked, ...]:
+        """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
+        return tuple([part.ask_finite() for part in self._archived])
+
+    def require_finite(self, asked: tuple[Asked, ...] | None = None) -> None:
+        """Raise RestorationFailed if a check of `ask_finite` failed; asked: that one, or one before it.
+
+        After that, only `forget` can be called. Call it before any result that was computed from those entries reaches
+        a client.
+        """
+        for index, part in enumerate(self._archived):
+            part.require_finite(None if asked is None else asked[index])
 
     def idle(self) -> None:
         """Make the session idle: keep the exact entries, give back what waking took. Uncommitted entries are lost.

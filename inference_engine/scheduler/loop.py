@@ -369,8 +369,7 @@ class Scheduler:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
         except SpanFailed as failed:
-            logger.exception("a session's old KV entries could not be read", extra=batch[failed.index].about)
-            self._endings.end(batch[failed.index], Failed(failed.failure))
+            self._end_unrestored(batch[failed.index], failed)
             return
         except Exception as error:
             self._fail_step(batch, error)
@@ -384,6 +383,11 @@ class Scheduler:
             self._last_step = step_began, tokens
         self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
         self._settle(batch, blocks, outcomes, first=first)
+
+    def _end_unrestored(self, request: Request, failed: SpanFailed) -> None:
+        logger.error("a session's old KV entries could not be read", exc_info=failed, extra=request.about)
+        if request.state is RequestState.RUNNING:
+            self._endings.end(request, Failed(failed.failure))
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
         # Out of memory does not count: the next step may be smaller.
@@ -483,6 +487,8 @@ class Scheduler:
             return None
         if self._drafting is not None and not self._drafting.rests(batch):
             return None
+        if not flight.step.commits_ahead:
+            return None
         flight.is_committed = True
         for request in batch:
             request.session.kv.commit(request.session.kv.next_position + 1)
@@ -511,22 +517,30 @@ class Scheduler:
         began = max(flight.began, self._landed_at)
         self._landed_at = now
         batch, blocks = flight.batch, flight.step.blocks
-        if not flight.is_committed:
+        ids = all_ids = np.array([outcome.samples[0].token_id for outcome in outcomes], dtype=np.uint32)
+        failures = flight.step.failures()
+        for failed in failures:
+            self._end_unrestored(batch[failed.index], failed)
+        if failures or not flight.is_committed:
             # A session that was freed meanwhile has taken its entry back; there is nothing to settle.
-            alive = [index for index, block in enumerate(blocks) if block.kv.staged]
+            broken = {failed.index for failed in failures}
+            alive = [
+                index
+                for index, block in enumerate(blocks)
+                if index not in broken and (flight.is_committed or block.kv.staged)
+            ]
             batch, blocks = [batch[index] for index in alive], [blocks[index] for index in alive]
-            outcomes = [outcomes[index] for index in alive]
+            outcomes, ids = [outcomes[index] for index in alive], all_ids[alive]
         self._note_step(batch, len(flight.batch), now - began, is_decoding=True, has_waited=True)
         last, self._last_step = self._last_step, (began, len(flight.batch))
         self._move_back(
             [request for request in batch if request.state is RequestState.RUNNING],
             None if last is None else (last[1], began - last[0]),
         )
-        ids = np.array([outcome.samples[0].token_id for outcome in outcomes], dtype=np.uint32)
         self._settle(batch, blocks, outcomes, ids=ids if flight.is_committed else None)
         if following is not None:
             if following.ids is not None:
-                following.ids[:] = ids
+                following.ids[:] = all_ids
             self.wakeups.release()  # the device is at work
             if any(request.state is RequestState.RUNNING for request in following.batch):
                 self._flight = following

@@ -380,7 +380,7 @@ def compare_restoring() -> None:
     from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     device = small_parts()
-    components._UNPACKED, components._CODES, components._RESTORED = 8, 128, 16
+    components._UNPACKED, components._THREADS, components._RESTORED = 8, 16, 16
     setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
     model, shape, ring = MODELS[0], IndexShape(rank=5, bits=3, run=1), 110
     kind: dict[str, Any] = {"shape": shape, "sink": 6, "window": 33, "kept": 41, "length": 300}

@@ -48,7 +48,7 @@ def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.Mo
     finite = FiniteCheck()
     finite.ask(LAYERS, torch.full((3, 1, 1, 1), math.nan), torch.zeros(3, 1, 1, 1), come_back=True)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "cat", Mock(side_effect=RuntimeError("the device failed")))
+        patch.setattr(torch.Tensor, "to", Mock(side_effect=RuntimeError("the device failed")))
         with pytest.raises(RuntimeError, match="the device failed"):
             finite.send()
     finite.send()

@@ -132,7 +132,7 @@ class Archived(Session):
 
     def open_cache(self) -> None:
         """A restore cache that holds nothing."""
-        assert self.index.restore_from(self.archived, self.cache)
+        assert self.index.restore_from(self.archived, self.cache, torch.zeros(2))
 
     def lines(self, positions: np.ndarray) -> Tensor:
         lines = super().lines(positions)

@@ -18,18 +18,21 @@ from inference_engine.backends.base import Launched, Result, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import InternalError, NonFiniteLogits, QuotaExceeded, SessionClosed
+from inference_engine.errors import InternalError, NonFiniteLogits, QuotaExceeded, RestorationFailed, SessionClosed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.sampling import start_drawing
+from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampling, StopReason
 from kv_cache_proposer.ngram import NgramDrafter
+from tests.engine.test_restoration_failures import Failing
 from tests.facade import context_of, kv_of, on_the_engines_thread, session_of
 from tests.laws.variants import drain, generate, same, text, tokens
-from tests.tiny import SMALL, tiny_forward_on
+from tests.tiny import LATENT_BYTES, SMALL, tiny_forward_on, tiny_latent
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+HOLD = make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES)
 PENALISED = Sampling(temperature=0.9, repetition_penalty=1.3, seed=7)
 
 
@@ -39,8 +42,9 @@ def together() -> TorchForward:
 
 
 def engine_with(overlap: str, **settings: Any) -> Engine:
-    drafter = settings.pop("drafter", None)
-    return Engine(together(), EngineConfig(**{**SMALL, "overlap": overlap, **settings}), drafter=drafter)
+    drafter, latent = settings.pop("drafter", None), settings.pop("latent", None)
+    config = EngineConfig(**{**SMALL, "overlap": overlap, **settings})
+    return Engine(together(), config, drafter=drafter, latent=latent)
 
 
 def opened(engine: Engine, length: int = 20, **options: Any) -> str:
@@ -101,15 +105,16 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def turns(overlap: str, sampling: Sampling, **settings: Any) -> list[list[tuple[int, float | None]]]:
     """Sessions that end at different steps, by a stop id and by length; one that comes later; and a second turn."""
     found = []
-    with engine_with(overlap, **settings) as engine:
+    with engine_with(overlap, latent=tiny_latent(), **settings) as engine:
         first = opened(engine, 20)
         stop = generate(engine, opened(engine, 20), 9, sampling=sampling)[-1][0]
         sessions = [
             opened(engine, 20, eos_token_ids=[stop]),
             opened(engine, 33, strategy=SinkWindow(sink=2, window=9)),
             opened(engine, 50),
+            opened(engine, 41, strategy=HOLD),
         ]
-        counts = (20, 13, 30)
+        counts = (20, 13, 30, 25)
         for _ in range(2):
             running = [
                 engine.generate(each, GenerateParams(max_tokens=count, sampling=sampling, logprobs=True))
@@ -129,6 +134,34 @@ def test_tokens_are_those_of_steps_that_are_waited_for(sampling: Sampling, draft
 
     for wanted, got in zip(expected, found, strict=True):
         assert same(wanted, got, Mode.BATCHED)
+
+
+@pytest.mark.parametrize("well_before", [1, 2, 3])
+def test_entries_that_come_back_as_nan_end_their_generate_and_no_other(well_before: int) -> None:
+    """They are noticed when a step that read them arrives, and the step behind it is under way."""
+    codec = Failing()
+    with engine_with("on", latent=codec) as engine:
+        ill, well = (opened(engine, 40, strategy=HOLD) for _ in range(2))
+        beside = opened(engine, 33)
+        expected, expected_beside = generate(engine, well, 60), generate(engine, beside, 60)
+        again = opened(engine, 33)
+        codec.well_before, codec.fails_in = well_before, "numbers"
+        running = engine.generate(again, GenerateParams(max_tokens=60, logprobs=True))
+        received = failed(engine.generate(ill, GenerateParams(max_tokens=60)), RestorationFailed)
+        assert same(tokens(drain(running)), expected_beside, Mode.BATCHED)
+        assert received == [token for token, _ in expected][: len(received)]
+        assert engine.session_info(ill).history_length == 40 + len(received)
+        codec.fails_in = ""
+        rest = generate(engine, ill, 60 - len(received))
+    assert same(rest, expected[len(received) :], Mode.BATCHED)
+
+
+def test_sessions_with_restored_entries_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launches_of(monkeypatch) as launches, engine_with("on", latent=tiny_latent()) as engine:
+        session = opened(engine, 41, strategy=HOLD)
+        generate(engine, session, 6)
+
+    assert launches.seen[:3] == ["launch 0", "launch 1", "wait 0"]
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

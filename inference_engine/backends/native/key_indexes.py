@@ -84,6 +84,8 @@ class NativeIndexes:
 class NativeIndex:
     """Implements OpenIndex. Its number is the address of the library's structure."""
 
+    says_found = False
+
     def __init__(
         self, index: LayerIndex, matrices: _Matrices, tables: RunTables, turns: Turns, identity: Identity
     ) -> None:
@@ -113,7 +115,7 @@ class NativeIndex:
     def number(self) -> int:
         return ctypes.addressof(self._structure)
 
-    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache) -> bool:
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache, found: Tensor) -> bool:
         if codes is None:
             return False
         decoder = native_decoder(codes.decoder, self._identity)
@@ -140,10 +142,6 @@ class NativeIndex:
     @property
     def restored_numbers(self) -> int:
         return 0
-
-    @property
-    def found(self) -> None:
-        return None
 
     @property
     def restored_all_finite(self) -> bool:

@@ -44,8 +44,9 @@ _GROUPS = 16  # of neighbours that a program gathers from at once
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
 _SCORE_WARPS = 4
 _SCORE_REGISTERS: int | None = 128  # of a thread, at most
-_UNPACKED, _CODES = 8, 256  # tokens of a program that unpacks, and codes of each
-_RESTORED, _STEP = 64, 64  # tokens of a program that restores, and numbers that it takes at once
+_UNPACKED, _THREADS = 8, 128  # tokens of a program that unpacks, and its threads
+_RESTORED, _PAIRS, _STEP = 64, 32, 128  # tokens and pairs of channels of a program that restores, numbers at once
+_RESTORING_WARPS, _RESTORING_STAGES = 4, 4
 _MOST_SCRATCH = 2**29  # bytes; more queries take turns
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 
@@ -248,7 +249,7 @@ class Choosing:
             return
         numbers = self.unpacked.shape[-1]
         sizes = {"ROOM": self.counted["ROOM"], "RESTORED": self.restored, "NUMBERS": numbers}
-        blocks = triton.cdiv(numbers, _CODES)
+        blocks = triton.cdiv(numbers, 4 * _THREADS)
         restoring.unpack[(self.restored // _UNPACKED * blocks, *self.grid)](
             self.given[3],
             self.chosen,
@@ -256,11 +257,12 @@ class Choosing:
             **self.line,
             **sizes,
             TOKENS=_UNPACKED,
-            BLOCK=_CODES,
-            num_warps=4,
+            BLOCK=_THREADS,
+            BLOCKS=blocks,
+            num_warps=max(1, _THREADS // 32),
         )
         half, is_exact = half_width(self.head_dim), self.unpacked.dtype == torch.float32
-        pairs = min(half, 32)
+        pairs = min(half, _PAIRS)
         restoring.restore[(self.restored // _RESTORED * 2 * (half // pairs), *self.grid)](
             self.given[3],
             self.chosen,
@@ -275,8 +277,8 @@ class Choosing:
             PAIRS=pairs,
             TILE=_RESTORED,
             STEP=_STEP,
-            num_warps=4,
-            num_stages=2 if is_exact else 3,
+            num_warps=_RESTORING_WARPS,
+            num_stages=2 if is_exact else _RESTORING_STAGES,
         )
 
     def read(self) -> None:
@@ -379,18 +381,22 @@ def _read(
             o_r = r + tl.arange(0, BLOCK_S)
             m_r = o_r < kept
             b_token = tl.load(p_chosen + row * ROOM + o_r, mask=m_r, other=0)
-            m_kv = m_r[:, None] & m_d[None, :]
             if RESTORED > 0:
-                is_gone = (b_token < before)[:, None]
+                m_gone = m_r & (b_token < before)
+                m_there = m_r & (b_token >= before)
                 is_wrapped = (ring > 0) & (b_token >= sink)
                 b_token = tl.where(is_wrapped, sink + (b_token - sink) % tl.maximum(ring, 1), b_token)
                 o_restored = (row * RESTORED + o_r)[:, None] * D + o_d[None, :]
                 o_kv = (own + b_token.to(tl.int64))[:, None] * D + o_d[None, :]
-                p_k = tl.where(is_gone, p_restored_keys + o_restored, p_keys + o_kv)
-                p_v = tl.where(is_gone, p_restored_values + o_restored, p_values + o_kv)
-                b_k = tl.load(p_k, mask=m_kv, other=0.0)
-                b_v = tl.load(p_v, mask=m_kv, other=0.0)
+                # Of two addresses for a load the device would load each number by itself.
+                m_gone_kv = m_gone[:, None] & m_d[None, :]
+                m_there_kv = m_there[:, None] & m_d[None, :]
+                b_k = tl.load(p_restored_keys + o_restored, mask=m_gone_kv, other=0.0)
+                b_k = tl.where(m_there_kv, tl.load(p_keys + o_kv, mask=m_there_kv, other=0.0), b_k)
+                b_v = tl.load(p_restored_values + o_restored, mask=m_gone_kv, other=0.0)
+                b_v = tl.where(m_there_kv, tl.load(p_values + o_kv, mask=m_there_kv, other=0.0), b_v)
             else:
+                m_kv = m_r[:, None] & m_d[None, :]
                 o_kv = (own + b_token.to(tl.int64))[:, None] * D + o_d[None, :]
                 b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
                 b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)

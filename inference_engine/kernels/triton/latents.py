@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from inference_engine.kernels.latents import PADDED, CodeTables, LatentOps, Synthesis, Turn
-from inference_engine.kernels.triton.codes import numbers_of_codes, places_of_codes
+from inference_engine.kernels.triton.codes import codes_of, numbers_of_codes, places_of_codes, put_numbers
 
-_TOKENS, _CODES = 8, 256  # of a program that unpacks
+_TOKENS, _THREADS = 8, 128  # of a program that unpacks; each thread has four codes of every token
 _STEP = 64  # numbers that a program of `_entries` takes at once
 _MANY = 1024  # tokens from which on larger tiles keep the device busy
 _ANALYSED = 64  # tokens of a program of `_analyse`
@@ -27,7 +27,8 @@ def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> 
     count, half = low.shape
     found = torch.empty((count, tables.padded), dtype=dtype, device=low.device)
     if count:
-        _units[(triton.cdiv(count, _TOKENS), triton.cdiv(tables.padded, _CODES))](
+        threads = triton.cdiv(tables.padded, 4 * tables.chains) * tables.chains
+        _units[(triton.cdiv(count, _TOKENS), triton.cdiv(threads, _THREADS))](
             low,
             high,
             tables.begins,
@@ -43,7 +44,8 @@ def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> 
             tables.padded,
             tables.chains,
             TOKENS=_TOKENS,
-            BLOCK=_CODES,
+            BLOCK=_THREADS,
+            num_warps=4,
         )
     return found
 
@@ -135,24 +137,17 @@ def _units(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    o_code = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = o_code < count
-    codes = places_of_codes(p_begins, p_widths, p_tables, first_byte, o_code, live, chains)
-    for token in range(TOKENS):
-        place = tl.program_id(0).to(tl.int64) * TOKENS + token
-        inside = place < tokens
-        b_number = numbers_of_codes(
-            p_low + place * half,
-            p_high + place * half,
-            half,
-            first_byte,
-            p_levels,
-            p_scales,
-            live,
-            inside,
-            codes,
-        ).to(p_found.dtype.element_ty)
-        tl.store(p_found + place * padded + o_code, b_number, mask=inside & (o_code < padded))
+    between = p_high.to(tl.int64) - p_low.to(tl.int64) - half
+    o_code = codes_of(tl.program_id(1), chains, BLOCK)
+    places = places_of_codes(p_begins, p_widths, p_tables, first_byte, half, between, o_code, count, chains)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    for token in range(first, tl.minimum(first + TOKENS, tokens), 2):
+        # Two at once, so that the memory answers for both together.
+        other = tl.minimum(token + 1, tokens - 1)
+        b_first = numbers_of_codes(p_low + token * half, p_levels, p_scales, places)
+        b_other = numbers_of_codes(p_low + other * half, p_levels, p_scales, places)
+        put_numbers(p_found + token * padded, b_first, o_code, chains, count, padded, True)
+        put_numbers(p_found + other * padded, b_other, o_code, chains, count, padded, other > token)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.triton.codes import numbers_of_codes, places_of_codes
+from inference_engine.kernels.triton.codes import blocks_of, codes_of, numbers_of_codes, places_of_codes, put_numbers
 from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.component_scores import choices_of
 
@@ -46,56 +46,54 @@ def unpack(
     NUMBERS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The numbers of TOKENS tokens, BLOCK of each. As `units` of `latents.py`."""
-    BLOCKS: tl.constexpr = (NUMBERS + BLOCK - 1) // BLOCK
+    """The numbers of TOKENS tokens, four a thread of each. As `units` of `latents.py`."""
     row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
     _, _, kept = choices_of(p_line, SHAPE)
     archive, before = restored_before(p_line, SHAPE)
     first_token = tl.program_id(0) // BLOCKS * TOKENS
-    block = tl.program_id(0) % BLOCKS
-    if CHAINED:
+    if (archive != 0) & (first_token < kept):
+        p_own = archive.to(tl.pointer_type(tl.int64))
+        low, high = tl.load(p_own), tl.load(p_own + 1)
+        p_low = low.to(tl.pointer_type(tl.uint8))
+        half = tl.load(p_own + 2)
+        first = tl.load(p_own + 3).to(tl.int32)
+        first_byte = tl.load(p_own + 4).to(tl.int32)
+        count = tl.load(p_own + 5).to(tl.int32)
+        padded = tl.load(p_own + 6).to(tl.int32)
+        chains = tl.load(p_own + 7).to(tl.int32)
+        p_begins = tl.load(p_own + 8).to(tl.pointer_type(tl.int32))
+        p_widths = tl.load(p_own + 9).to(tl.pointer_type(tl.int32))
+        p_tables = tl.load(p_own + 10).to(tl.pointer_type(tl.int32))
+        p_levels = tl.load(p_own + 11).to(tl.pointer_type(tl.float32))
+        p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
+        between = high - low - half
+        p_chosen += row * ROOM
+        for block in range(tl.program_id(0) % BLOCKS, blocks_of(padded, chains, BLOCK), BLOCKS):
+            o_code = codes_of(block, chains, BLOCK)
+            places = places_of_codes(p_begins, p_widths, p_tables, first_byte, half, between, o_code, count, chains)
+            # All so far is from before the step, and none of it waits for the kernel that chooses.
+            if CHAINED:
+                gdc_wait()
+                gdc_launch_dependents()
+            p_number = p_numbers + (row * RESTORED + first_token) * NUMBERS
+            for token in range(first_token, tl.minimum(first_token + TOKENS, kept), 2):
+                at = tl.load(p_chosen + token)
+                if at < before:  # if it is not, then those behind it, of later positions, are neither
+                    # Two at once, so that the memory answers for both together.
+                    next_at = tl.load(p_chosen + token + 1, mask=token + 1 < kept, other=2147483647)
+                    other_at = tl.where(next_at < before, next_at, at)
+                    b_first = numbers_of_codes(p_low + (at - first) * half, p_levels, p_scales, places)
+                    b_other = numbers_of_codes(p_low + (other_at - first) * half, p_levels, p_scales, places)
+                    put_numbers(p_number, b_first, o_code, chains, count, padded, True)
+                    put_numbers(p_number + NUMBERS, b_other, o_code, chains, count, padded, next_at < before)
+                p_number += 2 * NUMBERS
+    elif CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    if (archive != 0) & (first_token < kept):
-        p_chosen += row * ROOM
-        if tl.load(p_chosen + first_token) < before:
-            p_own = archive.to(tl.pointer_type(tl.int64))
-            p_low = tl.load(p_own).to(tl.pointer_type(tl.uint8))
-            p_high = tl.load(p_own + 1).to(tl.pointer_type(tl.uint8))
-            half = tl.load(p_own + 2).to(tl.int32)
-            first = tl.load(p_own + 3).to(tl.int32)
-            first_byte = tl.load(p_own + 4).to(tl.int32)
-            count = tl.load(p_own + 5).to(tl.int32)
-            padded = tl.load(p_own + 6).to(tl.int32)
-            chains = tl.load(p_own + 7).to(tl.int32)
-            p_begins = tl.load(p_own + 8).to(tl.pointer_type(tl.int32))
-            p_widths = tl.load(p_own + 9).to(tl.pointer_type(tl.int32))
-            p_tables = tl.load(p_own + 10).to(tl.pointer_type(tl.int32))
-            p_levels = tl.load(p_own + 11).to(tl.pointer_type(tl.float32))
-            p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
-            o_code = block * BLOCK + tl.arange(0, BLOCK)
-            live = o_code < count
-            codes = places_of_codes(p_begins, p_widths, p_tables, first_byte, o_code, live, chains)
-            for token in range(first_token, first_token + TOKENS):
-                position = tl.load(p_chosen + token, mask=token < kept, other=2147483647)
-                inside = position < before
-                place = (position - first).to(tl.int64) * half
-                b_number = numbers_of_codes(
-                    p_low + place,
-                    p_high + place,
-                    half,
-                    first_byte,
-                    p_levels,
-                    p_scales,
-                    live,
-                    inside,
-                    codes,
-                ).to(p_numbers.dtype.element_ty)
-                o_number = (row * RESTORED + token) * NUMBERS + o_code
-                tl.store(p_numbers + o_number, b_number, mask=inside & (o_code < padded))
 
 
 @triton.jit
@@ -129,32 +127,32 @@ def restore(
     archive, before = restored_before(p_line, SHAPE)
     first_token = tl.program_id(0) // KINDS * TILE
     kind = tl.program_id(0) % KINDS
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     if (archive != 0) & (first_token < kept):
+        p_own = archive.to(tl.pointer_type(tl.int64))
+        padded = tl.multiple_of(tl.load(p_own + 6).to(tl.int32), 64)
+        p_matrix = tl.multiple_of(tl.load(p_own + 13).to(tl.pointer_type(p_numbers.dtype.element_ty)), 16)
+        p_factors = tl.load(p_own + 14).to(tl.pointer_type(tl.float32))
+        p_means = tl.load(p_own + 15).to(tl.pointer_type(tl.float32))
+        p_index = tl.load(p_line + 13).to(tl.pointer_type(tl.int64))
+        turned = tl.load(p_index + 9).to(tl.int32)
+        is_value = kind % 2
+        o_f = kind // 2 * PAIRS + tl.arange(0, PAIRS)
+        m_f = o_f < D // 2
+        o_a = tl.where(o_f < turned, o_f, o_f + turned)
+        o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
+        first_row = head.to(tl.int64) * (2 * D) + is_value * D
+        o_n = tl.arange(0, STEP)
+        p_a = p_matrix + (first_row + o_a)[:, None] * padded + o_n[None, :]
+        p_b = p_matrix + (first_row + o_b)[:, None] * padded + o_n[None, :]
+        if CHAINED:
+            gdc_wait()
+            gdc_launch_dependents()
         p_chosen += row * ROOM
         if tl.load(p_chosen + first_token) < before:
-            p_own = archive.to(tl.pointer_type(tl.int64))
-            padded = tl.multiple_of(tl.load(p_own + 6).to(tl.int32), 64)
-            p_matrix = tl.multiple_of(tl.load(p_own + 13).to(tl.pointer_type(p_numbers.dtype.element_ty)), 16)
-            p_factors = tl.load(p_own + 14).to(tl.pointer_type(tl.float32))
-            p_means = tl.load(p_own + 15).to(tl.pointer_type(tl.float32))
-            p_index = tl.load(p_line + 13).to(tl.pointer_type(tl.int64))
-            turned = tl.load(p_index + 9).to(tl.int32)
-            is_value = kind % 2
-            o_f = kind // 2 * PAIRS + tl.arange(0, PAIRS)
-            m_f = o_f < D // 2
-            o_a = tl.where(o_f < turned, o_f, o_f + turned)
-            o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
             o_token = first_token + tl.arange(0, TILE)
             b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
             live = b_token < before
-            o_n = tl.arange(0, STEP)
-            first_row = head.to(tl.int64) * (2 * D) + is_value * D
             p_unit = p_numbers + (row * RESTORED + o_token)[:, None] * NUMBERS + o_n[None, :]
-            p_a = p_matrix + (first_row + o_a)[:, None] * padded + o_n[None, :]
-            p_b = p_matrix + (first_row + o_b)[:, None] * padded + o_n[None, :]
             b_a = tl.zeros((TILE, PAIRS), tl.float32)
             b_b = tl.zeros((TILE, PAIRS), tl.float32)
             for n in range(0, padded, STEP):
@@ -195,3 +193,6 @@ def restore(
             broken = tl.sum(tl.sum(tl.where(m_out & (b_wide - b_wide != 0.0), 1, 0), axis=1), axis=0)
             p_found = tl.load(p_own + 16).to(tl.pointer_type(tl.float32))
             tl.store(p_found + is_value, float("nan"), mask=broken > 0)
+    elif CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()

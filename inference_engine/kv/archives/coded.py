@@ -106,11 +106,11 @@ class _CodedArchive(Archive):
         else:
             super().restore_into(regions, positions)
 
-    def ask_finite(self) -> None:
-        self._finite.send()
+    def ask_finite(self) -> int:
+        return self._finite.send()
 
-    def require_finite(self) -> None:
-        self._finite.require()
+    def require_finite(self, upto: int | None = None) -> None:
+        self._finite.require(upto)
 
     def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
         for group, kept in zip(self._groups, positions, strict=True):

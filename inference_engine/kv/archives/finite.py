@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,16 +15,17 @@ from inference_engine.kv.memory.events import Wait, mark
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """extremes: minimum and maximum of the keys of each layer, and of the values: four tensors [L]."""
+    """numbers: float32 [rows, L], of each layer those that are not finite if its keys, the first half of the rows, or
+    its values are not."""
 
     layers: tuple[int, ...]
     come_back: bool
-    extremes: tuple[Tensor, ...]
+    numbers: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Answer:
-    """The extremes of some questions, concatenated, on their way to the host. wait: returns when they are there."""
+    """The numbers of some questions, in a row, on their way to the host. wait: returns when they are there."""
 
     questions: tuple[_Question, ...]
     numbers: Tensor
@@ -35,46 +37,54 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._questions: list[_Question] = []
-        self._answers: list[_Answer] = []
+        self._answers: deque[_Answer] = deque()
+        self._sent = 0  # of all answers, those that were read included
 
     def ask(self, layers: Sequence[int], keys: Tensor, values: Tensor, *, come_back: bool) -> None:
         """Check keys and values [L, n, Hkv, D], which may change afterwards. come_back: they were restored."""
         if keys.numel():
             # NaN is both the minimum and the maximum.
             extremes = (*keys.flatten(1).aminmax(dim=1), *values.flatten(1).aminmax(dim=1))
-            self._questions.append(_Question(tuple(layers), come_back, extremes))
+            self._questions.append(_Question(tuple(layers), come_back, torch.stack(extremes)))
 
     def note(self, layers: Sequence[int], found: Tensor, *, come_back: bool) -> None:
         """What a device found in entries: [2, L], not finite where keys, or values, are not."""
-        extremes = (found[0], found[0], found[1], found[1])
-        self._questions.append(_Question(tuple(layers), come_back, extremes))
+        self._questions.append(_Question(tuple(layers), come_back, found))
 
-    def send(self) -> None:
-        """Start the copy of the results to the host."""
+    def send(self) -> int:
+        """Start the copy of the results to the host. Returns how many were ever sent: `require` can ask up to here."""
         if self._questions:
-            extremes = torch.cat([extreme for question in self._questions for extreme in question.extremes])
-            numbers = extremes.to("cpu", non_blocking=True)
-            self._answers.append(_Answer(tuple(self._questions), numbers, mark(extremes.device)))
+            # By layer, as devices note what they find: that alone needs no operation but the copy.
+            rows = [question.numbers.T.reshape(-1) for question in self._questions]
+            together = rows[0] if len(rows) == 1 else torch.cat(rows)
+            numbers = together.to("cpu", non_blocking=True)
+            self._answers.append(_Answer(tuple(self._questions), numbers, mark(together.device)))
             self._questions = []  # not before: a failed copy must not lose them
+            self._sent += 1
+        return self._sent
 
-    def require(self) -> None:
-        """Raise NonFiniteEntries, naming the layer, if a check failed whose result was sent."""
-        while self._answers:
+    def require(self, upto: int | None = None) -> None:
+        """Raise NonFiniteEntries, naming the layer, if a check failed whose result was sent.
+
+        upto: of the first so many results alone. What was sent later is not waited for.
+        """
+        while self._answers and (upto is None or self._sent - len(self._answers) < upto):
             _look_at(self._answers[0])
-            self._answers.pop(0)
+            self._answers.popleft()
 
     def forget(self) -> None:
-        self._questions, self._answers = [], []
+        self._questions = []
+        self._answers.clear()
 
 
 def _look_at(answer: _Answer) -> None:
     answer.wait()
     are_finite = iter(answer.numbers.isfinite().tolist())
     for question in answer.questions:
-        least, greatest, least_value, greatest_value = (
-            [next(are_finite) for _ in question.layers] for _ in question.extremes
-        )
-        for layer, *ends in zip(question.layers, least, greatest, least_value, greatest_value, strict=True):
-            broken = [part for part, pair in (("keys", ends[:2]), ("values", ends[2:])) if not all(pair)]
+        rows = len(question.numbers)
+        for layer in question.layers:
+            own = [next(are_finite) for _ in range(rows)]
+            halves = (("keys", own[: rows // 2]), ("values", own[rows // 2 :]))
+            broken = [part for part, finite in halves if not all(finite)]
             if broken:
                 raise NonFiniteEntries(layer, " and ".join(broken), come_back=question.come_back)

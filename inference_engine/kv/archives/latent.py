@@ -285,11 +285,11 @@ class _LatentArchive(Archive):
         """what: names the function, together with the codec and the sets of layers."""
         return self._context.compute(("latent", self._codec, self._places, what), function, tensors)
 
-    def ask_finite(self) -> None:
-        self._finite.send()
+    def ask_finite(self) -> int:
+        return self._finite.send()
 
-    def require_finite(self) -> None:
-        self._finite.require()
+    def require_finite(self, upto: int | None = None) -> None:
+        self._finite.require(upto)
 
     def dismiss(self) -> None:
         self._finite.forget()

@@ -151,11 +151,15 @@ class Archive(ABC):
         """What a device's own operation needs to decode entries of one layer; None if it cannot."""
         return None
 
-    def ask_finite(self) -> None:
-        """Start a check on the device that entries archived or restored so far are finite. Nothing waits for it."""
+    def ask_finite(self) -> int:
+        """Start a check on the device that entries archived or restored so far are finite. Nothing waits for it.
 
-    def require_finite(self) -> None:
-        """Raise NonFiniteEntries if a check of `ask_finite` failed.
+        Returns how many checks were ever started.
+        """
+        return 0
+
+    def require_finite(self, upto: int | None = None) -> None:
+        """Raise NonFiniteEntries if a check of `ask_finite` failed; upto: one of the first so many.
 
         Call it before any result that was computed from them is returned. Once raised, it is raised by every call.
         """

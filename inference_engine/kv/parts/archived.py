@@ -21,6 +21,7 @@ from inference_engine.kv.archives.restorer import Archive, EntryBlock
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Part, Saved, saved_under, under
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
@@ -68,6 +69,10 @@ def reserve_exact_entries(context: KVContext, placement: Placement) -> list[Exac
             return None
         taken.append(ExactEntries(layers, regions, pair.active.window))
     return taken
+
+
+# Of each kind of check how many were started: which ones `require_finite` waits for.
+Asked = tuple[int, ...]
 
 
 class ArchivedEntries(Part):
@@ -121,6 +126,17 @@ class ArchivedEntries(Part):
         for regions in self.regions:
             regions.stage(positions)
 
+    def quiet_until(self, position: int) -> int:
+        """Entries leave at the end of a segment."""
+        return min([regions.quiet_until(position) for regions in self.regions], default=position)
+
+    def stage_next(self, position: int) -> None:
+        for regions in self.regions:
+            regions.stage_next(position)
+
+    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
+        return min([regions.read_growth(position, token, growth) for regions in self.regions], default=position)
+
     @property
     def fits_numbers(self) -> bool:
         return all(regions.fits_numbers for regions in self.regions)
@@ -162,14 +178,14 @@ class ArchivedEntries(Part):
         """From that position on, every layer has its exact entries."""
         return min(exact.layout.horizon(length) for exact in self._sets) if self._replays else 0
 
-    def ask_finite(self) -> None:
+    def ask_finite(self) -> Asked:
         """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
-        self._archive.ask_finite()
+        return (self._archive.ask_finite(),)
 
-    def require_finite(self) -> None:
-        """Raise RestorationFailed if a check of `ask_finite` failed."""
+    def require_finite(self, asked: Asked | None = None) -> None:
+        """Raise RestorationFailed if a check of `ask_finite` failed; asked: that one, or one before it."""
         try:
-            self._archive.require_finite()
+            self._archive.require_finite(None if asked is None else asked[0])
         except NonFiniteEntries as error:
             raise RestorationFailed(error) from error
 

@@ -111,6 +111,7 @@ class ComponentIndex(LayoutPart):
                 )
             )
         self._restores = False
+        self._found: Tensor | None = None
 
     @staticmethod
     def is_in(layout: Layout) -> bool:
@@ -132,15 +133,17 @@ class ComponentIndex(LayoutPart):
 
     def restore_from(self, codes: Sequence[ArchivedCodes | None], caches: Sequence[RestoreCache]) -> None:
         """From now on the device's operation restores them by itself, by layer, if it can. Otherwise `far` does."""
+        found = torch.zeros((len(self._opened), 2), device=self._slots.context.device)
         done = [
-            opened is not None and opened.restore_from(own, cache)
-            for opened, own, cache in zip(self._opened, codes, caches, strict=True)
+            opened is not None and opened.restore_from(own, cache, of_layer)
+            for opened, own, cache, of_layer in zip(self._opened, codes, caches, found, strict=True)
         ]
         self._restores = all(done)
+        self._found = found.T if any(opened is not None and opened.says_found for opened in self._opened) else None
 
     def restore_no_more(self) -> None:
         """The restore caches are about to be given back."""
-        self._restores = False
+        self._restores, self._found = False, None
         for opened in self._opened:
             if opened is not None:
                 opened.restore_no_more()
@@ -149,13 +152,13 @@ class ComponentIndex(LayoutPart):
     def layers(self) -> tuple[int, ...]:
         return self._slots.layer_set.layers
 
+    @property
     def found(self) -> Tensor | None:
         """float32 [2, layers] on the device: not finite where its operation restored keys, or values, that are not.
 
         None if the host knows it (`not_finite`).
         """
-        parts = [opened.found for opened in self._opened if opened is not None and opened.found is not None]
-        return torch.stack(parts, dim=1) if parts else None
+        return self._found
 
     def not_finite(self) -> int | None:
         """A layer for which the device's operation restored an entry that is not finite, if there is one."""

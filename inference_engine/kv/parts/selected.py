@@ -25,7 +25,7 @@ from inference_engine.kv.context import KVContext, RestoreCache
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.part import Held
-from inference_engine.kv.parts.archived import ExactEntries
+from inference_engine.kv.parts.archived import Asked, ExactEntries
 from inference_engine.kv.parts.component_index import ComponentIndex
 from inference_engine.kv.parts.streamed import StreamedEntries, StreamedReads
 from inference_engine.kv.strategy import KVStrategy
@@ -95,20 +95,19 @@ class SelectedEntries(StreamedEntries):
         super().commit(before, length, rejected, is_replay=is_replay)
         self._ask_finite()
 
-    def ask_finite(self) -> None:
-        super().ask_finite()
-        self._ask_finite()
+    def ask_finite(self) -> Asked:
+        return (*super().ask_finite(), self._ask_finite())
 
-    def _ask_finite(self) -> None:
+    def _ask_finite(self) -> int:
         for index in self._indexes:
-            if (found := index.found()) is not None:
+            if (found := index.found) is not None:
                 self._finite.note(index.layers, found, come_back=True)
-        self._finite.send()
+        return self._finite.send()
 
-    def require_finite(self) -> None:
-        super().require_finite()
+    def require_finite(self, asked: Asked | None = None) -> None:
+        super().require_finite(asked)
         try:
-            self._finite.require()
+            self._finite.require(None if asked is None else asked[1])
         except NonFiniteEntries as error:
             raise RestorationFailed(error) from error
         for index in self._indexes:
