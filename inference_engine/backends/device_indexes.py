@@ -129,8 +129,8 @@ class DeviceIndex:
     def restored_numbers(self) -> int:
         return self._restored_numbers
 
-    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache, found: Tensor) -> bool:
-        """Chosen tokens are restored anew in each step, into the operation's memory: the cache is not used."""
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache | None, found: Tensor) -> bool:
+        """Chosen tokens are restored anew in each step, into the operation's memory."""
         if codes is None:
             return False
         tables, synthesis = self._coder.decoding(codes, self._dtype)

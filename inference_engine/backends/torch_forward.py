@@ -121,6 +121,7 @@ class TorchForward:
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
             key_quantum=key_quantum,
+            holds_restored=False,
             segments_at_once=_SEGMENTS_AT_ONCE if mode is not Mode.FIXED_SHAPE and self._reads_at_once else 1,
         )
 

@@ -299,9 +299,8 @@ class Verifier:
             token_ids[span.real] = block.token_ids
             sampled = block.sampled
             count = max(block.wanted_logits, sampled)
-            if count:
-                if block.kv.checks_old_entries:
-                    asked_of.append((len(ends), block))
+            if count and block.kv.checks_old_entries:
+                asked_of.append((len(ends), block))
             aligned = _aligned_queries(span, count)
             ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))
             wanted.extend(aligned)

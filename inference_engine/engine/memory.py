@@ -165,6 +165,7 @@ def open_copies(
         "mode": config.mode.value,
         "page_tokens": geometry.page_tokens,
         "segment_tokens": geometry.segment_tokens,
+        **({"segments_at_once": geometry.segments_at_once} if geometry.segments_at_once > 1 else {}),
     }
 
     def fingerprint(session: Session) -> str:

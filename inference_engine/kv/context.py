@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -262,11 +262,11 @@ class OpenIndex(Protocol):
     def number(self) -> int:
         """The `chooser` of plan lines (`kernels/ragged_attention.py`); never 0."""
 
-    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache, found: Tensor) -> bool:
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache | None, found: Tensor) -> bool:
         """From now on restore chosen tokens that have left the regions, into `cache`. False if the device cannot.
 
-        found: float32 [2] on the device, zeros. Where `says_found`, it becomes not finite once a key, or a value, is
-        restored that is not.
+        cache: None without `Geometry.holds_restored`. found: float32 [2] on the device, zeros. Where `says_found`, it
+        becomes not finite once a key, or a value, is restored that is not.
         """
 
     def restore_no_more(self) -> None:
@@ -398,3 +398,7 @@ class KVContext:
     components: ModelComponents = field(default_factory=dict)
     draft_memories: DraftMemories = field(default_factory=NoDraftMemories)
     tier: Tier = field(default_factory=NoTier)
+
+    def of(self, geometry: Geometry) -> KVContext:
+        """The same for sessions of this geometry."""
+        return self if geometry == self.geometry else replace(self, geometry=geometry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from inference_engine.errors import ConfigError
 
@@ -53,8 +53,9 @@ class Geometry:
     opening_tokens: slots that are opened together. Padded keys are read (and masked), so they are opened with the
     entries they pad.
     by_heads: the layers by their number of KV heads.
-    segments_at_once: of appended tokens, in a step of layers whose entries are offloaded. Such a step reads all of
-    these entries, so a fast device is better off with a few long ones; the rings of these layers have room for them.
+    segments_at_once: of appended tokens, in a step of layers whose entries are offloaded or restored. Such a step reads
+    all of these entries, so a fast device is better off with a few long ones, for which these layers have room.
+    holds_restored: do chosen entries stay restored between steps? Not on a device that restores a choice in each.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -65,6 +66,7 @@ class Geometry:
     token_quantum: int = 1
     key_quantum: int = 1
     segments_at_once: int = 1
+    holds_restored: bool = True
     # Worked out once: every step asks for them.
     opening_tokens: int = field(init=False, repr=False, compare=False)
     by_heads: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -79,6 +81,12 @@ class Geometry:
             by_heads.setdefault(layer.kv_heads, []).append(index)
         object.__setattr__(self, "by_heads", {heads: tuple(layers) for heads, layers in by_heads.items()})
         object.__setattr__(self, "opening_tokens", math.lcm(self.page_tokens, self.key_quantum))
+
+    def in_long_segments(self) -> Geometry:
+        """The same with segments as long as `segments_at_once` of them."""
+        if self.segments_at_once == 1:
+            return self
+        return replace(self, segment_tokens=self.segment_tokens * self.segments_at_once, segments_at_once=1)
 
     @property
     def entry_bytes(self) -> int:

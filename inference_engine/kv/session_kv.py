@@ -62,7 +62,7 @@ class SessionKV:
         is_dropped: begin as `drop` leaves a session, without memory.
         """
         self.strategy = strategy
-        self.context = context
+        self.context = context = context.of(strategy.geometry(context.geometry))
         self.limit_tokens = limit_tokens
         self.base = prefixes[0].end if prefixes else 0  # positions whose entries lie in other sessions
         self.length = self.base  # committed positions
@@ -618,7 +618,7 @@ def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None,
 
     base: positions at its start that lie in a shared prefix.
     """
-    entries = _placement(strategy, context, limit_tokens, base).bound(context.geometry)
+    entries = _placement(strategy, context, limit_tokens, base).bound(strategy.geometry(context.geometry))
     draft = _draft_bytes(context)
     return replace(entries, sustained_bytes=entries.sustained_bytes + draft, peak_bytes=entries.peak_bytes + draft)
 

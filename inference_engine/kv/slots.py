@@ -188,7 +188,9 @@ class LayerSlots:
 
         Only where the device's fused operations are used: results differ in their last bits.
         """
-        is_alike = self.layout.tier is not None and queries.first >= self.layout.sink
+        layout = self.layout
+        is_still = layout.native_window is None and not layout.spare  # neither moved nor hidden
+        is_alike = is_still and queries.first >= layout.sink
         return is_alike and step.attends_together and len(queries.positions) == queries.count > 1
 
     def copy_slots(self, other: LayerSlots, first: int, source: int, count: int) -> None:

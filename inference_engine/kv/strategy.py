@@ -154,6 +154,10 @@ class KVStrategy(ABC):
         """
         return ()
 
+    def geometry(self, geometry: Geometry) -> Geometry:
+        """The sizes that sessions of this strategy have on a device of this geometry. Its own is its own."""
+        return geometry
+
     def length_limit(self, geometry: Geometry) -> int | None:
         """The longest history in tokens, or None if it is unlimited."""
         return geometry.trained_positions
@@ -171,6 +175,7 @@ class KVStrategy(ABC):
 
     def placement(self, geometry: Geometry, limit_tokens: int | None) -> Placement:
         """Where the entries of a session of at most `limit_tokens` lie."""
+        geometry = self.geometry(geometry)
         restorer = self.restorer()
         rules = {index: self.rule(index, geometry) for index in range(len(geometry.layers))}
         archived = [
@@ -214,14 +219,14 @@ class KVStrategy(ABC):
         Entries of a running step are staged in the regions themselves. If old entries are archived, the peak exceeds
         the sustained bytes by the regions of the active session, or by the room for one decoded chunk.
         """
-        return self.placement(geometry, limit_tokens).bound(geometry)
+        return self.placement(geometry, limit_tokens).bound(self.geometry(geometry))
 
     def evicted(self, geometry: Geometry, length: int) -> int:
         """Positions among the first `length` that no layer can read any more because of the strategy.
 
         Native sliding windows of the model do not count: full attention would not read those positions either.
         """
-        lost = length
+        geometry, lost = self.geometry(geometry), length
         for index in range(len(geometry.layers)):
             rule = self.rule(index, geometry)
             if rule.window is None:
@@ -232,7 +237,7 @@ class KVStrategy(ABC):
 
     def restored(self, geometry: Geometry, query: int) -> int:
         """Positions that the query at `query` reads in restored form, in at least one layer."""
-        restorer = self.restorer()
+        geometry, restorer = self.geometry(geometry), self.restorer()
         most = 0
         for index in range(len(geometry.layers)):
             rule = self.rule(index, geometry)

@@ -376,13 +376,19 @@ def compare_tiles() -> None:
 def compare_restoring() -> None:
     """What a child process runs: sessions whose old entries are codes, beside one that holds all of its own."""
     from inference_engine.kernels.triton import components
-    from inference_engine.kernels.triton.component_index import key_indexes
-    from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     device = small_parts()
     components._UNPACKED, components._THREADS, components._RESTORED = 8, 16, 16
     setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
-    model, shape, ring = MODELS[0], IndexShape(rank=5, bits=3, run=1), 110
+    for model in MODELS[:2]:  # heads that are rotated as wholes, and in part
+        _compare_restoring(model, device)
+
+
+def _compare_restoring(model: Model, device: torch.device) -> None:
+    from inference_engine.kernels.triton.component_index import key_indexes
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged
+
+    shape, ring = IndexShape(rank=5, bits=3, run=1), 110
     kind: dict[str, Any] = {"shape": shape, "sink": 6, "window": 33, "kept": 41, "length": 300}
     own, keys, values = histories(model, [kind, kind], torch.float32, device)
     codes, all_keys, all_values = own[0].codes(), own[0].keys.clone(), own[0].values.clone()
@@ -427,7 +433,7 @@ def compare_restoring() -> None:
 
 def made_archive(model: Model, tokens: int, device: torch.device) -> tuple[CodeTables, Synthesis, Tensor, Tensor]:
     """How codes are read and become entries, and codes of so many tokens."""
-    count, generator = 70, torch.Generator().manual_seed(8)
+    count, generator = 150, torch.Generator().manual_seed(8)
     widths = torch.randint(1, 8, (count,), generator=generator, dtype=torch.int32)
     sizes = 2 ** (widths + 1)
     tables = CodeTables.of(

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inference_engine.errors import RestorationFailed
+from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.memory.tier import FileTier, HostTier
@@ -32,6 +33,9 @@ SHORT, LONG = 100, 190  # more than a chunk has left in both
 CHUNK = SEGMENTS_IN_A_CHUNK * SEGMENT
 LATENT: dict[str, Any] = {"sink": 3, "window": 13, "source": "latent", "bytes_per_token": LATENT_BYTES}
 HOLD, STREAM = (make_strategy("restored", **LATENT, mode=mode) for mode in ("hold", "stream"))
+SELECT = make_strategy(
+    "restored", **{**LATENT, "window": 40}, mode="select", budget=3 + 40 + 32 + 20, rank=4, bits=4, run=1
+)
 WIDEST_ENTRY_BYTES = max(2 * layer.kv_heads * layer.head_dim * 4 for layer in LAYERS)
 
 
@@ -127,6 +131,46 @@ def test_holding_all_entries_and_streaming_them_give_the_same() -> None:
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
     nothing = feed(grown(context(), make_strategy("sink_window", sink=3, window=13), 1), entries, LIMIT - 3)
     assert not torch.allclose(nothing[0], streamed[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["under a mask", "in order"])
+@pytest.mark.parametrize("mode", ["hold", "stream", "select"])
+def test_segments_are_longer_where_a_device_takes_several_at_once(mode: str, *, in_order: bool) -> None:
+    narrow = make_strategy("restored", **{**LATENT, "window": 31}, mode="hold")
+    wide = SELECT if mode == "select" else make_strategy("restored", **{**LATENT, "window": 40}, mode=mode)
+    ops, entries = DeviceOps(attends_together=in_order), Entries(LIMIT)
+    short, at_once = (replace(context(segments_at_once=count), ops=ops) for count in (1, 2))
+    long = replace(short, geometry=replace(short.geometry, segment_tokens=2 * SEGMENT))
+    assert [SessionKV(narrow, ctx, LIMIT).room(generated=False) for ctx in (short, at_once)] == [SEGMENT, SEGMENT]
+    found, same, in_pieces = (SessionKV(wide, ctx, LIMIT) for ctx in (at_once, long, at_once))
+    assert found.room(generated=False) == 2 * SEGMENT
+    assert found.bound == same.bound == wide.bound(at_once.geometry, LIMIT)
+    outs = []
+    for kv, count in ((found, LIMIT), (same, LIMIT), (in_pieces, 7)):
+        assert kv.wake(LIMIT)
+        outs.append(feed(kv, entries, 190, count))
+    for ours, theirs, pieces in zip(*outs, strict=True):
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(pieces, ours, atol=1e-5, rtol=1e-5)
+
+
+def test_chosen_entries_take_no_room_where_they_do_not_stay_restored() -> None:
+    contexts = [replace(context(), geometry=replace(context().geometry, holds_restored=held)) for held in (True, False)]
+    with_cache, without = (SessionKV(SELECT, each, LIMIT) for each in contexts)
+    assert without.bound.sustained_bytes == with_cache.bound.sustained_bytes
+    assert without.bound.peak_bytes - without.bound.sustained_bytes == CHUNK * WIDEST_ENTRY_BYTES
+    assert with_cache.bound.peak_bytes > without.bound.peak_bytes
+    entries, outs = Entries(LIMIT), []
+    for kv in (with_cache, without):
+        assert kv.wake(LIMIT)
+        assert kv.context.pool.reserved_bytes == kv.bound.peak_bytes
+        feed(kv, entries, 150, LIMIT)
+        outs.append(step(kv, entries, 1, generated=True))
+        assert kv.footprint().by_kind["restored"] == kv.bound.peak_bytes - kv.bound.sustained_bytes
+        kv.idle()
+        assert kv.context.pool.reserved_bytes == kv.bound.sustained_bytes
+    for one, other in zip(*outs, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_chunk_that_cannot_be_allocated_names_the_session_and_leaves_it_as_it_was() -> None:

@@ -115,8 +115,8 @@ class NativeIndex:
     def number(self) -> int:
         return ctypes.addressof(self._structure)
 
-    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache, found: Tensor) -> bool:
-        if codes is None:
+    def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache | None, found: Tensor) -> bool:
+        if codes is None or cache is None:
             return False
         decoder = native_decoder(codes.decoder, self._identity)
         held = np.full((self._heads, cache.slots), -1, np.int32)

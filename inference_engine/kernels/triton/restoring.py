@@ -138,9 +138,13 @@ def restore(
         is_value = kind % 2
         o_f = kind // 2 * PAIRS + tl.arange(0, PAIRS)
         m_f = o_f < D // 2
-        o_a = tl.where(o_f < turned, o_f, o_f + turned)
-        o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
+        # Values have no pairs; the halves of keys that are rotated as wholes lie as those of values do.
+        is_whole = (is_value == 1) | (turned == D // 2)
+        o_a = tl.where((o_f < turned) | is_whole, o_f, o_f + turned)
+        o_b = tl.where((o_f < turned) & ~is_whole, o_f + turned, o_f + D // 2)
         first_row = head.to(tl.int64) * (2 * D) + is_value * D
+        p_middles = table_of(p_index, 4)
+        p_offsets = table_of(p_index, 6)
         o_n = tl.arange(0, STEP)
         p_a = p_matrix + (first_row + o_a)[:, None] * padded + o_n[None, :]
         p_b = p_matrix + (first_row + o_b)[:, None] * padded + o_n[None, :]
@@ -153,12 +157,20 @@ def restore(
             b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
             live = b_token < before
             p_unit = p_numbers + (row * RESTORED + o_token)[:, None] * NUMBERS + o_n[None, :]
+            b_at = tl.where(live, b_token, 0)
+            o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
+            o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
+            b_cos = tl.load(p_middles + o_middle)
+            b_sin = tl.load(p_middles + o_middle + H)
+            b_cos_by = tl.load(p_offsets + o_offset)
+            b_sin_by = tl.load(p_offsets + o_offset + H)
             b_a = tl.zeros((TILE, PAIRS), tl.float32)
             b_b = tl.zeros((TILE, PAIRS), tl.float32)
             for n in range(0, padded, STEP):
-                b_unit = tl.load(p_unit + n, mask=live[:, None], other=0.0)
-                b_rows_a = tl.load(p_a + n, mask=m_f[:, None], other=0.0)
-                b_rows_b = tl.load(p_b + n, mask=m_f[:, None], other=0.0)
+                m_n = tl.max_constancy(o_n < padded - n, [64])[None, :]  # numbers are padded to multiples of it
+                b_unit = tl.load(p_unit + n, mask=live[:, None] & m_n, other=0.0)
+                b_rows_a = tl.load(p_a + n, mask=m_f[:, None] & m_n, other=0.0)
+                b_rows_b = tl.load(p_b + n, mask=m_f[:, None] & m_n, other=0.0)
                 b_a = tl.dot(b_unit, tl.trans(b_rows_a), b_a, input_precision=PRECISION)
                 b_b = tl.dot(b_unit, tl.trans(b_rows_b), b_b, input_precision=PRECISION)
             b_a *= tl.load(p_factors + first_row + o_a, mask=m_f, other=0.0)[None, :]
@@ -168,15 +180,6 @@ def restore(
             p_out = p_values
             if is_value == 0:
                 p_out = p_keys
-                b_at = tl.where(live, b_token, 0)
-                o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
-                o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
-                p_middles = table_of(p_index, 4)
-                p_offsets = table_of(p_index, 6)
-                b_cos = tl.load(p_middles + o_middle)
-                b_sin = tl.load(p_middles + o_middle + H)
-                b_cos_by = tl.load(p_offsets + o_offset)
-                b_sin_by = tl.load(p_offsets + o_offset + H)
                 b_c = b_cos * b_cos_by - b_sin * b_sin_by
                 b_s = b_sin * b_cos_by + b_cos * b_sin_by
                 b_turned = b_a * b_c - b_b * b_s
@@ -186,8 +189,12 @@ def restore(
             b_high = b_b.to(p_keys.dtype.element_ty)
             m_out = live[:, None] & m_f[None, :]
             p_out += (row * RESTORED + o_token)[:, None] * D
-            tl.store(p_out + o_a[None, :], b_low, mask=m_out)
-            tl.store(p_out + o_b[None, :], b_high, mask=m_out)
+            if is_whole:  # neighbours are written together
+                tl.store(p_out + o_f[None, :], b_low, mask=m_out)
+                tl.store(p_out + D // 2 + o_f[None, :], b_high, mask=m_out)
+            else:
+                tl.store(p_out + o_a[None, :], b_low, mask=m_out)
+                tl.store(p_out + o_b[None, :], b_high, mask=m_out)
             # A number minus itself is 0, or it is not finite.
             b_wide = tl.abs(b_low.to(tl.float32)) + tl.abs(b_high.to(tl.float32))
             broken = tl.sum(tl.sum(tl.where(m_out & (b_wide - b_wide != 0.0), 1, 0), axis=1), axis=0)

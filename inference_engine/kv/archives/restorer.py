@@ -225,8 +225,10 @@ class Restorer(ABC):
         return 0
 
     def restore_caches(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
-        """The memory of those, layer by layer."""
-        return restore_cache_demands(geometry, kept, self.held(geometry)) if self.selects else ()
+        """The memory of those, layer by layer; none on a device that holds none."""
+        if not self.selects or not geometry.holds_restored:
+            return ()
+        return restore_cache_demands(geometry, kept, self.held(geometry))
 
     @abstractmethod
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:

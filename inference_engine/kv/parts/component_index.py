@@ -131,7 +131,7 @@ class ComponentIndex(LayoutPart):
 
     # -- tokens that have left the regions --------------------------------------------------------------------------
 
-    def restore_from(self, codes: Sequence[ArchivedCodes | None], caches: Sequence[RestoreCache]) -> None:
+    def restore_from(self, codes: Sequence[ArchivedCodes | None], caches: Sequence[RestoreCache | None]) -> None:
         """From now on the device's operation restores them by itself, by layer, if it can. Otherwise `far` does."""
         found = torch.zeros((len(self._opened), 2), device=self._slots.context.device)
         done = [

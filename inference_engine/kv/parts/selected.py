@@ -73,7 +73,7 @@ class SelectedEntries(StreamedEntries):
                 layers, slots = group.layers.layers, restore_cache_slots(group, placement.restorer.held(geometry))
                 index.restore_from(
                     [self._archive.decoded_by(layer) for layer in layers],
-                    [RestoreCache(start=next(remaining), slots=slots) for _ in layers],
+                    [RestoreCache(start=next(remaining), slots=slots) if caches else None for _ in layers],
                 )
         except Exception as error:
             self._drop_room()

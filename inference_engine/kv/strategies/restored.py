@@ -166,6 +166,12 @@ class Restored(KVStrategy):
         held = found.restorer().held(geometry)
         return replace(found, awake_bytes=self.awake_bytes or held * bytes_of_position(geometry))
 
+    def geometry(self, geometry: Geometry) -> Geometry:
+        """Segments are longer where a device takes several at once and the window holds so many: appended tokens then
+        read, or restore, old entries for more of them at a time."""
+        at_once = geometry.in_long_segments()
+        return at_once if self.source == "latent" and self.window >= at_once.segment_tokens else geometry
+
     def ready(self, context: KVContext) -> None:
         self.restorer().ready(context)
         if self.selects:
