@@ -39,6 +39,7 @@ _MOST_RATES = 4
 # Shorter runs do not keep a GPU busy, and recorded operations do as well. Entries leave by whole segments, so a session
 # always takes one way.
 _LEAST_ANALYSED = 512
+_TURNS_BYTES = 2**27  # of rotations that are kept: 260,000 tokens of heads of 128 channels
 _TRIED = 7, 1_000  # positions
 _TOLERANCE = 1e-5
 
@@ -71,7 +72,7 @@ class TorchCoder:
     _analysers: OrderedDict[GroupAnalyser, _Analyser] = field(init=False, default_factory=OrderedDict)
     _decoders: OrderedDict[LayerDecoder, _Decoder] = field(init=False, default_factory=OrderedDict)
     _in_halves: dict[tuple[str, int], bool] = field(init=False, default_factory=dict)
-    _turns: dict[tuple[str, int, int], Turn] = field(init=False, default_factory=dict)
+    _turns: OrderedDict[tuple[str, int, int], Turn] = field(init=False, default_factory=OrderedDict)
 
     def codes(self, compressor: KVCompressor, head_dim: int) -> bool:
         return False
@@ -126,14 +127,20 @@ class TorchCoder:
             self.latents.entries(units, self._decoder_of(layer).synthesis, keys, values, broken, turn=turn)
 
     def _turn(self, rotary: str, first: int, count: int) -> Turn | None:
-        """Of the last call: neighbouring layers turn alike."""
+        """Layers turn alike, and old entries are restored in the same chunks again and again: those of the last calls
+        stay."""
         if rotary == UNROTATED:
             return None
         wanted = (rotary, first, count)
-        if wanted not in self._turns:
-            self._turns.clear()
-            self._turns[wanted] = self.seam.turns_to(range(first, first + count), rotary, self.device)
-        return self._turns[wanted]
+        found = self._turns.get(wanted)
+        if found is None:
+            both = self.seam.turns_to(range(first, first + count), rotary, self.device)
+            cos, sin = (part[:, : part.shape[1] // 2].contiguous() for part in both)
+            found = self._turns[wanted] = (cos, sin)
+            while sum(cos.nbytes + sin.nbytes for cos, sin in self._turns.values()) > _TURNS_BYTES:
+                self._turns.popitem(last=False)
+        self._turns.move_to_end(wanted)
+        return found
 
     def _decoder_of(self, layer: RestoredLayer) -> _Decoder:
         return self._decoder(layer.codes.decoder, layer.keys.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 PADDED = 64  # the numbers of a token are padded with zeros to a multiple of it
 _MOST_BITS = 16  # of a code: with what stands before it in its first byte it has at most three bytes
 
-Turn = tuple[Tensor, Tensor]  # cosines and sines [n, D] float32, of rotations in halves
+Turn = tuple[Tensor, Tensor]  # cosines and sines [n, D / 2] float32, of rotations in halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -192,8 +192,8 @@ def analyse(
 def _turned(keys: Tensor, turn: Turn | None) -> Tensor:
     if turn is None:
         return keys
-    lower, upper = keys.chunk(2, dim=-1)
-    return keys * turn[0] + torch.cat((-upper, lower), dim=-1) * turn[1]
+    (lower, upper), (cos, sin) = keys.chunk(2, dim=-1), turn
+    return torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
 
 
 PLAIN = LatentOps(units, entries, analyse)

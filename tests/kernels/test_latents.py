@@ -67,8 +67,7 @@ def units_one_by_one(low: Tensor, high: Tensor, tables: CodeTables) -> Tensor:
 
 def made_turn(tokens: int, dim: int, device: str) -> tuple[Tensor, Tensor]:
     angles = torch.rand((tokens, dim // 2), generator=torch.Generator().manual_seed(dim)) * 6
-    both = angles.repeat(1, 2)
-    return both.cos().to(device), both.sin().to(device)
+    return angles.cos().to(device), angles.sin().to(device)
 
 
 def made_synthesis(size: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> Synthesis:
@@ -140,7 +139,8 @@ def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(size: tupl
     expected = (both.transpose(0, 1).flatten(1).double() @ matrix.flatten(0, 1).double()).float()
     turn = made_turn(tokens, dim, "cpu")
     lower, upper = unrotated.chunk(2, dim=-1)
-    rotated = unrotated * turn[0] + torch.cat((-upper, lower), dim=-1) * turn[1]
+    cos, sin = turn
+    rotated = torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
     units, found = torch.zeros(tokens, padded(count)), torch.zeros(2)
 
     PLAIN.analyse(rotated, values, analysis_matrix(matrix), means, units, found, turn=turn)

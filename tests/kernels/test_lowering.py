@@ -140,7 +140,7 @@ def test_every_kernel_of_latents_is_a_program_for_a_gpu(
     codes = torch.zeros(TOKENS, 20, dtype=torch.uint8)
     synthesis = Synthesis.of(torch.zeros(HKV, 2 * D, count), torch.zeros(HKV, 2 * D), dtype)
     units = latents.units(codes, codes, tables, synthesis.matrix.dtype)
-    keys, turn = torch.zeros(HKV, TOKENS, D, dtype=dtype), torch.zeros(TOKENS, D)
+    keys, turn = torch.zeros(HKV, TOKENS, D, dtype=dtype), torch.zeros(TOKENS, D // 2)
     found, means = torch.zeros(2), torch.zeros(HKV, 2 * D)
     latents.entries(units, synthesis, keys, keys, found, turn=(turn, turn) if turns else None)
     matrix, sums = torch.zeros(HKV, 2, units.shape[1], D), torch.zeros(TOKENS, units.shape[1])

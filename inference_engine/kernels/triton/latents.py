@@ -198,7 +198,7 @@ def _entries(
     o_out += DIM + HALF
     v_upper = v_upper * tl.load(p_factors + o_out)[None, :] + tl.load(p_means + o_out)[None, :]
     if TURNS:
-        at = o_token.to(tl.int64)[:, None] * DIM + o_dim[None, :]
+        at = o_token.to(tl.int64)[:, None] * HALF + o_dim[None, :]
         b_cos = tl.load(p_cos + at, mask=live[:, None], other=1.0)
         b_sin = tl.load(p_sin + at, mask=live[:, None], other=0.0)
         b_turned = k_lower * b_cos - k_upper * b_sin
@@ -258,8 +258,9 @@ def _analyse(
     b_cos = tl.full([TILE, HALF], 1.0, dtype=tl.float32)
     b_sin = tl.zeros([TILE, HALF], dtype=tl.float32)
     if TURNS:
-        b_cos = tl.load(p_cos + entry, mask=live[:, None], other=1.0)
-        b_sin = tl.load(p_sin + entry, mask=live[:, None], other=0.0)
+        turned = place * HALF + o_dim[None, :]
+        b_cos = tl.load(p_cos + turned, mask=live[:, None], other=1.0)
+        b_sin = tl.load(p_sin + turned, mask=live[:, None], other=0.0)
     p_out = p_units + place * padded + o_number[None, :]
     b_unit = tl.load(p_out, mask=live[:, None], other=0.0)
     for head in range(HEADS):

@@ -53,6 +53,15 @@ class StreamedReads(LayerPart):
         size = SEGMENTS_IN_A_CHUNK * self._slots.context.geometry.segment_tokens
         return chunks_between(layout.sink, layout.horizon(position), size)
 
+    def quiet_until(self, position: int) -> int:
+        """Entries leave at the end of a segment."""
+        layout = self._slots.layout
+        return layout.segment_start(position) + layout.segment
+
+    def amends_until(self, position: int) -> int:
+        """From then on there may be more chunks."""
+        return self.quiet_until(position)
+
     def forget(self, floor: int, length: int) -> None:
         """Nothing to do: the archive forgets."""
 
