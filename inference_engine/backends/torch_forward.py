@@ -24,15 +24,15 @@ from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import Drawing, Draws, draw_all, start_drawing
 from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.context import Coder, Compute, KVContext, NoCoder, compute_plainly
-from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
+from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
 
-_SEGMENTS_AT_ONCE = 4  # of appended tokens, where a step has to read offloaded entries
+_SEGMENTS_AT_ONCE = 4  # of appended tokens, where a step has to read offloaded or restored entries
+_SEGMENTS_IN_A_CHUNK = 8  # of restored ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ class TorchForward:
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
         token_quantum, key_quantum = self._quanta if mode is Mode.FIXED_SHAPE else (1, 1)
+        is_fast = mode is not Mode.FIXED_SHAPE and self._reads_at_once
         return Geometry(
             layers=self.seam.layers,
             itemsize=self.seam.dtype.itemsize,
@@ -122,7 +123,8 @@ class TorchForward:
             token_quantum=token_quantum,
             key_quantum=key_quantum,
             holds_restored=False,
-            segments_at_once=_SEGMENTS_AT_ONCE if mode is not Mode.FIXED_SHAPE and self._reads_at_once else 1,
+            segments_at_once=_SEGMENTS_AT_ONCE if is_fast else 1,
+            segments_in_a_chunk=_SEGMENTS_IN_A_CHUNK if is_fast else SEGMENTS_IN_A_CHUNK,
         )
 
     @property

@@ -7,19 +7,21 @@ Of the history, pieces of a few sizes are attended to as wholes, and the rest to
 merged by their log-sum-exps (`kernels/merge.py`). On Hopper, cuDNN's operation takes half the time of the causal one,
 but it needs a plan for each shape, which takes longer to make than to run: hence the few sizes, contiguous copies of
 pieces, and chunks of whole multiples of `_CHUNK` alone. Other chunks are attended to as `kernels/attention.py` has it.
+Where old entries come piece by piece (`kv/views.py`), pieces of these sizes are attended to in the same way.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend_causal
-from inference_engine.kernels.merge import causal_by_flash, merge_states
+from inference_engine.kernels.merge import attend_state, causal_by_flash, merge_states
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,14 @@ logger = logging.getLogger(__name__)
 State = tuple[Tensor, Tensor]
 # (queries [1, Hq, T, D], keys and values [1, Hkv, S, D], scaling) -> state
 Attend = Callable[[Tensor, Tensor, Tensor, float], State]
+
+
+class AttendPiece(Protocol):
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+    ) -> State:
+        """The state of entries [Hkv, S, D], contiguous, all of which each query [T, Hq, D] sees. On a GPU out may have
+        the dtype of the keys."""
 
 
 class MergeTwo(Protocol):
@@ -45,6 +55,13 @@ def merge_two(first: State, second: State, dtype: torch.dtype) -> State:
     (out_a, lse_a), (out_b, lse_b) = first, second
     out, lse = merge_states(out_a.float(), lse_a, out_b.float(), lse_b)
     return out.to(dtype).contiguous(), lse.contiguous()
+
+
+def attend_piece(
+    queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+) -> State:
+    """See `AttendPiece`."""
+    return attend_state(queries, keys, values, None, scaling=scaling, softcap=softcap)
 
 
 def whole_by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> State:
@@ -85,21 +102,37 @@ class LongChunks:
         count, length = len(queries), keys.shape[1]
         is_fitting = self._works and not count % self._chunk and length - count >= self._pieces[-1]
         is_fitting &= keys.dtype == queries.dtype
-        if not is_fitting or softcap is not None or head_sinks is not None:
-            return attend_causal(queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+        if is_fitting and softcap is None and head_sinks is None:
+            with self._giving_up(queries):
+                return self.attend(queries, keys, values, scaling)
+        return attend_causal(queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+
+    def attend_piece(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+    ) -> State:
+        """Implements AttendPiece."""
+        count, length = len(queries), keys.shape[1]
+        is_fitting = self._works and count > 0 and not count % self._chunk and length in self._pieces
+        if is_fitting and keys.dtype == queries.dtype and softcap is None:
+            with self._giving_up(queries):
+                return self._whole(queries.transpose(0, 1)[None], keys[None], values[None], scaling)
+        return attend_state(queries, keys, values, None, scaling=scaling, softcap=softcap)
+
+    @contextmanager
+    def _giving_up(self, queries: Tensor) -> Iterator[None]:
+        """For an operation that is not asked again once it failed. Memory that is missing is not its fault."""
         try:
-            return self.attend(queries, keys, values, scaling)
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self._works = False
             logger.warning(
                 "cuDNN attends to no more long chunks: with %d queries of %d heads it says %s",
-                count,
+                len(queries),
                 queries.shape[1],
                 error,
             )
-            return attend_causal(queries, keys, values, scaling=scaling)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         by_head, first = queries.transpose(0, 1)[None], 0

@@ -19,7 +19,7 @@ from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
 from inference_engine.kernels.latents import LatentOps
-from inference_engine.kernels.long_chunks import MergeTwo, merge_two
+from inference_engine.kernels.long_chunks import AttendPiece, MergeTwo, attend_piece, merge_two
 from inference_engine.kernels.merge import Merging, MergingStates
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
@@ -53,11 +53,12 @@ class DeviceOps:
     by `attend_ragged`. key_indexes: by which queries of `attend_ragged` choose tokens; None: it knows none, and plain
     operations choose. trellis: the coder of latents. latents: between their numbers and entries. open_fused: makes what
     a step is made of, for one model. open_invariant: as that, so that no token's bits depend on the others;
-    attend_invariant is its attention. attend_causal: of long chunks over all entries before them; merge_two: of parts
-    of them; merging: of many parts. reads_offloaded: does attend_ragged read blocks that are not on the device?
-    attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise each
-    session is attended to by itself, which is better where there is no kernel.
-    attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given with it?
+    attend_invariant is its attention. attend_causal: of long chunks over all entries before them; attend_piece: over
+    some of them, all of which are seen; merge_two: of two such states; merging: of many. reads_offloaded: does
+    attend_ragged read blocks that are not on the device? attends_together: are the queries of all sessions of a step
+    attended to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is
+    no kernel. attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given
+    with it?
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -71,6 +72,7 @@ class DeviceOps:
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
     attend_causal: CausalAttention = attend_causal
+    attend_piece: AttendPiece = attend_piece
     merge_two: MergeTwo = merge_two
     merging: type[MergingStates] = Merging
     reads_offloaded: bool = False

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from inference_engine.errors import ConfigError
 
+# Entries outside the regions are read in chunks: few operations for many entries, and little memory at once.
+SEGMENTS_IN_A_CHUNK = 4
 # In the place of a rotation table's name: the layer's keys do not depend on the position …
 UNROTATED = "unrotated"
 # … or they do, but cannot be moved to another position, for example because they are normed after rotation.
@@ -55,6 +57,7 @@ class Geometry:
     by_heads: the layers by their number of KV heads.
     segments_at_once: of appended tokens, in a step of layers whose entries are offloaded or restored. Such a step reads
     all of these entries, so a fast device is better off with a few long ones, for which these layers have room.
+    segments_in_a_chunk: of restored entries that are read together. Few large chunks keep a fast device busy.
     holds_restored: do chosen entries stay restored between steps? Not on a device that restores a choice in each.
     """
 
@@ -66,6 +69,7 @@ class Geometry:
     token_quantum: int = 1
     key_quantum: int = 1
     segments_at_once: int = 1
+    segments_in_a_chunk: int = SEGMENTS_IN_A_CHUNK
     holds_restored: bool = True
     # Worked out once: every step asks for them.
     opening_tokens: int = field(init=False, repr=False, compare=False)

@@ -27,11 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.kernels.components import IndexShape
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
 
 Positions = NDArray[np.int64]
-# Entries outside the regions are read in chunks: few operations for many entries, and little memory at once.
-SEGMENTS_IN_A_CHUNK = 4
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
 Key = TypeVar("Key", bound=Hashable)
 

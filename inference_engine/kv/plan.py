@@ -92,6 +92,7 @@ class StepPlan:
             numbers=self.numbers,
             largest=ops.largest,
             attend_causal=ops.attend_causal,
+            attend_piece=ops.attend_piece,
             merging=ops.merging,
         )
         # Chunks of any length, because views add up in another order.

@@ -174,14 +174,26 @@ class LayerSlots:
         if chunks and self._can_read_in_order(queries, step):
             recent = on_device(self.layout.slots(np.arange(chunks[-1].stop, queries.end)), step.device)
             portions = [Portion(queries=slice(None), count=self.layout.sink, mask=None, recent=recent)]
-            return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks, merging=step.merging)
+            return self._chunk_view(step, source, chunks, portions)
         size = quantum if quantum > 1 else len(positions)
         portions = []
         for first in range(0, len(positions), size):
             some = slice(first, first + size)
             count = self.slot_count(int(positions[some][-1]) + 1)
             portions.append(Portion(queries=some, count=count, mask=self.mask(positions[some], count, step)))
-        return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks, merging=step.merging)
+        return self._chunk_view(step, source, chunks, portions)
+
+    def _chunk_view(
+        self, step: StepReads, source: EntrySource, chunks: Sequence[range], portions: Sequence[Portion]
+    ) -> ChunkView:
+        return ChunkView(
+            region=self.region,
+            portions=portions,
+            source=source,
+            chunks=chunks,
+            attend_piece=step.attend_piece,
+            merging=step.merging,
+        )
 
     def _can_read_in_order(self, queries: StagedQueries, step: StepReads) -> bool:
         """May the slots be read without a mask, the sink as a whole and the others in the order of their positions?

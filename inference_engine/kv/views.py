@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
 from inference_engine.kernels.components import IndexShape
+from inference_engine.kernels.long_chunks import AttendPiece, attend_piece
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
@@ -83,7 +84,7 @@ class StepReads:
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
-    merging: of reads chunk by chunk.
+    attend_piece, merging: of reads chunk by chunk.
     selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
     choosing: by the shape of their index, the end of the last tokens of the step that read by numbers and choose
     tokens; a device's operation may have to know. restoring: by shape, too, how many tokens one may have restored, and
@@ -98,6 +99,7 @@ class StepReads:
     numbers: StepNumbers
     largest: Largest = topk_by_sorting
     attend_causal: CausalAttention = attend_causal
+    attend_piece: AttendPiece = attend_piece
     merging: type[MergingStates] = Merging
     selects: bool = False
     reads_offloaded: bool = False
@@ -222,6 +224,7 @@ class ChunkView:
     portions: Sequence[Portion]
     source: EntrySource
     chunks: Sequence[range]
+    attend_piece: AttendPiece = attend_piece
     merging: type[MergingStates] = Merging
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
@@ -232,7 +235,8 @@ class ChunkView:
         for chunk in self.chunks:
             keys, values = self.source.chunk(layer, chunk.start, chunk.stop)
             for portion, state in zip(self.portions, states, strict=True):
-                state.add(*_attend(queries[portion.queries], keys, values, None, scoring))
+                own = queries[portion.queries]
+                state.add(*self.attend_piece(own, keys, values, scaling=scoring.scaling, softcap=scoring.softcap))
         out, lse = (torch.cat(parts) for parts in zip(*(state.state() for state in states), strict=True))
         if scoring.head_sinks is not None:
             out, _ = with_head_sinks(out, lse, scoring.head_sinks)

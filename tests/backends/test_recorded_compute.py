@@ -16,7 +16,7 @@ from inference_engine.backends.recorded_compute import RecordedCompute, Shapes
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import BatchFunction, KVContext
-from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
+from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from kv_cache_proposer.f_theta.codec import QUANTISERS

@@ -66,6 +66,25 @@ def test_other_chunks_are_left_to_the_other_operation() -> None:
     attend(queries.float(), keys, values, scaling=0.3)  # entries in another dtype than the queries
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_piece_that_all_queries_see_is_attended_to_as_a_whole(dtype: torch.dtype) -> None:
+    asked: list[int] = []
+
+    def watched(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        asked.append(keys.shape[2])
+        return whole(queries, keys, values, scaling)
+
+    attend = LongChunks(watched, causal, pieces=(64, 16), chunk=4).attend_piece
+    for tokens, count, more in ((4, 64, {}), (8, 16, {}), (5, 64, {}), (4, 63, {}), (4, 64, {"softcap": 3.0})):
+        queries, *given = states((4, 2, 16), tokens, count, dtype, "cpu")
+        keys, values = (each.contiguous() for each in given)
+        expected = attend_state(queries.float(), keys.float(), values.float(), None, scaling=0.3, **more)
+        found = attend(queries, keys, values, scaling=0.3, **more)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.float() - theirs).abs().max() < TOLERANCES[dtype]
+    assert asked == [64, 16]
+
+
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
 def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -106,6 +125,12 @@ def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest
     for _ in range(2):
         assert torch.equal(attend(*given, scaling=0.3), attend_causal(*given, scaling=0.3))
     assert asked == 1 and "no plan for it" in caplog.text
+    queries, keys, values = states((4, 2, 16), 4, 64, torch.float32, "cpu")
+    expected = attend_state(queries, keys, values, None, scaling=0.3)
+    attend = LongChunks(failing, causal, pieces=(64, 8), chunk=4)
+    for _ in range(2):
+        assert torch.equal(attend.attend_piece(queries, keys, values, scaling=0.3)[0], expected[0])
+    assert asked == 2
 
 
 def compare_merged() -> None:
@@ -138,6 +163,14 @@ def test_a_gpu_gives_what_its_causal_operation_gives(heads: tuple[int, int, int]
     """Whichever was chosen."""
     device = torch.device("cuda")
     attend = open_long_chunks(device, torch.bfloat16, [heads], open_ops("auto", device).merge_two)
+    queries, keys, values = states(heads, 1024, 4096, torch.bfloat16, "cuda")
+    if isinstance(attend, LongChunks):
+        pairs = zip(
+            attend.attend_piece(queries, keys.contiguous(), values.contiguous(), scaling=heads[2] ** -0.5),
+            attend_state(queries, keys, values, None, scaling=heads[2] ** -0.5),
+            strict=True,
+        )
+        assert all((ours.float() - theirs).abs().max() < TOLERANCES[torch.bfloat16] for ours, theirs in pairs)
     for tokens, count in ((1024, 1024 + 4096), (2048, 2048 + 12288 + 77), (1024, 5000)):
         given = states(heads, tokens, count, torch.bfloat16, "cuda")
         expected = attend_causal(*given, scaling=heads[2] ** -0.5)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
+from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.memory.tier import FileTier, HostTier
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.plan import SpanFailed

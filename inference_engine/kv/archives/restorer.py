@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_engine.kv.context import ArchivedCodes, KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, LayerSet, Layout, Positions
+from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Need
@@ -74,7 +74,7 @@ class KeptLayers:
 
 def chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
     """Room for a chunk of entries of one layer, the largest of them."""
-    entries = SEGMENTS_IN_A_CHUNK * geometry.segment_tokens
+    entries = geometry.segments_in_a_chunk * geometry.segment_tokens
     widest = max(kept, key=lambda group: group.layers.kv_heads * group.layers.head_dim)
     elements = widest.layers.kv_heads * widest.layers.head_dim * min(entries, max(group.capacity for group in kept))
     unit = geometry.alignment

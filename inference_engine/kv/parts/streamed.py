@@ -1,7 +1,7 @@
 """Old entries that stay in the archive: attention decodes them, a chunk of one layer at a time.
 
     idle     exact entries (sink, window) · the archive: codes of the entries between        sustained
-    active   the same, and room for a chunk of one layer: four segments, decoded             until it is idle
+    active   the same, and room for a chunk of one layer, decoded                           until it is idle
 
 Attention reads the exact entries in their regions, which are always resident, and merges the decoded chunks in
 (`kv/views.py`). So waking costs nothing, and each step decodes every old entry again, in each layer.
@@ -19,7 +19,7 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.restorer import Archive, chunk_demand
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, Positions
+from inference_engine.kv.layout import Positions
 from inference_engine.kv.part import Held
 from inference_engine.kv.parts.archived import ArchivedEntries, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
@@ -50,7 +50,8 @@ class StreamedReads(LayerPart):
     def chunks(self, position: int) -> tuple[range, ...]:
         """The chunks of positions that queries in the segment of `position` read from the archive."""
         layout = self._slots.layout
-        size = SEGMENTS_IN_A_CHUNK * self._slots.context.geometry.segment_tokens
+        geometry = self._slots.context.geometry
+        size = geometry.segments_in_a_chunk * geometry.segment_tokens
         return chunks_between(layout.sink, layout.horizon(position), size)
 
     def quiet_until(self, position: int) -> int:
