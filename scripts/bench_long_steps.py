@@ -1,11 +1,13 @@
-"""Decode steps of one session at growing lengths: strategies that read part of a history beside the one that reads all.
+"""Prefill and decode steps of one session at growing lengths: strategies that read part of a history beside the one
+that reads all.
 
     python -m scripts.bench_long_steps          writes results/long_steps_cuda_bfloat16/<date>-<machine>/
 
 The model has the shape of a real one and random weights, made in memory, and components of its keys are calibrated on
 random ids: times are measured, and nothing about answers. One engine records its steps and launches them ahead. At each
-length every strategy has a session with the same history; they take turns in every round, and ratios are taken within a
-round. The record is written anew after every length: a run that is cut off keeps what it has.
+length every strategy has sessions with the same history; they take turns in every round, and ratios are taken within a
+round. A shorter prefill before is not counted. The record is written anew after every length: a run that is cut off
+keeps what it has.
 
 With `--device cpu --dtype float32 --shape tiny` everything runs by the references: a trial of this script, no
 measurement of anything.
@@ -38,13 +40,14 @@ from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
 from laboratory.evaluation import record
-from laboratory.evaluation.sessions import opened
+from laboratory.evaluation.sessions import opened, turned
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, start
 from laboratory.training.components import fit_components
 from scripts.bench_gpu import SEED, SHAPES, made_model
 from scripts.bench_latent_gpu import GROUP_LAYERS, made_codec
 
 STRATEGIES = ("full", "gather:scorer=bounds", "gather:scorer=components")
+WARMED = 3072  # ids of a prefill that is not counted: kernels are compiled, and steps recorded
 CALIBRATED = (4, 512)  # sequences of random ids, and their tokens
 
 
@@ -66,42 +69,69 @@ def opened_engine(arguments: argparse.Namespace, stack: ExitStack) -> Engine:
     return stack.enter_context(Engine(forward, settings, components=components, latent=latent))
 
 
+def warm(engine: Engine, arguments: argparse.Namespace) -> None:
+    """A prefill and a few steps of every strategy."""
+    count = min(WARMED, arguments.lengths[0])
+    generator = torch.Generator().manual_seed(SEED + 1)
+    prompt = torch.randint(5, engine.info().facts.vocab_size - 5, (count,), generator=generator).tolist()
+    for name in arguments.strategies:
+        with opened(engine, parse_strategy(name), 8 + count + 2 + arguments.tokens) as session:
+            prefill_rate(engine, session, prompt)
+            decode_milliseconds(engine, [session], arguments.tokens)
+
+
 def measure(
     engine: Engine, length: int, arguments: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Milliseconds of a step in each round, and the most bytes held, by strategy.
+) -> tuple[dict[str, list[float]], dict[str, int], dict[str, list[float]]]:
+    """Milliseconds of a step in each round, the most bytes held, and tokens a second of the prefill, by strategy.
 
     Raises InvalidArgument or NoCapacity for what does not fit.
     """
     generator = torch.Generator().manual_seed(SEED)
     prompt = torch.randint(5, engine.info().facts.vocab_size - 5, (length,), generator=generator).tolist()
     held: dict[str, int] = {}
+    prefilled: dict[str, list[float]] = {name: [] for name in arguments.strategies}
     with ExitStack() as stack:
         limit = 8 + length + 2 + (arguments.rounds + 1) * arguments.tokens
-        sessions = {
-            name: stack.enter_context(opened(engine, parse_strategy(name), limit)) for name in arguments.strategies
-        }
-        for name, session in sessions.items():
-            prefill_rate(engine, session, prompt)
-            (watch,) = start(engine, [session], tokens=4)
+        sessions: dict[str, str] = {}
+        for number in range(arguments.prefills):
+            is_last = number == arguments.prefills - 1
+            for name in turned(arguments.strategies, number):
+                with ExitStack() as others:
+                    kept = stack if is_last else others
+                    session = kept.enter_context(opened(engine, parse_strategy(name), limit))
+                    prefilled[name].append(prefill_rate(engine, session, prompt))
+                    if is_last:
+                        sessions[name] = session
+        for name in arguments.strategies:
+            (watch,) = start(engine, [sessions[name]], tokens=4)
             watch.wait()
             held[name] = watch.kv_peak_bytes
-            print(f"{name} at {length}: {held[name]} bytes", flush=True)
+            rates = ", ".join(f"{rate:.0f}" for rate in prefilled[name])
+            print(f"{name} at {length}: {held[name]} bytes, prefill {rates} tokens a second", flush=True)
         sides = {
             name: partial(decode_milliseconds, engine, [session], arguments.tokens)
             for name, session in sessions.items()
         }
-        return in_turns(sides, arguments.rounds), held
+        return in_turns(sides, arguments.rounds), held, prefilled
 
 
-def values_of(cells: dict[int, dict[str, list[float]]], held: dict[int, dict[str, int]]) -> dict[str, Any]:
+def values_of(
+    cells: dict[int, dict[str, list[float]]],
+    held: dict[int, dict[str, int]],
+    prefilled: dict[int, dict[str, list[float]]],
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
     shortest = min(cells)
     for length, cell in cells.items():
         baseline = next(iter(cell))
         for name, samples in cell.items():
             values[f"most bytes while it decodes, {name}, at {length}"] = record.exact(held[length][name], "bytes")
+            rates = prefilled[length]
+            values[f"prefill, {name}, at {length}"] = record.summarize(rates[name], "tokens a second")
             if name != baseline:
+                shares = [ours / theirs for ours, theirs in zip(rates[name], rates[baseline], strict=True)]
+                values[f"prefill, {name} ÷ {baseline}, at {length}"] = record.summarize(shares, "ratio")
                 share = held[length][name] / held[length][baseline]
                 values[f"bytes, {name} ÷ {baseline}, at {length}"] = record.exact(share, "ratio")
             values[f"decode step, {name}, at {length}"] = record.summarize(samples, "ms")
@@ -117,6 +147,7 @@ def values_of(cells: dict[int, dict[str, list[float]]], held: dict[int, dict[str
 def write(
     cells: dict[int, dict[str, list[float]]],
     held: dict[int, dict[str, int]],
+    prefilled: dict[int, dict[str, list[float]]],
     left_out: dict[str, str],
     arguments: argparse.Namespace,
 ) -> Path:
@@ -133,12 +164,13 @@ def write(
                 "device": torch.cuda.get_device_name() if on_gpu else "cpu",
                 "dtype": arguments.dtype,
                 "rounds": arguments.rounds,
+                "prefills": arguments.prefills,
                 "tokens": arguments.tokens,
                 "segment_tokens": arguments.segment_tokens,
                 "strategies": arguments.strategies,
             },
             "seeds": [SEED],
-            "values": values_of(cells, held),
+            "values": values_of(cells, held, prefilled),
             "tables": {
                 "ms of a step": [
                     {"length": length, **{name: round(statistics.median(each), 4) for name, each in cell.items()}}
@@ -160,6 +192,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="the first is the baseline")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 130_000])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prefills", type=int, default=2, help="of each strategy, at each length")
     parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
     parser.add_argument("--segment-tokens", type=int, default=256, help="entries leave a window so many at once")
     parser.add_argument("--seconds", type=float, default=1200.0, help="no length begins after so many")
@@ -167,8 +200,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=None)
     parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.tokens < 4:
-        parser.error("at least one round of 4 tokens is needed")
+    arguments.lengths.sort()
+    if min(arguments.rounds, arguments.prefills) < 1 or arguments.tokens < 4:
+        parser.error("at least one prefill and one round of 4 tokens are needed")
     return arguments
 
 
@@ -176,27 +210,29 @@ def main() -> None:
     arguments, began = parsed(), time.monotonic()
     cells: dict[int, dict[str, list[float]]] = {}
     held: dict[int, dict[str, int]] = {}
+    prefilled: dict[int, dict[str, list[float]]] = {}
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         engine = opened_engine(arguments, stack)
-        for length in sorted(arguments.lengths):
+        warm(engine, arguments)
+        for length in arguments.lengths:
             if time.monotonic() - began > arguments.seconds:
                 left_out[f"at {length}"] = f"{arguments.seconds:g} seconds were over"
                 continue
             try:
-                cells[length], held[length] = measure(engine, length, arguments)
+                cells[length], held[length], prefilled[length] = measure(engine, length, arguments)
             except (InvalidArgument, NoCapacity) as refusal:
                 left_out[f"at {length}"] = str(refusal)
                 continue
-            for name, value in values_of(cells, held).items():
+            for name, value in values_of(cells, held, prefilled).items():
                 if name.endswith(f"at {length}") or f"at {length} ÷" in name:
                     print(f"{name}: {value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})", flush=True)
-            path = write(cells, held, left_out, arguments)
+            path = write(cells, held, prefilled, left_out, arguments)
     for where, why in left_out.items():
         print(f"left out: {where}: {why}")
     if not cells:
         raise SystemExit("nothing was measured")
-    path = write(cells, held, left_out, arguments)  # with all that was left out
+    path = write(cells, held, prefilled, left_out, arguments)  # with all that was left out
     print(path if arguments.results else path.relative_to(record.ROOT))
 
 
