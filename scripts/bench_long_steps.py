@@ -110,8 +110,8 @@ def measure(
             rates = ", ".join(f"{rate:.0f}" for rate in prefilled[name])
             print(f"{name} at {length}: {held[name]} bytes, prefill {rates} tokens a second", flush=True)
         sides = {
-            name: partial(decode_milliseconds, engine, [session], arguments.tokens)
-            for name, session in sessions.items()
+            name: partial(decode_milliseconds, engine, [sessions[name]], arguments.tokens)
+            for name in arguments.strategies
         }
         return in_turns(sides, arguments.rounds), held, prefilled
 
