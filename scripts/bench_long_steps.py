@@ -17,7 +17,6 @@ import argparse
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,40 +28,30 @@ forbid_model_hub()
 
 import torch
 
-from inference_engine.backends.torch_loading import serve_loaded
-from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
-from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
 from laboratory.evaluation import record
+from laboratory.evaluation.made_models import SEED, SHAPES, made_codec, made_forward
 from laboratory.evaluation.sessions import opened
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, start
-from laboratory.training.components import fit_components
-from scripts.bench_gpu import SEED, SHAPES, made_model
-from scripts.bench_latent_gpu import GROUP_LAYERS, made_codec
+from laboratory.training.made_target import components_of_random_ids
 
 STRATEGIES = ("full", "gather:scorer=bounds", "gather:scorer=components")
-CALIBRATED = (4, 512)  # sequences of random ids, and their tokens
 
 
 def opened_engine(arguments: argparse.Namespace, stack: ExitStack) -> Engine:
-    device = torch.device(arguments.device)
     config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
-    ops = replace(open_ops("auto", device), attends_together=True)
-    loaded = made_model(arguments.shape, arguments.device, arguments.dtype)
-    forward = serve_loaded(loaded, config, admit_config(SHAPES[arguments.shape]()), ops=ops)
-    generator = torch.Generator().manual_seed(SEED)
-    vocabulary = forward.facts.vocab_size
-    components = fit_components(forward, torch.randint(5, vocabulary - 5, CALIBRATED, generator=generator))
+    forward = made_forward(arguments.shape, config)
+    components = components_of_random_ids(forward)
     kv_bytes = arguments.kv_bytes or int(0.8 * forward.free_bytes())
     settings = EngineConfig(kv_bytes=kv_bytes, max_batch=4, overlap="on", segment_tokens=arguments.segment_tokens)
     latent = None
     if any(name.startswith("restored") for name in arguments.strategies):
         geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=arguments.segment_tokens)
-        latent = made_codec(geometry, GROUP_LAYERS.get(arguments.shape, 2), device)
+        latent = made_codec(arguments.shape, geometry, torch.device(arguments.device))
     return stack.enter_context(Engine(forward, settings, components=components, latent=latent))
 
 
