@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class NgramDrafter:
         # A copy of two ids has another acceptance rate than one of eight.
         _, length = copy
         kind = "short" if length <= _SHORT else "longest" if length == self.max_ngram else "long"
-        return DraftMethod(f"{kind} copy", longest=self.longest, needs_entries=False)
+        return _method(kind, self.longest)
 
     def observe(self, seen: Sequence[Seen]) -> None:
         pass
@@ -100,3 +101,8 @@ class NgramDrafter:
                 break
             best, length = longer, length + 1
         return (int(best[-1]) + 1, length) if len(best) and length >= self.min_ngram else None
+
+
+@cache
+def _method(kind: str, longest: int) -> DraftMethod:
+    return DraftMethod(f"{kind} copy", longest=longest, needs_entries=False)

@@ -20,7 +20,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,47 +34,25 @@ configure_threads_environment()
 forbid_model_hub()
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from inference_engine.backends.base import Forward, Result, Step
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.backends.torch_loading import serve_loaded
-from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError, InvalidArgument, NoCapacity
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.models import LoadedModel
-from inference_engine.models.seam import ATTENTION
 from inference_engine.types import GenerateParams, TokenCommitted
 from laboratory.evaluation import record
+from laboratory.evaluation.made_models import SEED, SHAPES, made_forward
 from laboratory.evaluation.sessions import append_all, opened, turned
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
 
-SEED = 1
 MODULES, LISTED, AHEAD, INVARIANT = "torch's modules", "listed", "listed, ahead", "invariant, ahead"
 COMPARED = ((LISTED, MODULES), (AHEAD, LISTED), (INVARIANT, AHEAD))
 SHARE_OF_MEMORY = 0.2  # of what is free beside the weights, for the K and V of each engine
-_POSITIONS = 2**17
-
-SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen2.5-7b": lambda: Qwen2Config(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, max_position_embeddings=_POSITIONS, rms_norm_eps=1e-6, tie_word_embeddings=False,
-        rope_theta=1e6,
-    ),
-    "smollm2-135m": lambda: LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49152, max_position_embeddings=_POSITIONS, tie_word_embeddings=True,
-    ),
-    "tiny": lambda: Qwen2Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, max_position_embeddings=_POSITIONS,
-    ),
-}  # fmt: skip
 
 
 class WatchedForward:
@@ -120,28 +98,6 @@ class Cell:
     alike: dict[str, int] = field(default_factory=dict)  # tokens of a session that are, to the bit, those of a lone one
 
 
-def made_model(name: str, device: str, dtype: str) -> LoadedModel:
-    """Random weights of that shape, norms and biases too, in memory."""
-    config = SHAPES[name]()
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
-        with torch.no_grad():
-            for each, parameter in model.named_parameters():
-                if each.endswith("bias") or "norm" in each:
-                    parameter.add_(torch.randn_like(parameter) * 0.05)
-    return LoadedModel(
-        model=model.to(device).eval().requires_grad_(requires_grad=False),
-        model_id=name,
-        folder=Path(),
-        trained_positions=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        dtype=dtype,
-        device=device,
-        weights_sha256=None,
-    )
-
-
 @contextmanager
 def all_engines(
     name: str, arguments: argparse.Namespace
@@ -152,10 +108,9 @@ def all_engines(
     """
     device = torch.device(arguments.device)
     config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
-    # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
+    listed = made_forward(name, config)
+    # As on a GPU, wherever this runs.
     ops = replace(open_ops("auto", device), attends_together=True)
-    loaded = made_model(name, arguments.device, arguments.dtype)
-    listed = serve_loaded(loaded, config, admit_config(SHAPES[name]()), ops=ops)
     if listed.listed is None:
         raise BackendError(f"steps of the shape {name} are not listed on {device}: there is nothing to compare")
     facts = replace(listed.facts, numerics="torch")

@@ -55,10 +55,10 @@ from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation import record
+from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
 from laboratory.evaluation.sessions import opened
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
-from scripts.bench_gpu import SEED, SHAPES, made_model
 
 COMPILED = "transformers, compiled"
 FULL = "full"

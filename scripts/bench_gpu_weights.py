@@ -51,11 +51,11 @@ from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import ATTENTION
 from laboratory.evaluation import record
 from laboratory.evaluation.haystack import Texts
+from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.models import load_tokenizer
 from laboratory.evaluation.passages import Passage, force, text_passage
 from laboratory.evaluation.sessions import opened, turned
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
-from scripts.bench_gpu import SEED, SHAPES, made_model
 
 PLAIN, BLOCKS, MODULES = "bfloat16", "fp8/128", "bfloat16 by torch's modules"
 WEIGHTS = (PLAIN, "fp8", BLOCKS, "int4")

@@ -29,30 +29,20 @@ forbid_model_hub()
 import torch
 
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.backends.torch_loading import serve_loaded
-from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kernels.ops import open_ops
-from inference_engine.kv.archives.latent import default_bytes_per_token
 from inference_engine.kv.context import KVContext, NoCoder
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
-from kv_cache_proposer.f_theta.basis import Basis
-from kv_cache_proposer.f_theta.codec import LatentCodec, code
-from kv_cache_proposer.f_theta.components import Components
-from kv_cache_proposer.f_theta.layout import Group, LayerShape, make_groups
 from laboratory.evaluation import record
+from laboratory.evaluation.made_models import SEED, SHAPES, made_codec, made_forward
 from laboratory.evaluation.sessions import turned
 from laboratory.evaluation.timing import Run, run
-from scripts.bench_gpu import SEED, SHAPES, made_model
 
 FULL, KERNELS, PLAIN = "full", "latent, own kernels", "latent, plain torch"
-GROUP_LAYERS = {"qwen2.5-7b": 4, "smollm2-135m": 10}
-_MOST_COMPONENTS = 0.5  # of a group's numbers; a twentieth of the bytes leaves bits for fewer
-_FALL = 0.55  # the deviation of component i is i to the power of minus this
 _KV_SHARE = 0.25  # of the free memory, for each engine
 
 
@@ -63,44 +53,15 @@ class PlainForward(TorchForward):
         return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder())
 
 
-def made_codec(geometry: Geometry, group_layers: int, device: torch.device) -> LatentCodec:
-    """Random orthonormal bases, at a twentieth of the bytes that entries have in bfloat16."""
-    shapes = [
-        LayerShape(layer=index, kv_heads=layer.kv_heads, head_dim=layer.head_dim)
-        for index, layer in enumerate(geometry.layers)
-    ]
-    generator = torch.Generator(device).manual_seed(SEED)
-    bases = [_made_basis(group, device, generator) for group in make_groups(shapes, group_layers)]
-    return code(bases, default_bytes_per_token(geometry)).to(device, kernels="auto")
-
-
-def _made_basis(group: Group, device: torch.device, generator: torch.Generator) -> Basis:
-    count = max(8, int(_MOST_COMPONENTS * group.width))
-    entries = torch.linalg.qr(torch.randn((group.width, count), generator=generator, device=device)).Q
-    unit = [
-        torch.eye(shape.head_dim, device=device).expand(2, shape.kv_heads, -1, -1).contiguous()
-        for shape in group.shapes
-    ]
-    return Basis(
-        group=group,
-        mean=torch.zeros(group.width, device=device),
-        weights=tuple(unit),
-        inverses=tuple(unit),
-        components=Components(entries=entries.contiguous(), head_sizes=group.head_sizes),
-        deviations=torch.arange(1, count + 1, device=device).float().pow(-_FALL),
-    )
-
-
 @contextmanager
 def all_engines(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, Engine]]:
     device = torch.device(arguments.device)
     config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
+    own = made_forward(name, config)
     ops = replace(open_ops("auto", device), attends_together=True)
-    loaded = made_model(name, arguments.device, arguments.dtype)
-    own = serve_loaded(loaded, config, admit_config(SHAPES[name]()), ops=ops)
     plain = PlainForward(own.seam, own.facts, device, ops=ops, records_graphs=own.records_graphs, listed=own.listed)
     geometry = own.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=arguments.segment_tokens)
-    codec = made_codec(geometry, GROUP_LAYERS.get(name, 2), device)
+    codec = made_codec(name, geometry, device)
     counts = [coder.levels.count for coder in codec.coders]
     print(f"{name}: {codec.bytes_per_token} bytes a token, numbers of each group {counts}", flush=True)
     kv_bytes = arguments.kv_bytes or int(_KV_SHARE * own.free_bytes())

@@ -6,8 +6,8 @@ that reads all.
 The model has the shape of a real one and random weights, made in memory, and components of its keys are calibrated on
 random ids: times are measured, and nothing about answers. One engine records its steps and launches them ahead. At each
 length every strategy has sessions with the same history; they take turns in every round, and ratios are taken within a
-round. A shorter prefill before is not counted. The record is written anew after every length: a run that is cut off
-keeps what it has.
+round. A first prefill is not counted. The record is written anew after every length: a run that is cut off keeps what
+it has.
 
 With `--device cpu --dtype float32 --shape tiny` everything runs by the references: a trial of this script, no
 measurement of anything.
@@ -19,7 +19,6 @@ import argparse
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,53 +30,31 @@ forbid_model_hub()
 
 import torch
 
-from inference_engine.backends.torch_loading import serve_loaded
-from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
-from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
 from laboratory.evaluation import record
+from laboratory.evaluation.made_models import SEED, SHAPES, made_codec, made_forward
 from laboratory.evaluation.sessions import opened, turned
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, start
-from laboratory.training.components import fit_components
-from scripts.bench_gpu import SEED, SHAPES, made_model
-from scripts.bench_latent_gpu import GROUP_LAYERS, made_codec
+from laboratory.training.made_target import components_of_random_ids
 
 STRATEGIES = ("full", "gather:scorer=bounds", "gather:scorer=components")
-WARMED = 3072  # ids of a prefill that is not counted: kernels are compiled, and steps recorded
-CALIBRATED = (4, 512)  # sequences of random ids, and their tokens
 
 
 def opened_engine(arguments: argparse.Namespace, stack: ExitStack) -> Engine:
-    device = torch.device(arguments.device)
     config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
-    ops = replace(open_ops("auto", device), attends_together=True)
-    loaded = made_model(arguments.shape, arguments.device, arguments.dtype)
-    forward = serve_loaded(loaded, config, admit_config(SHAPES[arguments.shape]()), ops=ops)
-    generator = torch.Generator().manual_seed(SEED)
-    vocabulary = forward.facts.vocab_size
-    components = fit_components(forward, torch.randint(5, vocabulary - 5, CALIBRATED, generator=generator))
+    forward = made_forward(arguments.shape, config)
+    components = components_of_random_ids(forward)
     kv_bytes = arguments.kv_bytes or int(0.8 * forward.free_bytes())
     settings = EngineConfig(kv_bytes=kv_bytes, max_batch=4, overlap="on", segment_tokens=arguments.segment_tokens)
     latent = None
     if any(name.startswith("restored") for name in arguments.strategies):
         geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=arguments.segment_tokens)
-        latent = made_codec(geometry, GROUP_LAYERS.get(arguments.shape, 2), device)
+        latent = made_codec(arguments.shape, geometry, torch.device(arguments.device))
     return stack.enter_context(Engine(forward, settings, components=components, latent=latent))
-
-
-def warm(engine: Engine, arguments: argparse.Namespace) -> None:
-    """A prefill and a few steps of every strategy."""
-    count = min(WARMED, arguments.lengths[0])
-    generator = torch.Generator().manual_seed(SEED + 1)
-    prompt = torch.randint(5, engine.info().facts.vocab_size - 5, (count,), generator=generator).tolist()
-    for name in arguments.strategies:
-        with opened(engine, parse_strategy(name), 8 + count + 2 + arguments.tokens) as session:
-            prefill_rate(engine, session, prompt)
-            decode_milliseconds(engine, [session], arguments.tokens)
 
 
 def measure(
@@ -94,13 +71,15 @@ def measure(
     with ExitStack() as stack:
         limit = 8 + length + 2 + (arguments.rounds + 1) * arguments.tokens
         sessions: dict[str, str] = {}
-        for number in range(arguments.prefills):
-            is_last = number == arguments.prefills - 1
+        for number in range(arguments.prefills + 1):
+            is_last = number == arguments.prefills
             for name in turned(arguments.strategies, number):
                 with ExitStack() as others:
                     kept = stack if is_last else others
                     session = kept.enter_context(opened(engine, parse_strategy(name), limit))
-                    prefilled[name].append(prefill_rate(engine, session, prompt))
+                    rate = prefill_rate(engine, session, prompt)
+                    if number:  # before, kernels are compiled, and steps recorded
+                        prefilled[name].append(rate)
                     if is_last:
                         sessions[name] = session
         for name in arguments.strategies:
@@ -214,7 +193,6 @@ def main() -> None:
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         engine = opened_engine(arguments, stack)
-        warm(engine, arguments)
         for length in arguments.lengths:
             if time.monotonic() - began > arguments.seconds:
                 left_out[f"at {length}"] = f"{arguments.seconds:g} seconds were over"

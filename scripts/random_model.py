@@ -1,8 +1,9 @@
-"""A model of a real one's shape with random weights, as a folder: for bytes and speed at lengths that no text needs.
+"""A model of a real one's shape with random weights, as a folder: for bytes and speed of the backends that read files.
 
     python scripts/random_model.py gemma3-270m FOLDER
     kakeya evaluate ladder --model FOLDER --trained 0 --lengths 64000 100000 --strategies sink_window gather
 
+On torch no folder is needed: `kakeya evaluate ladder --random gemma3-270m` makes such a model in memory.
 Nothing that it says means anything, and how far its choices are from full attention neither. Its tokenizer knows single
 characters. The weights are the same for the same shape and seed.
 """
@@ -21,32 +22,10 @@ forbid_model_hub()
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
-_GEMMA_LAYERS = [*["sliding_attention"] * 5, "full_attention"] * 3
-SHAPES: dict[str, PretrainedConfig] = {
-    "smollm2-135m": LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rope_theta=100_000.0,
-        tie_word_embeddings=True,
-    ),
-    "gemma3-270m": Gemma3TextConfig(
-        vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=256, max_position_embeddings=32_768, sliding_window=512,
-        layer_types=_GEMMA_LAYERS, query_pre_attn_scalar=256, tie_word_embeddings=True,
-    ),
-    "qwen2.5-7b": Qwen2Config(
-        vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, max_position_embeddings=131_072, rope_theta=1_000_000.0, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+from laboratory.evaluation.made_models import SHAPES
+
 _END = "<|end|>"
 
 
@@ -56,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="to be made; its last part names the model in records")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
-    write_model(SHAPES[arguments.shape], arguments.folder, seed=arguments.seed)
+    write_model(SHAPES[arguments.shape](), arguments.folder, seed=arguments.seed)
 
 
 def write_model(config: PretrainedConfig, folder: Path, *, seed: int = 0) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,9 @@ class Tokens(Protocol):
     def __getitem__(self, where: slice, /) -> TokenIds: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DraftMethod:
-    """One of the methods of a drafter. Acceptance and cost are measured for each method.
+class DraftMethod(NamedTuple):
+    """One of the methods of a drafter. Acceptance and cost are measured for each method; a tuple, because every token
+    looks them up.
 
     longest: most tokens in one draft. needs_entries: it must observe every committed token before it can draft.
     """

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
+from operator import truediv
 
 # The prior acceptance rate, and its weight in drafts: for all sessions together, and for a new session, whose prior is
 # the rate of all. A few rejected drafts in a row do not stop drafting; the rate of all sessions changes slowly.
@@ -71,7 +72,7 @@ class Acceptance:
 
     def rates(self, count: int) -> list[float]:
         """The rates of the first `count` places."""
-        found = [right / tried for right, tried in zip(self._right[:count], self._tried, strict=False)]
+        found = list(map(truediv, self._right[:count], self._tried))
         if len(found) < count:
             if self.like is not None:
                 return found + self.like.rates(count)[len(found) :]
@@ -150,10 +151,13 @@ class StepSeconds:
             return None
         after = bisect_right(known, tokens)
         if not after or after == len(known) or known[after - 1] == tokens:
-            return self._known(known[max(0, after - 1)])
+            return self._by_tokens[known[max(0, after - 1)]].seconds
         below, above = known[after - 1], known[after]
         share = (tokens - below) / (above - below)
-        return (1 - share) * self._known(below) + share * self._known(above)
+        shorter, longer = self._by_tokens[below].seconds, self._by_tokens[above].seconds
+        assert shorter is not None
+        assert longer is not None
+        return (1 - share) * shorter + share * longer
 
     def cost(self, sessions: int, drafted: int, draft_seconds: float, plain: float) -> float:
         """How much longer a step of `sessions` takes with a draft of so many tokens, in plain steps of `plain` seconds.
@@ -163,11 +167,6 @@ class StepSeconds:
         seconds = self.expected(sessions + drafted)
         assert seconds is not None, "a plain step was measured"
         return (max(plain, seconds) + draft_seconds) / plain - 1.0
-
-    def _known(self, tokens: int) -> float:
-        seconds = self._by_tokens[tokens].seconds
-        assert seconds is not None
-        return seconds
 
 
 def best_length(

@@ -274,6 +274,8 @@ class Layout:
         if self.window is None:
             return positions - self.base
         ring = max(1, self.capacity - self.sink)  # a limit shorter than the sink leaves none, and needs none
+        if not self.sink:
+            return positions % ring
         return np.where(positions < self.sink, positions, self.sink + (positions - self.sink) % ring)
 
     def slot(self, position: int) -> int:

@@ -83,7 +83,8 @@ class LayerSlots:
 
     def open(self, first: int, end: int) -> None:
         """Wipe the slots from `first` to `end`."""
-        for states in (self.buffer.keys, self.buffer.values):
+        buffer = self.buffer
+        for states in (buffer.keys, buffer.values):
             for _, views in self._views(states, first, end):
                 views.zero_()
 
@@ -141,7 +142,7 @@ class LayerSlots:
 
     def regions(self, states: Tensor) -> list[Tensor]:
         """[Hkv, slots, D] of each layer: views."""
-        return [self.region.slots(states, layer, 0, self.layout.region) for layer in self.layer_set.layers]
+        return [self.region.slots(states, layer, 0, self.region.region) for layer in self.layer_set.layers]
 
     # -- how queries read the regions --------------------------------------------------------------------------------
 
@@ -233,13 +234,14 @@ class LayerSlots:
                 views.copy_(fresh[layers, place : place + end - first].transpose(1, 2))
             place += end - first
 
-    def _views(self, states: Tensor, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def _views(self, states: Tensor, first: int, end: int) -> list[tuple[slice, Tensor]]:
         """Views of the slots from `first` to `end`, [some layers, Hkv, slots, D] at a time."""
-        dim = self.head_dim
+        dim, views = self.head_dim, []
         for layers, apart in self._even:
             shape = (layers.stop - layers.start, self.kv_heads, end - first, dim)
-            strides = (apart * dim, self.layout.region * dim, dim, 1)
-            yield layers, states.as_strided(shape, strides, (int(self.starts[layers.start]) + first) * dim)
+            strides = (apart * dim, self.region.region * dim, dim, 1)
+            views.append((layers, states.as_strided(shape, strides, (int(self.starts[layers.start]) + first) * dim)))
+        return views
 
 
 def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
@@ -254,9 +256,11 @@ def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
         first = end
 
 
-def neighbours(slots: Positions) -> Iterator[tuple[int, int]]:
+def neighbours(slots: Positions) -> list[tuple[int, int]]:
     """`slots` as runs of neighbours: the first slot of each run, and the slot behind its last."""
-    breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
-    for first, end in zip((0, *breaks), (*breaks, len(slots)), strict=True):
-        if end > first:
-            yield int(slots[first]), int(slots[end - 1]) + 1
+    if not len(slots):
+        return []
+    # Methods of arrays, not functions of numpy: those call several times as much Python.
+    breaks = (slots[1:] - slots[:-1] != 1).nonzero()[0]
+    firsts, lasts = slots[[0, *(breaks + 1)]], slots[[*breaks, -1]]
+    return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))

@@ -63,6 +63,14 @@ class _Pace:
             self.watched = _NONE
 
 
+@dataclass(slots=True)
+class _Course:
+    """Of one session: the statistics of its drafts by method, and what they may still lose."""
+
+    paces: dict[DraftMethod, _Pace] = field(default_factory=dict)
+    balance: Balance = field(default_factory=Balance)
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """A draft of `length` tokens to request, to be verified or only watched."""
@@ -102,13 +110,12 @@ class Drafting:
         self._metrics = metrics
         self._clock = clock
         self._fixed = draft_tokens
-        self._steps: dict[int, StepSeconds] = {}
+        self._steps: defaultdict[int, StepSeconds] = defaultdict(StepSeconds)  # by the order of the sessions' number
         self._draft_seconds: defaultdict[DraftMethod, RecentSeconds] = defaultdict(RecentSeconds)
         self._acceptance: defaultdict[DraftMethod, Acceptance] = defaultdict(
             Acceptance
         )  # over all sessions: the prior of a new session
-        self._paces: WeakKeyDictionary[Session, dict[DraftMethod, _Pace]] = WeakKeyDictionary()
-        self._balances: WeakKeyDictionary[Session, Balance] = WeakKeyDictionary()
+        self._courses: WeakKeyDictionary[Session, _Course] = WeakKeyDictionary()
         # Requests whose draft tokens the step verifies: by which method, and how many sessions the step decodes.
         self._given: dict[Request, tuple[DraftMethod, int]] = {}
         self._seen: list[tuple[Request, Seen]] = []
@@ -122,17 +129,18 @@ class Drafting:
             return 0
         return max(0, request.params.max_tokens - request.generated - 1)
 
-    def _paces_of(self, request: Request) -> dict[DraftMethod, _Pace]:
-        return self._paces.setdefault(request.session, {})
+    def _course(self, request: Request) -> _Course:
+        found = self._courses.get(request.session)
+        if found is None:
+            found = self._courses[request.session] = _Course()
+        return found
 
-    def _balance(self, request: Request) -> Balance:
-        return self._balances.setdefault(request.session, Balance())
-
-    def _pace(self, request: Request, method: DraftMethod) -> _Pace:
-        paces = self._paces_of(request)
-        if method not in paces:
-            paces[method] = _Pace(Acceptance(self._acceptance[method]))
-        return paces[method]
+    def _state(self, request: Request, method: DraftMethod) -> tuple[_Pace, Balance]:
+        course = self._course(request)
+        pace = course.paces.get(method)
+        if pace is None:
+            pace = course.paces[method] = _Pace(Acceptance(self._acceptance[method]))
+        return pace, course.balance
 
     # -- before a step ----------------------------------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class Drafting:
         for one, whole in zip(asked, drafts, strict=True):
             draft = whole[: one.length]
             if one.is_watched:
-                self._pace(one.request, one.method).watch(draft)
+                self._state(one.request, one.method)[0].watch(draft)
             elif len(draft):
                 given[one.request] = draft
                 self._given[one.request] = one.method, len(decoding)
@@ -185,9 +193,6 @@ class Drafting:
         for (pace, balance), _, _ in states:
             _count_step(pace, balance)
         return True
-
-    def _state(self, request: Request, method: DraftMethod) -> tuple[_Pace, Balance]:
-        return self._pace(request, method), self._balance(request)
 
     def _ask(self, request: Request, tokens_left: int, sessions: int) -> _Asked | None:
         """The draft to request, if any, in a step that decodes `sessions` sessions."""
@@ -247,7 +252,7 @@ class Drafting:
         if length and not is_watched:
             pace.steps_since_draft = 0
             pace.watched = _NONE
-            step = self._steps_of(sessions)
+            step = self._steps[sessions.bit_length()]
             if plain := step.expected(sessions):
                 cost = (self._draft_seconds[method].seconds or 0.0) / sessions
                 balance.pay(step.cost(sessions, length, cost, plain))
@@ -255,7 +260,7 @@ class Drafting:
 
     def _best(self, state: tuple[_Pace, Balance], method: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
         """As `_length`, and nothing is counted."""
-        (pace, balance), step = state, self._steps_of(sessions)
+        (pace, balance), step = state, self._steps[sessions.bit_length()]
         cost = (self._draft_seconds[method].seconds or 0.0) / sessions
         length = best_length(
             pace.acceptance,
@@ -277,7 +282,7 @@ class Drafting:
 
     def took(self, sessions: int, tokens: int, seconds: float) -> None:
         """Record the duration of a step that only decoded."""
-        self._steps_of(sessions).saw(tokens, seconds, is_plain=tokens == sessions)
+        self._steps[sessions.bit_length()].saw(tokens, seconds, is_plain=tokens == sessions)
 
     def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
         """The block's first `kept` tokens, from position `first` on, were committed, and `taken` samples recorded."""
@@ -292,24 +297,25 @@ class Drafting:
             self._metrics.acceptance_length.observe(accepted + 1)
             request.trace.note("verify", drafted=block.drafted, accepted=accepted)
             method, sessions = self._given[request]
-            self._balance(request).won(right, sessions)
-            for acceptance in (self._pace(request, method).acceptance, self._acceptance[method]):
+            pace, balance = self._state(request, method)
+            balance.won(right, sessions)
+            for acceptance in (pace.acceptance, self._acceptance[method]):
                 acceptance.saw(block.drafted, right)
         elif request.is_prefilling:
-            for pace in self._paces_of(request).values():
+            for pace in self._course(request).paces.values():
                 pace.watched = _NONE  # what was watched belongs to an earlier Generate
         elif outcome.samples:
-            for pace in self._paces_of(request).values():
+            for pace in self._course(request).paces.values():
                 pace.compare(outcome.samples[0].token_id)
         memory = request.session.kv.draft_memory
-        if kept and self._is_served(request) and (memory is not None or outcome.taps is not None):
+        if kept and (memory is not None or outcome.taps is not None) and self._is_served(request):
             taps = None if outcome.taps is None else outcome.taps[:kept]
             # A copy: the block of a step that was launched ahead is used again.
             self._seen.append((request, Seen(memory, first, block.token_ids[:kept].copy(), taps)))
 
     def flush_if_many(self) -> None:
         """After a step: pass committed tokens to the drafter once there are enough of them."""
-        if sum(len(seen.token_ids) for _, seen in self._seen) >= _REPORTED_TOGETHER:
+        if self._seen and sum(len(seen.token_ids) for _, seen in self._seen) >= _REPORTED_TOGETHER:
             self.flush()
 
     def flush(self) -> None:
@@ -328,9 +334,6 @@ class Drafting:
         except Exception:
             logger.exception("the drafter cannot observe")
             self._degrade(list(dict.fromkeys(request for request, _ in reported)))
-
-    def _steps_of(self, sessions: int) -> StepSeconds:
-        return self._steps.setdefault(sessions.bit_length(), StepSeconds())
 
     def _degrade(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -174,12 +174,13 @@ class History:
     def extend(self, token_ids: TokenIds, mark: Mark) -> None:
         """Add tokens, all or, if it raises MemoryError, none."""
         before, done = self._length, 0
-        if len(token_ids) == 1 and self._open is not None:  # a fast path: generated tokens come one by one
+        if self._open is not None:  # a fast path: generated tokens come one by one, or a few
             leaf, place = self._open, before - self._open_first
-            if place < len(leaf.ids) - 1:
-                leaf.ids[place], leaf.marks[place] = token_ids[0], mark
-                self._length = before + 1
-                self.holdings.tokens += 1
+            end = place + len(token_ids)
+            if end < len(leaf.ids):
+                leaf.ids[place:end], leaf.marks[place:end] = token_ids, mark
+                self._length = before + len(token_ids)
+                self.holdings.tokens += len(token_ids)
                 return
         if before + len(token_ids) > self._capacity:
             self.reserve(len(token_ids))

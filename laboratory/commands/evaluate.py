@@ -19,7 +19,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,20 +147,8 @@ def run(args: argparse.Namespace) -> int:
 
     if experiment.needs_model:
         model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
-        find_model(model.model, cache=model.cache_path)
-
-        from inference_engine.compose import components_identity, find_components, find_latent, latent_identity
-        from laboratory.evaluation.models import open_target
-
         with (
-            open_target(
-                model,
-                engine,
-                latent=find_latent(model),
-                latent_identity=latent_identity(model),
-                components=find_components(model),
-                components_identity=components_identity(model),
-            ) as target,
+            _opened(args, model, engine) as target,
             ended_as_interrupted(),
         ):
             payload = module.main(args, target, *([save] if experiment.saves_parts else []))
@@ -176,6 +164,30 @@ def run(args: argparse.Namespace) -> int:
         print(f"{value_name}: {value['median']:g} {value['unit']}")
     print(path)
     return 0
+
+
+def _opened(args: argparse.Namespace, model: ModelConfig, engine: EngineConfig) -> AbstractContextManager[Any]:
+    """The model that the settings name; or, where an experiment takes a shape, one that is made."""
+    if shape := getattr(args, "random", None):
+        if any(word.partition("=")[0] == "--model" for word in args.typed):
+            raise ConfigError("--random makes a model: leave --model out")
+
+        from laboratory.training.made_target import open_made_target
+
+        return open_made_target(shape, model, engine, args.strategies)
+    find_model(model.model, cache=model.cache_path)
+
+    from inference_engine.compose import components_identity, find_components, find_latent, latent_identity
+    from laboratory.evaluation.models import open_target
+
+    return open_target(
+        model,
+        engine,
+        latent=find_latent(model),
+        latent_identity=latent_identity(model),
+        components=find_components(model),
+        components_identity=components_identity(model),
+    )
 
 
 @contextmanager

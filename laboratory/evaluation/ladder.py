@@ -7,7 +7,7 @@
 
 Recall is `needle`'s, with its control that must miss in every cell; KL is `fidelity`'s; bytes and times are `cost`'s,
 in turns with full. Beyond `--trained` tokens there are bytes and times only: nothing a model says there means anything.
-With random weights, `--trained 0` measures just these.
+`--random SHAPE` makes a model of a real one's shape with random weights and measures just these (`bytes_and_speed.py`).
 
 Baselines from papers: `sink_window` is StreamingLLM (arXiv 2309.17453); `--published` adds Quest, Loki, SnapKV and
 ShadowKV (`published_methods.py`), on the same prompts and passages, with their bytes and without times.
@@ -27,10 +27,11 @@ from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from laboratory.evaluation import cost, fidelity, needle, published, record
+from laboratory.evaluation import bytes_and_speed, cost, fidelity, needle, published, record
 from laboratory.evaluation.arguments import geometry_of, require_at_least, strategy_argument
 from laboratory.evaluation.divergence import Scores
 from laboratory.evaluation.haystack import KINDS
+from laboratory.evaluation.made_models import SHAPES, MadeTarget
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage
 from laboratory.evaluation.published_methods import METHODS, Method, held_bytes
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 LENGTHS = (1400, 5600, 21_000, 64_000, 100_000)
 RECALL = ("single", "multi", "values", "variables", "aggregation")
 _TIMED_TEXT = 20_000  # ids
-_QUICK = {"trials": 5, "count": 32, "rounds": 1, "tokens": 8}
+_QUICK = {"trials": 5, "count": 32, "rounds": 1, "tokens": 8, "prefills": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--published-budget", type=int, default=800, metavar="N", help="of a prompt, that these read or keep"
     )
+    parser.add_argument(
+        "--random", choices=tuple(SHAPES),
+        help="instead of a model: this shape with random weights, made in memory; bytes and times only, on random ids",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefills", type=int, default=2, metavar="N",
+        help="with --random: of each strategy and length; the first is not counted if there are more",
+    )  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N", help="ids of a history")
     parser.add_argument(
         "--trained", type=int, metavar="N",
@@ -76,19 +85,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(
-    arguments: argparse.Namespace, target: Target, save: Callable[[dict[str, Any]], object] = lambda _: None
+    arguments: argparse.Namespace,
+    target: Target | MadeTarget,
+    save: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure and return the record's payload.
 
     save: called with what there is whenever a length is done. Interrupted, it returns that. Raises EvaluationVoid if a
     control finds what it cannot see, InvalidArgument or NoCapacity for what cannot run.
     """
-    require_at_least(arguments, lengths=1, trials=1, count=1, texts=1, rounds=1, tokens=2, published_budget=1)
+    require_at_least(
+        arguments, lengths=1, trials=1, count=1, texts=1, rounds=1, tokens=2, prefills=1, published_budget=1
+    )
     if not isinstance(arguments.control, SinkWindow):
         raise InvalidArgument("control", f"must be a sink_window, got {arguments.control}")
     if arguments.quick:
         for name, most in _QUICK.items():
             setattr(arguments, name, min(most, getattr(arguments, name)))
+    if isinstance(target, MadeTarget):
+        return bytes_and_speed.main(arguments, target, save)
     methods = [METHODS[name](arguments.published_budget) for name in arguments.published]
     if methods:
         published.seam_of(target)  # what is refused is refused before anything runs

@@ -73,26 +73,33 @@ class Target:
 
     def describe(self) -> dict[str, Any]:
         """What a record's config says of the target: what ran where, and the settings that numbers depend on."""
-        import torch
-
-        facts, config, program = self.engine.info().facts, self.engine.config, self.forward.program
         return {
-            "model": facts.model_id,
+            **described(self.engine, self.forward, self.model),
             "weights_sha256": self.weights_sha256,
-            "device": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else facts.device,
-            "dtype": facts.dtype,
-            "backend": facts.backend,
-            "numerics": facts.numerics,
-            "kv_dtype": facts.dtype if program is None else program.kv_type.name.lower(),
-            "linear": self.model.linear,
             **({} if self.latent is None else {"latent": dict(self.latent_identity)}),
             **({} if self.components is None else {"components": dict(self.components_identity)}),
-            "mode": config.mode.value,
-            "segment_tokens": config.segment_tokens,
-            "page_tokens": config.page_tokens,
-            "step_tokens": config.step_tokens,
-            "max_batch": config.max_batch,
         }
+
+
+def described(engine: Engine, forward: Forward, model: ModelConfig) -> dict[str, Any]:
+    """What ran where, by which settings, whatever the weights are."""
+    import torch
+
+    facts, config, program = engine.info().facts, engine.config, forward.program
+    return {
+        "model": facts.model_id,
+        "device": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else facts.device,
+        "dtype": facts.dtype,
+        "backend": facts.backend,
+        "numerics": facts.numerics,
+        "kv_dtype": facts.dtype if program is None else program.kv_type.name.lower(),
+        "linear": model.linear,
+        "mode": config.mode.value,
+        "segment_tokens": config.segment_tokens,
+        "page_tokens": config.page_tokens,
+        "step_tokens": config.step_tokens,
+        "max_batch": config.max_batch,
+    }
 
 
 @contextmanager

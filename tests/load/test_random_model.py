@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from inference_engine.config import EngineConfig, ModelConfig
+from laboratory.evaluation.made_models import SHAPES
 from laboratory.evaluation.models import open_target
-from scripts.random_model import SHAPES, write_model
+from scripts.random_model import write_model
 from tests.tiny import SMALL, tiny_config
 
 
@@ -24,6 +25,6 @@ def test_a_model_of_random_weights_is_served_and_made_again_alike(tmp_path: Path
 
 
 def test_shapes_are_those_of_the_models_they_are_named_for() -> None:
-    gemma = SHAPES["gemma3-270m"]
+    gemma = SHAPES["gemma3-270m"]()
     assert [index for index, kind in enumerate(gemma.layer_types) if kind == "full_attention"] == [5, 11, 17]
-    assert SHAPES["smollm2-135m"].num_hidden_layers == 30
+    assert SHAPES["smollm2-135m"]().num_hidden_layers == 30

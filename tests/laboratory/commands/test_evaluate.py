@@ -258,3 +258,14 @@ def test_report_shows_records_and_leaves_the_index(
 def test_report_refuses_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("evaluate", "report", "--results", str(tmp_path / "nowhere"))) == 1
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_shape_may_stand_in_the_place_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ("evaluate", "ladder", "--random=tiny", "--device=cpu", "--lengths=40", "--quick", *SMALL)
+    assert main((*typed, "--model=tiny", "--results", str(tmp_path))) != 0
+    assert "leave --model out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main((*typed, "--results", str(tmp_path))) == 0
+    found = only_record(tmp_path)
+    assert found["experiment"] == "ladder_tiny-random"
+    assert [row["weights"] for row in found["tables"]["ladder"]] == ["random", "random"]

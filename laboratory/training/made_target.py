@@ -1,0 +1,52 @@
+"""A target with random weights, with all that strategies need: components of its keys, and a latent codec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError
+from inference_engine.kernels.components import KeyComponents
+from inference_engine.kv.strategy import COMPONENTS, LATENT, KVStrategy
+from laboratory.evaluation.made_models import SEED, MadeTarget, made_codec, made_forward
+from laboratory.training.components import fit_components
+
+_CALIBRATED = (4, 512)  # sequences of random ids, and their tokens
+
+
+def components_of_random_ids(forward: TorchForward) -> dict[int, KeyComponents]:
+    """As of a text, for times that do not depend on it. Not while an engine works on `forward`."""
+    generator = torch.Generator().manual_seed(SEED)
+    return fit_components(forward, torch.randint(5, forward.facts.vocab_size - 5, _CALIBRATED, generator=generator))
+
+
+@contextmanager
+def open_made_target(
+    shape: str, model: ModelConfig, engine: EngineConfig, strategies: Sequence[KVStrategy]
+) -> Iterator[MadeTarget]:
+    """Make a model of that shape and what the strategies need beside it, and start an engine.
+
+    Raises ConfigError or BackendError for settings that such a model has nothing to do with.
+    """
+    if model.backend == "native" or model.device == "mlx":
+        raise ConfigError("random weights are made in memory, for torch: leave backend out, with device cpu or cuda")
+    forward = made_forward(shape, model)
+    needed = [strategy.calibrated for strategy in strategies]
+    components = components_of_random_ids(forward) if any(COMPONENTS in one for one in needed) else None
+    latent = None
+    if any(LATENT in one for one in needed):
+        geometry = forward.geometry(
+            mode=engine.mode, page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens
+        )
+        latent = made_codec(shape, geometry, torch.device(model.device))
+    coded = {
+        **({} if components is None else {"components": "calibrated on random ids"}),
+        **({} if latent is None else {"latent": f"random bases, {latent.bytes_per_token} bytes a token"}),
+    }
+    with Engine(forward, engine, latent=latent, components=components) as running:
+        yield MadeTarget(engine=running, forward=forward, model=model, coded=coded)
