@@ -32,7 +32,7 @@ from inference_engine.kv.context import (
 from inference_engine.kv.geometry import UNROTATED
 from inference_engine.models.seam import Seam
 
-_MOST_BYTES = 64 * 2**20  # of a group's numbers, unpacked at once
+_MOST_BYTES = 128 * 2**20  # of a group's numbers, unpacked at once
 _HEAD_DIMS = (32, 64, 128, 256)
 _FLOAT32_BYTES = 4
 _MOST_RATES = 4
@@ -86,14 +86,12 @@ class TorchCoder:
     def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
         return self._fits(rotary, codes.decoder.means.shape[1] // 2)
 
-    def restore(self, layers: Sequence[RestoredLayer], first: int) -> Tensor:
-        found = torch.zeros((len(layers), 2), device=self.device)
+    def restore(self, layers: Sequence[RestoredLayer], first: int, found: Tensor) -> None:
         count = layers[0].keys.shape[1]
         for start, alike in _groups(layers):
             step = max(1, _MOST_BYTES // (_FLOAT32_BYTES * self._decoder_of(alike[0]).tables.padded))
             for begin in range(0, count, step):
                 self._restore(alike, first + begin, slice(begin, min(count, begin + step)), found[start:])
-        return found.T
 
     def analyses(self, rotary: str, head_dim: int, count: int) -> bool:
         return count >= _LEAST_ANALYSED and self._fits(rotary, head_dim)
@@ -122,9 +120,9 @@ class TorchCoder:
         dtype = operand_dtype(layers[0].keys.dtype)
         units = self.latents.units(low, high, self._decoder_of(layers[0]).tables, dtype)
         turn = self._turn(layers[0].rotary, first, count)
-        for layer, broken in zip(layers, found, strict=False):
+        for index, layer in enumerate(layers):
             keys, values = layer.keys[:, own], layer.values[:, own]
-            self.latents.entries(units, self._decoder_of(layer).synthesis, keys, values, broken, turn=turn)
+            self.latents.entries(units, self._decoder_of(layer).synthesis, keys, values, found[index], turn=turn)
 
     def _turn(self, rotary: str, first: int, count: int) -> Turn | None:
         """Layers turn alike, and old entries are restored in the same chunks again and again: those of the last calls

@@ -32,7 +32,7 @@ from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
 
 _SEGMENTS_AT_ONCE = 4  # of appended tokens, where a step has to read offloaded or restored entries
-_SEGMENTS_IN_A_CHUNK = 8  # of restored ones
+_SEGMENTS_IN_A_CHUNK = 16  # of restored ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,11 @@ class Coder(Protocol):
     def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
         """Is there an operation that restores entries of such codes?"""
 
-    def restore(self, layers: Sequence[RestoredLayer], first: int) -> Tensor:
+    def restore(self, layers: Sequence[RestoredLayer], first: int, found: Tensor) -> None:
         """Write entries of consecutive positions, from `first` on, to where each of `layers` is read, keys rotated.
 
-        Returns float32 [2, layers], anywhere: not finite where one of a layer's keys, or of its values, is not.
+        found: float32 [layers, 2] on the device, becomes NaN where one of a layer's keys, or of its values, is not
+        finite.
         """
 
     def analyses(self, rotary: str, head_dim: int, count: int) -> bool:
@@ -70,7 +71,7 @@ class Coder(Protocol):
     def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:
         """The numbers, float32 [n, C], of entries at consecutive positions, from `first` on, in a group's layers.
 
-        And float32 [2, layers]: as `restore` returns it.
+        And float32 [2, layers]: not finite where one of a layer's keys, or of its values, is not.
         """
 
 
@@ -121,7 +122,7 @@ class NoCoder:
     def restores(self, *_: object) -> bool:
         return False
 
-    def restore(self, *_: object) -> Tensor:
+    def restore(self, *_: object) -> None:
         raise AssertionError("it has no operation")
 
     def analyses(self, *_: object) -> bool:

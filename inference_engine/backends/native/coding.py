@@ -88,12 +88,10 @@ class NativeCoder:
     def restores(self, codes: ArchivedCodes, rotary: str) -> bool:
         return rotary in self.turns and codes.decoder.means.shape[1] % (2 * _LANES) == 0
 
-    def restore(self, layers: Sequence[RestoredLayer], first: int) -> Tensor:
-        found = torch.zeros(2, len(layers))
+    def restore(self, layers: Sequence[RestoredLayer], first: int, found: Tensor) -> None:
         for index, layer in enumerate(layers):
             if not self._restore(layer, first):
-                found[:, index] = torch.nan
-        return found
+                found[index] = torch.nan
 
     def _restore(self, layer: RestoredLayer, first: int) -> bool:
         """False if a number is not finite."""

@@ -57,7 +57,7 @@ class FiniteCheck:
             # By layer, as devices note what they find: that alone needs no operation but the copy.
             rows = [question.numbers.T.reshape(-1) for question in self._questions]
             together = rows[0] if len(rows) == 1 else torch.cat(rows)
-            numbers = together.to("cpu", non_blocking=True)
+            numbers = together.to("cpu", non_blocking=True, copy=True)  # more may be found in them meanwhile
             self._answers.append(_Answer(tuple(self._questions), numbers, mark(together.device)))
             self._questions = []  # not before: a failed copy must not lose them
             self._sent += 1

@@ -170,6 +170,9 @@ class _LatentArchive(Archive):
         self._kept = kept
         self._codes = codes
         self._finite = FiniteCheck()
+        self._came_back: Tensor | None = None  # of what the device restored: NaN by layer, in keys and in values
+        self._has_restored = False  # since the last question
+        self._rows = {layer: row for row, layer in enumerate(codec.layers)}
         # For each of the codec's layers: its block, and its index there.
         places = {
             layer: (index, place) for index, group in enumerate(kept) for place, layer in enumerate(group.layers.layers)
@@ -260,7 +263,20 @@ class _LatentArchive(Archive):
             codes = self.decoded_by(layer)
             assert codes is not None, "restores_directly was not asked"
             restored.append(RestoredLayer(codes=codes, rotary=rotary, keys=keys, values=values))
-        self._finite.note(layers, self._context.coder.restore(restored, first), come_back=True)
+        self._context.coder.restore(restored, first, self._found_in(layers))
+
+    def _found_in(self, layers: Sequence[int]) -> Tensor:
+        """[layers, 2], for what is found in entries of these: a part of one tensor of all layers, which is asked once
+        for all that is restored in a step."""
+        rows = [self._rows[layer] for layer in layers]
+        if rows != list(range(rows[0], rows[0] + len(rows))):
+            own = torch.zeros((len(rows), 2), device=self._context.device)
+            self._finite.note(layers, own.T, come_back=True)
+            return own
+        if self._came_back is None:
+            self._came_back = torch.zeros((len(self._rows), 2), device=self._context.device)
+        self._has_restored = True
+        return self._came_back[rows[0] : rows[0] + len(rows)]
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         codes = self._codes_of(positions)
@@ -286,6 +302,9 @@ class _LatentArchive(Archive):
         return self._context.compute(("latent", self._codec, self._places, what), function, tensors)
 
     def ask_finite(self) -> int:
+        if self._has_restored and self._came_back is not None:
+            self._finite.note(self._codec.layers, self._came_back.T, come_back=True)
+            self._has_restored = False
         return self._finite.send()
 
     def require_finite(self, upto: int | None = None) -> None:
@@ -293,6 +312,7 @@ class _LatentArchive(Archive):
 
     def dismiss(self) -> None:
         self._finite.forget()
+        self._came_back, self._has_restored = None, False
 
     def _codes_of(self, positions: Positions) -> Tensor:
         """The codes of consecutive positions."""
@@ -317,7 +337,7 @@ class _LatentArchive(Archive):
 
     def forget(self) -> None:
         self._codes.clear()
-        self._finite.forget()
+        self.dismiss()
 
     def held_bytes(self, counts: Sequence[int]) -> int:
         return self._codes.held_bytes(counts[0])
