@@ -26,7 +26,7 @@ from inference_engine.cli.settings import add_config_file, add_settings, setting
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, misspelled_variables
 from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.models.mapped import MappedWeights
-from inference_engine.server.address import cannot_bind, resolve_bind
+from inference_engine.server.address import cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.trace_export import check_exporter, exported
 
 if TYPE_CHECKING:
@@ -69,8 +69,12 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)
     for setting, bind in (("bind", server.bind), ("http_bind", server.http_bind)):
-        if bind and bind_error(address := resolve_bind(setting, bind)):
+        if not bind:
+            continue
+        if bind_error(address := resolve_bind(setting, bind)):
             raise cannot_bind(setting, address)
+        if not address.is_loopback:
+            refuse_open_doors(f"{setting} {bind}", server, has_keys=bool(server.api_key_file))
 
     # A truncated file of weights (SIGBUS) or a fault in a library ends the process, with a stack on standard error.
     if not faulthandler.is_enabled():

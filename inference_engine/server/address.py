@@ -11,6 +11,7 @@ import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from inference_engine.config import ServerConfig
 from inference_engine.errors import ConfigError
 
 
@@ -46,6 +47,17 @@ def resolve_bind(setting: str, bind: str) -> Address:
         raise ConfigError(f"{setting}: {host!r} does not resolve to an address: {error}") from error
     hosts = [str(entry[4][0]) for entry in found]
     return Address(host=hosts[0], port=port, is_loopback=all(_is_loopback(each) for each in hosts))
+
+
+def refuse_open_doors(bind: str, config: ServerConfig, *, has_keys: bool) -> None:
+    """Beyond loopback, the server needs authentication and encryption. Raises ConfigError without."""
+    has_owners = has_keys or bool(config.tls_client_ca_file)
+    if not has_owners or not (config.tls_cert_file or config.allow_plaintext):
+        raise ConfigError(
+            f"{bind} can be reached from other machines: set both api_key_file and tls_cert_file with tls_key_file, "
+            "or bind 127.0.0.1. (tls_client_ca_file, which requires client certificates, can replace the keys; set "
+            "allow_plaintext if a proxy in front of this server terminates TLS.)"
+        )
 
 
 def names_this_machine(host: str, names: Collection[str] = ("localhost",)) -> bool:

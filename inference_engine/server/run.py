@@ -24,9 +24,9 @@ from grpc_reflection.v1alpha import reflection
 from inference_engine import __version__
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, RequestError
+from inference_engine.errors import RequestError
 from inference_engine.models.mapped import MappedWeights
-from inference_engine.server.address import Address, cannot_bind, resolve_bind
+from inference_engine.server.address import Address, cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.barring import Bars
 from inference_engine.server.convert import check_strategies
@@ -123,7 +123,11 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
     is_reachable = False
     for setting, bind, each in (("bind", config.bind, address), ("http_bind", config.http_bind, http_address)):
         if each is not None and not each.is_loopback:
-            _refuse_open_doors(f"{setting} {bind}", config, keys)
+            refuse_open_doors(f"{setting} {bind}", config, has_keys=not keys.is_open)
+            if not config.tls_cert_file:
+                _log.warning(
+                    "%s %s can be reached from other machines, and keys cross the network unencrypted", setting, bind
+                )
             is_reachable = True
     limits = _limits(config, is_reachable=is_reachable)
     connections = allowed_connections(config.max_connections, ports=1 if http_address is None else 2)
@@ -260,19 +264,6 @@ async def _end_process(handle: ServerHandle, reason: GaveUp) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(reason.status)
-
-
-def _refuse_open_doors(bind: str, config: ServerConfig, keys: KeyRing) -> None:
-    """Beyond loopback, the server needs authentication and encryption. Raises ConfigError without."""
-    has_owners = not keys.is_open or bool(config.tls_client_ca_file)
-    if not has_owners or not (config.tls_cert_file or config.allow_plaintext):
-        raise ConfigError(
-            f"{bind} can be reached from other machines: set both api_key_file and tls_cert_file with tls_key_file, "
-            "or bind 127.0.0.1. (tls_client_ca_file, which requires client certificates, can replace the keys; set "
-            "allow_plaintext if a proxy in front of this server terminates TLS.)"
-        )
-    if not config.tls_cert_file:
-        _log.warning("%s can be reached from other machines, and keys cross the network unencrypted", bind)
 
 
 def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:

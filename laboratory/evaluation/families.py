@@ -11,7 +11,7 @@ import argparse
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +73,8 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     """Try out every family; returns the payload of a record."""
     found = [
         try_out(config, kind, sizes=1 if arguments.quick else arguments.sizes, seed=arguments.seed)
-        for config, kind in families()
+        for config, kind in families(arguments.only or ("",))
         if kind.__name__ not in _LEFT_OUT
-        and (arguments.only is None or any(name in kind.__name__ for name in arguments.only))
     ]
     admitted = [family for family in found if family.admitted is not None]
     worst: dict[str, float] = {}
@@ -107,14 +106,22 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     }
 
 
-def families() -> Iterator[tuple[PretrainedConfig, type[PreTrainedModel]]]:
-    """Each class that generates text, once, with its default configuration; those without one are left out."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+def families(parts: Sequence[str] = ("",)) -> Iterator[tuple[PretrainedConfig, type[PreTrainedModel]]]:
+    """Each class that generates text, once, with its default configuration; those without one are left out.
+
+    parts: of names. A class with none of them is not even imported.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     seen: set[type[PreTrainedModel]] = set()
-    for kind_of_config, classes in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if not any(part in each for part in parts for each in ([name] if isinstance(name, str) else name)):
+            continue
+        kind_of_config = CONFIG_MAPPING[model_type]
+        classes = MODEL_FOR_CAUSAL_LM_MAPPING[kind_of_config]
         for kind in classes if isinstance(classes, (list, tuple)) else (classes,):
-            if kind in seen:
+            if kind in seen or not any(part in kind.__name__ for part in parts):
                 continue
             try:
                 config = kind_of_config()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from inference_engine.cli.main import main
-from tests.processes import Server
+from tests.processes import Server, warm_children
 from tests.tiny_folder import save_tiny_model
 
 COST = re.compile(
@@ -108,3 +109,9 @@ def test_a_server_that_is_not_there_is_named(chat: Chat, tiny_folder: Path) -> N
     assert status == 1
     assert "127.0.0.1:1" in said
     assert said.count("\n") == 1
+
+
+@pytest.fixture(autouse=True)
+def _warm_children() -> Iterator[None]:
+    with warm_children():
+        yield

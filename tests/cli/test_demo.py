@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from inference_engine.cli.demo import FACT, SCRIPT
 from inference_engine.cli.kill_demo import KILLED_TURN, TOKENS_BEFORE
 from inference_engine.cli.kill_demo import SCRIPT as KILL_SCRIPT
 from inference_engine.cli.main import main
+from tests.processes import warm_children
 
 CLOSING = re.compile(r"prefilled its new tokens only: (\d+) in all, and (\d+) were read .* have prefilled (\d+)\.")
 
@@ -87,3 +88,9 @@ def test_an_answer_that_is_over_before_its_server_can_be_killed_fails_the_demo(
     arguments = ("--kill", "--model", str(tiny_folder), "--kv-bytes=64MiB")
     assert main(("demo", *arguments, f"--max-tokens={TOKENS_BEFORE - 1}")) == 1
     assert "too few to kill a server in it" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def _warm_children() -> Iterator[None]:
+    with warm_children():
+        yield

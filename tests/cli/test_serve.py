@@ -87,8 +87,11 @@ def test_a_port_in_use_is_one_line_and_status_1(server: Server, tiny_folder: Pat
     assert done.stdout == ""
 
 
-def test_a_server_that_others_could_reach_needs_a_key_and_a_certificate(tiny_folder: Path) -> None:
-    done = kakeya("serve", "--model", tiny_folder, "--kv-bytes=64MiB", "--bind=0.0.0.0:0")
+def test_a_server_that_others_could_reach_needs_a_key_and_a_certificate(tiny_folder: Path, tmp_path: Path) -> None:
+    """Before any weights are read."""
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (folder / "model.safetensors").write_bytes(b"not weights at all")
+    done = kakeya("serve", "--model", folder, "--kv-bytes=64MiB", "--bind=0.0.0.0:0")
     assert done.returncode == 1
     assert done.stderr.startswith("kakeya serve: bind 0.0.0.0:0 can be reached from other machines")
     assert done.stderr.count("\n") == 1

@@ -15,6 +15,7 @@ import pytest
 
 from inference_engine.types import Mode
 from kakeya import Client, SinkWindow
+from tests.further import further
 from tests.laws.variants import text
 from tests.server_thread import server_thread
 from tests.tiny_native import served_engine
@@ -53,7 +54,7 @@ def stream(client: Client, strategy: SinkWindow | None, cuts: list[list[int]], *
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(
     ("seed", "strategy", "sampled"),
-    [(0, None, False), (1, SinkWindow(sink=4, window=16), False), (2, None, True)],
+    [further(0, None, False), (1, SinkWindow(sink=4, window=16), False), (2, None, True)],
     ids=["full, greedy", "sink_window, greedy", "full, sampled"],
 )
 def test_fifty_random_splits_give_one_stream(mode: Mode, seed: int, strategy: SinkWindow | None, sampled: bool) -> None:

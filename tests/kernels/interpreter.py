@@ -20,13 +20,14 @@ class _IntOfArray(metaclass=_IsInt):
 
 
 def prepare() -> None:
-    """Let the interpreter take this numpy, and make nothing twice that stays the same: its programs take a third.
+    """Let the interpreter take this numpy, and make nothing twice that stays the same: its programs take a fifth.
 
-    Each operation makes the types of its operands and their shapes anew, and computes whether integers overflow for an
-    assertion of debug mode. Each call of a jitted function replaces the functions of the language again.
+    Each operation makes the types of its operands and their shapes anew, finds out of operands of one type which type
+    both have, and computes whether integers overflow for an assertion of debug mode. Each call of a jitted function
+    replaces the functions of the language again.
     """
     from triton import language
-    from triton.language import core
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     interpreter.int = _IntOfArray
@@ -68,6 +69,63 @@ def prepare() -> None:
             return equals(self, other)
         return core.constexpr(self.values == numbers)
 
+    unwrap, constant, with_element = (
+        core._unwrap_if_constexpr,
+        semantic.TritonSemantic.scalar_constant,
+        core.block_type.with_element_ty,
+    )
+    one_type = semantic.TritonSemantic.binary_op_type_checking_impl
+
+    def unwrap_plainly(value: Any) -> Any:
+        if isinstance(value, core.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, (list, tuple, core.tuple)) else value
+
+    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
+        key = ("constant", type(value), value, dtype.name)
+        if key not in kept:
+            kept[key] = constant(self, value, dtype)
+        return kept[key]
+
+    def with_element_once(self: Any, element: Any) -> Any:
+        key = (element.name, self.shape)
+        if key not in kept:
+            kept[key] = with_element(self, element)
+        return kept[key]
+
+    def call_with(semantics: Any, member: Any) -> Any:
+        return lambda *arguments, _semantic=None, **words: member(*arguments, _semantic=semantics, **words)
+
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(owner, name, call_with(semantic.TritonSemantic(builder), member))
+
+    def one_type_at_once(
+        self: Any,
+        left: Any,
+        right: Any,
+        ptr: bool = False,
+        other: bool = False,
+        joins: bool = True,
+        divides: bool = False,
+    ) -> Any:
+        if isinstance(left, core.tensor) and joins:
+            kind = left.type
+            scalar = kind.scalar
+            if scalar.name in ("int32", "int64", "fp32"):
+                if isinstance(right, core.tensor):
+                    if kind is right.type or kind.name == right.type.name:
+                        return left, right
+                elif type(right) is int and 0 <= right < 2**31:
+                    key = ("constant of", kind.name, right)
+                    if key not in kept:
+                        kept[key] = one_type(self, left, right, ptr, other, joins, divides)[1]
+                    return left, kept[key]
+        return one_type(self, left, right, ptr, other, joins, divides)
+
+    core._unwrap_if_constexpr, core.block_type.with_element_ty = unwrap_plainly, with_element_once
+    semantic.TritonSemantic.scalar_constant = constant_once
+    semantic.TritonSemantic.binary_op_type_checking_impl = one_type_at_once
+    interpreter._patch_attr = patch_attribute
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_type_once
     core.tensor.__init__, core.tuple.__eq__, core._type_for_tuple_values = (
         init_with_shape,

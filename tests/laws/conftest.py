@@ -112,6 +112,10 @@ def _can_be(item: pytest.Item) -> bool:
     return not grows and Mode.FIXED_SHAPE not in given.values()
 
 
+def _is_further(item: pytest.Item) -> bool:
+    return item.get_closest_marker("further") is not None
+
+
 def _law_and_name(item: pytest.Item) -> tuple[str, str]:
     return str(getattr(item, "originalname", item.name)), getattr(_given(item).get("strategy"), "name", "")
 
@@ -127,7 +131,7 @@ def _selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         groups.setdefault((law, name), []).append((item, known))
     turns: Counter[str] = Counter()
     for cases in groups.values():
-        item, known = min(cases, key=lambda case: sum(turns[value] for value in case[1]))
+        item, known = min(cases, key=lambda case: (_is_further(case[0]), sum(turns[value] for value in case[1])))
         turns.update(known)
         yield item
 

@@ -9,7 +9,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
 from tests.facade import rebuild_session
-from tests.laws.variants import MODES, each_strategy, each_strategy_with, engine_for, generate, same, text
+from tests.laws.variants import MODES, each_mechanism, each_strategy_with, engine_for, generate, same, text
 
 LONG_AGO = 1000.0
 
@@ -42,7 +42,7 @@ def test_a_session_whose_entries_were_dropped_goes_on_as_one_that_kept_them(stra
         assert same(generate(engine, rebuilt), said, mode)
 
 
-@each_strategy
+@each_mechanism
 def test_a_fork_of_a_dropped_session_computes_the_entries_itself(strategy: KVStrategy) -> None:
     now, journal = 0.0, MemoryJournal()
     with engine_for(Mode.BATCHED) as engine:

@@ -76,9 +76,9 @@ def test_a_session_in_a_batch_equals_the_session_alone(strategy: KVStrategy, mod
         session = opened(engine, strategy, text())
         neighbours = [
             opened(engine, neighbour, text(length, seed=length))
-            for neighbour, length in ((Full(), 77), (SinkWindow(sink=2, window=9), 100), (Full(), 3), (Full(), 40))
+            for neighbour, length in ((Full(), 40), (SinkWindow(sink=2, window=9), 77), (Full(), 3))
         ]
-        running = [engine.generate(id_, GenerateParams(max_tokens=FEW + 3)) for id_ in neighbours]
+        running = [engine.generate(id_, GenerateParams(max_tokens=FEW + 2)) for id_ in neighbours]
         params = GenerateParams(max_tokens=FEW, sampling=SAMPLED, logprobs=True)
         together = tokens(drain(engine.generate(session, params)))
         for generation in running:
@@ -94,7 +94,7 @@ def test_a_session_rebuilt_from_its_journal_goes_on_as_if_never_closed(strategy:
         session = opened(engine, strategy)
         for turn in range(3):
             engine.append(session, text(30 + turn, seed=turn))
-            generate(engine, session, 11)
+            generate(engine, session, 6)
         began, records = journal.read(session)
         assert [record.mark for record in records] == [Mark.APPENDED, Mark.GENERATED] * 3
         assert began.strategy == str(strategy)
@@ -104,13 +104,13 @@ def test_a_session_rebuilt_from_its_journal_goes_on_as_if_never_closed(strategy:
 
 @each_strategy_with(mode=MODES)
 def test_sampled_tokens_depend_on_seed_and_position_alone(strategy: KVStrategy, mode: Mode) -> None:
-    """One Generate of 12 tokens equals four of 3: no sampler state is carried."""
+    """One Generate of 9 tokens equals three of 3: no sampler state is carried."""
     with engine_for(mode) as engine:
-        once = generate(engine, opened(engine, strategy, text()), 12, sampling=SAMPLED)
+        once = generate(engine, opened(engine, strategy, text()), 9, sampling=SAMPLED)
         session = opened(engine, strategy, text())
-        pieces = [token for _ in range(4) for token in generate(engine, session, 3, sampling=SAMPLED)]
+        pieces = [token for _ in range(3) for token in generate(engine, session, 3, sampling=SAMPLED)]
         other_seed = generate(
-            engine, opened(engine, strategy, text()), 12, sampling=Sampling(temperature=0.9, top_p=0.95, seed=8)
+            engine, opened(engine, strategy, text()), 9, sampling=Sampling(temperature=0.9, top_p=0.95, seed=8)
         )
     assert same(once, pieces, mode)
     assert [token for token, _ in other_seed] != [token for token, _ in once]
@@ -322,13 +322,13 @@ def test_scored_tokens_are_read_as_generated_ones_are(strategy: KVStrategy, mode
     """Score: the same logits as sampling those tokens one by one gave, each predicted once, and the history goes on."""
     with engine_for(mode) as engine:
         sampled, scored = (opened(engine, strategy, text()) for _ in range(2))
-        given = generate(engine, sampled, 18)
+        given = generate(engine, sampled, FEW)
         ids = [token for token, _ in given]
         seen: list[tuple[int, torch.Tensor]] = []
         drain(engine.score(scored, ids, lambda position, logits: seen.append((position, logits))))
         positions = [position + place for position, logits in seen for place in range(len(logits))]
-        assert positions == list(range(LENGTH, LENGTH + 18))
-        logprobs = torch.cat([logits for _, logits in seen]).log_softmax(-1)[range(18), ids].tolist()
+        assert positions == list(range(LENGTH, LENGTH + FEW))
+        logprobs = torch.cat([logits for _, logits in seen]).log_softmax(-1)[range(FEW), ids].tolist()
         assert same(list(zip(ids, logprobs, strict=True)), given, Mode.BATCHED)
         assert same(generate(engine, sampled), generate(engine, scored), mode)
 

@@ -12,13 +12,13 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
 from tests.facade import is_anything_held, on_the_engines_thread, rebuild_session, session_of
-from tests.laws.variants import MODES, drain, each_strategy, each_strategy_with, engine_for, generate, text
+from tests.laws.variants import MODES, drain, each_mechanism, each_strategy_with, engine_for, generate, text
 
 
 def used(engine: Engine, strategy: KVStrategy) -> str:
     session_id = engine.create_session(strategy=strategy).session_id
     for turn in range(2):
-        engine.append(session_id, text(60, seed=turn))
+        engine.append(session_id, text(45, seed=turn))
         generate(engine, session_id, 5)
     return session_id
 
@@ -34,7 +34,7 @@ def test_nothing_of_an_ended_session_is_left_in_memory(strategy: KVStrategy, mod
         assert not is_anything_held(engine)
 
 
-@each_strategy
+@each_mechanism
 def test_a_session_that_dropped_its_entries_goes_on_as_one_that_did_not(strategy: KVStrategy) -> None:
     journal = MemoryJournal()
     with engine_for(Mode.FIXED_SHAPE, journal=journal) as engine:
@@ -46,10 +46,10 @@ def test_a_session_that_dropped_its_entries_goes_on_as_one_that_did_not(strategy
         assert (info.cached_tokens, info.kv_live_bytes, info.tier_live_bytes) == (0, 0, 0)
         for each in (session_id, twin):
             engine.append(each, text(20, seed=5))
-        assert generate(engine, session_id, 12) == generate(engine, twin, 12)
+        assert generate(engine, session_id) == generate(engine, twin)
 
 
-@each_strategy
+@each_mechanism
 def test_a_session_that_dropped_its_entries_reads_none_of_them_again(strategy: KVStrategy) -> None:
     """Not in the regions, nor in second copies, bounds of blocks or rings of past queries."""
     with engine_for(Mode.BATCHED) as engine:

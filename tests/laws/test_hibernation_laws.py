@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,21 +14,23 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode
 from tests.facade import drop_entries, save_copies
+from tests.further import further
 from tests.kept import after_a_kill, keeping, saved
 from tests.laws.variants import (
     MODES,
     all_strategies,
     drain,
-    each_strategy,
+    each_mechanism,
     each_strategy_with,
     engine_for,
     generate,
+    mechanism,
     same,
     text,
     tokens,
 )
 
-PARAMS = GenerateParams(max_tokens=12, logprobs=True)
+PARAMS = GenerateParams(max_tokens=8, logprobs=True)
 
 
 def with_turns(engine: Engine, strategy: KVStrategy, *, seed: int = 0) -> str:
@@ -100,8 +103,15 @@ DAMAGES: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
 }
 
 
-# What is wrong with a file is found before its strategy matters: every strategy has one of the kinds, in turn.
-@pytest.mark.parametrize(("strategy", "damage"), list(zip(all_strategies(), cycle(DAMAGES), strict=False)), ids=str)
+# What is wrong with a file is found before its strategy matters: every mechanism has one of the kinds, in turn.
+FIRST = list({mechanism(each): each for each in reversed(all_strategies())}.values())
+DAMAGED: list[Any] = [
+    *zip(FIRST, cycle(DAMAGES), strict=False),
+    *(further(*case) for case in zip((each for each in all_strategies() if each not in FIRST), cycle(DAMAGES))),
+]
+
+
+@pytest.mark.parametrize(("strategy", "damage"), DAMAGED, ids=str)
 def test_a_file_that_does_not_agree_is_not_used_and_nothing_changes_but_the_time(
     tmp_path: Path, strategy: KVStrategy, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,7 +136,7 @@ def test_a_file_that_does_not_agree_is_not_used_and_nothing_changes_but_the_time
         assert go_on(engine, session)[1] > 0
 
 
-@each_strategy
+@each_mechanism
 def test_a_fork_read_from_a_file_goes_on_as_one_that_stayed_in_memory(tmp_path: Path, strategy: KVStrategy) -> None:
     with keeping(tmp_path / "state", make=made_in(Mode.BATCHED)) as engine:
         parent = with_turns(engine, strategy)

@@ -288,11 +288,11 @@ def test_a_block_of_generated_tokens_equals_its_tokens_one_by_one(
     strategy: KVStrategy, quanta: tuple[int, int]
 ) -> None:
     """Grouping, with appended tokens in between."""
-    entries, length = Entries(150), 150
+    entries, length = Entries(110), 110
     outs: list[list[Tensor]] = []
     for chunk in (1, 13):
         kv = active(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
-        for end, generated in ((61, False), (99, True), (103, False), (length, True)):
+        for end, generated in ((41, False), (69, True), (73, False), (length, True)):
             outs.append(feed(kv, entries, end, chunk, generated=generated))
     for one_by_one, in_blocks in zip(outs[:4], outs[4:], strict=True):
         for ours, theirs in zip(one_by_one, in_blocks, strict=True):
@@ -301,9 +301,9 @@ def test_a_block_of_generated_tokens_equals_its_tokens_one_by_one(
 
 @each_strategy
 def test_entries_leave_only_when_the_history_reaches_a_segment_boundary(strategy: KVStrategy) -> None:
-    entries = Entries(120)
+    entries = Entries(100)
     kv = active(strategy, context())
-    for _ in range(120):
+    for _ in range(100):
         before = [set(group.held[group.held >= 0].tolist()) for group in kv.groups]
         step(kv, entries, 1)
         after = [set(group.held[group.held >= 0].tolist()) for group in kv.groups]
@@ -339,7 +339,7 @@ def one_by_one(strategy: KVStrategy) -> list[tuple[list[Tensor], Footprint, int,
     """Generated tokens, of each its outputs and what the session holds then; a draft is rejected among them."""
     kv, entries, found = active(strategy, context()), Entries(LIMIT), []
     feed(kv, entries, 13)
-    while kv.length < 3 * SEGMENT + 40:
+    while kv.length < 4 * SEGMENT + 4:
         if kv.length == 2 * SEGMENT + 3:
             step(kv, entries, 3, commit=kv.length + 1, generated=True)
         outs = step(kv, entries, 1, generated=True)

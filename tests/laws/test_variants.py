@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_engine.kv.strategies import strategy_names
-from tests.laws.variants import all_strategies, covering, mechanism
+from inference_engine.kv.strategy import KVStrategy
+from tests.laws.variants import all_strategies, covering, mechanism, meet_first
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
@@ -68,3 +69,18 @@ def test_strategies_that_keep_entries_differently_are_different_mechanisms() -> 
     mechanisms = {mechanism(strategy) for strategy in all_strategies()}
     assert {name.split()[0] for name in mechanisms} == set(strategy_names())
     assert {"full", "full coded", "restored latent hold", "restored latent stream"} <= mechanisms
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_cases_in_which_values_meet_first_hold_every_pair_of_them(number: int) -> None:
+    strategies, values = all_strategies(), list(range(number))
+
+    def common(one: KVStrategy | int) -> str | int:
+        return one if isinstance(one, int) else mechanism(one)
+
+    cases = covering(strategies, values, of=common)
+    first = [case for case, is_new in zip(cases, meet_first(cases, of=common), strict=True) if is_new]
+
+    mechanisms = {mechanism(strategy) for strategy in strategies}
+    assert {(mechanism(strategy), value) for strategy, value in first} == set(product(mechanisms, values))
+    assert len(first) == len(mechanisms) * number <= len(cases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -13,7 +13,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
-from tests.further import one_of_each
+from tests.further import further, one_of_each
 from tests.tiny import LATENT_BYTES, VOCABULARY
 from tests.tiny_native import served_engine
 
@@ -73,8 +73,8 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
     ],
 }
 
-# Several times every window, and not a multiple of a segment.
-LENGTH = 150
+# More than twice every window, and not a multiple of a segment.
+LENGTH = 107
 
 
 def all_strategies() -> list[KVStrategy]:
@@ -119,16 +119,32 @@ def _named(value: Any) -> str:
 
 
 def each_strategy_with(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every strategy, every mechanism with every value of the other parameters, and every pair of theirs."""
+    """Every strategy, every mechanism with every value of the other parameters, and every pair of theirs.
+
+    Strategies whose mechanism has met all values before are further cases.
+    """
     names = ("strategy", *parameters)
     cases = covering(all_strategies(), *parameters.values(), of=_common)
-    return pytest.mark.parametrize(names, cases, ids=["-".join(_named(value) for value in case) for case in cases])
+    ids = ["-".join(_named(value) for value in case) for case in cases]
+    chosen = [
+        case if is_new else further(*case) for case, is_new in zip(cases, meet_first(cases, of=_common), strict=True)
+    ]
+    return pytest.mark.parametrize(names, chosen, ids=ids)
+
+
+def meet_first(cases: Iterable[tuple[Any, ...]], *, of: Callable[[Any], Hashable]) -> Iterator[bool]:
+    """Of each case: do two of its values meet for the first time?"""
+    met: set[Hashable] = set()
+    for case in cases:
+        pairs = {*combinations(enumerate(of(value) for value in case), 2)}
+        yield not pairs <= met
+        met |= pairs
 
 
 MODES = list(Mode)
 each_strategy = pytest.mark.parametrize("strategy", all_strategies(), ids=str)
 each_mode = pytest.mark.parametrize("mode", MODES, ids=_named)
-# For what is no law: it depends on how entries are kept and come back, and hardly on how many.
+# For what depends on how entries are kept and come back, and hardly on how many.
 each_mechanism = pytest.mark.parametrize("strategy", one_of_each(all_strategies(), mechanism), ids=str)
 
 
@@ -147,7 +163,7 @@ def tokens(events: list[Event]) -> list[tuple[int, float | None]]:
 
 
 # From LENGTH on they cross the boundary of a segment, as any 16 would.
-FEW = 12
+FEW = 8
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from laboratory.evaluation.record import read_record
 from scripts.bench_kept_sessions import main
 from tests.further import FURTHER
+from tests.processes import warm_children
 from tests.tiny_folder import save_tiny_chat_model
 
 
@@ -24,3 +26,9 @@ def test_a_session_that_goes_on_computes_its_delta_alone(tmp_path: Path, words: 
     assert found["sessions that it has room for"]["median"] == 3
     assert found["tokens that had K/V"]["low"] == 90 + 7  # what was generated last has none yet
     assert found["tokens computed for one"]["high"] == 17
+
+
+@pytest.fixture(autouse=True)
+def _warm_children() -> Iterator[None]:
+    with warm_children():
+        yield

@@ -24,6 +24,7 @@ from tests.kv_cache_proposer.drafter_cases import tiny_network
 from tests.laws.variants import engine_for, generate, same, text
 from tests.mlx.test_loading import DENSE, SIZES, published
 from tests.mlx.tiny import run_on, tiny_mlx
+from tests.processes import warm_children
 from tests.tiny_folder import save_tiny_chat_model
 
 SMALL = ("--kv-bytes", "32MiB", "--bind", "127.0.0.1:0")
@@ -74,7 +75,8 @@ def test_the_audit_finds_nothing_on_mlx(tmp_path: Path) -> None:
     folder = save_tiny_chat_model(tmp_path / "model")
     histories = ("--histories", "2", "--splits", "2", "--turns", "2", "--turn-tokens", "20", "--generate-tokens", "8")
     settings = ("--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx", "--kv-bytes", "32MiB")
-    assert main(["audit", *settings, *histories]) == 0
+    with warm_children():
+        assert main(["audit", *settings, *histories]) == 0
 
 
 def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,8 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +11,28 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from inference_engine.config import child_environment
 from kakeya.v1 import runtime_pb2 as pb
+from tests.processes import Process, ending, run, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, Details, read_rest, refused
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("serve_scripted.py")
 FOREVER = 30_000
 
-Server = tuple[subprocess.Popen[str], str]
+Server = tuple[Process, str]
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[[float], Server]]:
     """Starts a server process that gives running Generates so many seconds. Ends it after the test."""
-    started: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
 
-    def start(drain_seconds: float) -> Server:
-        child = subprocess.Popen(
-            (sys.executable, str(PROGRAM), "127.0.0.1:0", str(drain_seconds)),
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=child_environment(PYTHONPATH=str(ROOT)),
-        )
-        started.append(child)
-        assert child.stdout is not None
-        return child, child.stdout.readline().strip()
+        def start(drain_seconds: float) -> Server:
+            arguments = (str(PROGRAM), "127.0.0.1:0", str(drain_seconds))
+            child = stack.enter_context(ending(started(*arguments)))
+            assert child.stdout is not None
+            return child, child.stdout.readline().strip()
 
-    yield start
-    for child in started:
-        child.kill()
-        child.wait()
-        if child.stdout:
-            child.stdout.close()
+        yield start
 
 
 async def running(client: Client, session_id: str, max_tokens: int) -> Any:
@@ -73,7 +60,7 @@ async def first_refusal(call: Callable[[], Any]) -> Details:
     raise AssertionError("100 calls were answered after NOT_SERVING")
 
 
-async def ended(child: subprocess.Popen[str]) -> int:
+async def ended(child: Process) -> int:
     return await asyncio.to_thread(child.wait, TIMEOUT_SECONDS)
 
 
@@ -142,15 +129,6 @@ async def test_a_second_signal_ends_a_draining_server_at_once(
 
 async def test_a_server_whose_port_is_taken_says_so_and_fails(start: Callable[[float], Server]) -> None:
     _, target = await asyncio.to_thread(start, 1.0)
-    second = await asyncio.to_thread(
-        subprocess.run,
-        (sys.executable, str(PROGRAM), target, "1"),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=child_environment(PYTHONPATH=str(ROOT)),
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    second = await asyncio.to_thread(run, str(PROGRAM), target, "1")
     assert second.returncode == 1
     assert f"{target} is already in use" in second.stderr

@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,7 +14,6 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2
 
-from inference_engine.config import child_environment
 from inference_engine.engine import Engine
 from inference_engine.errors import EngineStalled
 from inference_engine.kv.parts.layer_entries import LayerEntries
@@ -26,9 +23,9 @@ from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
 from tests.facade import end_the_thread, kv_of, nudge
 from tests.load.scripted import scripted_engine
+from tests.processes import Process, ending, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("serve_hanging.py")
 POISON = 250
 HISTORY = tuple(range(40))
@@ -336,18 +333,8 @@ async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_i
 
 
 @contextmanager
-def _started(stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
+def _started(stderr: IO[str]) -> Iterator[Process]:
     """The server process, which is gone at the end, whatever happens."""
-    child = subprocess.Popen(
-        (sys.executable, str(PROGRAM), str(POISON), "600"),
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        cwd=ROOT,
-        env=child_environment(PYTHONPATH=str(ROOT)),
-    )
-    with child:
-        try:
-            yield child
-        finally:
-            child.kill()
+    arguments = (str(PROGRAM), str(POISON), "600")
+    with ending(started(*arguments, stderr=stderr)) as child:
+        yield child

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from laboratory.evaluation.long_session import (
     values,
 )
 from scripts.bench_agentic.bench_session_long_run import Bench, Long, main
+from tests.processes import warm_children
 from tests.tiny_folder import save_tiny_chat_model
 
 SAMPLE = TurnSample(
@@ -253,3 +254,9 @@ def test_what_was_measured_before_a_mistake_of_the_bench_is_recorded(
         bench(tiny_folder, tmp_path, "--turns=20", "--strategy=full")
     (path,) = tmp_path.glob("long_session/*/record.json")
     assert len(json.loads(path.read_text())["turns"]) == 3
+
+
+@pytest.fixture(autouse=True)
+def _warm_children() -> Iterator[None]:
+    with warm_children():
+        yield
