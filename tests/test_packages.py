@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.config import child_environment
-from inference_engine.native.build import LIBRARY
+from inference_engine.native.build import LIBRARY, ZIG, is_supported
 from inference_engine.native.library import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,16 +27,20 @@ BUILT_BY = ("pyproject.toml", "setup.py", "build_backend.py")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By the name of their distribution, built from a copy: setuptools leaves folders where it builds."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+def copy_sources(copy: Path) -> None:
     for name in (*BUILT, *BUILT_BY):
         copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         copied(ROOT / name, copy / name)
     for left in (*copy.rglob("*.egg-info"), *copy.rglob("build")):
         shutil.rmtree(left)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the name of their distribution, built from a copy: setuptools leaves folders where it builds."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    copy_sources(copy)
     without_network = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--wheel-dir", str(out))
     subprocess.run((*PIP, "wheel", *without_network, str(copy), str(copy / "sdks/python")), check=True, timeout=240)
     return {path.name.split("-", 1)[0].replace("_", "-"): path for path in out.iterdir()}
@@ -131,3 +135,40 @@ def test_the_runtimes_wheel_alone_gives_the_command_and_the_sdk(wheels: dict[str
     assert said(str(python), "-c", levels).strip() == str(opened and opened.levels())
     help_of_serve = said(str(scripts / "kakeya"), "serve", "--help")
     assert "--model" in help_of_serve
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not is_supported(), reason="the library is not written for this machine")
+def test_where_no_compiler_is_found_the_wheel_is_built_with_one_from_the_index(tmp_path: Path) -> None:
+    """The compiler makes its own runtime first: on two slow cores that and the library take six minutes."""
+    copy, out, fetched = tmp_path / "source", tmp_path / "out", tmp_path / "fetched"
+    copy_sources(copy)
+    (copy / "inference_engine/native" / LIBRARY.name).unlink(missing_ok=True)
+    fetch = subprocess.run(
+        (*PIP, "download", "--quiet", "--no-deps", "--dest", str(fetched), "setuptools>=77", ZIG),
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    if fetch.returncode:
+        pytest.skip(f"the compiler cannot be fetched: {fetch.stderr.strip()}")
+    nowhere = tmp_path / "nowhere"
+    nowhere.mkdir()
+    environment = {name: value for name, value in child_environment().items() if name != "CXX"}
+    # The environment that pip builds in gets its packages by the same two.
+    environment |= {"PATH": str(nowhere), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(fetched)}
+    command = (*PIP, "wheel", "--no-deps", "--wheel-dir", str(out), str(copy))
+    subprocess.run(command, env=environment, check=True, timeout=1800)
+
+    (wheel,) = out.iterdir()
+    assert wheel.stem.rpartition("-")[2] != "any"
+    unpacked = tmp_path / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    shutil.copytree(ROOT / "tests", unpacked / "tests")
+    shutil.copy(ROOT / "pyproject.toml", unpacked)
+    environment = {**child_environment(), "PYTHONPATH": str(unpacked)}
+    opened = "from inference_engine.native.library import load; print(load().path)"
+    where = subprocess.check_output((sys.executable, "-P", "-c", opened), cwd=unpacked, env=environment, text=True)
+    assert Path(where.strip()).is_relative_to(unpacked)
+    some = [f"tests/native/test_{name}.py" for name in ("matrix", "attention", "forward")]
+    tried = (sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *some)
+    subprocess.run(tried, cwd=unpacked, env=environment, check=True, timeout=600)

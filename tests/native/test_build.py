@@ -206,6 +206,22 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out/libkakeya.so"
 
 
+def test_a_trial_is_linked_as_the_library_is(small: Path, compiler: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zig makes its C++ runtime anew, for minutes, for each way of linking."""
+    linked: list[list[str]] = []
+    run = subprocess.run
+
+    def noted(command: Sequence[str], **options: Any) -> Any:
+        if "-shared" in command:
+            linked.append([word for word in command if word in (*build.THREADS, *build.STRIPPED)])
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    assert build.compiles(compiler)
+    build.build(small, compiler=compiler, say=lambda _: None)
+    assert linked == [[*build.THREADS, *build.STRIPPED]] * 2
+
+
 def test_a_level_whose_flags_a_compiler_does_not_know_is_left_out(compiler: list[str], small: Path) -> None:
     said: list[str] = []
     assert build.build(small, compiler=compiler, say=said.append) == ("plain",)
