@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeVar
@@ -135,7 +135,7 @@ class TorchCoder:
             both = self.seam.turns_to(range(first, first + count), rotary, self.device)
             cos, sin = (part[:, : part.shape[1] // 2].contiguous() for part in both)
             found = self._turns[wanted] = (cos, sin)
-            while sum(cos.nbytes + sin.nbytes for cos, sin in self._turns.values()) > _TURNS_BYTES:
+            while len(self._turns) > 1 and _nbytes(self._turns.values()) > _TURNS_BYTES:
                 self._turns.popitem(last=False)
         self._turns.move_to_end(wanted)
         return found
@@ -195,6 +195,10 @@ def _remember(known: OrderedDict[Key, Made], key: Key, made: Made, layers: int) 
     known[key] = made
     while len(known) > _MOST_RATES * layers:
         known.popitem(last=False)
+
+
+def _nbytes(turns: Iterable[Turn]) -> int:
+    return sum(cos.nbytes + sin.nbytes for cos, sin in turns)
 
 
 def _groups(layers: Sequence[RestoredLayer]) -> Iterator[tuple[int, Sequence[RestoredLayer]]]:

@@ -485,9 +485,9 @@ class Scheduler:
         # Room for the token that is being sampled, and for the one behind it.
         if not all(map(_goes_on, batch)) or not self._store.have_room([request.session for request in batch], 2):
             return None
-        if self._drafting is not None and not self._drafting.rests(batch):
-            return None
         if not flight.step.commits_ahead:
+            return None
+        if self._drafting is not None and not self._drafting.rests(batch):
             return None
         flight.is_committed = True
         for request in batch:

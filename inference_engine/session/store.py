@@ -238,7 +238,7 @@ class SessionStore:
         record = kept.record
         with self._lock:
             for what, recorded, running in (
-                ("segment_tokens", record.segment_tokens, self._context.geometry.segment_tokens),
+                ("segment_tokens", record.segment_tokens, strategy.geometry(self._context.geometry).segment_tokens),
                 ("mode", record.mode, self._mode.value),
                 (strategy.calibrated or "the latent codec", record.codec, self.codec_of(strategy)),
             ):
@@ -549,7 +549,7 @@ class SessionStore:
             kv.limit_tokens,
             tuple(sorted(eos_token_ids)),
             is_growing=kv.grows,
-            segment_tokens=self._context.geometry.segment_tokens,
+            segment_tokens=kv.context.geometry.segment_tokens,
             mode=self._mode.value,
             codec=self.codec_of(kv.strategy),
             label=label,

@@ -154,6 +154,18 @@ def test_segments_are_longer_where_a_device_takes_several_at_once(mode: str, *, 
         torch.testing.assert_close(pieces, ours, atol=1e-5, rtol=1e-5)
 
 
+def test_latents_that_are_read_from_the_second_tier_are_counted_token_by_token() -> None:
+    kv = grown(context(), make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=0), SHORT)
+    entries = Entries(LIMIT)
+    step(kv, entries, 1, generated=True)
+    for _ in range(3):
+        before = kv.transfers()
+        step(kv, entries, 1, generated=True)
+        after = kv.transfers()
+        assert after.steps == before.steps + 1
+        assert after.streamed_bytes - before.streamed_bytes == after.last_step_bytes > 0
+
+
 def test_chosen_entries_take_no_room_where_they_do_not_stay_restored() -> None:
     contexts = [replace(context(), geometry=replace(context().geometry, holds_restored=held)) for held in (True, False)]
     with_cache, without = (SessionKV(SELECT, each, LIMIT) for each in contexts)

@@ -332,6 +332,10 @@ class _LatentArchive(Archive):
     def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
         self._codes.load(saved)
 
+    @property
+    def moves(self) -> bool:
+        return self._codes.has_tier
+
     def commit(self, length: int) -> None:
         self._codes.commit(length)
 

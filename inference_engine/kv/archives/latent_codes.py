@@ -72,8 +72,8 @@ class LatentCodes:
         self._demand = places.demand(context.geometry)
         self._start = start
         self._store = store
-        has_tier = places.chunks(context.geometry).chunks > 0
-        self._transfers = Transfers(context.tier.count) if has_tier else NoTransfers()
+        self.has_tier = places.chunks(context.geometry).chunks > 0
+        self._transfers = Transfers(context.tier.count) if self.has_tier else NoTransfers()
         self._resident = places.resident(context.geometry)
         buffer = context.pool.buffers[places.head_dim]
         self._halves = [self._bytes_from(states) for states in (buffer.keys, buffer.values)]

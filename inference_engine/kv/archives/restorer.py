@@ -182,6 +182,11 @@ class Archive(ABC):
     def held_bytes(self, counts: Sequence[int]) -> int:
         """Bytes in use when `counts` entries have been archived per set of layers, page rounding included."""
 
+    @property
+    def moves(self) -> bool:
+        """May a step move codes between the tiers, so that each has to be committed?"""
+        return False
+
     def commit(self, length: int) -> None:
         """A step ended with a history of `length`. Archives that move nothing between the tiers ignore it."""
 

@@ -127,7 +127,9 @@ class ArchivedEntries(Part):
             regions.stage(positions)
 
     def quiet_until(self, position: int) -> int:
-        """Entries leave at the end of a segment."""
+        """Entries leave at the end of a segment. What a step moves between the tiers is counted after each."""
+        if self._archive.moves:
+            return position
         return min([regions.quiet_until(position) for regions in self.regions], default=position)
 
     def stage_next(self, position: int) -> None:

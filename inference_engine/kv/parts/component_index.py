@@ -112,6 +112,7 @@ class ComponentIndex(LayoutPart):
             )
         self._restores = False
         self._found: Tensor | None = None
+        self._is_opened = False  # does an index know an archive?
 
     @staticmethod
     def is_in(layout: Layout) -> bool:
@@ -133,6 +134,7 @@ class ComponentIndex(LayoutPart):
 
     def restore_from(self, codes: Sequence[ArchivedCodes | None], caches: Sequence[RestoreCache | None]) -> None:
         """From now on the device's operation restores them by itself, by layer, if it can. Otherwise `far` does."""
+        self._is_opened = True
         found = torch.zeros((len(self._opened), 2), device=self._slots.context.device)
         done = [
             opened is not None and opened.restore_from(own, cache, of_layer)
@@ -143,7 +145,9 @@ class ComponentIndex(LayoutPart):
 
     def restore_no_more(self) -> None:
         """The restore caches are about to be given back."""
-        self._restores, self._found = False, None
+        if not self._is_opened:
+            return
+        self._restores, self._found, self._is_opened = False, None, False
         for opened in self._opened:
             if opened is not None:
                 opened.restore_no_more()

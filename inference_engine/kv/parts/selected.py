@@ -122,9 +122,9 @@ class SelectedEntries(StreamedEntries):
     def _drop_room(self) -> None:
         super()._drop_room()
         caches, starts, self._caches, self._starts = self._caches, self._starts, (), []
+        for index in self._indexes:
+            index.restore_no_more()
         if starts:
-            for index in self._indexes:
-                index.restore_no_more()
             self._context.pool.release(list(caches), starts)
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
