@@ -12,7 +12,8 @@ the token; one before the plan would make readers and plan compete for the lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 Wake = Callable[[], object]
 
@@ -25,6 +26,7 @@ class Wakeups:
         self._after = after
         self._holder: int | None = None  # the thread whose wake-ups are held back
         self._kept: dict[Wake, None] = {}
+        self._kept_calls: dict[Wake, None] = {}  # that come before those
 
     def wake(self, wake: Wake) -> None:
         """Call `wake` now, or on `release` if this thread holds its wake-ups back; equal ones are called once."""
@@ -34,6 +36,20 @@ class Wakeups:
             wake()
         else:
             self._after(wake)
+
+    def call(self, callback: Wake, wake: Wake | None) -> None:
+        """As `wake`, and `callback` then too, before it: for wake-ups that are late.
+
+        Together: what `callback` sets before the step is safe could be looked at, found empty, and never be set again.
+        Of those held back, all callbacks come first: a thread that is woken by the first finds all that is to be read.
+        """
+        if self._holder == threading.get_ident():
+            self._kept_calls[callback] = None
+            if wake is not None:
+                self._kept[wake] = None
+        else:
+            assert self._after is not None
+            self._after(callback if wake is None else partial(_call, (callback, wake)))
 
     @property
     def are_late(self) -> bool:
@@ -47,10 +63,14 @@ class Wakeups:
     def release(self) -> None:
         """Make the wake-ups that were held back, and hold back no more."""
         self._holder = None
-        if self._kept:
-            kept, self._kept = self._kept, {}
+        if self._kept or self._kept_calls:
+            kept, self._kept, self._kept_calls = (*self._kept_calls, *self._kept), {}, {}
             if self._after is None:
-                for wake in kept:
-                    wake()
+                _call(kept)
             else:
-                self._after(lambda: [wake() for wake in kept])
+                self._after(partial(_call, kept))
+
+
+def _call(callbacks: Iterable[Wake]) -> None:
+    for callback in callbacks:
+        callback()
