@@ -22,6 +22,7 @@ ROW_BYTES = 1992  # of ids, marks and log-probabilities in a row; two such rows 
 # What a row raises that is gone, or has a value of a type that no row has.
 DAMAGE_OF_ROWS = (TypeError, ValueError, StopIteration, struct.error, apsw.CorruptError)
 _MIXED = 2  # a row's tokens have several marks
+_TOKENS = struct.Struct("<QQB")
 _APPEND = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}sIH")  # of a packed reply; 64 of them fill half a page
 
 
@@ -55,7 +56,8 @@ def crc_of(data: bytes) -> int:
 
 def tokens_crc(position: int, mark: int, ids: bytes, logprobs: bytes | None, number: int = 0) -> int:
     """number: of the session, for a row of the tail, which says whose it is."""
-    return zlib.crc32(logprobs or b"", zlib.crc32(ids, zlib.crc32(struct.pack("<QQB", number, position, mark))))
+    crc = zlib.crc32(ids, zlib.crc32(_TOKENS.pack(number, position, mark)))
+    return crc if logprobs is None else zlib.crc32(logprobs, crc)
 
 
 def session_crc(number: int, owner: str, body: str, length: int) -> int:
