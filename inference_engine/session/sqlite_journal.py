@@ -347,8 +347,14 @@ class SQLiteJournal:
 
     def _tidy(self) -> None:
         if numbers := self._tables.next_to_fold():
-            with self._db_lock:
-                self._transact([(self._tables.fold, (number,)) for number in numbers if number in self._tables.tail])
+            try:
+                with self._db_lock:
+                    self._transact(
+                        [(self._tables.fold, (number,)) for number in numbers if number in self._tables.tail]
+                    )
+            except DiskFull:
+                self._tables.to_fold.extend(numbers)
+                raise
         elif (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_SECONDS
             with self._db_lock:

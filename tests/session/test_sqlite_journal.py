@@ -9,6 +9,8 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from inference_engine.session.journal_rows import ROW_BYTES, reply_crc, tokens_c
 from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
+from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
@@ -101,6 +104,30 @@ def test_a_step_is_a_few_statements_and_a_turn_is_folded_by_as_many_however_long
     kept = journal.load("session-0", "alice")
     assert kept is not None
     assert [token for row in kept.tokens for token in row.token_ids.tolist()] == list(range(50))
+    journal.stop()
+
+
+def test_turns_that_a_full_disk_has_no_room_to_fold_are_folded_when_it_has(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    transact, was_full = journal._transact, threading.Event()
+
+    def on_a_full_disk(changes: Sequence[Change]) -> None:
+        if any(apply == journal._tables.fold for apply, _ in changes):
+            was_full.set()
+            raise DiskFull
+        transact(changes)
+
+    with patch.object(journal, "_transact", on_a_full_disk):
+        for number in range(2):
+            journal.open(record_of(number))
+            journal.append(f"session-{number}", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+            journal.rest(f"session-{number}")
+        assert journal._writer.flush(20)
+        assert was_full.wait(20)
+        assert len(journal._tables.tail.sessions()) == 2
+    journal.kick()
+    until_folded(journal)
+    assert not journal._tables.tail.sessions()
     journal.stop()
 
 
