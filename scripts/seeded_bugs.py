@@ -210,8 +210,8 @@ BUGS = (
     Bug(
         "the journal lets a token be sent that is not committed",
         "inference_engine/session/sqlite_journal.py",
-        "            (self._saved[number], end),\n",
-        "            (self._saved[number], end + 2),\n",
+        "            (known.saved, end),\n",
+        "            (known.saved, end + 2),\n",
         (PIPED,),
     ),
     Bug(

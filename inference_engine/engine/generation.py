@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from inference_engine.engine.arguments import check_length
 from inference_engine.errors import DeadlineExceeded, HistoryBehindClient, InvalidArgument, RequestError, SessionBusy
@@ -59,14 +60,7 @@ class Generation:
         """
         wakeups = self._scheduler.wakeups
         if wakeups.are_late:
-
-            def tell() -> None:
-                callback()
-                if wake is not None:
-                    wake()
-
-            # Both together: what is set before the step is safe could be looked at, found empty, and never set again.
-            self._reader.when_readable(lambda: wakeups.wake(tell))
+            self._reader.when_readable(partial(wakeups.call, callback, wake))
         elif wake is None:
             self._reader.when_readable(callback)
         else:

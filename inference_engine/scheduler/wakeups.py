@@ -12,28 +12,42 @@ the token; one before the plan would make readers and plan compete for the lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 Wake = Callable[[], object]
 
 
 class Wakeups:
-    """`wake` from any thread; `hold` and `release` on the engine's."""
+    """`wake` and `call` from any thread; `hold` and `release` on the engine's."""
 
     def __init__(self, after: Callable[[Wake], None] | None = None) -> None:
         """after: makes a wake-up once all that was recorded until now may be sent; None: it may be sent at once."""
         self._after = after
         self._holder: int | None = None  # the thread whose wake-ups are held back
+        self._calls: dict[Wake, None] = {}  # come before those kept
         self._kept: dict[Wake, None] = {}
 
     def wake(self, wake: Wake) -> None:
         """Call `wake` now, or on `release` if this thread holds its wake-ups back; equal ones are called once."""
         if self._holder == threading.get_ident():
             self._kept[wake] = None
-        elif self._after is None:
-            wake()
         else:
-            self._after(wake)
+            wake()
+
+    def call(self, callback: Wake, wake: Wake | None) -> None:
+        """Where they are late: as `wake`, with `callback` before it.
+
+        Both when the step is safe: what `callback` sets before could be looked at, found empty, and never be set again.
+        All callbacks come before the first wake-up, so that the thread that it wakes finds all that is to be read.
+        """
+        if self._holder == threading.get_ident():
+            self._calls[callback] = None
+            if wake is not None:
+                self._kept[wake] = None
+        else:
+            assert self._after is not None
+            self._after(callback if wake is None else partial(_make, (callback, wake)))
 
     @property
     def are_late(self) -> bool:
@@ -47,10 +61,14 @@ class Wakeups:
     def release(self) -> None:
         """Make the wake-ups that were held back, and hold back no more."""
         self._holder = None
-        if self._kept:
-            kept, self._kept = self._kept, {}
+        if self._kept or self._calls:
+            kept, self._calls, self._kept = (*self._calls, *self._kept), {}, {}
             if self._after is None:
-                for wake in kept:
-                    wake()
+                _make(kept)
             else:
-                self._after(lambda: [wake() for wake in kept])
+                self._after(partial(_make, kept))
+
+
+def _make(wakes: Iterable[Wake]) -> None:
+    for wake in wakes:
+        wake()

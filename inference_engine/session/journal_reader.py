@@ -5,6 +5,7 @@ Every row is held against its checksum, and a history must be without a hole.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,15 +25,16 @@ from inference_engine.session.journal import (
     TokensRecord,
 )
 from inference_engine.session.journal_rows import (
+    DAMAGE_OF_ROWS,
     appends_crc,
     copy_crc,
     crc_of,
     damage_is_refused,
+    joined,
     reply_crc,
     session_crc,
     session_record,
     tokens_crc,
-    tokens_record,
     unpacked,
     unpacked_appends,
 )
@@ -105,20 +107,24 @@ class Reader:
         return []
 
     def tail(self, number: int, entries: Sequence[int], position: int) -> list[TokensRecord]:
-        """Rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
-        rows = []
-        for entry in entries:
-            with damage_is_refused(position):
-                of, first, mark, ids, logprobs, crc = next(
-                    self._db.execute(
-                        "select session, position, mark, ids, logprobs, crc from tail where entry = ?", (entry,)
-                    )
-                )
+        """The tokens in rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
+        rows = list[tuple[int, int, bytes, bytes | None]]()
+        found = self._db.execute(
+            "select session, position, mark, ids, logprobs, crc from tail "
+            "where entry in (select value from json_each(?)) order by entry",
+            (json.dumps(list(entries)),),
+        )
+        try:
+            for of, first, mark, ids, logprobs, crc in found:
                 if (of, first) != (number, position) or crc != tokens_crc(first, mark, ids, logprobs, number):
                     raise HistoryCorrupt(position)
-                rows.append(tokens_record(first, mark, ids, logprobs))
+                rows.append((first, mark, ids, logprobs))
                 position += len(ids) // 4
-        return rows
+            if len(rows) != len(entries):
+                raise HistoryCorrupt(position)
+            return list(joined(rows))
+        except DAMAGE_OF_ROWS as error:
+            raise HistoryCorrupt(position) from error
 
     def generates(self, number: int) -> list[GenerateRecord]:
         """The session's Generates whose rows are intact: one that is not is as if it had been forgotten."""

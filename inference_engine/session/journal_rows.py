@@ -19,7 +19,10 @@ from inference_engine.session.replies import DIGEST_BYTES, MOST_PER_SESSION, REQ
 from inference_engine.types import Mark
 
 ROW_BYTES = 1992  # of ids, marks and log-probabilities in a row; two such rows fill a page of the database
+# What a row raises that is gone, or has a value of a type that no row has.
+DAMAGE_OF_ROWS = (TypeError, ValueError, StopIteration, struct.error, apsw.CorruptError)
 _MIXED = 2  # a row's tokens have several marks
+_TOKENS = struct.Struct("<QQB")
 _APPEND = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}sIH")  # of a packed reply; 64 of them fill half a page
 
 
@@ -43,7 +46,7 @@ def damage_is_refused(position: int) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, ValueError, StopIteration, struct.error, apsw.CorruptError) as error:
+    except DAMAGE_OF_ROWS as error:
         raise HistoryCorrupt(position) from error
 
 
@@ -53,7 +56,8 @@ def crc_of(data: bytes) -> int:
 
 def tokens_crc(position: int, mark: int, ids: bytes, logprobs: bytes | None, number: int = 0) -> int:
     """number: of the session, for a row of the tail, which says whose it is."""
-    return zlib.crc32(logprobs or b"", zlib.crc32(ids, zlib.crc32(struct.pack("<QQB", number, position, mark))))
+    crc = zlib.crc32(ids, zlib.crc32(_TOKENS.pack(number, position, mark)))
+    return crc if logprobs is None else zlib.crc32(logprobs, crc)
 
 
 def session_crc(number: int, owner: str, body: str, length: int) -> int:
@@ -73,9 +77,12 @@ def session_record(body: str) -> SessionRecord:
     return SessionRecord(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])})
 
 
-def tokens_record(position: int, mark: int, ids: bytes, logprobs: bytes | None) -> TokensRecord:
-    values = None if logprobs is None else np.frombuffer(logprobs, dtype=np.float32)
-    return TokensRecord(position, np.frombuffer(ids, dtype=np.uint32), Mark(mark), values)
+def joined(rows: Sequence[tuple[int, int, bytes, bytes | None]]) -> Iterator[TokensRecord]:
+    """The tokens of rows of the tail that follow each other: position, mark, ids and log-probabilities of each."""
+    for (mark, has_logprobs), same in groupby(rows, lambda row: (row[1], row[3] is not None)):
+        positions, _, ids, logprobs = zip(*same, strict=True)
+        values = np.frombuffer(b"".join(logprobs), dtype=np.float32) if has_logprobs else None
+        yield TokensRecord(positions[0], np.frombuffer(b"".join(ids), dtype=np.uint32), Mark(mark), values)
 
 
 def unpacked(position: int, mark: int, ids: bytes, logprobs: bytes | None) -> list[TokensRecord]:

@@ -10,9 +10,10 @@ import json
 import logging
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 import apsw
 
@@ -39,6 +40,13 @@ logger = logging.getLogger(__name__)
 MOST_GENERATES = 8  # of a session, that a client may continue
 
 _EXPIRE_SESSIONS = 16
+_FOLD_SESSIONS, _FOLD_ROWS = 16, 2048  # in one commit, about
+# A statement for many rows is one for all of them; and threads that wait for the interpreter get it after each.
+_INSERTS = {
+    rows: f"insert into tail values {', '.join(['(?, ?, ?, ?, ?, ?, ?)'] * rows)}"  # noqa: S608 - a text of ours
+    for rows in (128, 64, 32, 16, 8, 4, 2, 1)
+}
+_COLUMNS = 7
 
 
 class Tail:
@@ -59,7 +67,7 @@ class Tail:
         self._next = self._next_committed = 1 + (last or 0)
         # Of the commit that is being made: rows as session and entry.
         self._added: list[tuple[int, int]] = []
-        self._deleted: set[tuple[int, int]] = set()
+        self._deleted: dict[int, set[int]] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._rows
@@ -73,7 +81,8 @@ class Tail:
     def of(self, number: int) -> list[int]:
         """A session's rows, as the commit that is being made leaves them."""
         entries = [*self.committed(number), *(entry for one, entry in self._added if one == number)]
-        return [entry for entry in entries if (number, entry) not in self._deleted]
+        deleted = self._deleted.get(number, ())
+        return [entry for entry in entries if entry not in deleted]
 
     def add(self, number: int) -> int:
         entry = self._next
@@ -81,22 +90,22 @@ class Tail:
         self._added.append((number, entry))
         return entry
 
-    def delete(self, number: int, entry: int) -> None:
-        self._deleted.add((number, entry))
+    def delete(self, number: int, entries: Iterable[int]) -> None:
+        self._deleted.setdefault(number, set()).update(entries)
 
     def commit(self) -> None:
         for number, entry in self._added:
             self._rows.setdefault(number, []).append(entry)
-        for number in {number for number, _ in self._deleted}:
-            self._rows[number] = [entry for entry in self._rows[number] if (number, entry) not in self._deleted]
+        for number, entries in self._deleted.items():
+            self._rows[number] = [entry for entry in self._rows[number] if entry not in entries]
             if not self._rows[number]:
                 del self._rows[number]
         self._next_committed = self._next
-        self._added, self._deleted = [], set()
+        self._added, self._deleted = [], {}
 
     def roll_back(self) -> None:
         self._next = self._next_committed
-        self._added, self._deleted = [], set()
+        self._added, self._deleted = [], {}
 
 
 def _session_of(
@@ -135,6 +144,16 @@ class Tables:
         self.tail = Tail(db)
         self.to_fold: deque[int] = deque(self.tail.sessions())
         self._gone: list[str] = []
+        self._rows: list[Any] = []  # of the tail, that are not inserted yet: their columns, one after another
+
+    def next_to_fold(self) -> list[int]:
+        """Some of the sessions to fold. They are not asked for again."""
+        numbers, rows = dict[int, None](), 0
+        while self.to_fold and len(numbers) < _FOLD_SESSIONS and rows < _FOLD_ROWS:
+            number = self.to_fold.popleft()
+            numbers[number] = None
+            rows += len(self.tail.committed(number))
+        return list(numbers)
 
     def commit(self) -> list[str]:
         """The transaction is committed. Files of copies that have no row any more."""
@@ -144,7 +163,7 @@ class Tables:
 
     def roll_back(self) -> None:
         self.tail.roll_back()
-        self._gone = []
+        self._gone, self._rows = [], []
 
     def put_session(self, number: int, record: SessionRecord, parent: int | None) -> None:
         length = 0
@@ -176,11 +195,9 @@ class Tables:
     def put_tokens(
         self, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None, began: GenerateRecord | None
     ) -> None:
-        entry = self.tail.add(number)
-        self._db.execute(
-            "insert into tail values (?, ?, ?, ?, ?, ?, ?)",
-            (entry, number, position, mark, ids, logprobs, tokens_crc(position, mark, ids, logprobs, number)),
-        )
+        """Followed by `put_rows`, in the same transaction."""
+        crc = tokens_crc(position, mark, ids, logprobs, number)
+        self._rows += (self.tail.add(number), number, position, mark, ids, logprobs, crc)
         if began is not None:
             seed = began.seed.to_bytes(8, "little")
             self._db.execute(
@@ -194,6 +211,16 @@ class Tables:
                     crc_of(struct.pack("<QQ", number, began.position) + began.request_id + began.digest + seed),
                 ),
             )
+
+    def put_rows(self) -> None:
+        """Insert the rows of the tail that were put since the last time."""
+        values, self._rows = self._rows, []
+        start = 0
+        for rows, insert in _INSERTS.items():
+            while len(values) - start >= rows * _COLUMNS:
+                end = start + rows * _COLUMNS
+                self._db.execute(insert, values[start:end])
+                start = end
 
     def put_reply(self, number: int | None, record: ReplyRecord) -> None:
         # The reply to a close comes after it.
@@ -219,6 +246,7 @@ class Tables:
         self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), number))
 
     def end_session(self, number: int) -> None:
+        self.put_rows()
         with suppress(HistoryCorrupt), damage_is_refused(0):
             for session_id, owner in list(
                 self._db.execute("select id, owner from sessions where session = ?", (number,))
@@ -227,17 +255,21 @@ class Tables:
                     self.put_reply(number, record)
         for table in ("sessions", "tokens", "ends", "generates", "appends"):
             self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the five above
-        for entry in self.tail.of(number):
-            self._delete_tail(number, entry)
+        self._delete_tail(number, self.tail.of(number))
         self._forget_copy(number)
         self._db.execute("update replies set ended_at = ? where session = ?", (self._wall_clock(), number))
 
-    def _delete_tail(self, number: int, entry: int) -> None:
-        self._db.execute("delete from tail where entry = ?", (entry,))
-        self.tail.delete(number, entry)
+    def _delete_tail(self, number: int, entries: Sequence[int]) -> None:
+        if not entries:
+            return
+        self._db.execute(
+            "delete from tail where entry in (select value from json_each(?))", (json.dumps(list(entries)),)
+        )
+        self.tail.delete(number, entries)
 
     def fold(self, number: int) -> None:
         """Move a session's rows from the tail into `tokens`. Damaged ones stay, for `load` to refuse."""
+        self.put_rows()
         entries = self.tail.of(number)
         try:
             with damage_is_refused(0):
@@ -258,8 +290,7 @@ class Tables:
                 self._put_end(number, *values)
             else:
                 self._db.execute("insert into tokens values (?, ?, ?, ?, ?, ?)", (number, *values, tokens_crc(*values)))
-        for entry in entries:
-            self._delete_tail(number, entry)
+        self._delete_tail(number, entries)
         self._db.execute(
             "update sessions set length = ?, used_at = ?, crc = ? where session = ?",
             (length, self._wall_clock(), session_crc(number, owner, body, length), number),

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import apsw
@@ -58,6 +59,28 @@ FILE, COPIES = "journal.db", "copies"
 _WAL_PAGES = 1000  # before a checkpoint
 _FLUSH_SECONDS = 30.0
 _EXPIRE_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class _Count:
+    """What is kept of one owner."""
+
+    sessions: int = 0
+    tokens: int = 0
+
+
+_NONE_KEPT = _Count()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A session in memory. length: as recorded. count: its owner's."""
+
+    number: int
+    owner: str
+    saved: Saved
+    length: int
+    count: _Count
 
 
 class SQLiteJournal:
@@ -102,7 +125,7 @@ class SQLiteJournal:
             self._folder_lock.note(durability)
             self._reader = Reader(self._db)
             self._tables = Tables(self._db, self._reader, wall_clock)
-            self._kept = self._reader.kept()
+            self._kept = {owner: _Count(kept.sessions, kept.tokens) for owner, kept in self._reader.kept().items()}
             self._next_number = 1 + self._reader.last_number()
             metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
         except BaseException as error:
@@ -114,10 +137,7 @@ class SQLiteJournal:
                 ) from error
             raise
         self._db_lock = threading.Lock()
-        self._numbers: dict[str, int] = {}  # of sessions in memory
-        self._saved: dict[int, Saved] = {}
-        self._lengths: dict[int, int] = {}  # as recorded
-        self._owners: dict[int, str] = {}
+        self._open: dict[str, _Open] = {}
         self._kept_lock = threading.Lock()
         self._expired: list[tuple[str, int]] = []  # owner and length
         self._on_copy_gone: Callable[[str], object] = lambda _: None
@@ -127,7 +147,14 @@ class SQLiteJournal:
         self._wal_pages = 0
         self._db.set_wal_hook(self._note_wal)
         self._is_stopped = False
-        self._writer = Writer(self._commit, self._tidy, metrics)
+        # A tool looks at a folder, and leaves it as it is.
+        self._writer = Writer(
+            self._commit,
+            self._tidy,
+            lambda: not self._tables.to_fold,
+            metrics,
+            tidies_at_the_end=weights is not None,
+        )
 
     # -- changes, in memory -----------------------------------------------------------------------------------------
 
@@ -155,19 +182,21 @@ class SQLiteJournal:
                 self._unit_confirmed.append(confirmed)
 
     def open(self, record: SessionRecord) -> Saved:
-        number, saved = self._number(record.session_id), Saved(0)
-        self._note(number, record.owner, saved, 0)
-        self._count_kept(record.owner, 1, 0)
-        self._record((self._tables.put_session, (number, record, None)))
-        return saved
+        known = self._begin(record, 0)
+        self._record((self._tables.put_session, (known.number, record, None)))
+        return known.saved
 
     def fork(self, record: SessionRecord, parent_id: str) -> Saved:
-        parent = self._numbers[parent_id]
-        number, saved = self._number(record.session_id), Saved(0)
-        self._note(number, record.owner, saved, self._lengths[parent])
-        self._count_kept(record.owner, 1, self._lengths[parent])
-        self._record((self._tables.put_session, (number, record, parent)), (saved, self._lengths[parent]))
-        return saved
+        parent = self._open[parent_id]
+        known = self._begin(record, parent.length)
+        self._record((self._tables.put_session, (known.number, record, parent.number)), (known.saved, known.length))
+        return known.saved
+
+    def _begin(self, record: SessionRecord, length: int) -> _Open:
+        number, self._next_number = self._next_number, self._next_number + 1
+        count = self._count_kept(record.owner, 1, length)
+        known = self._open[record.session_id] = _Open(number, record.owner, Saved(0), length, count)
+        return known
 
     def append(
         self,
@@ -179,33 +208,33 @@ class SQLiteJournal:
         began: GenerateRecord | None = None,
         logprobs: Logprobs | None = None,
     ) -> None:
-        number = self._numbers[session_id]
-        assert position == self._lengths[number], f"a record for position {position} follows {self._lengths[number]}"
-        self._lengths[number] = end = position + len(token_ids)
-        self._count_kept(self._owners[number], 0, len(token_ids))
+        known = self._open[session_id]
+        assert position == known.length, f"a record for position {position} follows {known.length}"
+        known.length = end = position + len(token_ids)
+        with self._kept_lock:
+            known.count.tokens += len(token_ids)
         values = None if logprobs is None else logprobs.tobytes()
         self._record(
-            (self._tables.put_tokens, (number, position, int(mark), token_ids.tobytes(), values, began)),
-            (self._saved[number], end),
+            (self._tables.put_tokens, (known.number, position, int(mark), token_ids.tobytes(), values, began)),
+            (known.saved, end),
         )
 
     def reply(self, record: ReplyRecord) -> None:
-        self._record((self._tables.put_reply, (self._numbers.get(record.session_id), record)))
+        known = self._open.get(record.session_id)
+        self._record((self._tables.put_reply, (None if known is None else known.number, record)))
 
     def rest(self, session_id: str) -> None:
-        if (number := self._numbers.get(session_id)) is not None:
-            self._record((self._tables.rest, (number,)))
+        if (known := self._open.get(session_id)) is not None:
+            self._record((self._tables.rest, (known.number,)))
 
     def leave(self, session_id: str) -> None:
-        if (number := self._numbers.pop(session_id, None)) is not None:
-            del self._saved[number], self._lengths[number], self._owners[number]
-            self._record((self._tables.rest, (number,)))
+        if (known := self._open.pop(session_id, None)) is not None:
+            self._record((self._tables.rest, (known.number,)))
 
     def close(self, session_id: str) -> None:
-        if (number := self._numbers.pop(session_id, None)) is not None:
-            self._count_kept(self._owners[number], -1, -self._lengths[number])
-            del self._saved[number], self._lengths[number], self._owners[number]
-            self._record((self._tables.end_session, (number,)))
+        if (known := self._open.pop(session_id, None)) is not None:
+            self._count_kept(known.owner, -1, -known.length)
+            self._record((self._tables.end_session, (known.number,)))
 
     # -- copies of K/V ----------------------------------------------------------------------------------------------
 
@@ -227,25 +256,19 @@ class SQLiteJournal:
         """Remove a file."""
         self._record((self._tables.drop_copy, (file,)))
 
-    def _note(self, number: int, owner: str, saved: Saved, length: int) -> None:
-        self._saved[number], self._lengths[number], self._owners[number] = saved, length, owner
-
     def kept_by(self, owner: str) -> Kept:
-        return self._kept.get(owner, Kept())
+        count = self._kept.get(owner, _NONE_KEPT)
+        return Kept(count.sessions, count.tokens)
 
-    def _count_kept(self, owner: str, sessions: int, tokens: int) -> None:
+    def _count_kept(self, owner: str, sessions: int, tokens: int) -> _Count:
+        """Returns the owner's count, which stays the same while a session of theirs is kept."""
         with self._kept_lock:
-            before = self._kept.get(owner, Kept())
-            now = Kept(before.sessions + sessions, before.tokens + tokens)
-            if now.sessions:
-                self._kept[owner] = now
-            else:
-                self._kept.pop(owner, None)
-
-    def _number(self, session_id: str) -> int:
-        number = self._numbers[session_id] = self._next_number
-        self._next_number += 1
-        return number
+            count = self._kept.setdefault(owner, _Count())
+            count.sessions += sessions
+            count.tokens += tokens
+            if not count.sessions:
+                del self._kept[owner]
+            return count
 
     # -- what is safe -----------------------------------------------------------------------------------------------
 
@@ -310,6 +333,7 @@ class SQLiteJournal:
             self._db.execute("begin immediate")
             for apply, arguments in changes:
                 apply(*arguments)
+            self._tables.put_rows()
             self._db.execute("commit")
         except BaseException as error:
             self._tables.roll_back()
@@ -328,14 +352,18 @@ class SQLiteJournal:
             logger.warning("%s could not be removed: %s", self.copies_folder / file, error)
         self._on_copy_gone(file)
 
-    def _tidy(self) -> bool:
+    def _tidy(self) -> None:
         if self._tables.to_fold:
-            number = self._tables.to_fold.popleft()
             with self._db_lock:
-                if number in self._tables.tail:
-                    self._transact([(self._tables.fold, (number,))])
-            return True
-        if (now := time.monotonic()) >= self._expire_at:
+                numbers = self._tables.next_to_fold()
+                try:
+                    self._transact(
+                        [(self._tables.fold, (number,)) for number in numbers if number in self._tables.tail]
+                    )
+                except DiskFull:
+                    self._tables.to_fold.extend(numbers)
+                    raise
+        elif (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_SECONDS
             with self._db_lock:
                 self._transact([(self._expire, ())])
@@ -344,10 +372,9 @@ class SQLiteJournal:
                     self._metrics.sessions_forgotten.inc()
                 self._metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
                 self._metrics.journal_bytes.set(self._reader.value("pragma page_count") * PAGE_BYTES)
-        return False
 
     def _expire(self) -> None:
-        self._expired = self._tables.expire(self._keep_seconds, set(self._numbers.values()))
+        self._expired = self._tables.expire(self._keep_seconds, {known.number for known in list(self._open.values())})
 
     def _checkpoint(self, mode: int) -> None:
         """Raises if not all could be written into the database: a checkpoint that failed is a failed write."""
@@ -386,8 +413,8 @@ class SQLiteJournal:
             saved = Saved(sum(len(one.token_ids) for one in tokens))
             generates = self._reader.generates(number)
             replies = self._reader.replies_of(number, session_id, owner)
-            self._numbers[session_id] = number
-            self._note(number, owner, saved, saved.tokens)
+            count = self._count_kept(owner, 0, 0)
+            self._open[session_id] = _Open(number, owner, saved, saved.tokens, count)
             return SessionKept(record, used_at, tokens, generates, replies, saved)
 
     def _history(self, number: int) -> list[TokensRecord]:

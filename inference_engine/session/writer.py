@@ -3,7 +3,8 @@
     engine's thread    record A, B, … │ kick │ plan, forward of the next step …
     this thread                              │ commit A, B, … │ call back what waited for them
 
-Confirmations wait for the disk, the engine does not. While the disk is full everything waits, and is committed once
+Confirmations wait for the disk, the engine does not. What can be done later comes a moment after them: those who were
+called back run first, and need the interpreter for that. While the disk is full everything waits, and is committed once
 there is space. Any other error is final: what the disk has is not known then, so nothing is confirmed, and the process
 has to end.
 """
@@ -27,6 +28,9 @@ Callback = Callable[[], object]
 
 _LATEST_SECONDS = 0.05  # changes without a waiting callback are committed after so long
 _IDLE_SECONDS = 1.0  # between two looks at what is to be tidied
+_QUIET_SECONDS = 0.002  # between callbacks and what is known to be untidy
+_LAST_SECONDS = 1.0  # of tidying when the server stops: the next start has less to read
+_MOST_UNTIDY = 8  # commits, if there are always callbacks
 _FULL_SECONDS = 0.25  # between two attempts on a full disk
 _MOST_WAITING = 20_000  # changes: a step of 128 streams is 128
 
@@ -39,18 +43,27 @@ class Writer:
     """Any thread records and asks; `commit` and `tidy` are called on the writer's own.
 
     commit: applies changes, all or none, and makes them safe; raises DiskFull. tidy: does deferred work for some
-    milliseconds, and says whether there is more.
+    milliseconds. is_tidy: says whether there is none. tidies_at_the_end: until then a stop waits, for a moment.
     """
 
     THREAD_NAME = "kakeya-journal"
 
     def __init__(
-        self, commit: Callable[[Sequence[Change]], None], tidy: Callable[[], bool], metrics: EngineMetrics
+        self,
+        commit: Callable[[Sequence[Change]], None],
+        tidy: Callable[[], None],
+        is_tidy: Callable[[], bool],
+        metrics: EngineMetrics,
+        *,
+        tidies_at_the_end: bool = True,
     ) -> None:
+        self._tidies_at_the_end = tidies_at_the_end
         self._commit = commit
         self._tidy = tidy
+        self._is_tidy = is_tidy
         self._metrics = metrics
-        self._wake = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
         self._changes: list[Change] = []
         self._confirmed: list[tuple[Saved, int]] = []  # what is safe with them
         self._callbacks: deque[tuple[int, Callback]] = deque()
@@ -63,13 +76,13 @@ class Writer:
 
     def record(self, changes: Sequence[Change], confirmed: Sequence[tuple[Saved, int]] = ()) -> None:
         """Queue changes that belong together. confirmed: token counts that are safe with them."""
-        with self._wake:
+        with self._lock:
             self._changes += changes
             self._confirmed += confirmed
             self._recorded += 1
 
     def say(self, callback: Callback) -> None:
-        with self._wake:
+        with self._lock:
             is_now = self.is_saved
             if not is_now:
                 self._callbacks.append((self._recorded, callback))
@@ -78,7 +91,7 @@ class Writer:
             callback()
 
     def kick(self) -> None:
-        with self._wake:
+        with self._lock:
             self._is_kicked = True
             self._wake.notify()
 
@@ -104,8 +117,8 @@ class Writer:
         return True
 
     def stop(self) -> None:
-        """Commit what is recorded, and end the thread."""
-        with self._wake:
+        """Commit what is recorded, tidy for a moment, and end the thread."""
+        with self._lock:
             self._is_stopping = True
             self._wake.notify()
         self._thread.join()
@@ -113,34 +126,52 @@ class Writer:
     # -- its thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        has_more = False
+        has_more, commits = False, 0  # since it was tidied
         while True:
-            with self._wake:
-                if not has_more:
-                    self._wait()
-                if self._is_stopping and not self._changes and not self._callbacks:
-                    return
+            with self._lock:
+                self._wait(_QUIET_SECONDS if has_more else _IDLE_SECONDS)
+                is_over = self._is_stopping and not self._changes and not self._callbacks
                 changes, self._changes = self._changes, []
                 confirmed, self._confirmed = self._confirmed, []
                 recorded, self._is_kicked = self._recorded, False
             try:
+                if is_over:
+                    self._tidy_at_the_end()
+                    return
                 if changes:
                     self._write(changes)
-                self._confirm(confirmed, recorded)
-                has_more = self._tidy() if not self._changes else False
-            except DiskFull:  # while tidying, which can wait, or when the server stops
-                has_more = False
-                if self._is_stopping:
-                    return
+                    commits += 1
+                has_called, has_room = self._confirm(confirmed, recorded), True
+                is_time = (not has_called and not self._changes) or commits >= _MOST_UNTIDY
+                if is_time and not self._is_stopping:
+                    commits, has_room = 0, self._has_tidied()
+                has_more = has_room and not self._is_tidy()
+            except DiskFull:  # the server stops, and there is no room for what is recorded, or for tidying
+                return
             except Exception as error:
                 logger.critical("the journal cannot be written any more", exc_info=error)
                 self.failure = f"{type(error).__name__}: {error}"
                 return
 
-    def _wait(self) -> None:
+    def _has_tidied(self) -> bool:
+        """False if the disk is full: that can wait."""
+        try:
+            self._tidy()
+        except DiskFull:
+            return False
+        return True
+
+    def _tidy_at_the_end(self) -> None:
+        if not self._tidies_at_the_end:
+            return
+        ends = time.monotonic() + _LAST_SECONDS
+        while not self._is_tidy() and time.monotonic() < ends:
+            self._tidy()
+
+    def _wait(self, most_seconds: float) -> None:
         """Until a step was recorded, or a callback waits for a commit. Called with the lock held."""
         while not self._is_stopping and not self._is_kicked and not self._callbacks:
-            if not self._wake.wait(_LATEST_SECONDS if self._changes else _IDLE_SECONDS):
+            if not self._wake.wait(min(most_seconds, _LATEST_SECONDS) if self._changes else most_seconds):
                 return
 
     def _write(self, changes: Sequence[Change]) -> None:
@@ -153,7 +184,7 @@ class Writer:
                     logger.error("the disk of the journal is full: nothing is confirmed until there is space")
                 self.is_full = True
                 self._metrics.journal_full.set(1)
-                with self._wake:
+                with self._lock:
                     if self._is_stopping:
                         raise
                     self._wake.wait(_FULL_SECONDS)
@@ -166,11 +197,12 @@ class Writer:
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - began)
         self._metrics.journal_changes.inc(len(changes))
 
-    def _confirm(self, confirmed: Sequence[tuple[Saved, int]], recorded: int) -> None:
+    def _confirm(self, confirmed: Sequence[tuple[Saved, int]], recorded: int) -> bool:
+        """Returns whether anything waited for it."""
         for saved, tokens in confirmed:
             saved.tokens = tokens
         ready: list[Callback] = []
-        with self._wake:
+        with self._lock:
             self._saved = recorded
             while self._callbacks and self._callbacks[0][0] <= recorded:
                 ready.append(self._callbacks.popleft()[1])
@@ -179,3 +211,4 @@ class Writer:
                 callback()
             except Exception:
                 logger.exception("a callback after a commit failed")
+        return bool(ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 
 from inference_engine.config import EngineConfig
@@ -45,6 +46,35 @@ def test_the_engine_holds_back_no_notification_of_another_thread() -> None:
     thread.start()
     thread.join(60)
     assert reported.is_set()
+
+
+def test_late_ones_of_a_step_come_together_and_wake_a_thread_when_all_is_set_that_it_reads() -> None:
+    waiting, made = list[Callable[[], object]](), list[str]()
+    wakeups = Wakeups(waiting.append)
+
+    def wake() -> None:
+        made.append("wake")
+
+    wakeups.hold()
+    for number in range(3):
+        wakeups.call(partial(made.append, f"set {number}"), wake)
+    assert not waiting
+    wakeups.release()
+    (made_late,) = waiting
+    assert not made
+    made_late()
+    assert made == ["set 0", "set 1", "set 2", "wake"]
+
+
+def test_late_ones_that_are_not_held_back_come_when_all_is_safe_that_was_recorded() -> None:
+    waiting, made = list[Callable[[], object]](), list[str]()
+    wakeups = Wakeups(waiting.append)
+    wakeups.call(partial(made.append, "set"), partial(made.append, "wake"))
+    wakeups.call(partial(made.append, "only set"), None)
+    assert not made
+    for one in waiting:
+        one()
+    assert made == ["set", "wake", "only set"]
 
 
 def test_a_reader_receives_a_token_while_the_device_works_on_the_next_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -45,6 +46,7 @@ class Talk:
         self.said: dict[int, list[int]] = {number: [] for number in range(SESSIONS)}
         self.confirmed = self.confirmed_before = 0  # records that were safe at some moment, and at the one before
         self.order: list[tuple[int, int]] = []  # session, its length then
+        self.waits = 0
         for number in range(SESSIONS):
             with journal.unit():
                 journal.open(record_of(number))
@@ -66,8 +68,12 @@ class Talk:
         self.journal.kick()
 
     def wait(self) -> None:
-        """Until all is safe; then it is confirmed."""
+        """Until all is safe; then it is confirmed. Every other time also until turns that ended are folded, which the
+        journal puts off else, to have several in one commit."""
         assert self.journal._writer.flush(20), self.journal.failure
+        self.waits += 1
+        if self.waits % 2:
+            until_folded(self.journal)
         if len(self.order) != self.confirmed:
             self.confirmed, self.confirmed_before = len(self.order), self.confirmed
 
@@ -108,6 +114,16 @@ class Talk:
         outcome = "whole" if has[self.confirmed] else "last" if has[self.confirmed_before] else "shorter"
         assert may_refuse or outcome == "whole", (found, self.lengths(self.confirmed))
         return outcome
+
+
+def until_folded(journal: SQLiteJournal) -> None:
+    ends = time.monotonic() + 20
+    while journal._tables.to_fold:
+        assert not journal.failure, journal.failure
+        assert time.monotonic() < ends, "turns that ended are not folded"
+        time.sleep(0.0005)
+    with journal._db_lock:  # while they are
+        pass
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +31,22 @@ from inference_engine.session.journal_rows import ROW_BYTES, reply_crc, tokens_c
 from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
+from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability, Mark
 from tests.further import further
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
-from tests.session.talks import Talk, cut_power, fail_calls, fill_disk, flip_bits, record_of, start_read_only
+from tests.session.talks import (
+    Talk,
+    cut_power,
+    fail_calls,
+    fill_disk,
+    flip_bits,
+    record_of,
+    start_read_only,
+    until_folded,
+)
 
 
 @pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.POWER])
@@ -51,6 +63,73 @@ def test_what_was_recorded_is_read_again_after_a_kill_folded_or_not(tmp_path: Pa
     with closing(apsw.Connection(str(tmp_path / FILE))) as db:
         assert next(db.execute("select count(*) from tokens"))[0]
         assert next(db.execute("select max(length(ids)) from tokens"))[0] <= ROW_BYTES
+
+
+def test_a_step_is_a_few_statements_and_a_turn_is_folded_by_as_many_however_long_it_was(tmp_path: Path) -> None:
+    journal, count = open_journal(tmp_path), 100
+    statements: list[str] = []
+    for number in range(count):
+        journal.open(record_of(number))
+    assert journal._writer.flush(20)
+
+    def step(position: int, *, sessions: int = count) -> None:
+        with journal.unit():
+            for number in range(sessions):
+                journal.append(f"session-{number}", position, np.array([position], dtype=np.uint32), Mark.GENERATED)
+        assert journal._writer.flush(20)
+
+    def commit_with(part: str) -> list[str]:
+        """The statements of the last commit that has one with this text."""
+        at = max(index for index, text in enumerate(statements) if part in text)
+        begin = max(index for index, text in enumerate(statements[:at]) if text.startswith("begin"))
+        return statements[begin : statements.index("commit", at)]
+
+    def folded_in(number: int) -> int:
+        journal.rest(f"session-{number}")
+        assert journal._writer.flush(20)
+        until_folded(journal)
+        return len(commit_with("delete from tail"))
+
+    journal._db.trace_v2(apsw.SQLITE_TRACE_STMT, lambda event: statements.append(event["sql"]))
+    step(0)
+    assert [text.partition(" ")[0] for text in commit_with("insert into tail")] == [
+        "begin",
+        "insert",
+        "insert",
+        "insert",
+    ]
+    short = folded_in(1)
+    for position in range(1, 50):
+        step(position, sessions=1)
+    assert folded_in(0) == short
+    kept = journal.load("session-0", "alice")
+    assert kept is not None
+    assert [token for row in kept.tokens for token in row.token_ids.tolist()] == list(range(50))
+    journal.stop()
+
+
+def test_turns_that_a_full_disk_has_no_room_to_fold_are_folded_when_it_has(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    transact, was_full = journal._transact, threading.Event()
+
+    def on_a_full_disk(changes: Sequence[Change]) -> None:
+        if any(apply == journal._tables.fold for apply, _ in changes):
+            was_full.set()
+            raise DiskFull
+        transact(changes)
+
+    with patch.object(journal, "_transact", on_a_full_disk):
+        for number in range(2):
+            journal.open(record_of(number))
+            journal.append(f"session-{number}", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+            journal.rest(f"session-{number}")
+        assert journal._writer.flush(20)
+        assert was_full.wait(20)
+        assert len(journal._tables.tail.sessions()) == 2
+    journal.kick()
+    until_folded(journal)
+    assert not journal._tables.tail.sessions()
+    journal.stop()
 
 
 def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path: Path) -> None:
