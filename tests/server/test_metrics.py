@@ -50,6 +50,7 @@ from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
 from tests.server.http_client import asking, http_client, serving_http, tiny_chat
 from tests.server.wire import HISTORY, Client, connected, held, refused, serving, until
+from tests.session.talks import until_folded
 from tests.tiny import tiny_engine
 
 POISON = 77  # the id at which the scripted device does what its script says
@@ -299,6 +300,7 @@ async def a_folder_of_sessions(seen: Seen) -> None:
                         store_of(engine)._leave(session_of(engine, one))
                 await client.length(session_id)
                 seen.look(engine)
+                until_folded(journal)  # which notes when a session was used
                 now, value = 100.0, metrics.registry.get_sample_value
 
                 def is_forgotten() -> bool:
