@@ -214,6 +214,29 @@ def test_activations_of_any_size_are_quantised(native: Native, subtests: pytest.
                 assert np.isfinite(np.frombuffer(results.pop(), np.float32)).all()
 
 
+def extreme_blocks(source: Source, code: int, inputs: int) -> Bytes:
+    """19 outputs whose codes are all `code`, a byte of a block: scale 1 and no offset."""
+    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[source.name]]
+    blocks = np.full((19, inputs // numbers, size), code, np.uint8)
+    blocks[..., :2] = np.array([1], np.float16).view(np.uint8)
+    if source is Source.Q4_1:
+        blocks[..., 2:4] = 0
+    return blocks.reshape(19, -1)
+
+
+def test_the_largest_codes_and_bytes_do_not_overflow(native: Native, subtests: pytest.Subtests) -> None:
+    """Some instructions add products in 16 bits."""
+    for source, code, number in ((Source.Q4_1, 0xFF, 15), (Source.Q8_0, 0x7F, 127), (Source.Q8_0, 0x80, -128)):
+        for form in EXACT_FORMATS[source]:
+            packed = Packed(native, form, 19, 64)
+            assert packed.pack(source, extreme_blocks(source, code, 64)) == 0
+            for sign in (1, -1):
+                x = np.full((9, 64), 127 * sign, np.float32)
+                for level in native.kernels:
+                    with subtests.test(f"{form.name}, {number} · {127 * sign}, {level}"):
+                        assert (packed.product(x, Identity.QUANTISED, level) == 64 * number * 127 * sign).all()
+
+
 # -- packing ----------------------------------------------------------------------------------------------------------
 
 EXACT_FORMATS = {

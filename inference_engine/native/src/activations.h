@@ -19,7 +19,9 @@ constexpr int QUADS = BLOCK / 4;
 // The most tokens in a group: as many as keep their sums in registers.
 #if defined(__AVX512F__)
 constexpr int GROUP = 8;
-#elif defined(__AVX2__) || defined(__ARM_NEON)
+#elif defined(__AVX2__)
+constexpr int GROUP = 6;
+#elif defined(__ARM_NEON)
 constexpr int GROUP = 4;
 #else
 constexpr int GROUP = 2;
@@ -71,7 +73,7 @@ struct Activations {
   const float* sums;          // [block][token]; exact: of the block's numbers; bytes: of its bytes, times the scale
   const int32_t* quads;       // [block][QUADS · token], see quad_at: four bytes each
   const float* scales;        // [block][token]
-  const int32_t* corrections; // [block][2][token]: of each half, what 128 too much in every stored code adds; negative
+  const int32_t* corrections; // [block][2][token]: of each half, what 128 too much in every code adds; negative
 };
 
 // Block `block` of a token's numbers, as two vectors; 0 beyond the last.

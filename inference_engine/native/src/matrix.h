@@ -175,10 +175,12 @@ INLINE void add_dots(const uint8_t* codes, int64_t tile_bytes, const int32_t* qu
         dots[t][c] = dot_nibbles(dots[t][c], low_nibbles(some[c]), quad[t]);
         dots[t][c] = dot_nibbles(dots[t][c], high_nibbles(some[c]), quad[T + t]);
       } else {
-        dots[t][c] = dot(dots[t][c], some[c], quad[t]);
+        dots[t][c] = dot(dots[t][c], factors(some[c]), quad[t]);
       }
     }
   }
+  if constexpr (Kind::NIBBLES)
+    UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) dots[t][c] = total(dots[t][c]);
 }
 #endif
 
@@ -189,7 +191,8 @@ INLINE void bytes_block(const uint8_t* block, int64_t tile_bytes, const int32_t*
   for (int part = 0; part < Kind::PARTS; part++) {
     I dots[T][C];
     UNROLL for (int t = 0; t < T; t++)
-      UNROLL for (int c = 0; c < C; c++) dots[t][c] = Kind::NIBBLES ? zeros() : all_int(corrections[part * T + t]);
+      UNROLL for (int c = 0; c < C; c++)
+        dots[t][c] = Kind::NIBBLES || CENTRED ? zeros() : all_int(corrections[part * T + t]);
     add_dots<FORMAT, T, C>(block + part * (Kind::CODE_BYTES / Kind::PARTS), tile_bytes,
                            quads + part * (QUADS / Kind::PARTS) * T, dots);
     UNROLL for (int c = 0; c < C; c++) {

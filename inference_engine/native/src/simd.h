@@ -6,7 +6,9 @@
 //   F    16 float32            I    16 int32
 //   sum, largest               over the lanes, in one fixed order: halves are combined, 16 to 8 to 4 to 2 to 1
 //   transpose                  16 vectors as the rows of a square: afterwards lane i of vector j is what j had in lane i
-//   dot                        adds to lane i the products of bytes 4i … 4i+3: codes without sign times signed bytes
+//   dot                        adds to lane i the products of the factors and signed bytes 4i … 4i+3; the factors are the
+//                              codes, or where CENTRED the codes less 128
+//   dot_nibbles, total         the same of codes of at most 15, for 32 products of a lane at most: then `total` has them
 //   dot_pair                   where the machine multiplies small matrices of bytes: two quads, and of two tokens at once
 //   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
 //   lane_field                 lane i: `width` bits from bit `offset` on of the words i, 16 + i, 32 + i, …, as a number
@@ -92,10 +94,12 @@ INLINE void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_c
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
-// Codes of at most 255 times signed bytes; `quad` has the four bytes that every lane is multiplied with.
+constexpr bool CENTRED = false;
+INLINE Bytes factors(Bytes codes) { return codes; }
+// `quad` has the four bytes that every lane is multiplied with.
 INLINE I dot(I sum, Bytes codes, int32_t quad) { return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(quad)); }
-// The same for codes of at most 15, which is faster on some machines.
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+INLINE I total(I sums) { return sums; }
 // A byte becomes the last bits of 2^23, from which 2^23 + 128 is taken.
 INLINE F byte(Bytes codes, int n) {
   __m512i index = _mm512_broadcast_i32x4(_mm_setr_epi32(n, n + 4, n + 8, n + 12));
@@ -210,27 +214,43 @@ INLINE Bytes high_nibbles(Bytes x) {
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
 }
 #if defined(__AVXVNNI__)
+constexpr bool CENTRED = false;
+INLINE Bytes factors(Bytes codes) { return codes; }
 INLINE I dot(I sum, Bytes codes, int32_t quad) {
   __m256i q = _mm256_set1_epi32(quad);
   return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, q), _mm256_dpbusd_avx_epi32(sum.b, codes.b, q)};
 }
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+INLINE I total(I sums) { return sums; }
 #else
-// Two products of a code above 127 overflow 16 bits, so even and odd bytes are multiplied as 16-bit numbers.
-INLINE __m256i dot_half(__m256i sum, __m256i codes, __m256i q) {
-  __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(codes, 8);
-  __m256i q_even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), q_odd = _mm256_srai_epi16(q, 8);
-  __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even, q_even), _mm256_madd_epi16(odd, q_odd));
-  return _mm256_add_epi32(sum, products);
+constexpr bool CENTRED = true;
+// Codes less 128, and their magnitudes. Two products of a magnitude and a byte fit into 16 bits: at most 2 · 128 · 127.
+// Two of a code would not.
+struct Factors { Bytes numbers, magnitudes; };
+INLINE Factors factors(Bytes codes) {
+  __m256i middle = _mm256_set1_epi8(-128);
+  Bytes numbers = {_mm256_xor_si256(codes.a, middle), _mm256_xor_si256(codes.b, middle)};
+  return {numbers, {_mm256_abs_epi8(numbers.a), _mm256_abs_epi8(numbers.b)}};
 }
-INLINE I dot(I sum, Bytes codes, int32_t quad) {
+// Added now: compilers else compute all products of a block, keep them in memory, and add them in pairs.
+INLINE __m256i added(__m256i sum) { asm("" : "+x"(sum)); return sum; }
+INLINE __m256i dot_half(__m256i sum, __m256i number, __m256i magnitude, __m256i q) {
+  __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(q, number));
+  return added(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+}
+INLINE I dot(I sum, Factors by, int32_t quad) {
   __m256i q = _mm256_set1_epi32(quad);
-  return {dot_half(sum.a, codes.a, q), dot_half(sum.b, codes.b, q)};
+  return {dot_half(sum.a, by.numbers.a, by.magnitudes.a, q), dot_half(sum.b, by.numbers.b, by.magnitudes.b, q)};
 }
+// Sums stay in 16 bits: eight of two products, at most 16 · 15 · 127.
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) {
-  __m256i q = _mm256_set1_epi32(quad), one = _mm256_set1_epi16(1);
-  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, q), one)),
-          _mm256_add_epi32(sum.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, q), one))};
+  __m256i q = _mm256_set1_epi32(quad);
+  return {added(_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, q))),
+          added(_mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, q)))};
+}
+INLINE I total(I sums) {
+  __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sums.a, one), _mm256_madd_epi16(sums.b, one)};
 }
 #endif
 INLINE F byte(Bytes codes, int n) {
@@ -344,6 +364,7 @@ INLINE void store_bytes(int8_t* p, I x) {
 INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; EACH r.v[i] = vld1q_u8(p + 16 * i); return r; }
 INLINE Bytes low_nibbles(Bytes x) { EACH x.v[i] = vandq_u8(x.v[i], vdupq_n_u8(15)); return x; }
 INLINE Bytes high_nibbles(Bytes x) { EACH x.v[i] = vshrq_n_u8(x.v[i], 4); return x; }
+INLINE I total(I sums) { return sums; }
 // Codes of at most 15 are signed bytes, too.
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) {
   int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
@@ -361,6 +382,8 @@ INLINE F lane_bits(Bytes codes, int shift, uint32_t mask) {
 INLINE F byte(Bytes codes, int n) { return sub(lane_bits(codes, 8 * n, 255), all(128.0f)); }
 INLINE F nibble(Bytes codes, int n) { return lane_bits(codes, n < 4 ? 8 * n : 8 * n - 28, 15); }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool CENTRED = false;
+INLINE Bytes factors(Bytes codes) { return codes; }
 INLINE I dot(I sum, Bytes codes, int32_t quad) {
   int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
   EACH sum.v[i] = vusdotq_s32(sum.v[i], codes.v[i], q);
@@ -389,18 +412,9 @@ INLINE Pair dot_pair(Pair sums, Bytes first, Bytes next, const int32_t* quads) {
   return sums;
 }
 #else
-// code = (code - 128) + 128, and the products of 128 are the same in every lane.
-INLINE I dot(I sum, Bytes codes, int32_t quad) {
-  int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
-  int8_t parts[4];
-  memcpy(parts, &quad, 4);
-  int32x4_t rest = vdupq_n_s32(128 * (parts[0] + parts[1] + parts[2] + parts[3]));
-  EACH {
-    int8x16_t shifted = vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(128)));
-    sum.v[i] = vaddq_s32(vdotq_s32(sum.v[i], shifted, q), rest);
-  }
-  return sum;
-}
+constexpr bool CENTRED = true;
+INLINE Bytes factors(Bytes codes) { EACH codes.v[i] = veorq_u8(codes.v[i], vdupq_n_u8(128)); return codes; }
+INLINE I dot(I sum, Bytes by, int32_t quad) { return dot_nibbles(sum, by, quad); }  // both are signed bytes
 #endif
 #undef EACH
 
@@ -460,6 +474,8 @@ INLINE void store_bytes(int8_t* p, I x) { EACH p[i] = (int8_t)x.v[i]; }
 INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; memcpy(r.v, p, 64); return r; }
 INLINE Bytes low_nibbles(Bytes x) { for (uint8_t& byte : x.v) byte &= 15; return x; }
 INLINE Bytes high_nibbles(Bytes x) { for (uint8_t& byte : x.v) byte >>= 4; return x; }
+constexpr bool CENTRED = false;
+INLINE Bytes factors(Bytes codes) { return codes; }
 INLINE I dot(I sum, Bytes codes, int32_t quad) {
   int8_t q[4];
   memcpy(q, &quad, 4);
@@ -467,6 +483,7 @@ INLINE I dot(I sum, Bytes codes, int32_t quad) {
   return sum;
 }
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+INLINE I total(I sums) { return sums; }
 INLINE F byte(Bytes codes, int n) { F r; EACH r.v[i] = (float)codes.v[4 * i + n] - 128.0f; return r; }
 INLINE F nibble(Bytes codes, int n) {
   F r;
