@@ -166,16 +166,15 @@ INLINE void add_dots(const uint8_t* codes, int64_t tile_bytes, const int32_t* qu
 template <int FORMAT, int T, int C>
 INLINE void add_dots(const uint8_t* codes, int64_t tile_bytes, const int32_t* quads, I (&dots)[T][C]) {
   using Kind = Tile<FORMAT>;
-  UNROLL for (int i = 0; i < BLOCK / Kind::AT_ONCE / Kind::PARTS; i++) {
-    const int32_t* quad = quads + i * (Kind::NIBBLES ? 2 : 1) * T;
-    Bytes some[C];
-    UNROLL for (int c = 0; c < C; c++) some[c] = load_bytes(codes + c * tile_bytes + 64 * i);
-    UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) {
+  UNROLL for (int q = 0; q < QUADS / Kind::PARTS; q++) {
+    const uint8_t* at = codes + q * 4 / Kind::AT_ONCE * 64;
+    UNROLL for (int c = 0; c < C; c++) {
+      Bytes some = load_bytes(at + c * tile_bytes);
       if constexpr (Kind::NIBBLES) {
-        dots[t][c] = dot_nibbles(dots[t][c], low_nibbles(some[c]), quad[t]);
-        dots[t][c] = dot_nibbles(dots[t][c], high_nibbles(some[c]), quad[T + t]);
+        Bytes half = q % 2 ? high_nibbles(some) : low_nibbles(some);
+        UNROLL for (int t = 0; t < T; t++) dots[t][c] = dot_nibbles(dots[t][c], half, quads[q * T + t]);
       } else {
-        dots[t][c] = dot(dots[t][c], factors(some[c]), quad[t]);
+        UNROLL for (int t = 0; t < T; t++) dots[t][c] = dot(dots[t][c], factors(some), quads[q * T + t]);
       }
     }
   }
