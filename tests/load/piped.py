@@ -37,6 +37,7 @@ from tests.load.scripted import scripted_engine, solo_of
 
 MOST_TOKENS = 250  # of one session
 LONGEST_SECONDS = 0.2  # until a kill; most come sooner, when much is new
+PATIENT_KILLS = 25  # after as many without K/V from a file, lives become twice as long: the machine is busy
 IDLE_SECONDS = 0.03  # between some calls, so that there are copies of K/V
 LAW = solo_of(Full())
 # Copies of K/V are written and read as often as can be.
@@ -291,9 +292,11 @@ def kill_engines(
     The third, agents that gave up, is of `kill_often`: through a pipe none does.
     """
     rng = random.Random(seed)
-    lives = Lives(folder, durability, agents, seed, is_early=is_early)
+    lives, longest = Lives(folder, durability, agents, seed, is_early=is_early), LONGEST_SECONDS
     while lives.counts["kills"] < kills and not lives.wrong and not is_over():
-        lives.live(LONGEST_SECONDS * rng.random() ** 2, is_from_fork=rng.random() < 0.25)
+        lives.live(longest * rng.random() ** 2, is_from_fork=rng.random() < 0.25)
+        if not lives.counts["from a file"] and not lives.counts["kills"] % PATIENT_KILLS:
+            longest *= 2
     if not lives.wrong:
         lives.live(None)
     return lives.counts, lives.wrong, []
