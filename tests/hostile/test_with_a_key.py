@@ -82,8 +82,8 @@ async def test_calls_whose_message_does_not_come_are_an_owners_calls_until_their
 
 def test_appends_that_wait_hold_their_ids_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message takes three times the memory of its ids."""
-    # glibc gives back what is freed of allocations this large. Else holes stay between the ids, as many as messages were
-    # parsed before their ids were taken, which on a busy machine may be as much memory as the messages.
+    # glibc gives back what is freed of allocations this large. Else holes stay between the ids, as many as messages
+    # were parsed before their ids were taken, which on a busy machine may be as much memory as the messages.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
     ids = range(65_536)
     config = ServerConfig(bind="127.0.0.1:0", metrics_bind=f"127.0.0.1:{free_port()}", busy_wait_seconds=60.0)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from inference_engine.types import Mode
 from kakeya import Client, SinkWindow
-from tests.further import further
+from tests.further import FURTHER
 from tests.laws.variants import text
 from tests.server_thread import server_thread
 from tests.tiny_native import served_engine
@@ -51,12 +52,20 @@ def stream(client: Client, strategy: SinkWindow | None, cuts: list[list[int]], *
     return out
 
 
-@pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize(
-    ("seed", "strategy", "sampled"),
-    [further(0, None, False), (1, SinkWindow(sink=4, window=16), False), (2, None, True)],
-    ids=["full, greedy", "sink_window, greedy", "full, sampled"],
-)
+def cases() -> Iterator[Any]:
+    """Every history in each mode. `make test` has two of them, and each mode once."""
+    window = SinkWindow(sink=4, window=16)
+    for name, seed, strategy, sampled, first in (
+        ("full, greedy", 0, None, False, None),
+        ("sink_window, greedy", 1, window, False, Mode.BATCHED),
+        ("full, sampled", 2, None, True, Mode.FIXED_SHAPE),
+    ):
+        for mode in Mode:
+            marks = () if mode is first else FURTHER
+            yield pytest.param(mode, seed, strategy, sampled, marks=marks, id=f"{name}-{mode.value}")
+
+
+@pytest.mark.parametrize(("mode", "seed", "strategy", "sampled"), list(cases()))
 def test_fifty_random_splits_give_one_stream(mode: Mode, seed: int, strategy: SinkWindow | None, sampled: bool) -> None:
     rng = np.random.default_rng(seed)
     with client_for(mode, seed=seed) as client:

@@ -17,9 +17,11 @@ from inference_engine.config import has_mlx
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
 from tests import tiny
 from tests.further import FURTHER
+from tests.laws.variants import mechanism
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
@@ -36,6 +38,8 @@ OF_FIXED_SHAPES = (
 GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
 SOME = 2
+# With every variant. In the others, variants of one mechanism take turns.
+WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
 
 
 @pytest.fixture
@@ -84,14 +88,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     laws = [item for item in items if HERE in item.path.parents]
     on_mlx = [item for item in laws if _given(item).get("executor") == MLX]
+    for item in _waiting([item for item in laws if item not in on_mlx]):
+        _make_further(item)
     able = [item for item in on_mlx if _can_be(item)]
     if config.getoption("--executor") == MLX:
         kept = {*able}
     else:
         selected = list(_selected(able))
         for item in _others(selected):
-            for mark in FURTHER:
-                item.add_marker(mark)
+            _make_further(item)
         kept = {*laws}.difference(on_mlx).union(selected)
     if not has_mlx():
         for item in kept.intersection(able):
@@ -114,6 +119,32 @@ def _can_be(item: pytest.Item) -> bool:
 
 def _is_further(item: pytest.Item) -> bool:
     return item.get_closest_marker("further") is not None
+
+
+def _make_further(item: pytest.Item) -> None:
+    for mark in FURTHER:
+        item.add_marker(mark)
+
+
+def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """All but one of each law, mechanism and other values: the variant and the mode that had fewest turns before stay.
+
+    So every law has every mechanism and both modes, and every mechanism has both modes in some laws.
+    """
+    groups: dict[tuple[str, ...], list[tuple[pytest.Item, list[str]]]] = {}
+    for item in items:
+        values = dict(_given(item))
+        strategy, law = values.pop("strategy", None), str(getattr(item, "originalname", ""))
+        if not isinstance(strategy, KVStrategy) or law in WITH_ALL or _is_further(item):
+            continue
+        kind, mode = mechanism(strategy), str(values.pop("mode", None))
+        known = [f"{law} {mode}", f"{kind} {mode}", str(strategy)]
+        groups.setdefault((str(item.path), law, kind, str(values)), []).append((item, known))
+    turns: Counter[str] = Counter()
+    for cases in groups.values():
+        chosen, known = min(cases, key=lambda case: [turns[value] for value in case[1]])
+        turns.update(known)
+        yield from (item for item, _ in cases if item is not chosen)
 
 
 def _law_and_name(item: pytest.Item) -> tuple[str, str]:
