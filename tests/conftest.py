@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
@@ -15,6 +16,9 @@ from inference_engine.config import configure_threads_environment, forbid_model_
 configure_threads_environment()
 forbid_model_hub()
 
+# Collecting makes a million objects that stay: no need to look for garbage among them, now or later.
+gc.disable()
+
 # A slow machine is not a failure: no deadline.
 settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
@@ -24,6 +28,11 @@ settings.load_profile("reproducible")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than processors: many tests wait for a process or a clock."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

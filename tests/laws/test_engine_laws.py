@@ -142,16 +142,13 @@ def test_the_footprint_never_passes_the_bound(strategy: KVStrategy, guaranteed: 
 def test_a_session_holds_no_memory_but_what_it_reserves(strategy: KVStrategy) -> None:
     """The pool is there from the start: more sessions bring no more tensors, but for those that hold positions."""
     gc.freeze()  # what was there before is left aside: looking through it takes longer than all else
-    try:
-        with engine_for(Mode.BATCHED) as engine:
-            generate(engine, opened(engine, strategy, text(LENGTH)), 3)
-            before = tensor_bytes()
-            assert before > engine.info().kv_capacity_bytes  # of the pool, at least
-            for seed in range(1, 5):
-                generate(engine, opened(engine, strategy, text(LENGTH, seed=seed)), 3)
-            assert tensor_bytes() - before <= 4 * 512
-    finally:
-        gc.unfreeze()
+    with engine_for(Mode.BATCHED) as engine:
+        generate(engine, opened(engine, strategy, text(LENGTH)), 3)
+        before = tensor_bytes()
+        assert before > engine.info().kv_capacity_bytes  # of the pool, at least
+        for seed in range(1, 5):
+            generate(engine, opened(engine, strategy, text(LENGTH, seed=seed)), 3)
+        assert tensor_bytes() - before <= 4 * 512
 
 
 def tensor_bytes() -> int:
