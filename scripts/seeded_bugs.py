@@ -31,7 +31,9 @@ CANCELS = "tests/load/test_cancels.py::test_cancels_at_random_instants_stop_with
 SEQUENCES = "tests/load/test_call_sequences.py"
 FUZZ = "tests/load/test_fuzz.py::test_whatever_bytes_come_are_answered_or_refused_with_a_typed_error[0]"
 CLOSED_FORM = "tests/laboratory/test_scripted.py::test_the_engine_gives_the_tokens_of_the_closed_form"
-JOURNAL = "tests/session/test_sqlite_journal.py"
+JOURNAL = tuple(
+    f"tests/session/test_{part}.py" for part in ("sqlite_journal", "journal_folders", "journal_damage", "journal_disks")
+)
 KEPT = "tests/engine/test_kept_sessions.py"
 PIPED = "tests/load/test_kills.py::test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged"
 LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_no_session"
@@ -205,7 +207,7 @@ BUGS = (
         "inference_engine/session/writer.py",
         "            is_now = self.is_saved\n",
         "            is_now = True\n",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal lets a token be sent that is not committed",
@@ -219,70 +221,70 @@ BUGS = (
         "inference_engine/session/journal_database.py",
         'level = "FULL" if durability is Durability.POWER else "NORMAL"',
         'level = "NORMAL" if durability is Durability.POWER else "FULL"',
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal goes on after an error of the disk",
         "inference_engine/session/sqlite_journal.py",
         "            if isinstance(error, apsw.FullError):\n",
         "            if isinstance(error, apsw.FullError | apsw.IOError):\n",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal swallows a checkpoint that failed",
         "inference_engine/session/sqlite_journal.py",
         "        except apsw.FullError:\n            return  # nothing",
         "        except (apsw.FullError, apsw.IOError):\n            return  # nothing",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "damage in the middle of the log is taken for a torn end",
         "inference_engine/session/wal_scan.py",
         "    return wrong_at if commits_behind >= 2 else None\n",
         "    return wrong_at if commits_behind >= 200 else None\n",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal accepts a row whose checksum is wrong",
         "inference_engine/session/journal_reader.py",
         "            if first != position or crc != tokens_crc(first, mark, ids, logprobs):\n",
         "            if first != position:\n",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal folds all rows but the last",
         "inference_engine/session/journal_tables.py",
         "            records += self._reader.tail(number, entries, length)\n",
         "            records += self._reader.tail(number, entries[: max(1, len(entries) - 1)], length)\n",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal loses a token's mark when a row has both",
         "inference_engine/session/journal_rows.py",
         "Mark(int(marks[start]))",
         "Mark(int(marks[0]))",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "a fork gets full rows only from the journal",
         "inference_engine/session/journal_tables.py",
         "                if crc == tokens_crc(position, mark, ids, logprobs, parent):",
         "                if crc != tokens_crc(position, mark, ids, logprobs, parent):",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal forgets the appends before the last turn",
         "inference_engine/session/journal_tables.py",
         'most_recent(self._reader.packed_appends(number) + b"".join(',
         'most_recent(b"".join(',
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "the journal gives one owner's replies to another",
         "inference_engine/session/sqlite_journal.py",
         '"owner = ? and request_id = ?", (owner, request_id)',
         '"request_id = ?", (request_id,)',
-        (JOURNAL, KEPT),
+        (*JOURNAL, KEPT),
     ),
     Bug(
         "the journal loses the seed of a Generate",
@@ -296,7 +298,7 @@ BUGS = (
         "inference_engine/session/journal_tables.py",
         "if number not in resident][:_EXPIRE_SESSIONS]",
         "][:_EXPIRE_SESSIONS]",
-        (JOURNAL,),
+        JOURNAL,
     ),
     Bug(
         "a session that leaves memory is closed in the journal",
@@ -310,7 +312,7 @@ BUGS = (
         "inference_engine/session/journal_folder.py",
         "        os.close(descriptor)\n        is_ours = False\n",
         "        is_ours = True\n",
-        (JOURNAL,),
+        JOURNAL,
     ),
 )
 

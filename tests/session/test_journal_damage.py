@@ -1,0 +1,264 @@
+"""Damage of a journal's files is noticed, and costs the sessions that it is in alone."""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import closing
+from pathlib import Path
+
+import apsw
+import numpy as np
+import pytest
+
+from inference_engine.errors import ConfigError, HistoryCorrupt
+from inference_engine.session import wal_scan
+from inference_engine.session.journal_database import PAGE_BYTES
+from inference_engine.session.journal_folder import LOCK
+from inference_engine.session.sqlite_journal import FILE
+from inference_engine.session.wal_scan import find_damage
+from inference_engine.types import Durability, Mark
+from tests.kept import after_a_kill
+from tests.kept import sqlite_journal as open_journal
+from tests.session.faulty_disk import FaultyDisk
+from tests.session.journal_files import content, damage_log, killed_after
+from tests.session.talks import (
+    Talk,
+    flip_bits,
+    record_of,
+)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_word(tmp_path: Path, seed: int) -> None:
+    """The log's end is the exception: the last commit may look like what a crash left half written."""
+    outcomes = flip_bits(tmp_path, seed=seed, count=100)
+    assert outcomes["whole"] < 100, "no flip did anything"
+    assert not outcomes["shorter"], outcomes
+    assert outcomes["last"] <= 4, outcomes
+
+
+def test_no_flipped_bit_of_a_database_whose_log_is_empty_shortens_a_history_without_a_word(tmp_path: Path) -> None:
+    outcomes = flip_bits(tmp_path, seed=2, count=100, is_at_rest=True)
+    assert outcomes["corrupt"], outcomes
+    assert not outcomes["shorter"] + outcomes["last"], outcomes
+
+
+def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
+    """The control: so many flips are enough to notice that checksums and the look through the log are needed."""
+    for name in ("killed", "rests"):
+        (tmp_path / name).mkdir()
+    assert flip_bits(tmp_path / "killed", seed=1, count=40, is_checked=False)["shorter"]
+    assert flip_bits(tmp_path / "rests", seed=1, count=60, is_at_rest=True, is_checked=False)["wrong"]
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_the_checksum_of_a_page_is_that_of_the_format(order: str, subtests: pytest.Subtests) -> None:
+    for nbytes in (8, 24, 4096):
+        with subtests.test(str(nbytes)):
+            data = np.random.default_rng(nbytes).bytes(nbytes)
+            low, high = start = 0xFFFFFFFF, 0x12345678
+            for first, second in struct.iter_unpack(f"{order}2I", data):
+                low = (low + first + high) & 0xFFFFFFFF
+                high = (high + second + low) & 0xFFFFFFFF
+            assert wal_scan._checksum(order, data, start) == (low, high)
+
+
+def test_a_damaged_log_is_refused_as_often_as_a_server_starts_with_whatever_durability(tmp_path: Path) -> None:
+    _, folder = killed_after(tmp_path / "state", Durability.POWER)
+    damage_log(folder)
+    before = content(folder)
+    for durability in (Durability.PROCESS, Durability.PROCESS, Durability.POWER, Durability.PROCESS):
+        with pytest.raises(ConfigError, match="damaged at byte"):
+            open_journal(folder, durability)
+        assert content(folder) == before
+
+
+def test_damage_that_process_allows_is_gone_from_the_log_before_the_durability_is_recorded(tmp_path: Path) -> None:
+    """Commits behind the damage would else be taken for damage when the next server is killed."""
+    talk, folder = killed_after(tmp_path / "state", Durability.PROCESS)
+    damage_log(folder)
+    journal = open_journal(folder, Durability.POWER)
+    assert not (folder / f"{FILE}-wal").stat().st_size
+    assert (folder / LOCK).read_text().split() == [str(os.getpid()), "power"]
+    journal.open(record_of(9))
+    assert journal._writer.flush(20)
+    killed = after_a_kill(folder)
+    journal.stop()
+    assert talk.check(killed, may_refuse=True) in ("last", "shorter")
+
+
+def test_what_a_server_did_not_sync_is_safe_before_one_that_does_is_ready(tmp_path: Path) -> None:
+    talk, folder = killed_after(tmp_path / "state", Durability.PROCESS)
+    with FaultyDisk("syncs") as disk:
+        disk.record(folder)
+        journal = open_journal(folder, Durability.POWER, vfs=disk.name)
+        kinds = [event[:2] for event in disk.events]
+        last_write = max(at for at, event in enumerate(kinds) if event == ("write", FILE))
+        assert kinds.index(("sync", f"{FILE}-wal")) < kinds.index(("write", FILE))
+        assert ("sync", FILE) in kinds[last_write:]
+        journal.stop()
+    assert talk.check(folder) == "whole"
+
+
+@pytest.mark.parametrize("table", ["tokens", "ends", "tail"])
+@pytest.mark.parametrize("values", ["logprobs = 0", "ids = cast(x'ff00ff00' as text)", "ids = 7", "mark = null"])
+def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, table: str, values: str) -> None:
+    """One flipped bit of a row's header does that, and its checksum may still be right."""
+    journal = open_journal(tmp_path)
+    some = np.ones(3000, dtype=np.uint32)  # a full row, and what does not fill one
+    for number in range(2):
+        journal.open(record_of(number))
+        journal.append(f"session-{number}", 0, some, Mark.APPENDED)
+    assert journal._writer.flush(20)
+    if table != "tail":
+        journal.rest("session-0")
+        journal.leave("session-0")
+        assert journal._writer.flush(20)
+    killed = after_a_kill(tmp_path)
+    journal.stop()
+    folder = killed if table == "tail" else tmp_path
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.execute(f"update {table} set {values} where session = 1")
+        assert db.changes()
+    journal = open_journal(folder)
+    journal.open(record_of(9))
+    assert journal._writer.flush(20), journal.failure
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-0", "alice")
+    assert journal.load("session-1", "alice") is not None
+    assert not journal.failure
+    journal.stop()
+
+
+def two_sessions_killed(folder: Path) -> Path:
+    """Of three tokens each, in the tail: the last row is of the second."""
+    journal = open_journal(folder)
+    for number in range(2):
+        journal.open(record_of(number))
+    for position in range(3):
+        for number in range(2):
+            journal.append(f"session-{number}", position, np.array([position + 1], dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    killed = after_a_kill(folder)
+    journal.stop()
+    return killed
+
+
+def test_a_last_row_that_names_another_session_is_damage_of_its_own(tmp_path: Path) -> None:
+    killed = two_sessions_killed(tmp_path / "state")
+    with closing(apsw.Connection(str(killed / FILE))) as db:
+        db.execute("update tail set session = 1 where entry = (select max(entry) from tail)")
+    journal = open_journal(killed)
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-1", "alice")
+    kept = journal.load("session-0", "alice")
+    assert kept is not None
+    assert kept.saved.tokens == 3
+    journal.stop()
+
+
+def test_a_tail_whose_page_lost_its_last_row_is_refused_at_the_start(tmp_path: Path) -> None:
+    killed = two_sessions_killed(tmp_path / "state")
+    with closing(apsw.Connection(str(killed / FILE))) as db:
+        db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'tail'"))
+    data = bytearray((killed / FILE).read_bytes())
+    at = (page - 1) * PAGE_BYTES + 3  # the number of its rows
+    rows = int.from_bytes(data[at : at + 2], "big")
+    assert rows == 6
+    data[at : at + 2] = (rows - 1).to_bytes(2, "big")
+    (killed / FILE).write_bytes(data)
+    with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
+        open_journal(killed)
+
+
+@pytest.mark.parametrize("change", ["facts set value", "sessions set owner"])
+def test_bytes_that_are_no_text_are_damage(tmp_path: Path, change: str) -> None:
+    killed = two_sessions_killed(tmp_path / "state")
+    with closing(apsw.Connection(str(killed / FILE))) as db:
+        db.execute(f"update {change} = cast(x'61ff' as text)")
+    if change.startswith("facts"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            open_journal(killed)
+        return
+    journal = open_journal(killed)
+    assert [entry.record.label for entry in journal.everyone()] == ["", ""]
+    with pytest.raises(HistoryCorrupt):
+        journal.read("session-0")
+    assert not journal.failure
+    journal.stop()
+
+
+def test_a_session_that_is_damaged_is_listed_with_the_others_and_found_by_a_check(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(3):
+        journal.open(record_of(number))
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute("update sessions set body = substr(body, 2) where id = 'session-0'")
+        db.execute("update sessions set used_at = 'x' where id = 'session-1'")
+    journal = open_journal(tmp_path)
+    listed = {entry.record.session_id: entry.record.label for entry in journal.page("alice", after="", most=10)}
+    assert listed == {"session-0": "", "session-1": "", "session-2": "label 2"}
+    with pytest.raises(HistoryCorrupt):
+        journal.read("session-0")
+    journal.purge("session-0", "alice")
+    assert len(journal.everyone()) == 2
+    journal.stop()
+
+
+@pytest.mark.parametrize("index", ["sqlite_autoindex_sessions_1", "sessions_by_owner"])
+@pytest.mark.parametrize("found", [b"session-0", b"session-1"])
+def test_damage_of_an_index_neither_hides_a_session_nor_gives_another_one(
+    tmp_path: Path, index: str, found: bytes
+) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(2):
+        journal.open(record_of(number))
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        (root,) = next(db.execute("select rootpage from sqlite_schema where name = ?", (index,)))
+    data = bytearray((tmp_path / FILE).read_bytes())
+    at = data.index(found, (root - 1) * 4096, root * 4096)
+    for offset in (6, len(found) - 1):  # out of order; as another one's
+        flipped = bytearray(data)
+        flipped[at + offset] ^= 1 if offset > 6 else 16
+        (tmp_path / FILE).write_bytes(flipped)
+        journal = open_journal(tmp_path)
+        outcomes = set[str]()
+        for number in range(2):
+            try:
+                kept = journal.load(f"session-{number}", "alice")
+                assert kept is not None
+                assert kept.record.session_id == f"session-{number}"
+            except HistoryCorrupt:
+                outcomes.add("refused")
+        assert outcomes
+        journal.stop()
+        (tmp_path / FILE).write_bytes(data)
+
+
+def test_a_torn_end_of_the_log_is_no_damage_and_a_hole_in_it_is(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, Durability.POWER)
+    talk = Talk(journal)
+    for _ in range(20):
+        talk.step()
+        talk.wait()
+    log = after_a_kill(tmp_path) / f"{FILE}-wal"
+    journal.stop()
+    whole = log.read_bytes()
+    assert find_damage(log) is None
+    for cut in (0, 20, 32, 100, len(whole) // 2, len(whole) - 1):
+        log.write_bytes(whole[:cut])
+        assert find_damage(log) is None
+    page = 4096 + 24
+    for at in (
+        len(whole) // 2,
+        40 + page * ((len(whole) // page) - 1),
+    ):  # in the middle; which log the last frame is of
+        flipped = bytearray(whole)
+        flipped[at] ^= 1
+        log.write_bytes(flipped)
+        assert find_damage(log) is not None
+    assert find_damage(tmp_path / "gone") is None

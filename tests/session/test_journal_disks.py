@@ -1,0 +1,74 @@
+"""A journal whose disk fails, is full, or loses power keeps what it has confirmed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+
+from inference_engine.session import sqlite_journal
+from inference_engine.types import Durability
+from tests.further import further
+from tests.kept import sqlite_journal as open_journal
+from tests.session.faulty_disk import FaultyDisk
+from tests.session.talks import (
+    Talk,
+    cut_power,
+    fail_calls,
+    fill_disk,
+    start_read_only,
+)
+
+
+@pytest.mark.parametrize("kind", ["write", "sync"])
+def test_after_any_error_of_the_disk_nothing_more_is_confirmed_and_what_was_is_there(tmp_path: Path, kind: str) -> None:
+    assert fail_calls(tmp_path, kind, (*range(1, 12), 17, 29, 60, 111))["whole"] == 15
+
+
+@pytest.mark.parametrize("kind", ["write", "sync"])
+def test_a_checkpoint_that_fails_is_an_error_of_the_disk(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_journal, "_WAL_PAGES", 1)  # one after each commit
+    assert fail_calls(tmp_path, kind, range(1, 9))["whole"] == 8
+
+
+def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
+    assert fill_disk(tmp_path, (1, 2, 3, 5, 8, 13, 40)) == {"whole": 14}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_loses_nothing() -> None:
+    assert start_read_only((0, 7)) == {"whole": 6}
+
+
+@pytest.mark.parametrize("seed", [*range(5), *map(further, range(5, 10))])
+def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Path, seed: int) -> None:
+    assert cut_power(tmp_path, seed=seed, states=500) == {"whole": 500}
+
+
+def test_a_log_whose_syncs_are_left_out_is_caught(tmp_path: Path) -> None:
+    """The control: so many states are enough to notice."""
+    assert cut_power(tmp_path, seed=2, states=80, without_syncs_of="-wal").keys() != {"whole"}
+
+
+def test_cuts_that_are_said_to_leave_the_same_leave_equal_files(tmp_path: Path) -> None:
+    """Only one of them is looked at."""
+    with FaultyDisk("power") as disk:
+        journal = open_journal(tmp_path, Durability.POWER, vfs=disk.name)
+        disk.record(tmp_path)
+        talk = Talk(journal)
+        for step in range(6):
+            talk.step()
+            talk.wait()
+            if step == 3:
+                with journal._db_lock:
+                    journal._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+        journal.stop()
+        for without in ("\0", "-wal"):
+            known = dict[tuple[Any, ...], dict[str, bytes]]()
+            for cut in disk.cuts(random.Random(1), draws=1000, without_syncs_of=without):
+                assert known.setdefault(cut.left, cut.files()) == cut.files()
+            assert 10 < len(known) < 1000
