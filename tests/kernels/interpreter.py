@@ -20,11 +20,11 @@ class _IntOfArray(metaclass=_IsInt):
 
 
 def prepare() -> None:
-    """Let the interpreter take this numpy, and make nothing twice that stays the same: its programs take a fifth.
+    """Let the interpreter take this numpy, and make nothing twice that stays the same, which takes most of its time.
 
-    Each operation makes the types of its operands and their shapes anew, finds out of operands of one type which type
-    both have, and computes whether integers overflow for an assertion of debug mode. Each call of a jitted function
-    replaces the functions of the language again.
+    Each operation makes the types of its operands and their shapes anew, finds out of operands of one type, or of a
+    pointer and a number, which type both have, and computes whether integers overflow for an assertion of debug mode.
+    Each call of a jitted function replaces the functions of the language again.
     """
     from triton import language
     from triton.language import core, semantic
@@ -33,7 +33,7 @@ def prepare() -> None:
     interpreter.int = _IntOfArray
     patch, numpy_type, replaced = interpreter._patch_lang, interpreter._get_np_dtype, set[int]()
     init, equals, type_of = core.tensor.__init__, core.tuple.__eq__, core._type_for_tuple_values
-    kept = dict[object, Any]()
+    kept, shapes, most_bytes = dict[object, Any](), dict[str, Any](), dict[str, float]()
 
     def patch_once(function: Any) -> Any:
         modules = [id(value) for value in function.__globals__.values() if value is language or value is core]
@@ -48,12 +48,32 @@ def prepare() -> None:
         return kept[kind.name]
 
     def init_with_shape(self: Any, handle: object, kind: Any) -> None:
-        key = tuple(kind.shape) if kind.is_block() else ()
-        if key not in kept:
+        name = kind.name  # which has its shape
+        if name not in shapes:
             init(self, handle, kind)
-            kept[key] = self.shape, self.numel
+            shapes[name] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = kept[key]
+        self.shape, self.numel = shapes[name]
+
+    def block_of(self: Any, element: Any, shape: Any) -> None:
+        key = ("block", element.name, *[unwrap_plainly(size) for size in unwrap_plainly(shape)])
+        if key not in kept:
+            init_block(self, element, shape)
+            kept[key] = self.shape, self.numel, self.name
+        self.element_ty = element
+        self.shape, self.numel, self.name = kept[key]
+
+    def block_to_ir_once(self: Any, builder: Any) -> Any:
+        key = ("ir", self.name)
+        if key not in kept:
+            kept[key] = block_to_ir(self, builder)
+        return kept[key]
+
+    def fits(array: Any, kind: Any) -> bool:
+        if kind.name not in most_bytes:
+            is_pointer = isinstance(kind, core.pointer_type)
+            most_bytes[kind.name] = float("inf") if is_pointer else max(1.0, kind.primitive_bitwidth / 8)
+        return bool(array.itemsize <= most_bytes[kind.name])
 
     def type_of_numbers_once(values: Any, fields: Any = None) -> Any:
         if fields or any(type(value) is not int for value in values):
@@ -75,8 +95,12 @@ def prepare() -> None:
         core.block_type.with_element_ty,
     )
     one_type = semantic.TritonSemantic.binary_op_type_checking_impl
+    init_block, block_to_ir = core.block_type.__init__, core.block_type.to_ir
+    plain = {int, bool, float, str, type(None), core.tensor, core.dtype}
 
     def unwrap_plainly(value: Any) -> Any:
+        if type(value) in plain:
+            return value
         if isinstance(value, core.constexpr):
             return value.value
         return unwrap(value) if isinstance(value, (list, tuple, core.tuple)) else value
@@ -88,7 +112,7 @@ def prepare() -> None:
         return kept[key]
 
     def with_element_once(self: Any, element: Any) -> Any:
-        key = (element.name, self.shape)
+        key = ("with", element.name, self.name)
         if key not in kept:
             kept[key] = with_element(self, element)
         return kept[key]
@@ -98,6 +122,8 @@ def prepare() -> None:
 
     def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         scope.set_attr(owner, name, call_with(semantic.TritonSemantic(builder), member))
+
+    integers, counted, numbers = {"int32", "int64"}, {"int32", "int64", "fp32"}, {"int1", "int32", "int64", "fp32"}
 
     def one_type_at_once(
         self: Any,
@@ -109,20 +135,28 @@ def prepare() -> None:
         divides: bool = False,
     ) -> Any:
         if isinstance(left, core.tensor) and joins:
-            kind = left.type
-            scalar = kind.scalar
-            if scalar.name in ("int32", "int64", "fp32"):
-                if isinstance(right, core.tensor):
-                    if kind is right.type or kind.name == right.type.name:
-                        return left, right
-                elif type(right) is int and 0 <= right < 2**31:
-                    key = ("constant of", kind.name, right)
-                    if key not in kept:
-                        kept[key] = one_type(self, left, right, ptr, other, joins, divides)[1]
-                    return left, kept[key]
+            kind, name = left.type, left.dtype.name
+            is_address = ptr and type(left.dtype) is core.pointer_type
+            if isinstance(right, core.tensor):
+                beside = right.dtype.name
+                if name == "int64" and beside == "int32":
+                    right = self.cast(right, core.int64)
+                elif name == "int32" and beside == "int64":
+                    left = self.cast(left, core.int64)
+                elif not (beside in integers if is_address else name == beside and name in numbers):
+                    return one_type(self, left, right, ptr, other, joins, divides)
+                is_one_shape = left.type.name == right.type.name or not (kind.is_block() or right.type.is_block())
+                return (left, right) if is_one_shape else self.broadcast_impl_value(left, right)
+            if type(right) is int and 0 <= right < 2**31 and (is_address or name in counted):
+                key = ("constant of", kind.name, right)
+                if key not in kept:
+                    kept[key] = one_type(self, left, right, ptr, other, joins, divides)[1]
+                return left, kept[key]
         return one_type(self, left, right, ptr, other, joins, divides)
 
     core._unwrap_if_constexpr, core.block_type.with_element_ty = unwrap_plainly, with_element_once
+    core.block_type.__init__, core.block_type.to_ir = block_of, block_to_ir_once
+    interpreter._validate_np_data_size = fits
     semantic.TritonSemantic.scalar_constant = constant_once
     semantic.TritonSemantic.binary_op_type_checking_impl = one_type_at_once
     interpreter._patch_attr = patch_attribute

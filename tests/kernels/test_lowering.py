@@ -15,6 +15,7 @@ from inference_engine.kernels.components import IndexShape, TokenChoice
 from inference_engine.kernels.latents import CodeTables, Synthesis
 
 HKV, GROUP, D, TOKENS = 2, 3, 64, 200
+TRANSLATED = set[tuple[Any, str]]()  # programs, by all that distinguishes them
 
 
 def translate(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -30,6 +31,9 @@ def translate(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     signature = {
         each.name: "constexpr" if each.is_constexpr else mangle_type(given[each.name]) for each in function.params
     }
+    key = (function, repr((constants, signature, options)))
+    if key in TRANSLATED:
+        return
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     asked = backend.parse_options({"num_warps": options["num_warps"], "num_stages": options.get("num_stages", 3)})
@@ -38,6 +42,7 @@ def translate(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     backend.load_dialects(context)
     source = ASTSource(function, signature, constants)
     source.make_ir(target, asked, backend.get_codegen_implementation(asked), backend.get_module_map(), context)
+    TRANSLATED.add(key)
 
 
 def launches_of(monkeypatch: pytest.MonkeyPatch, *chained: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:

@@ -3,23 +3,18 @@
 // One threadgroup after another. Its threads are fibers of one thread of the system: each runs until it must wait for
 // the others of its simdgroup (simd_sum) or of its threadgroup (a barrier). The order in which they run is a choice, so
 // that what a missing barrier lets through shows in the numbers. Every index is checked.
+//
+// Each kernel compiles this anew: containers of the standard library would take four times as long as all else.
 
 #pragma once
 
+#include <math.h>
 #include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <functional>
-#include <limits>
-#include <map>
-#include <random>
-#include <string>
-#include <vector>
 
 using uint = uint32_t;
 
@@ -31,13 +26,13 @@ struct uint3 {
 
 inline uint32_t bits_of(float number) {
   uint32_t bits;
-  std::memcpy(&bits, &number, 4);
+  memcpy(&bits, &number, 4);
   return bits;
 }
 
 inline float number_of(uint32_t bits) {
   float number;
-  std::memcpy(&number, &bits, 4);
+  memcpy(&number, &bits, 4);
   return number;
 }
 
@@ -47,7 +42,7 @@ struct bfloat16_t {
   bfloat16_t() = default;
   explicit bfloat16_t(float number) {
     const uint32_t wide = bits_of(number);
-    bits = std::isnan(number) ? 0x7FC0 : uint16_t((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16);
+    bits = number != number ? 0x7FC0 : uint16_t((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16);
   }
 };
 
@@ -63,29 +58,41 @@ namespace emulated {
 // -- threads ----------------------------------------------------------------------------------------------------------
 
 constexpr int LANES = 32;
+constexpr int MOST_THREADS = 1024;
 constexpr size_t STACK = 96 * 1024;
-constexpr size_t MOST_SHARED = 32 * 1024;
+constexpr int64_t MOST_SHARED = 32 * 1024;
+constexpr int MOST_NAMES = 16;
 
 enum class State { READY, IN_SIMD, IN_GROUP, ENDED };
 
 struct Thread {
   ucontext_t start;
   jmp_buf place;
-  std::vector<char> stack = std::vector<char>(STACK);
+  void* stack = nullptr;
   State state = State::READY;
   bool has_begun = false;
   float given = 0;
 };
 
+// A name of the threadgroup's memory.
+struct Shared {
+  const char* name;
+  char* bytes;
+};
+
 struct Group {
-  std::vector<Thread> threads;
-  std::map<std::string, std::vector<char>> shared;
-  size_t shared_bytes = 0;
+  Thread threads[MOST_THREADS];
+  int count = 0;
+  Shared shared[MOST_NAMES];
+  int names = 0;
+  int64_t shared_bytes = 0;
+  alignas(16) char memory[MOST_SHARED];
   uint3 position{}, groups{};
   int running = 0;
   jmp_buf scheduler;
-  std::string error;
-  const std::function<void()>* body = nullptr;
+  char error[256] = "";
+  void (*body)(const void*) = nullptr;
+  const void* given = nullptr;
 };
 
 inline Group group;
@@ -94,8 +101,9 @@ inline Thread& self() { return group.threads[group.running]; }
 
 [[noreturn]] inline void leave() { _longjmp(group.scheduler, 1); }
 
-[[noreturn]] inline void fail(const std::string& error) {
-  group.error = error;
+template <typename... Words>
+[[noreturn]] void fail(const char* format, Words... words) {
+  snprintf(group.error, sizeof(group.error), format, words...);
   leave();
 }
 
@@ -104,10 +112,12 @@ inline void wait(State state) {
   if (_setjmp(self().place) == 0) leave();
 }
 
+// A thread that has ended begins anew in the next threadgroup: to make one asks the system.
 inline void begin() {
-  (*group.body)();
-  self().state = State::ENDED;
-  leave();
+  while (true) {
+    group.body(group.given);
+    wait(State::ENDED);
+  }
 }
 
 inline void resume(int index) {
@@ -116,9 +126,10 @@ inline void resume(int index) {
   Thread& thread = group.threads[index];
   if (thread.has_begun) _longjmp(thread.place, 1);
   thread.has_begun = true;
+  if (thread.stack == nullptr) thread.stack = malloc(STACK);
   getcontext(&thread.start);
-  thread.start.uc_stack.ss_sp = thread.stack.data();
-  thread.start.uc_stack.ss_size = thread.stack.size();
+  thread.start.uc_stack.ss_sp = thread.stack;
+  thread.start.uc_stack.ss_size = STACK;
   thread.start.uc_link = nullptr;
   makecontext(&thread.start, begin, 0);
   setcontext(&thread.start);
@@ -127,16 +138,15 @@ inline void resume(int index) {
 // Lets those go on for whom all others have come. False: none can.
 inline bool release() {
   bool any = false, all_wait = true, all_ended = true;
-  const int count = int(group.threads.size());
-  for (const Thread& thread : group.threads) {
-    all_wait &= thread.state == State::IN_GROUP;
-    all_ended &= thread.state == State::ENDED;
-  }
-  if (all_ended) return false;
-  for (int first = 0; first < count; first += LANES) {
-    const int end = std::min(first + LANES, count);
+  for (int first = 0; first < group.count; first += LANES) {
+    const int end = first + LANES < group.count ? first + LANES : group.count;
     bool together = true;
-    for (int lane = first; lane < end; lane++) together &= group.threads[lane].state == State::IN_SIMD;
+    for (int lane = first; lane < end; lane++) {
+      const State state = group.threads[lane].state;
+      together &= state == State::IN_SIMD;
+      all_wait &= state == State::IN_GROUP;
+      all_ended &= state == State::ENDED;
+    }
     if (!together) continue;
     float sum = 0;
     for (int lane = first; lane < end; lane++) sum += group.threads[lane].given;
@@ -146,44 +156,59 @@ inline bool release() {
     }
     any = true;
   }
+  if (all_ended) return false;
   if (all_wait) {
-    for (Thread& thread : group.threads) thread.state = State::READY;
+    for (int lane = 0; lane < group.count; lane++) group.threads[lane].state = State::READY;
     any = true;
   }
-  if (!any) group.error = "threads wait for others that will not come";
+  if (!any) snprintf(group.error, sizeof(group.error), "threads wait for others that will not come");
   return any;
 }
 
-inline std::string run(uint3 grid, uint3 threads, uint seed, const std::function<void()>& body) {
-  std::mt19937 random(seed);
-  group = Group();
-  group.body = &body;
-  group.threads.resize(threads.x);
+// In a random order, that of a seed (xorshift).
+inline void shuffle(int* order, int count, uint& random) {
+  for (int index = count - 1; index > 0; index--) {
+    random ^= random << 13;
+    random ^= random >> 17;
+    random ^= random << 5;
+    const int other = int(random % uint(index + 1)), moved = order[index];
+    order[index] = order[other];
+    order[other] = moved;
+  }
+}
+
+// What went wrong, or null.
+inline const char* run(uint3 grid, uint3 threads, uint seed, void (*body)(const void*), const void* given) {
   if (threads.y != 1 || threads.z != 1 || grid.x % threads.x != 0) return "threadgroups lie along x, whole ones";
-  std::vector<int> order(threads.x);
-  for (size_t index = 0; index < order.size(); index++) order[index] = int(index);
+  if (threads.x > MOST_THREADS) return "a threadgroup has 1024 threads";
+  if (group.error[0] != 0)  // those that were left in the middle
+    for (Thread& thread : group.threads) thread.has_begun = false;
+  group.error[0] = 0;
+  group.body = body;
+  group.given = given;
+  group.count = int(threads.x);
+  int order[MOST_THREADS];
+  for (int index = 0; index < group.count; index++) order[index] = index;
+  uint random = seed;
   group.groups = {grid.x / threads.x, grid.y, grid.z};
   for (uint z = 0; z < group.groups.z; z++)
     for (uint y = 0; y < group.groups.y; y++)
       for (uint x = 0; x < group.groups.x; x++) {
         group.position = {x, y, z};
-        group.shared.clear();
+        group.names = 0;
         group.shared_bytes = 0;
-        for (Thread& thread : group.threads) {
-          thread.state = State::READY;
-          thread.has_begun = false;
-        }
+        for (int index = 0; index < group.count; index++) group.threads[index].state = State::READY;
         do {
-          if (seed != 0) std::shuffle(order.begin(), order.end(), random);
-          for (const int index : order)
-            if (group.threads[index].state == State::READY) {
-              resume(index);
-              if (!group.error.empty()) return group.error;
+          if (seed != 0) shuffle(order, group.count, random);
+          for (int index = 0; index < group.count; index++)
+            if (group.threads[order[index]].state == State::READY) {
+              resume(order[index]);
+              if (group.error[0] != 0) return group.error;
             }
         } while (release());
-        if (!group.error.empty()) return group.error;
+        if (group.error[0] != 0) return group.error;
       }
-  return "";
+  return nullptr;
 }
 
 // -- memory -----------------------------------------------------------------------------------------------------------
@@ -196,7 +221,7 @@ struct Checked {
   const char* name;
   T& operator[](int64_t index) const {
     if (index < 0 || index >= count)
-      fail(std::string(name) + "[" + std::to_string(index) + "] of " + std::to_string(count));
+      fail("%s[%lld] of %lld", name, (long long)index, (long long)count);
     return at[index];
   }
 };
@@ -204,15 +229,15 @@ struct Checked {
 // The threadgroup's own, NaN at first.
 template <typename T>
 Checked<T> shared(const char* name, int64_t count) {
-  std::vector<char>& bytes = group.shared[name];
-  if (bytes.empty()) {
-    bytes.resize(count * sizeof(T));
-    for (int64_t index = 0; index < count; index++)
-      reinterpret_cast<T*>(bytes.data())[index] = std::numeric_limits<T>::quiet_NaN();
-    group.shared_bytes += bytes.size();
-    if (group.shared_bytes > MOST_SHARED) fail("a threadgroup has 32 KiB of memory");
-  }
-  return {reinterpret_cast<T*>(bytes.data()), count, name};
+  for (int index = 0; index < group.names; index++)
+    if (strcmp(group.shared[index].name, name) == 0) return {(T*)group.shared[index].bytes, count, name};
+  if (group.names == MOST_NAMES) fail("a threadgroup's memory has more than %d names", MOST_NAMES);
+  char* const bytes = group.memory + group.shared_bytes;
+  group.shared_bytes += (count * int64_t(sizeof(T)) + 15) / 16 * 16;
+  if (group.shared_bytes > MOST_SHARED) fail("a threadgroup has 32 KiB of memory");
+  for (int64_t index = 0; index < count; index++) ((T*)bytes)[index] = T(NAN);
+  group.shared[group.names++] = {name, bytes};
+  return {(T*)bytes, count, name};
 }
 
 // -- what the signature asks for ----------------------------------------------------------------------------------------
@@ -232,10 +257,10 @@ auto max(One, Other) = delete;
 template <typename One, typename Other>
 auto min(One, Other) = delete;
 inline int max(int one, int other) { return one < other ? other : one; }
-inline float max(float one, float other) { return std::fmax(one, other); }
+inline float max(float one, float other) { return fmaxf(one, other); }
 inline int min(int one, int other) { return other < one ? other : one; }
-inline float exp(float number) { return std::exp(number); }
-inline float tanh(float number) { return std::tanh(number); }
+inline float exp(float number) { return expf(number); }
+inline float tanh(float number) { return tanhf(number); }
 
 inline float simd_sum(float number) {
   emulated::self().given = number;

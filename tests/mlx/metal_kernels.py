@@ -134,11 +134,9 @@ def in_c(generated: str) -> str:
 {body}
 extern "C" const char* run(
     void** pointers, const int64_t* counts, const uint* grid, const uint* threads, uint order) {{
-  static std::string error;
-  error = emulated::run({{grid[0], grid[1], grid[2]}}, {{threads[0], threads[1], threads[2]}}, order, [&] {{
-    {instance[1]}({", ".join(given)});
-  }});
-  return error.empty() ? nullptr : error.c_str();
+  const auto body = [=] {{ {instance[1]}({", ".join(given)}); }};
+  const auto call = [](const void* given) {{ (*(decltype(body)*)given)(); }};
+  return emulated::run({{grid[0], grid[1], grid[2]}}, {{threads[0], threads[1], threads[2]}}, order, call, &body);
 }}
 """
 

@@ -19,6 +19,7 @@ from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.target import words_in
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.evaluation import record
+from laboratory.training import corpus_prompts
 from tests import tiny
 from tests.kv_cache_proposer.drafter_cases import tiny_network
 from tests.laws.variants import engine_for, generate, same, text
@@ -102,6 +103,7 @@ def test_a_drafter_is_trained_on_torch_where_mlx_is_the_device_and_drafts_there(
     own = tmp_path / "own.txt"
     own.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     shared = ("--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx")
+    monkeypatch.setattr(corpus_prompts, "_QUESTIONS", 100)
     few = ("--tokens", "3000", "--texts-at-once", "25", "--length", "160", "--text", str(own))
     assert main(["train", "corpus", *shared, *few]) == 0
     small = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "4")

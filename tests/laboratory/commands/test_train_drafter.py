@@ -20,6 +20,7 @@ from inference_engine.models import check_model
 from inference_engine.types import GenerateParams
 from laboratory.commands.train_corpus import corpus_folder
 from laboratory.evaluation import record
+from laboratory.training import corpus_prompts
 from tests.laws.variants import drain, text, tokens
 from tests.tiny_native import library
 
@@ -123,6 +124,7 @@ def test_a_training_reads_all_corpora_it_is_given(
     tiny_folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "commit", lambda: "none")
+    monkeypatch.setattr(corpus_prompts, "_QUESTIONS", 100)
     shared = ("--model", str(tiny_folder), "--cache-dir", str(made))
     first, second = corpus_folder(tiny_folder.name, made), tmp_path / "corpus"
     few = (
