@@ -89,7 +89,8 @@ PARTLESS = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.cmpop, a
 @lru_cache(maxsize=1)
 def _judged(tree: ast.AST) -> list[ast.AST]:
     """Found once for all rules: finding them takes longer than the rules do."""
-    found, left = [], [tree]
+    found: list[ast.AST] = []
+    left = [tree]
     while left:
         node = left.pop()
         if isinstance(node, JUDGED):

@@ -1,7 +1,8 @@
 """A process that has imported what serves, and forks others: each begins where importing ends, two seconds later.
 
-Requests are lines on a socket, its file descriptor the only argument: a program to start, with its arguments and three
-streams, and its environment or null for this one, which is answered by its process id; or a process id, which is answered by its status.
+Requests are lines on a socket, its file descriptor the only argument: a program to start, with its arguments, three
+streams and its environment (null: this one's), which is answered by its process id; or a process id, which is answered
+by its status.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloads by forked processes, in the environment that a new one would have: most of its time goes to imports."""
 
     def start(arguments: Sequence[str], *, shows: bool) -> Forked:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             environment = hub_fetch._environment(shows=shows)
             return Forked(hub_download.__name__, *arguments, stderr=nowhere, environment=environment)
 
