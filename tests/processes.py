@@ -71,9 +71,18 @@ def executed(program: str, *arguments: str, environment: Mapping[str, str], stde
 
 
 class Forked:
-    """A process forked from a warm one, in the environment in which the first was."""
+    """A process forked from a warm one, in the environment in which the first was, or in `environment`.
 
-    def __init__(self, program: str, *arguments: str, stderr: IO[str] | int | None = None) -> None:
+    What the warm one has imported keeps what it read from its own.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        *arguments: str,
+        stderr: IO[str] | int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         (given, to_it), (from_it, its) = os.pipe(), os.pipe()
         self.stderr: IO[str] | None = None
         errors = 2
@@ -82,7 +91,7 @@ class Forked:
             self.stderr = os.fdopen(errors_from_it, encoding="utf-8", errors="replace")
         elif stderr is not None:
             errors = stderr if isinstance(stderr, int) else stderr.fileno()
-        request = {"program": program, "arguments": arguments}
+        request = {"program": program, "arguments": arguments, "environment": environment}
         self.pid = int(_asked(request, (given, its, errors)))
         self._ended = os.pidfd_open(self.pid)
         self._status: int | None = None
@@ -100,6 +109,14 @@ class Forked:
         if status is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return status
+
+    @property
+    def returncode(self) -> int | None:
+        return self._status
+
+    def communicate(self) -> None:
+        """As a test's process is left: its streams are closed, and it has ended."""
+        self.__exit__()
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:

@@ -6,7 +6,7 @@ Each rule is a function from one source file to what it finds there, so that the
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ def environment_access(tree: ast.AST, path: Path) -> Iterator[str]:
     """Reads or writes of the process environment outside the settings."""
     if path == ENVIRONMENT_READER:
         return
-    for node in ast.walk(tree):
+    for node in _judged(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             names = {node.attr}
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -47,7 +47,7 @@ def engine_reached_into(tree: ast.AST, path: Path) -> Iterator[str]:
     """What an engine keeps to itself, used by a test outside the facade."""
     if path == FACADE:
         return
-    for node in ast.walk(tree):
+    for node in _judged(tree):
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
             continue
         if isinstance(node.value, ast.Name) and node.value.id == "engine":
@@ -69,7 +69,7 @@ def code_from_data(tree: ast.AST, path: Path) -> Iterator[str]:
     for name, line in _imports(tree):
         if name.split(".")[0] in UNSAFE_FORMATS or name in {"torch.load", "torch.serialization"}:
             yield f"import {name} (line {line})"
-    for node in ast.walk(tree):
+    for node in _judged(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
             yield f"{node.func.id}() (line {node.lineno})"
         if isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node) == "torch.load":
@@ -81,8 +81,30 @@ def code_from_data(tree: ast.AST, path: Path) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (environment_access, engine_reached_into, mlx_outside_its_place, code_from_data)
 
 
+# All that a rule looks at, and what has no parts of these kinds, in which none needs to look.
+JUDGED = (ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, ast.keyword)
+PARTLESS = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
+
+
+@lru_cache(maxsize=1)
+def _judged(tree: ast.AST) -> list[ast.AST]:
+    """Found once for all rules: finding them takes longer than the rules do."""
+    found: list[ast.AST] = []
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, JUDGED):
+            found.append(node)
+        for part in vars(node).values():
+            if isinstance(part, list):
+                left += [one for one in part if isinstance(one, ast.AST)]
+            elif isinstance(part, ast.AST) and not isinstance(part, PARTLESS):
+                left.append(part)
+    return found
+
+
 def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
+    for node in _judged(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -105,7 +127,7 @@ def imports_of(folders: tuple[str, ...]) -> dict[str, set[str]]:
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
-        imported = {imported for imported, _ in _imports(ast.parse(path.read_bytes()))}
+        imported = _read(path)[1]
         found[name] = {one if one in modules else one.rpartition(".")[0] for one in imported} & modules.keys() - {name}
     return found
 
@@ -119,15 +141,15 @@ def source_files(folders: tuple[str, ...]) -> list[Path]:
 def violations(rule: Rule, folders: tuple[str, ...]) -> list[str]:
     """What `rule` finds below `folders`, one line a finding."""
     return [
-        f"{path.relative_to(ROOT)}: {finding}" for path in source_files(folders) for finding in _findings(path)[rule]
+        f"{path.relative_to(ROOT)}: {finding}" for path in source_files(folders) for finding in _read(path)[0][rule]
     ]
 
 
 @cache
-def _findings(path: Path) -> dict[Rule, list[str]]:
-    """Of all rules: reading a file takes longer than they do."""
+def _read(path: Path) -> tuple[dict[Rule, list[str]], set[str]]:
+    """What all rules find in a file, and what it imports: reading it takes longer than they do."""
     tree = ast.parse(path.read_bytes(), str(path))
-    return {rule: list(rule(tree, path)) for rule in RULES}
+    return {rule: list(rule(tree, path)) for rule in RULES}, {name for name, _ in _imports(tree)}
 
 
 def test_only_the_settings_touch_the_environment() -> None:

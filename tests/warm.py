@@ -1,11 +1,13 @@
 """A process that has imported what serves, and forks others: each begins where importing ends, two seconds later.
 
-Requests are lines on a socket, its file descriptor the only argument: a program to start, with its arguments and three
-streams, which is answered by its process id; or a process id, which is answered by its status.
+Requests are lines on a socket, its file descriptor the only argument: a program to start, with its arguments, three
+streams and its environment (null: this one's), which is answered by its process id; or a process id, which is answered
+by its status.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -17,6 +19,7 @@ import socket
 import sys
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
 
@@ -25,6 +28,8 @@ IMPORTED = (
     "inference_engine.compose",
     "inference_engine.server.run",
     "laboratory.scripted",  # of tests' own servers
+    # What huggingface_hub imports: itself, it reads the environment then.
+    *("inference_engine.models.hub_download", "httpx2", "tqdm.auto", "yaml"),
 )
 MOST_BYTES = 2**20
 
@@ -75,8 +80,33 @@ def ended() -> dict[int, int]:
     return found
 
 
-def run(request: dict[str, Any]) -> None:
+def end_at_once(statuses: list[int]) -> None:
+    """End here, after threads and all that runs at exit, with the one of `statuses`, if there is one.
+
+    Python would now release every module, which takes a quarter of a second: a forked process copies each page for it.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a stream is closed: end as usual
+        for status in statuses:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def run(request: dict[str, Any]) -> int:
+    """The exit status of a program that ends by itself or by `sys.exit` with a number."""
+    try:
+        run_program(request)
+    except SystemExit as asked:
+        if asked.code is None or isinstance(asked.code, int):
+            return asked.code or 0
+        raise
+    return 0
+
+
+def run_program(request: dict[str, Any]) -> None:
     program, sys.argv = request["program"], [request["program"], *request["arguments"]]
+    if request["environment"] is not None:
+        patch.dict("os.environ", request["environment"], clear=True).start()
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
     else:
@@ -84,6 +114,7 @@ def run(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(end_at_once, statuses := [])  # before all others are: it runs last
     # Libraries read it when they are imported.
     configure_threads_environment()
     forbid_model_hub()
@@ -93,4 +124,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     if request := serve(socket.socket(fileno=int(sys.argv[1]))):
-        run(request)
+        statuses.append(run(request))

@@ -86,22 +86,7 @@ def _fetch(model: HubModel, cache: Path, admit: Callable[[Path], object], shows:
 def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stall_seconds: float) -> None:
     entry = model.entry(here)
     before = set(entry.glob(_INCOMPLETE))
-    command = [sys.executable, "-P", "-m", "inference_engine.models.hub_download", model.name]
-    command += [f"--revision={model.revision}", f"--cache={here}", "--", *files]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=None if shows else subprocess.DEVNULL,
-        text=True,
-        env=child_environment(
-            HF_HUB_OFFLINE="0",
-            HF_HUB_VERBOSITY="error",
-            # So that removing a damaged file does not affect another model.
-            HF_HUB_DISABLE_SHARED_BLOBS="1",
-            **({} if shows else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}),
-        ),
-    )
+    process = _started((model.name, f"--revision={model.revision}", f"--cache={here}", "--", *files), shows=shows)
     try:
         _wait(process, model, entry, stall_seconds)
         assert process.stdout is not None
@@ -112,6 +97,27 @@ def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stal
         _remove_left_over(entry, set(entry.glob(_INCOMPLETE)) - before)
     if process.returncode != 0:
         raise ModelError(said or f"fetching {model} ended with exit status {process.returncode} and no output")
+
+
+def _started(arguments: Sequence[str], *, shows: bool) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "inference_engine.models.hub_download", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if shows else subprocess.DEVNULL,
+        text=True,
+        env=_environment(shows=shows),
+    )
+
+
+def _environment(*, shows: bool) -> dict[str, str]:
+    return child_environment(
+        HF_HUB_OFFLINE="0",
+        HF_HUB_VERBOSITY="error",
+        # So that removing a damaged file does not affect another model.
+        HF_HUB_DISABLE_SHARED_BLOBS="1",
+        **({} if shows else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}),
+    )
 
 
 def _remove_left_over(entry: Path, incomplete: set[Path]) -> None:

@@ -52,16 +52,19 @@ def run(args: argparse.Namespace) -> int:
     forbid_model_hub()
     console = Console(stderr=True)
 
-    from inference_engine.compose import components_folder, open_backend
     from inference_engine.models import check_model, tokenizer_folder, weights_digest
-    from kv_cache_proposer.components import ComponentsManifest, save_components
-    from laboratory.evaluation.models import load_tokenizer
     from laboratory.evaluation.record import running_commit
-    from laboratory.training.calibration_text import gather_plain
-    from laboratory.training.components import fit_components
 
     commit = running_commit(args.commit)
     checked = check_model(model.model, cache=model.cache_path)
+
+    # They import torch, which a model that is not there does not wait for.
+    from inference_engine.compose import components_folder, open_backend
+    from kv_cache_proposer.components import ComponentsManifest, save_components
+    from laboratory.evaluation.models import load_tokenizer
+    from laboratory.training.calibration_text import gather_plain
+    from laboratory.training.components import fit_components
+
     folder = components_folder(checked.model_id, model.cache_path)
     with console.status("reading text"):
         tokenizer: Any = load_tokenizer(tokenizer_folder(model.model, model.cache_path))

@@ -15,6 +15,7 @@ import re
 import sysconfig
 import tokenize
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,20 @@ def _docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in others' code
         tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """In the order of `ast.walk`, which also looks into expressions; no statement is in one."""
+    left: deque[ast.AST] = deque([tree])
+    while left:
+        node = left.popleft()
+        yield node
+        for parts in vars(node).values():
+            if isinstance(parts, list):
+                left.extend(part for part in parts if isinstance(part, ast.stmt | ast.ExceptHandler | ast.match_case))
 
 
 def _paragraphs(text: str) -> Iterator[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +19,11 @@ from inference_engine.backends.native.describing import describe
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.twin import text_generator
 from inference_engine.compose import admit, forget_admission, open_backend, try_out
-from inference_engine.config import ModelConfig, child_environment
+from inference_engine.config import ModelConfig
 from inference_engine.models.seam import Seam
 from tests.admissions import admitted_once
 from tests.models.tiny_gguf import FAMILIES, tiny_model
+from tests.processes import run
 from tests.tiny_native import library
 
 HEAVY = ("transformers", "triton", "sympy", "torch._dynamo", "accelerate", "huggingface_hub", "PIL")
@@ -75,15 +74,18 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("find_out", [open_backend, try_out])
 def test_a_server_with_kept_verdicts_imports_no_transformers(
-    model: ModelConfig, find_out: Callable[[ModelConfig], object]
+    model: ModelConfig, find_out: Callable[[ModelConfig], object], tmp_path: Path
 ) -> None:
+    """Neither what serves, which a forked process has imported already, nor what it does then."""
     library()
     find_out(model)
-    command = [sys.executable, "-c", SERVED, model.model, model.cache_dir]
+    program = tmp_path / "served.py"
+    program.write_text(SERVED, encoding="utf-8")
 
-    said = subprocess.run(
-        command, env=child_environment(), capture_output=True, text=True, timeout=120, check=True
-    ).stdout.splitlines()[-1]
+    done = run(str(program), model.model, model.cache_dir)
+
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1]
 
     assert said.startswith("native ") and said.endswith(" []"), said
 
@@ -154,18 +156,22 @@ def test_a_changed_configuration_a_file_of_others_and_doctor_lead_to_new_trials(
 
 
 def test_a_cache_that_cannot_be_written_only_costs_the_trial(
-    model: ModelConfig, caplog: pytest.LogCaptureFixture
+    model: ModelConfig, trials: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model.cache_path.write_text("a file")
     with caplog.at_level(logging.INFO):
         assert admit(model) == admit(model)
     assert "cannot be kept" in caplog.text
+    assert trials == ["admitted"] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_are_moved_to_the_bit_as_the_models_own_rotation_moves_them(family: str) -> None:
+def test_keys_are_moved_to_the_bit_as_the_models_own_rotation_moves_them(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin, "strategy_kinds", dict)  # traits come before any is tried
     config, kind = text_generator(FAMILIES[family]())
-    described = describe(config, kind, admitted_once(config, kind).traits)
+    described = describe(config, kind, twin.admit_config(config, kind).traits)
     seam = Seam(kind(config).eval())
     for name in described.rotaries:
         keys = torch.randn(2, 4, described.layers[0].head_dim)

@@ -11,14 +11,13 @@ import pytest
 
 from inference_engine.config import child_environment
 from scripts.check_links import ROOT, broken_links, documents
+from tests.once import made_once
 
 # What a browser fetches by itself when it opens a page; a link that a reader may follow is not that.
 FETCHED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?([^\"\s>]+)|<link\b[^>]*\bhref=\"?([^\"\s>]+)")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def build(folder: Path) -> None:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
@@ -29,7 +28,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    return folder
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest) -> Path:
+    return made_once("site", build, request)
 
 
 def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:

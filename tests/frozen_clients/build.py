@@ -47,18 +47,22 @@ class FrozenClient:
         return seen
 
 
-def python_client(folder: Path) -> FrozenClient:
-    """The Python client, with stubs made in `folder`."""
+def build_python_client(folder: Path) -> None:
+    """Stubs for the Python client, in `folder`."""
     protoc(f"--python_out={folder}", f"--grpc_python_out={folder}")
     # Packages, or the SDK's package of the same name would be found instead.
     for package in (folder / "kakeya", folder / "kakeya" / "v1"):
         (package / "__init__.py").touch()
+
+
+def python_client(folder: Path) -> FrozenClient:
+    """The Python client whose stubs are in `folder`."""
     return FrozenClient(
         command=[sys.executable, str(PYTHON_CLIENT)], environment=child_environment(PYTHONPATH=str(folder))
     )
 
 
-def typescript_client(folder: Path) -> FrozenClient:
+def build_typescript_client(folder: Path) -> None:
     """The TypeScript client, installed, generated, type-checked and compiled in `folder`.
 
     Fails if there is no Node.js to do it with.
@@ -73,7 +77,11 @@ def typescript_client(folder: Path) -> FrozenClient:
     programs = folder / "node_modules" / ".bin"
     protoc(f"--plugin={programs / 'protoc-gen-es'}", f"--es_out=target=ts:{generated}", env=environment)
     _run([str(programs / "tsc")], RUN_SECONDS, cwd=folder, env=environment)
-    return FrozenClient(command=["node", str(folder / "built" / "client.js")], environment=environment)
+
+
+def typescript_client(folder: Path) -> FrozenClient:
+    """The TypeScript client that was built in `folder`."""
+    return FrozenClient(command=["node", str(folder / "built" / "client.js")], environment=node_environment())
 
 
 def protoc(*flags: str, env: Mapping[str, str] | None = None) -> None:

