@@ -21,7 +21,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
 from tests import tiny
 from tests.further import FURTHER
-from tests.laws.variants import mechanism
+from tests.laws.variants import by_turns
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
@@ -127,24 +127,17 @@ def _make_further(item: pytest.Item) -> None:
 
 
 def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """All but one of each law, mechanism and other values: the variant and the mode that had fewest turns before stay.
-
-    So every law has every mechanism and both modes, and every mechanism has both modes in some laws.
-    """
-    groups: dict[tuple[str, ...], list[tuple[pytest.Item, list[str]]]] = {}
+    """Whose turn it is not."""
+    cases: list[tuple[tuple[str, ...], KVStrategy, str]] = []
+    of: list[pytest.Item] = []
     for item in items:
         values = dict(_given(item))
-        strategy, law = values.pop("strategy", None), str(getattr(item, "originalname", ""))
-        if not isinstance(strategy, KVStrategy) or law in WITH_ALL or _is_further(item):
-            continue
-        kind, mode = mechanism(strategy), str(values.pop("mode", None))
-        known = [f"{law} {mode}", f"{kind} {mode}", str(strategy)]
-        groups.setdefault((str(item.path), law, kind, str(values)), []).append((item, known))
-    turns: Counter[str] = Counter()
-    for cases in groups.values():
-        chosen, known = min(cases, key=lambda case: [turns[value] for value in case[1]])
-        turns.update(known)
-        yield from (item for item, _ in cases if item is not chosen)
+        strategy, mode = values.pop("strategy", None), str(values.pop("mode", None))
+        law = str(getattr(item, "originalname", ""))
+        if isinstance(strategy, KVStrategy) and law not in WITH_ALL and not _is_further(item):
+            cases.append(((law, str(values)), strategy, mode))
+            of.append(item)
+    yield from (item for item, stays in zip(of, by_turns(cases), strict=True) if not stays)
 
 
 def _law_and_name(item: pytest.Item) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from inference_engine.kv.strategies import strategy_names
 from inference_engine.kv.strategy import KVStrategy
-from tests.laws.variants import all_strategies, covering, mechanism, meet_first
+from tests.laws.variants import all_strategies, by_turns, covering, mechanism, meet_first
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
@@ -84,3 +84,15 @@ def test_cases_in_which_values_meet_first_hold_every_pair_of_them(number: int) -
     mechanisms = {mechanism(strategy) for strategy in strategies}
     assert {(mechanism(strategy), value) for strategy, value in first} == set(product(mechanisms, values))
     assert len(first) == len(mechanisms) * number <= len(cases)
+
+
+def test_in_laws_that_take_turns_nothing_is_left_out() -> None:
+    laws, modes = [(f"law {number}",) for number in range(5)], ["batched", "fixed-shape"]
+    cases = [(law, strategy, mode) for law, strategy, mode in product(laws, all_strategies(), modes)]
+    kept = [case for case, stays in zip(cases, by_turns(cases), strict=True) if stays]
+
+    mechanisms = {mechanism(strategy) for strategy in all_strategies()}
+    assert sorted((law, mechanism(strategy)) for law, strategy, _ in kept) == sorted(product(laws, mechanisms))
+    assert {(law, mode) for law, _, mode in kept} == set(product(laws, modes))
+    assert {(mechanism(strategy), mode) for _, strategy, mode in kept} == set(product(mechanisms, modes))
+    assert {str(strategy) for _, strategy, _ in kept} == {str(strategy) for strategy in all_strategies()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -139,6 +140,29 @@ def meet_first(cases: Iterable[tuple[Any, ...]], *, of: Callable[[Any], Hashable
         pairs = {*combinations(enumerate(of(value) for value in case), 2)}
         yield not pairs <= met
         met |= pairs
+
+
+def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, str]]) -> list[bool]:
+    """Of each case, a law with its other values, a strategy and a mode: does it stay?
+
+    One of each law and mechanism does: that whose mode and variant had fewest turns before. So every law has every
+    mechanism and both modes, and every mechanism has both modes, and every variant a turn, in some laws.
+    """
+    groups: dict[tuple[tuple[str, ...], str], list[int]] = {}
+    for number, (law, strategy, _) in enumerate(cases):
+        groups.setdefault((law, mechanism(strategy)), []).append(number)
+    turns: Counter[Hashable] = Counter()
+    stays = [False] * len(cases)
+    for (law, kind), numbers in groups.items():
+
+        def known(number: int, law: tuple[str, ...] = law, kind: str = kind) -> tuple[Hashable, ...]:
+            _, strategy, mode = cases[number]
+            return (law, mode), (kind, mode), str(strategy)
+
+        chosen = min(numbers, key=lambda number: [turns[value] for value in known(number)])
+        turns.update(known(chosen))
+        stays[chosen] = True
+    return stays
 
 
 MODES = list(Mode)
