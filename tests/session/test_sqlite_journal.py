@@ -253,6 +253,7 @@ def test_the_last_appends_are_remembered_in_one_row_and_after_the_session_s_end(
         if number % 30 == 5:
             journal.rest("session-0")
             assert journal._writer.flush(20)
+            until_folded(journal)  # else the turns so far are folded at once
     journal.leave("session-0")
     journal.stop()
     journal = open_journal(tmp_path)
