@@ -28,6 +28,9 @@ from kakeya import Client
 from laboratory.evaluation import record
 from laboratory.evaluation.models import load_tokenizer
 from laboratory.evaluation.sessions import turned
+
+sys.path.insert(0, str(record.ROOT))
+
 from scripts.bench_start import started
 
 TEXT, HISTORY, APPENDED, ANSWERED = "docs/architecture.md", 128, 18, 8  # tokens

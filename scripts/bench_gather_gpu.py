@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,9 @@ from inference_engine.kernels.triton import block_selection, component_index, co
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
 from inference_engine.kv.layout import BlockSelector, TokenSelector
 from laboratory.evaluation import record
+
+sys.path.insert(0, str(record.ROOT))
+
 from tests.kernels.test_ragged_attention import device_of_kernels
 
 HAS_GPU = torch.cuda.is_available()
