@@ -87,7 +87,7 @@ def tiny_forward_on(
     is_invariant: and no token changes the bits of another.
     """
     if is_invariant:
-        ops = replace(ops, attend_ragged=ops.attend_invariant)
+        ops = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
     seam = Seam(tiny_model(seed=seed, windowed=windowed, attention=ATTENTION).to(torch.device(device)))
     facts = ModelFacts(
         model_id="tiny",

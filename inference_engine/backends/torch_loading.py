@@ -88,7 +88,7 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
     records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
     is_invariant = config.numerics == INVARIANT
     if is_invariant:
-        ops = replace(ops, attend_ragged=ops.attend_invariant)
+        ops = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
     elif config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]
         long = open_long_chunks(device, seam.dtype, heads, ops.merge_two)

@@ -1,12 +1,13 @@
 """Attention of a long chunk of a prefill over a long history, through the fastest fused operations that torch has.
 
     positions   0 … 32767 | … 36863 | 36864 … 38000 | 38001 … 42096        a chunk of 4,096 at the end of 42,097
-    attended    whole     | whole   | causal, with the chunk itself
+    attended    whole     | whole   | whole, rest   | causal, the chunk itself
 
-Of the history, pieces of a few sizes are attended to as wholes, and the rest together with the chunk; the states are
-merged by their log-sum-exps (`kernels/merge.py`). On Hopper, cuDNN's operation takes half the time of the causal one,
-but it needs a plan for each shape, which takes longer to make than to run: hence the few sizes, contiguous copies of
-pieces, and chunks of whole multiples of `_CHUNK` alone. Other chunks are attended to as `kernels/attention.py` has it.
+Of the history, pieces of a few sizes are attended to as wholes, then what is left of it; the chunk attends to itself.
+The states are merged by their log-sum-exps (`kernels/merge.py`). On Hopper, cuDNN's operations take half the time of
+torch's own, but they need a plan for each shape, which takes longer to make than to run: hence the few sizes,
+contiguous copies of pieces, and chunks of whole multiples of `_CHUNK` alone. The rest, of any size, is torch's own
+flash attention's. Other chunks are attended to as `kernels/attention.py` has it.
 Where old entries come piece by piece (`kv/views.py`), pieces of these sizes are attended to in the same way.
 """
 
@@ -15,13 +16,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend_causal
-from inference_engine.kernels.merge import attend_state, causal_by_flash, merge_states
+from inference_engine.kernels.merge import attend_state, by_flash, merge_states
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +66,10 @@ def attend_piece(
     return attend_state(queries, keys, values, None, scaling=scaling, softcap=softcap)
 
 
-def whole_by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> State:
-    """Every query sees every key."""
+def by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, is_causal: bool) -> State:
+    """Every query sees every key; is_causal: of as many keys as queries, those up to its own."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        queries, keys, values, None, True, 0.0, False, scale=scaling
+        queries, keys, values, None, True, 0.0, is_causal, scale=scaling
     )
     return out[0].transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T
 
@@ -78,14 +80,18 @@ class LongChunks:
     def __init__(
         self,
         whole: Attend,
-        causal: Attend,
+        square: Attend,
+        rest: Attend,
         *,
         merge: MergeTwo = merge_two,
         pieces: Iterable[int] = PIECES,
         chunk: int = _CHUNK,
     ) -> None:
-        """pieces: sizes, the largest first. chunk: it serves chunks that are a multiple of it."""
-        self._whole, self._causal, self._merge = whole, causal, merge
+        """whole: every query sees every key, of a piece. square: a chunk sees itself, each token up to its own place.
+        rest: as `whole`, of any number of keys. pieces: sizes, the largest first. chunk: it serves chunks that are a
+        multiple of it.
+        """
+        self._whole, self._square, self._rest, self._merge = whole, square, rest, merge
         self._pieces, self._chunk = tuple(pieces), chunk
         self._works = True
 
@@ -100,7 +106,8 @@ class LongChunks:
         head_sinks: Tensor | None = None,
     ) -> Tensor:
         count, length = len(queries), keys.shape[1]
-        is_fitting = self._works and not count % self._chunk and length - count >= self._pieces[-1]
+        history = length - count
+        is_fitting = self._works and not count % self._chunk and (not history or history >= self._pieces[-1])
         is_fitting &= keys.dtype == queries.dtype
         if is_fitting and softcap is None and head_sinks is None:
             with self._giving_up(queries):
@@ -135,16 +142,24 @@ class LongChunks:
             )
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        by_head, first = queries.transpose(0, 1)[None], 0
+        by_head, history = queries.transpose(0, 1)[None], keys.shape[1] - len(queries)
         state: State | None = None
-        for size in self._pieces:
-            while keys.shape[1] - len(queries) - first >= size:
-                some_keys, some_values = (each[None, :, first : first + size].contiguous() for each in (keys, values))
-                own = self._whole(by_head, some_keys, some_values, scaling)
-                state = own if state is None else self._merge(state, own, torch.float32)
-                first += size
-        last = self._causal(by_head, keys[None, :, first:], values[None, :, first:], scaling)
+        for first, end in self._cut(history):
+            attend = self._whole if end - first in self._pieces else self._rest
+            own = attend(by_head, *(each[None, :, first:end].contiguous() for each in (keys, values)), scaling)
+            state = own if state is None else self._merge(state, own, torch.float32)
+        last = self._square(by_head, *(each[None, :, history:].contiguous() for each in (keys, values)), scaling)
         return (last if state is None else self._merge(state, last, queries.dtype))[0]
+
+    def _cut(self, history: int) -> Iterator[tuple[int, int]]:
+        """Pieces of it, the largest first, and what is left."""
+        first = 0
+        for size in self._pieces:
+            while history - first >= size:
+                yield first, first + size
+                first += size
+        if first < history:
+            yield first, history
 
 
 def open_long_chunks(
@@ -156,7 +171,12 @@ def open_long_chunks(
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return attend_causal
-    found = LongChunks(whole_by_cudnn, causal_by_flash, merge=merge)
+    found = LongChunks(
+        partial(by_cudnn, is_causal=False),
+        partial(by_cudnn, is_causal=True),
+        partial(by_flash, is_causal=False),
+        merge=merge,
+    )
     faults = ((shape, _fault(found, device, dtype, *shape)) for shape in dict.fromkeys(shapes))
     fault = next((each for each in faults if each[1]), None)
     torch.cuda.empty_cache()  # what the trial took is room for entries

@@ -51,15 +51,20 @@ def attend_causal_state(
     """
     count, length = len(queries), keys.shape[1]
     if softcap is None and queries.dtype in (torch.float16, torch.bfloat16) and _is_fused(queries, keys):
-        return causal_by_flash(queries.transpose(0, 1)[None], keys[None], values[None], scaling)
+        return by_flash(queries.transpose(0, 1)[None], keys[None], values[None], scaling, is_causal=True)
     last = torch.arange(length - count, length, device=keys.device)
     is_behind = torch.arange(length, device=keys.device) > last[:, None]
     mask = torch.zeros(is_behind.shape, device=keys.device).masked_fill_(is_behind, float("-inf"))
     return attend_state(queries, keys, values, mask, scaling=scaling, softcap=softcap)
 
 
-def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """`attend_causal_state` by torch's operation, of queries [1, Hq, T, D], keys and values [1, Hkv, S, D] on a GPU."""
+def by_flash(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`attend_causal_state` by torch's operation, of queries [1, Hq, T, D], keys and values [1, Hkv, S, D] on a GPU.
+
+    is_causal: else every query sees every key.
+    """
     group, (_, kv_heads, count, head_dim) = queries.shape[1] // keys.shape[1], keys.shape
     shared = (kv_heads, group, count, head_dim)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -67,7 +72,7 @@ def causal_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
         keys[0, :, None].expand(shared),
         values[0, :, None].expand(shared),
         0.0,
-        True,
+        is_causal,
         scale=scaling,
     )
     return out.flatten(0, 1).transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T

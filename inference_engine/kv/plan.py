@@ -81,22 +81,23 @@ class StepPlan:
             total = self.spans[-1].packed.stop
         self.query_count = total
         self.positions: NDArray[np.int64] = np.concatenate([span.positions for span in self.spans])
-        has_regions = attends_together and any(kv.staged <= _MOST_RAGGED_TOKENS for kv in sessions)
+        # Views add up in another order: where the operation has one, chunks of any length are its own.
+        most_queries = sys.maxsize if ops.attends_in_one_order else _MOST_RAGGED_TOKENS
+        has_regions = attends_together and any(kv.staged <= most_queries for kv in sessions)
         self.numbers = StepNumbers(geometry, total, has_regions=has_regions or bool(unpadded), scratch=pool.scratch)
         self._reads = StepReads(
             geometry=geometry,
             device=device,
             mask_dtype=mask_dtype,
             attends_together=attends_together,
-            most_queries=_MOST_RAGGED_TOKENS,
+            most_queries=most_queries,
             numbers=self.numbers,
             largest=ops.largest,
             attend_causal=ops.attend_causal,
             attend_piece=ops.attend_piece,
             merging=ops.merging,
         )
-        # Chunks of any length, because views add up in another order.
-        by_numbers = replace(self._reads, attends_together=True, most_queries=sys.maxsize) if unpadded else self._reads
+        by_numbers = replace(self._reads, attends_together=True) if unpadded else self._reads
         for index, (session, span) in enumerate(zip(sessions, self.spans, strict=True)):
             for part in session.parts:
                 part.read(span, by_numbers if index in unpadded else self._reads)

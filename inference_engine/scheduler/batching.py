@@ -156,10 +156,13 @@ class Batching:
         """Most tokens of the request in one step beside `beside` others: `step_tokens`, or as many as one recorded
         step takes.
 
-        A session whose steps cannot be recorded, now or at all, gains nothing from shorter chunks.
+        A session whose steps cannot be recorded, now or at all, gains nothing from shorter chunks, and one that fills a
+        whole step by itself keeps the device busy while the host launches it.
         """
         kv, most = request.session.kv, self._config.step_tokens
         at_once = kv.context.most_tokens_at_once
+        if not beside and request.pending_tokens >= most:
+            return most
         if at_once is None or not kv.fits_numbers or kv.next_position + at_once > _MOST_RAGGED_POSITIONS:
             return most
         return min(most, max(at_once - beside, self._config.page_tokens))

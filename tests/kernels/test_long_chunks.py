@@ -34,16 +34,22 @@ def whole(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tupl
     return by_parts(queries, keys, values, scaling, None)
 
 
-def causal(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    mask = causal_mask(queries.shape[2], keys.shape[2], torch.float32, "cpu")
-    return by_parts(queries, keys, values, scaling, mask)
+def square(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    assert keys.is_contiguous() and values.is_contiguous(), "a plan is made for strides, too"
+    count = queries.shape[2]
+    assert keys.shape[2] == count, "a chunk sees itself"
+    return by_parts(queries, keys, values, scaling, causal_mask(count, count, torch.float32, "cpu"))
+
+
+def rest(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    return by_parts(queries, keys, values, scaling, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_pieces_of_a_history_give_what_the_whole_of_it_gives(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    attend = LongChunks(whole, causal, pieces=(64, 16, 8), chunk=4)
-    for tokens, count in ((4, 12), (8, 40), (12, 155), (4, 260)):
+    attend = LongChunks(whole, square, rest, pieces=(64, 16, 8), chunk=4)
+    for tokens, count in ((4, 12), (8, 40), (12, 155), (4, 260), (4, 4), (12, 12)):
         given = states(heads, tokens, count, dtype, "cpu")
         queries, keys, values = (one.float() for one in given)
         expected = attend_causal(queries, keys, values, scaling=0.2)
@@ -57,7 +63,7 @@ def test_other_chunks_are_left_to_the_other_operation() -> None:
     def refuse(*_: object) -> tuple[Tensor, Tensor]:
         raise AssertionError("it was asked")
 
-    attend = LongChunks(refuse, refuse, pieces=(64, 8), chunk=4)
+    attend = LongChunks(refuse, refuse, refuse, pieces=(64, 8), chunk=4)
     sinks = torch.zeros(4)
     for tokens, count, more in ((5, 100, {}), (4, 11, {}), (4, 100, {"softcap": 3.0}), (4, 100, {"head_sinks": sinks})):
         given = states((4, 2, 16), tokens, count, torch.float32, "cpu")
@@ -74,7 +80,7 @@ def test_a_piece_that_all_queries_see_is_attended_to_as_a_whole(dtype: torch.dty
         asked.append(keys.shape[2])
         return whole(queries, keys, values, scaling)
 
-    attend = LongChunks(watched, causal, pieces=(64, 16), chunk=4).attend_piece
+    attend = LongChunks(watched, square, rest, pieces=(64, 16), chunk=4).attend_piece
     for tokens, count, more in ((4, 64, {}), (8, 16, {}), (5, 64, {}), (4, 63, {}), (4, 64, {"softcap": 3.0})):
         queries, *given = states((4, 2, 16), tokens, count, dtype, "cpu")
         keys, values = (each.contiguous() for each in given)
@@ -99,10 +105,10 @@ def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
         return out, lse / 0.69  # as a logarithm of two would be
 
     monkeypatch.setattr(long_chunks, "_TRIED", (8, 80))
-    found = LongChunks(faulty, causal, pieces=(64,), chunk=4)
+    found = LongChunks(faulty, square, rest, pieces=(64,), chunk=4)
     wrong = long_chunks._fault(found, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
     assert wrong == "no plan for it" or "differs" in wrong
-    works = LongChunks(right, causal, pieces=(64,), chunk=4)
+    works = LongChunks(right, square, rest, pieces=(64,), chunk=4)
     assert not long_chunks._fault(works, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
     monkeypatch.setattr(long_chunks, "_fault", lambda *_: wrong)
     with caplog.at_level(logging.INFO):
@@ -120,14 +126,14 @@ def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest
         asked += 1
         raise RuntimeError("no plan for it")
 
-    attend = LongChunks(failing, causal, pieces=(64, 8), chunk=4)
+    attend = LongChunks(failing, square, rest, pieces=(64, 8), chunk=4)
     given = states((4, 2, 16), 4, 100, torch.float32, "cpu")
     for _ in range(2):
         assert torch.equal(attend(*given, scaling=0.3), attend_causal(*given, scaling=0.3))
     assert asked == 1 and "no plan for it" in caplog.text
     queries, keys, values = states((4, 2, 16), 4, 64, torch.float32, "cpu")
     expected = attend_state(queries, keys, values, None, scaling=0.3)
-    attend = LongChunks(failing, causal, pieces=(64, 8), chunk=4)
+    attend = LongChunks(failing, square, rest, pieces=(64, 8), chunk=4)
     for _ in range(2):
         assert torch.equal(attend.attend_piece(queries, keys, values, scaling=0.3)[0], expected[0])
     assert asked == 2
@@ -171,7 +177,7 @@ def test_a_gpu_gives_what_its_causal_operation_gives(heads: tuple[int, int, int]
             strict=True,
         )
         assert all((ours.float() - theirs).abs().max() < TOLERANCES[torch.bfloat16] for ours, theirs in pairs)
-    for tokens, count in ((1024, 1024 + 4096), (2048, 2048 + 12288 + 77), (1024, 5000)):
+    for tokens, count in ((1024, 1024 + 4096), (2048, 2048 + 12288 + 77), (1024, 5000), (4096, 4096)):
         given = states(heads, tokens, count, torch.bfloat16, "cuda")
         expected = attend_causal(*given, scaling=heads[2] ** -0.5)
         found = attend(*given, scaling=heads[2] ** -0.5)

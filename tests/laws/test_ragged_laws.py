@@ -51,6 +51,8 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 # Ahead: they are launched before the tokens of the step before have reached the host.
 VARIANTS = {"regions": False, "listed": False, "invariant": False, "ahead": ON_GPU}
 VARIANTS |= {"regions-graphs": True, "listed-graphs": True, "invariant-graphs": True} if ON_GPU else {}
+INVARIANT = [variant for variant in VARIANTS if variant.startswith("invariant")]
+BY_TOKENS = pytest.mark.skipif(not ON_GPU, reason="torch's products on a CPU depend on the number of tokens")
 # K and V in 16 bits are compared with the same: session by session, they are read by torch.
 ALONE = {**dict.fromkeys((*VARIANTS, "native"), "alone"), "native-float16": "native-float16-alone"}
 EVERYWHERE = tuple(ALONE)
@@ -169,15 +171,15 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     assert options.get("mode") != "select" or (counts[-16:] == 1).all(), counts
 
 
-@pytest.mark.skipif(not ON_GPU, reason="torch's products on a CPU depend on the number of tokens")
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.startswith("invariant")])
+@BY_TOKENS
+@pytest.mark.parametrize("variant", INVARIANT)
 @each_strategy
 def test_neighbours_change_no_bit_of_a_session(strategy: KVStrategy, variant: str) -> None:
     assert conversation(variant, strategy) == conversation(variant, strategy, is_alone=True)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="torch's products on a CPU depend on the number of tokens")
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.startswith("invariant")])
+@BY_TOKENS
+@pytest.mark.parametrize("variant", INVARIANT)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -192,6 +194,16 @@ def test_neither_chunks_nor_drafts_change_a_bit_of_what_reads_regions(strategy: 
     plain = conversation(variant, strategy)
     assert conversation(variant, strategy, step_tokens=16) == plain
     assert conversation(variant, strategy, drafter=NgramDrafter()) == plain
+
+
+@pytest.mark.parametrize("variant", [*(pytest.param(variant, marks=BY_TOKENS) for variant in INVARIANT), "native"])
+def test_how_long_a_chunk_is_changes_no_bit_where_sums_have_one_order(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside other sessions a prefill comes in shorter chunks than alone."""
+    short = conversation(variant, Full())
+    monkeypatch.setattr(plan, "_MOST_RAGGED_TOKENS", 4)
+    assert conversation(variant, Full(), is_alone=True) == short
 
 
 @pytest.mark.parametrize("variant", EVERYWHERE)
