@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
@@ -33,6 +34,8 @@ from inference_engine.types import Mode, ModelFacts
 
 _SEGMENTS_AT_ONCE = 4  # of appended tokens, where a step has to read offloaded or restored entries
 _SEGMENTS_IN_A_CHUNK = 16  # of restored ones
+# How long the host takes at most to launch a layer that is not recorded, and how much a GPU multiplies meanwhile.
+_LAUNCHING_SECONDS, _PRODUCTS_A_SECOND = 4e-4, 4e14
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,12 @@ class TorchForward:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_host_bytes()
 
+    @cached_property
+    def _busy_tokens(self) -> int:
+        """With so many tokens a GPU computes a step for longer than the host launches it."""
+        products = 2 * sum(parameter.numel() for parameter in self.seam.model.parameters())
+        return math.ceil(len(self.seam.layers) * _LAUNCHING_SECONDS * _PRODUCTS_A_SECOND / products)
+
     @property
     def indexes_keys(self) -> bool:
         return False  # a GPU's operation reads less and takes longer than one that chooses blocks
@@ -165,6 +174,7 @@ class TorchForward:
         else:
             pool = Pool(geometry, capacity_bytes, partial(torch.zeros, dtype=self.seam.dtype, device=self._device))
         most_queries: int | None = None
+        busy: int | None = None
         compute: Compute = compute_plainly
         if self.records_graphs and self._ops.attends_together and geometry.token_quantum == 1:
             self._graphs[pool] = StepGraphs(
@@ -177,7 +187,7 @@ class TorchForward:
                 listed=self.listed,
                 ends=self._ops.step_ends,
             )
-            most_queries = SIZES[-1]
+            most_queries, busy = SIZES[-1], max(SIZES[-1] + 1, self._busy_tokens)
             segment = geometry.segment_tokens
             # Beyond one segment, padding to the next size adds fewer entries than are wanted.
             compute = RecordedCompute((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
@@ -192,6 +202,7 @@ class TorchForward:
             compute=compute,
             coder=coder,
             most_tokens_at_once=most_queries,
+            busy_tokens=busy,
         )
         if not self._has_indexes:
             return context

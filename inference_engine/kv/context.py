@@ -380,7 +380,8 @@ class KVContext:
     compute: runs a function again and again on batches of any size; the device may record it. coder: codes
     entries that are in regions where `compute` need not.
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
-    Longer steps are faster in pieces. None: there is no such length. open_index: makes an index of keys known to the
+    Longer steps are faster in pieces, but for those of `busy_tokens` or more, which keep the device busy while the host
+    launches them. None: there is no such length. open_index: makes an index of keys known to the
     operation over regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent codec,
     components of keys by layer, memory for a drafter, and a second tier for entries, if there are any.
     """
@@ -393,6 +394,7 @@ class KVContext:
     compute: Compute = compute_plainly
     coder: Coder = field(default_factory=NoCoder)
     most_tokens_at_once: int | None = None
+    busy_tokens: int | None = None
     open_index: OpenLayerIndex = open_no_index
     open_tiles: OpenTiles = open_no_tiles
     latent: TokenCodec | None = None

@@ -156,12 +156,12 @@ class Batching:
         """Most tokens of the request in one step beside `beside` others: `step_tokens`, or as many as one recorded
         step takes.
 
-        A session whose steps cannot be recorded, now or at all, gains nothing from shorter chunks, and one that fills a
-        whole step by itself keeps the device busy while the host launches it.
+        A session whose steps cannot be recorded, now or at all, gains nothing from shorter chunks, and neither does one
+        with so many tokens that the device is busy while the host launches them.
         """
         kv, most = request.session.kv, self._config.step_tokens
-        at_once = kv.context.most_tokens_at_once
-        if not beside and request.pending_tokens >= most:
+        at_once, busy = kv.context.most_tokens_at_once, kv.context.busy_tokens
+        if busy is not None and not beside and min(request.pending_tokens, most) >= busy:
             return most
         if at_once is None or not kv.fits_numbers or kv.next_position + at_once > _MOST_RAGGED_POSITIONS:
             return most

@@ -262,11 +262,12 @@ def device_of_kernels() -> torch.device:
     """A GPU, or where there is none the interpreter, set to cut queries into fewer parts."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    from inference_engine.kernels.triton import block_selection, gather, ragged_attention
+    from inference_engine.kernels.triton import block_selection, few_queries, gather, ragged_attention
 
     # It takes long for each program: fewer than would fill a GPU.
     ragged_attention._PROGRAMS, ragged_attention._MOST_PARTS, ragged_attention._LEAST_PART = 32, 3, 64
     ragged_attention._MERGED_AT_ONCE = 2
+    few_queries._TILE, few_queries._PROGRAMS = few_queries._TILE._replace(rows=16), 12
     gather._PARTS, gather._PARTS_OF_MANY = 6, 2
     block_selection._NARROW, block_selection._FEW = 16, 4
     gather._READ = gather._READ._replace(rows=16)
@@ -314,10 +315,10 @@ def compare_chunks_and_selections() -> None:
 
 def compare_selecting_steps() -> None:
     """Steps with selected blocks, over memory that begins as rubbish: each query's result, whatever is beside it."""
-    from inference_engine.kernels.triton import block_selection, gather, ragged_attention
+    from inference_engine.kernels.triton import block_selection, few_queries, gather, ragged_attention
 
     device = device_of_kernels()
-    for module in (block_selection, gather):
+    for module in (block_selection, few_queries, gather):
         setattr(module, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
     shape = (4, 2, 24)
     queries, keys, values, regions, _ = selections(shape, torch.float32)
@@ -326,16 +327,19 @@ def compare_selecting_steps() -> None:
     expected = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=0.2, blocks=BLOCKS).to(device)
     queries, keys, values, regions = (part.to(device) for part in (queries, keys, values, regions))
 
-    def attend(some: slice) -> Tensor:
-        kernel = kernel_of()
+    def attend(some: slice, kernel: RaggedAttention) -> Tensor:
         return kernel(queries[some], keys, values, regions[some], kv_heads=shape[1], scaling=0.2, blocks=BLOCKS)
 
-    together = attend(slice(None))
-    assert torch.allclose(together, expected, atol=2e-5)
-    for some in (slice(0, 1), slice(7, 8), slice(14, 18)):
-        assert torch.equal(attend(some), together[some]), "a query's bits depend on what is beside it"
+    for kernel in (ragged_attention.attend_ragged, ragged_attention.attend_invariant):
+        together = attend(slice(None), kernel)
+        assert torch.allclose(together, expected, atol=2e-5)
+        for some in (slice(0, 1), slice(7, 8), slice(14, 18)):
+            alone = attend(some, kernel)
+            assert torch.allclose(alone, together[some], atol=2e-5)
+            is_own = torch.equal(alone, together[some])
+            assert is_own or kernel is ragged_attention.attend_ragged, "a query's bits depend on what is beside it"
     ragged_attention._FEW_QUERIES = 4  # now these are many
-    assert torch.allclose(attend(slice(0, 12)), expected[:12], atol=2e-5)
+    assert torch.allclose(attend(slice(0, 12), ragged_attention.attend_ragged), expected[:12], atol=2e-5)
     compare_lists(device)
 
 

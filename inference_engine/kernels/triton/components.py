@@ -41,6 +41,7 @@ _TIED = 16  # neighbours whose largest weight is counted
 _BUCKETS = 1024
 _WEIGHED, _GATHERED = 1024, 2048  # tokens of a program
 _GROUPS = 16  # of neighbours that a program gathers from at once
+_MERGED, _MERGING_WARPS = 64, 4  # channels that a program merges
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
 _SCORE_WARPS = 4
 _SCORE_REGISTERS: int | None = 128  # of a thread, at most
@@ -308,7 +309,7 @@ class Choosing:
 
     def merge(self, out: Tensor) -> None:
         heads, count = self.grid
-        block = min(64, self.block_d)
+        block = min(_MERGED, self.block_d)
         _merge[(triton.cdiv(self.head_dim, block), heads * self.group, count)](
             self.parts,
             self.sums,
@@ -322,7 +323,7 @@ class Choosing:
             SERVES_ALL=self.serves_all,
             D=self.head_dim,
             BLOCK_D=block,
-            num_warps=4,
+            num_warps=_MERGING_WARPS,
         )
 
 

@@ -8,8 +8,9 @@ What a query reads is counted through, and cut into tiles. Nothing else is loade
     slot          its number | of the listed blocks   | local … upto       0 … count-1
 
 Lengths, and how much is kept, are read on the device, so launches depend on the number of queries alone: the step can
-be part of a CUDA graph. Tile t goes to part t modulo `_PARTS`, and parts are merged in their order: the sums of a query
-follow from its own numbers, whatever queries are beside it. Sums are float32; float32 inputs are multiplied as float32.
+be part of a CUDA graph. Where queries are few and all they read is on the device, `triton/few_queries.py` reads. Else
+tile t goes to part t modulo `_PARTS`, and parts are merged in their order: the sums of a query follow from its own
+numbers, whatever queries are beside it. Sums are float32; float32 inputs are multiplied as float32.
 
 The kernels are launched in a chain (`triton/chained.py`).
 """
@@ -34,6 +35,7 @@ from inference_engine.kernels.triton.block_selection import (
     width_of,
 )
 from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.few_queries import attend_few
 
 _PARTS = 80  # of one query and KV head
 _PARTS_OF_MANY = 8  # where queries beside them make up a chunk of some prefill
@@ -95,6 +97,19 @@ def attend_listed(
     """
     query_count, query_heads, head_dim = queries.shape
     kv_heads = listed.shape[1]
+    if serves_all and sources is None:
+        attend_few(
+            queries,
+            keys,
+            values,
+            regions,
+            out,
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            listed=listed,
+        )
+        return
     group, width = query_heads // kv_heads, width_of(head_dim)
     part_count = _PARTS if serves_all else _PARTS_OF_MANY
     parts = torch.empty((query_count, query_heads, part_count, head_dim), dtype=torch.float32, device=queries.device)

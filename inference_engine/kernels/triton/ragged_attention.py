@@ -28,6 +28,7 @@ from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.components import attend_choosing
+from inference_engine.kernels.triton.few_queries import attend_few
 from inference_engine.kernels.triton.gather import attend_selecting
 from inference_engine.kernels.triton.tiles import shared_bytes
 
@@ -63,7 +64,8 @@ def attend_ragged(
     # Where some queries choose tokens, the operation that does it serves the others, too, if they are few.
     chooses_alone = is_few and not blocks and len(choices) == 1
     if not (blocks and is_few) and not chooses_alone:
-        _attend_all(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
+        attend = attend_few if is_few else _attend_all
+        attend(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
     if blocks:
         attend_selecting(
             queries,
@@ -224,6 +226,7 @@ def _attend_all(
             HEADS=query_heads,
             D=head_dim,
             BLOCK_D=width,
+            num_warps=1,
             **chained(queries.device),
         )
 
