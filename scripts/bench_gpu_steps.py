@@ -283,7 +283,7 @@ class Outcome:
             {
                 "command": record.command_line(without=("--results", "--commit")),
                 "commit": arguments.commit,
-                "machine": record.describe_machine(("torch", "transformers", "triton")),
+                "machine": record.describe_machine(("torch", "transformers", "triton", "fa3-fwd")),
                 "config": {
                     "weights": "random, made in memory",
                     "device": torch.cuda.get_device_name() if on_gpu else "cpu",
