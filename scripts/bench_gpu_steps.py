@@ -48,7 +48,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kernels import merge
-from inference_engine.kernels.long_chunks import LongChunks
+from inference_engine.kernels.long_chunks import Flash3, LongChunks
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
@@ -172,8 +172,11 @@ def unattended() -> Iterator[None]:
     with (
         patch.object(torch.nn.functional, "scaled_dot_product_attention", zeros),
         patch.object(merge, "_attend_fused", zero_state),
-        patch.object(LongChunks, "attend", lambda _self, *given: zeros(*given)),
+        ExitStack() as stack,
     ):
+        for kind in (Flash3, LongChunks):
+            stack.enter_context(patch.object(kind, "attend", lambda _self, *given: zeros(*given)))
+            stack.enter_context(patch.object(kind, "state", lambda _self, *given, **more: zero_state(*given, **more)))
         yield
 
 
@@ -280,7 +283,7 @@ class Outcome:
             {
                 "command": record.command_line(without=("--results", "--commit")),
                 "commit": arguments.commit,
-                "machine": record.describe_machine(("torch", "transformers", "triton")),
+                "machine": record.describe_machine(("torch", "transformers", "triton", "fa3-fwd")),
                 "config": {
                     "weights": "random, made in memory",
                     "device": torch.cuda.get_device_name() if on_gpu else "cpu",

@@ -130,7 +130,7 @@ def write(values: dict[str, Any], left_out: dict[str, str], arguments: argparse.
         {
             "command": record.command_line(without=("--results", "--commit")),
             "commit": arguments.commit,
-            "machine": record.describe_machine(("torch", "transformers", "triton")),
+            "machine": record.describe_machine(("torch", "transformers", "triton", "fa3-fwd")),
             "config": {
                 "shapes": arguments.shapes,
                 "weights": "random, made in memory; bases of the latent, too",

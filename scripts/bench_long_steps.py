@@ -136,7 +136,7 @@ def write(
         {
             "command": record.command_line(without=("--results", "--commit")),
             "commit": arguments.commit,
-            "machine": record.describe_machine(("torch", "transformers", "triton")),
+            "machine": record.describe_machine(("torch", "transformers", "triton", "fa3-fwd")),
             "config": {
                 "shape": arguments.shape,
                 "weights": "random, made in memory; components calibrated on random ids",

@@ -72,7 +72,7 @@ class Recorder:
             {
                 "command": "make test-gpu",
                 "commit": self._commit,
-                "machine": record.describe_machine(("torch", "triton", "transformers")),
+                "machine": record.describe_machine(("torch", "triton", "transformers", "fa3-fwd")),
                 "config": {"paths": list(PATHS), "device": torch.cuda.get_device_name()},
                 "seeds": [],
                 "values": values,

@@ -18,7 +18,7 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
-from inference_engine.kernels.long_chunks import LongChunks, open_long_chunks
+from inference_engine.kernels.long_chunks import open_long_chunks
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
@@ -92,9 +92,13 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
     elif config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]
         long = open_long_chunks(device, seam.dtype, heads, ops.merge_two)
-        ops = replace(ops, attend_causal=long)
-        if isinstance(long, LongChunks):
-            ops = replace(ops, attend_piece=long.attend_piece)
+        if long is not None:
+            ops = replace(
+                ops,
+                attend_causal=long,
+                attend_piece=long.attend_piece,
+                attend_causal_state=long.attend_causal_state,
+            )
     listed, why_not = _listed(admitted, seam, ops, device, is_invariant=is_invariant)
     if is_invariant and listed is None:
         raise BackendError(

@@ -134,8 +134,13 @@ def _device(found: Settings) -> Finding:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         return Finding(Level.FAIL, f"{found.model.device} cannot be used: {reason}; use --device cpu")
-    name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return Finding(Level.OK, f"{device}{name}, {found.model.dtype}")
+    if device.type != "cuda":
+        return Finding(Level.OK, f"{device}, {found.model.dtype}")
+    from inference_engine.kernels.flash3 import why_absent
+
+    absent = why_absent(device, getattr(torch, found.model.dtype))
+    text = f"{device}, {torch.cuda.get_device_name(device)}, {found.model.dtype}"
+    return Finding(Level.OK, f"{text}; FlashAttention-3 for long prompts: {absent or 'installed'}")
 
 
 def _native(_: Settings) -> Finding:

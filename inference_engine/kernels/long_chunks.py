@@ -1,4 +1,7 @@
-"""Attention of a long chunk of a prefill over a long history, through the fastest fused operations that torch has.
+"""Attention of long chunks of a prefill, by the fastest operations that the device has.
+
+FlashAttention-3, where it is installed, takes any chunk in one operation (`kernels/flash3.py`). Otherwise the fused
+operations that come with torch are used:
 
     positions   0 … 32767 | … 36863 | 36864 … 38000 | 38001 … 42096        a chunk of 4,096 at the end of 42,097
     attended    whole     | whole   | whole, rest   | causal, the chunk itself
@@ -8,22 +11,24 @@ The states are merged by their log-sum-exps (`kernels/merge.py`). On Hopper, cuD
 torch's own, but they need a plan for each shape, which takes longer to make than to run: hence the few sizes,
 contiguous copies of pieces, and chunks of whole multiples of `_CHUNK` alone. The rest, of any size, is torch's own
 flash attention's. Other chunks are attended to as `kernels/attention.py` has it.
-Where old entries come piece by piece (`kv/views.py`), pieces of these sizes are attended to in the same way.
+Where old entries come piece by piece (`kv/views.py`), pieces, and recent entries, are attended to in the same way.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.attention import CausalAttention, attend_causal
-from inference_engine.kernels.merge import attend_state, by_flash, merge_states
+from inference_engine.kernels.attention import attend_causal
+from inference_engine.kernels.flash3 import by_flash3, why_absent
+from inference_engine.kernels.merge import attend_causal_state, attend_state, by_flash, merge_states
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,14 @@ class AttendPiece(Protocol):
         the dtype of the keys."""
 
 
+class AttendCausalState(Protocol):
+    """As `attend_causal_state`."""
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+    ) -> State: ...
+
+
 class MergeTwo(Protocol):
     def __call__(self, first: State, second: State, dtype: torch.dtype) -> State:
         """The state of both sets of entries, neither empty, contiguous; out is rounded to `dtype`."""
@@ -48,8 +61,12 @@ class MergeTwo(Protocol):
 
 PIECES = (32768, 16384, 8192, 4096)  # entries
 _CHUNK = 1024  # queries
-_TRIED = (4096, sum(PIECES) + 100)  # queries, and entries before them, of the trial: those of most prefills
-_WORST = 2e-2  # of the largest number, in half precision
+_LEAST = 128  # queries, as many as a tile of FlashAttention-3 has
+# Queries, and entries before them, of the trial: those of most prefills, and odd ones.
+_TRIED = ((4096, 0), (4096, PIECES[-1]), (4096, sum(PIECES) + 101), (3001, 7083))
+_WORST = 2e-2  # in half precision: of the largest number; of an lse itself, which is the exponent of a weight
+# What an operation raises that is missing, or that was built for another torch.
+_FAULTS = (RuntimeError, ImportError, OSError, AttributeError, TypeError, ValueError)
 
 
 def merge_two(first: State, second: State, dtype: torch.dtype) -> State:
@@ -74,8 +91,107 @@ def by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, i
     return out[0].transpose(0, 1), lse.reshape(queries.shape[1], queries.shape[2]).T
 
 
-class LongChunks:
-    """Implements CausalAttention."""
+class LongAttention(ABC):
+    """Implements CausalAttention, and by methods AttendPiece and AttendCausalState.
+
+    What does not fit the operation is attended to as elsewhere; so is everything after the operation failed.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._works = True
+
+    @abstractmethod
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
+        """`attend_causal`; None: they do not fit."""
+
+    @abstractmethod
+    def state(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, is_causal: bool) -> State | None:
+        """`attend_causal_state`, or that of entries which each query sees; None: they do not fit."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor:
+        if head_sinks is None and self._is_asked(queries, keys, softcap):
+            with self._giving_up(queries):
+                if (out := self.attend(queries, keys, values, scaling)) is not None:
+                    return out
+        return attend_causal(queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+
+    def attend_piece(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+    ) -> State:
+        """Implements AttendPiece."""
+        if self._is_asked(queries, keys, softcap):
+            with self._giving_up(queries):
+                if (state := self.state(queries, keys, values, scaling, is_causal=False)) is not None:
+                    return state
+        return attend_state(queries, keys, values, None, scaling=scaling, softcap=softcap)
+
+    def attend_causal_state(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+    ) -> State:
+        """Implements AttendCausalState."""
+        if self._is_asked(queries, keys, softcap):
+            with self._giving_up(queries):
+                if (state := self.state(queries, keys, values, scaling, is_causal=True)) is not None:
+                    return state
+        return attend_causal_state(queries, keys, values, scaling=scaling, softcap=softcap)
+
+    def _is_asked(self, queries: Tensor, keys: Tensor, softcap: float | None) -> bool:
+        is_fitting = len(queries) > 0 and keys.shape[1] > 0 and keys.dtype == queries.dtype
+        return self._works and is_fitting and softcap is None
+
+    @contextmanager
+    def _giving_up(self, queries: Tensor) -> Iterator[None]:
+        """For an operation that is not asked again once it failed. Memory that is missing is not its fault."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._works = False
+            logger.warning(
+                "%s attends to no more long chunks: with %d queries of %d heads it says %s",
+                self.name,
+                len(queries),
+                queries.shape[1],
+                error,
+            )
+
+
+class Flash3(LongAttention):
+    """Any lengths, in one operation."""
+
+    name = "FlashAttention-3"
+
+    def __init__(self, *, least: int = _LEAST) -> None:
+        """least: fewer queries do not fit."""
+        super().__init__()
+        self._least = least
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
+        state = self.state(queries, keys, values, scaling, is_causal=True)
+        return None if state is None else state[0]
+
+    def state(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, is_causal: bool) -> State | None:
+        if len(queries) < self._least or queries.dtype != torch.bfloat16:
+            return None
+        return by_flash3(queries, keys, values, scaling, is_causal=is_causal)
+
+
+class LongChunks(LongAttention):
+    """By pieces."""
+
+    name = "cuDNN"
 
     def __init__(
         self,
@@ -91,65 +207,29 @@ class LongChunks:
         rest: as `whole`, of any number of keys. pieces: sizes, the largest first. chunk: it serves chunks that are a
         multiple of it.
         """
+        super().__init__()
         self._whole, self._square, self._rest, self._merge = whole, square, rest, merge
         self._pieces, self._chunk = tuple(pieces), chunk
-        self._works = True
 
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        head_sinks: Tensor | None = None,
-    ) -> Tensor:
-        count, length = len(queries), keys.shape[1]
-        history = length - count
-        is_fitting = self._works and not count % self._chunk and (not history or history >= self._pieces[-1])
-        is_fitting &= keys.dtype == queries.dtype
-        if is_fitting and softcap is None and head_sinks is None:
-            with self._giving_up(queries):
-                return self.attend(queries, keys, values, scaling)
-        return attend_causal(queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
-
-    def attend_piece(
-        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
-    ) -> State:
-        """Implements AttendPiece."""
-        count, length = len(queries), keys.shape[1]
-        is_fitting = self._works and count > 0 and not count % self._chunk and length in self._pieces
-        if is_fitting and keys.dtype == queries.dtype and softcap is None:
-            with self._giving_up(queries):
-                return self._whole(queries.transpose(0, 1)[None], keys[None], values[None], scaling)
-        return attend_state(queries, keys, values, None, scaling=scaling, softcap=softcap)
-
-    @contextmanager
-    def _giving_up(self, queries: Tensor) -> Iterator[None]:
-        """For an operation that is not asked again once it failed. Memory that is missing is not its fault."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._works = False
-            logger.warning(
-                "cuDNN attends to no more long chunks: with %d queries of %d heads it says %s",
-                len(queries),
-                queries.shape[1],
-                error,
-            )
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
         by_head, history = queries.transpose(0, 1)[None], keys.shape[1] - len(queries)
+        if len(queries) % self._chunk or 0 < history < self._pieces[-1]:
+            return None
         state: State | None = None
         for first, end in self._cut(history):
             attend = self._whole if end - first in self._pieces else self._rest
-            own = attend(by_head, *(each[None, :, first:end].contiguous() for each in (keys, values)), scaling)
+            own = attend(by_head, _part(keys, first, end), _part(values, first, end), scaling)
             state = own if state is None else self._merge(state, own, torch.float32)
-        last = self._square(by_head, *(each[None, :, history:].contiguous() for each in (keys, values)), scaling)
+        end = history + len(queries)
+        last = self._square(by_head, _part(keys, history, end), _part(values, history, end), scaling)
         return (last if state is None else self._merge(state, last, queries.dtype))[0]
+
+    def state(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, is_causal: bool) -> State | None:
+        count, length = len(queries), keys.shape[1]
+        if count % self._chunk or (length != count if is_causal else length not in self._pieces):
+            return None
+        attend = self._square if is_causal else self._whole
+        return attend(queries.transpose(0, 1)[None], _part(keys, 0, length), _part(values, 0, length), scaling)
 
     def _cut(self, history: int) -> Iterator[tuple[int, int]]:
         """Pieces of it, the largest first, and what is left."""
@@ -162,43 +242,76 @@ class LongChunks:
             yield first, history
 
 
+def _part(entries: Tensor, first: int, end: int) -> Tensor:
+    return entries[None, :, first:end].contiguous()
+
+
 def open_long_chunks(
     device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]], merge: MergeTwo = merge_two
-) -> CausalAttention:
+) -> LongAttention | None:
     """What attends to long chunks on this device: tried once for each shape (Hq, Hkv, D) of the model's layers.
 
-    `attend_causal` where cuDNN has no operation for them, or one that gives something else; the log says which and why.
+    FlashAttention-3, or cuDNN; None where neither is there and right: torch's own. The log says which, and why not a
+    faster one. merge: of the states of pieces.
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return attend_causal
-    found = LongChunks(
+        return None
+    if absent := why_absent(device, dtype):
+        logger.debug("%s does not attend to long chunks: %s", Flash3.name, absent)
+    cudnn = LongChunks(
         partial(by_cudnn, is_causal=False),
         partial(by_cudnn, is_causal=True),
         partial(by_flash, is_causal=False),
         merge=merge,
     )
-    faults = ((shape, _fault(found, device, dtype, *shape)) for shape in dict.fromkeys(shapes))
-    fault = next((each for each in faults if each[1]), None)
+    tried: tuple[LongAttention, ...] = (cudnn,) if absent else (Flash3(), cudnn)
+    shapes, refused, chosen = tuple(dict.fromkeys(shapes)), "", None
+    for found in tried:
+        faults = ((shape, _fault(found, device, dtype, *shape)) for shape in shapes)
+        fault = next((each for each in faults if each[1]), None)
+        if fault is None:
+            chosen = found
+            break
+        refused += f"; not {found.name}, with heads {fault[0]}: {fault[1]}"
     torch.cuda.empty_cache()  # what the trial took is room for entries
-    if fault is not None:
-        logger.info("torch's flash attention attends to long chunks: cuDNN's, with heads %s: %s", *fault)
-        return attend_causal
-    logger.debug("cuDNN attends to long chunks")
-    return found
+    name = "torch's flash attention" if chosen is None else chosen.name
+    logger.log(logging.INFO if refused else logging.DEBUG, "%s attends to long chunks%s", name, refused)
+    return chosen
 
 
-def _fault(found: LongChunks, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> str:
+def _fault(found: LongAttention, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> str:
     """What is wrong; nothing: it is right."""
-    generator = torch.Generator(device).manual_seed(0)
-    count, length = _TRIED[0], sum(_TRIED)
-    queries, keys, values = (
-        torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        for shape in ((count, heads, dim), (kv_heads, length, dim), (kv_heads, length, dim))
-    )
-    try:
-        out = found.attend(queries, keys, values, dim**-0.5)
-    except (RuntimeError, NotImplementedError) as error:
-        return str(error).splitlines()[0][:200]
-    expected = attend_causal(queries, keys, values, scaling=dim**-0.5)
-    worst = float((out.float() - expected.float()).abs().max() / expected.float().abs().max())
-    return "" if worst < _WORST else f"it differs by {worst:.2g} of the largest number"
+    generator, scaling = torch.Generator(device).manual_seed(0), dim**-0.5
+    for count, history in _TRIED:
+        length = history + count
+        queries, keys, values = (
+            torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            for shape in ((count, heads, dim), (kv_heads, length, dim), (kv_heads, length, dim))
+        )
+        before = (keys[:, :history].contiguous(), values[:, :history].contiguous())
+        try:
+            out = found.attend(queries, keys, values, scaling)
+            causal = found.state(queries, keys, values, scaling, is_causal=True)
+            whole = found.state(queries, before[0], before[1], scaling, is_causal=False) if history else None
+        except _FAULTS as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        differences: list[Tensor] = []
+        if out is not None:
+            differences.append(_share(out, attend_causal(queries, keys, values, scaling=scaling)))
+        if causal is not None:
+            differences.extend(_shares(causal, attend_causal_state(queries, keys, values, scaling=scaling)))
+        if whole is not None:
+            differences.extend(_shares(whole, attend_state(queries, *before, None, scaling=scaling)))
+        for worst in map(float, differences):
+            if not worst < _WORST:
+                return f"of {count} queries behind {history} entries it differs by a share of {worst:.2g}"
+    return ""
+
+
+def _shares(found: State, expected: State) -> tuple[Tensor, Tensor]:
+    return _share(found[0], expected[0]), (found[1] - expected[1]).abs().max()
+
+
+def _share(found: Tensor, expected: Tensor) -> Tensor:
+    """The largest difference, as a share of the largest number."""
+    return (found.float() - expected.float()).abs().max() / expected.float().abs().max()

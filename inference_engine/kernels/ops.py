@@ -19,8 +19,8 @@ from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
 from inference_engine.kernels.latents import LatentOps
-from inference_engine.kernels.long_chunks import AttendPiece, MergeTwo, attend_piece, merge_two
-from inference_engine.kernels.merge import Merging, MergingStates
+from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, MergeTwo, attend_piece, merge_two
+from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
 from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
@@ -54,11 +54,11 @@ class DeviceOps:
     operations choose. trellis: the coder of latents. latents: between their numbers and entries. open_fused: makes what
     a step is made of, for one model. open_invariant: as that, so that no token's bits depend on the others;
     attend_invariant is its attention. attend_causal: of long chunks over all entries before them; attend_piece: over
-    some of them, all of which are seen; merge_two: of two such states; merging: of many. reads_offloaded: does
-    attend_ragged read blocks that are not on the device? attends_together: are the queries of all sessions of a step
-    attended to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is
-    no kernel. attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given
-    with it?
+    some of them, all of which are seen; attend_causal_state: over those at their end, each seen up to the query's own;
+    merge_two: of two such states; merging: of many. reads_offloaded: does attend_ragged read blocks that are not on the
+    device? attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise
+    each session is attended to by itself, which is better where there is no kernel. attends_in_one_order: does a query
+    get the same bits from attend_ragged whatever other queries are given with it?
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -73,6 +73,7 @@ class DeviceOps:
     open_invariant: Callable[[], Fused] = Fused
     attend_causal: CausalAttention = attend_causal
     attend_piece: AttendPiece = attend_piece
+    attend_causal_state: AttendCausalState = attend_causal_state
     merge_two: MergeTwo = merge_two
     merging: type[MergingStates] = Merging
     reads_offloaded: bool = False

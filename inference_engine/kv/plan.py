@@ -95,6 +95,7 @@ class StepPlan:
             largest=ops.largest,
             attend_causal=ops.attend_causal,
             attend_piece=ops.attend_piece,
+            attend_causal_state=ops.attend_causal_state,
             merging=ops.merging,
         )
         by_numbers = replace(self._reads, attends_together=True) if unpadded else self._reads

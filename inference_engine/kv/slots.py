@@ -193,6 +193,7 @@ class LayerSlots:
             source=source,
             chunks=chunks,
             attend_piece=step.attend_piece,
+            attend_causal_state=step.attend_causal_state,
             merging=step.merging,
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
 from inference_engine.kernels.components import IndexShape
-from inference_engine.kernels.long_chunks import AttendPiece, attend_piece
+from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, attend_piece
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
@@ -84,7 +84,7 @@ class StepReads:
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_queries: sessions that stage more queries have views, too.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
-    attend_piece, merging: of reads chunk by chunk.
+    attend_piece, attend_causal_state, merging: of reads chunk by chunk.
     selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
     choosing: by the shape of their index, the end of the last tokens of the step that read by numbers and choose
     tokens; a device's operation may have to know. restoring: by shape, too, how many tokens one may have restored, and
@@ -100,6 +100,7 @@ class StepReads:
     largest: Largest = topk_by_sorting
     attend_causal: CausalAttention = attend_causal
     attend_piece: AttendPiece = attend_piece
+    attend_causal_state: AttendCausalState = attend_causal_state
     merging: type[MergingStates] = Merging
     selects: bool = False
     reads_offloaded: bool = False
@@ -225,6 +226,7 @@ class ChunkView:
     source: EntrySource
     chunks: Sequence[range]
     attend_piece: AttendPiece = attend_piece
+    attend_causal_state: AttendCausalState = attend_causal_state
     merging: type[MergingStates] = Merging
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
@@ -251,7 +253,8 @@ class ChunkView:
         recent = [
             part.index_select(1, portion.recent) for part in self.region.pair(buffer, layer, 0, self.region.region)
         ]
-        merging = self.merging(*attend_causal_state(queries, *recent, scaling=scoring.scaling, softcap=scoring.softcap))
+        state = self.attend_causal_state(queries, *recent, scaling=scoring.scaling, softcap=scoring.softcap)
+        merging = self.merging(*state)
         if portion.count:
             merging.add(*_attend(queries, keys, values, portion.mask, scoring))
         return merging

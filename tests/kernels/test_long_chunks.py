@@ -3,22 +3,73 @@
 from __future__ import annotations
 
 import logging
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels import long_chunks
-from inference_engine.kernels.attention import attend_causal
-from inference_engine.kernels.long_chunks import LongChunks, open_long_chunks
-from inference_engine.kernels.merge import attend_state
+from inference_engine.kernels import flash3, long_chunks
+from inference_engine.kernels.attention import CausalAttention, attend_causal
+from inference_engine.kernels.flash3 import why_absent
+from inference_engine.kernels.long_chunks import Flash3, LongAttention, LongChunks, open_long_chunks
+from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ops import open_ops
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_attention import TOLERANCES, causal_mask, states
 from tests.kernels.test_ragged_attention import device_of_kernels
 
 HEADS = [(9, 3, 64), (4, 4, 16), (4, 2, 128)]
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN's attention needs a GPU")
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="its operations need a GPU")
+CUDA = torch.device("cuda")
+
+
+class Package:
+    """`flash_attn_func` of the package fa3-fwd as far as we call it, in plain torch: its layouts, its alignment."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, bool]] = []  # queries, keys, causal
+        self.fault: Exception | None = None
+        self.lse_factor = 1.0
+
+    def flash_attn_func(
+        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_attn_probs: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.fault is not None:
+            raise self.fault
+        (_, tokens, heads, dim), (_, count, kv_heads, _) = q.shape, k.shape
+        assert k.shape == v.shape == (1, count, kv_heads, dim) and heads % kv_heads == 0 and return_attn_probs
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16, "it was built for this alone"
+        assert all(each.stride(-1) == 1 for each in (q, k, v)), "else it makes a copy"
+        self.asked.append((tokens, count, causal))
+        keys, values = (each.float().repeat_interleave(heads // kv_heads, dim=2) for each in (k, v))
+        scores = torch.einsum("bthd,bshd->bhts", q.float(), keys) * softmax_scale
+        if causal:
+            is_behind = torch.arange(count) > torch.arange(count - tokens, count)[:, None]
+            scores = scores.masked_fill(is_behind, float("-inf"))
+        out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), values)
+        return out.to(q.dtype), scores.logsumexp(-1) * self.lse_factor
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Package:
+    """It is installed, and the device is a Hopper."""
+    found, module = Package(), ModuleType("fa3_fwd_interface")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    monkeypatch.setattr(module, "flash_attn_func", found.flash_attn_func, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    return found
+
+
+def is_close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> bool:
+    return all(
+        (ours.float() - theirs.float()).abs().max() < TOLERANCES[dtype]
+        for ours, theirs in zip(found, expected, strict=True)
+    )
 
 
 def by_parts(
@@ -86,9 +137,68 @@ def test_a_piece_that_all_queries_see_is_attended_to_as_a_whole(dtype: torch.dty
         keys, values = (each.contiguous() for each in given)
         expected = attend_state(queries.float(), keys.float(), values.float(), None, scaling=0.3, **more)
         found = attend(queries, keys, values, scaling=0.3, **more)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert (ours.float() - theirs).abs().max() < TOLERANCES[dtype]
+        assert is_close(found, expected, dtype)
     assert asked == [64, 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recent_entries_that_are_the_queries_own_are_attended_to_as_a_square(dtype: torch.dtype) -> None:
+    asked: list[int] = []
+
+    def watched(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        asked.append(keys.shape[2])
+        return square(queries, keys, values, scaling)
+
+    attend = LongChunks(whole, watched, rest, pieces=(64, 16), chunk=4).attend_causal_state
+    for tokens, count, more in ((4, 4, {}), (8, 8, {}), (5, 5, {}), (4, 16, {}), (4, 4, {"softcap": 3.0})):
+        queries, keys, values = states((4, 2, 16), tokens, count, dtype, "cpu")
+        expected = attend_causal_state(queries.float(), keys.float(), values.float(), scaling=0.3, **more)
+        assert is_close(attend(queries, keys, values, scaling=0.3, **more), expected, dtype)
+    assert asked == [4, 8]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_flash_attention_3_takes_chunks_and_pieces_of_any_length(heads: tuple[int, int, int], package: Package) -> None:
+    attend, dtype = Flash3(least=3), torch.bfloat16
+    lengths = [(3, 3), (4, 5), (7, 7), (16, 129), (33, 300), (130, 131)]
+    for tokens, count in lengths:
+        given = states(heads, tokens, count, dtype, "cpu")
+        queries, keys, values = (one.float() for one in given)
+        found, expected = attend(*given, scaling=0.2), attend_causal(queries, keys, values, scaling=0.2)
+        assert (found.dtype, found.shape) == (dtype, expected.shape)
+        assert (found.float() - expected).abs().max() < TOLERANCES[dtype]
+        state = attend.attend_causal_state(*given, scaling=0.2)
+        assert is_close(state, attend_causal_state(queries, keys, values, scaling=0.2), dtype)
+        state = attend.attend_piece(*given, scaling=0.2)
+        assert is_close(state, attend_state(queries, keys, values, None, scaling=0.2), dtype)
+        assert state[1].dtype == torch.float32
+    assert package.asked == [(*each, causal) for each in lengths for causal in (True, True, False)]
+
+
+def test_what_flash_attention_3_does_not_take_is_left_to_the_other_operation(package: Package) -> None:
+    attend, sinks = Flash3(least=3), torch.zeros(4)
+    half, single = torch.bfloat16, torch.float32
+    for tokens, dtype, cap in ((2, half, None), (4, single, None), (4, torch.float16, None), (4, half, 3.0)):
+        given = states((4, 2, 16), tokens, 40, dtype, "cpu")
+        assert torch.equal(attend(*given, scaling=0.3, softcap=cap), attend_causal(*given, scaling=0.3, softcap=cap))
+        assert is_close(
+            attend.attend_piece(*given, scaling=0.3, softcap=cap),
+            attend_state(*given, None, scaling=0.3, softcap=cap),
+            dtype,
+        )
+        assert is_close(
+            attend.attend_causal_state(*given, scaling=0.3, softcap=cap),
+            attend_causal_state(*given, scaling=0.3, softcap=cap),
+            dtype,
+        )
+    queries, keys, values = states((4, 2, 16), 4, 40, half, "cpu")
+    assert torch.equal(
+        attend(queries, keys, values, scaling=0.3, head_sinks=sinks),
+        attend_causal(queries, keys, values, scaling=0.3, head_sinks=sinks),
+    )
+    attend(queries.float(), keys, values, scaling=0.3)  # entries in another dtype than the queries
+    assert attend.attend_piece(queries, keys[:, :0], values[:, :0], scaling=0.3)[1].isneginf().all()
+    assert package.asked == []
 
 
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
@@ -104,18 +214,102 @@ def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
         out, lse = right(queries, keys, values, scaling)
         return out, lse / 0.69  # as a logarithm of two would be
 
-    monkeypatch.setattr(long_chunks, "_TRIED", (8, 80))
+    monkeypatch.setattr(long_chunks, "_TRIED", ((8, 0), (8, 80)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     found = LongChunks(faulty, square, rest, pieces=(64,), chunk=4)
     wrong = long_chunks._fault(found, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
-    assert wrong == "no plan for it" or "differs" in wrong
+    assert wrong == "RuntimeError: no plan for it" or "differs" in wrong
     works = LongChunks(right, square, rest, pieces=(64,), chunk=4)
     assert not long_chunks._fault(works, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
     monkeypatch.setattr(long_chunks, "_fault", lambda *_: wrong)
     with caplog.at_level(logging.INFO):
-        assert open_long_chunks(torch.device("cuda"), torch.bfloat16, [(4, 2, 16)]) is attend_causal
+        assert open_long_chunks(CUDA, torch.bfloat16, [(4, 2, 16)]) is None
     assert wrong in caplog.text
-    assert open_long_chunks(torch.device("cpu"), torch.bfloat16, [(4, 2, 16)]) is attend_causal
-    assert open_long_chunks(torch.device("cuda"), torch.float32, [(4, 2, 16)]) is attend_causal
+    assert open_long_chunks(torch.device("cpu"), torch.bfloat16, [(4, 2, 16)]) is None
+    assert open_long_chunks(CUDA, torch.float32, [(4, 2, 16)]) is None
+
+
+def test_each_form_of_flash_attention_3_is_tried(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(found: LongAttention) -> str:
+        return long_chunks._fault(found, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+
+    monkeypatch.setattr(long_chunks, "_TRIED", ((8, 0), (7, 13)))
+    assert fault(Flash3(least=3)) == ""
+    assert {(8, 8, True), (7, 20, True), (7, 13, False)} <= set(package.asked)
+    package.lse_factor = 1 / 0.69  # as a logarithm of two would be: out alone does not show it
+    assert "differs" in fault(Flash3(least=3))
+    package.fault = TypeError("it has no such argument")
+    assert fault(Flash3(least=3)) == "TypeError: it has no such argument"
+    monkeypatch.delattr(sys.modules["fa3_fwd_interface"], "flash_attn_func")
+    assert "AttributeError" in fault(Flash3(least=3))
+
+
+def test_the_trial_finds_keys_that_are_aligned_to_their_beginning(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to_the_beginning(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **more: Any) -> tuple[Tensor, Tensor]:
+        tokens = q.shape[1] if causal else k.shape[1]
+        return package.flash_attn_func(q, k[:, :tokens], v[:, :tokens], causal=causal, **more)
+
+    monkeypatch.setattr(long_chunks, "_TRIED", ((8, 0), (7, 13)))
+    monkeypatch.setattr(sys.modules["fa3_fwd_interface"], "flash_attn_func", to_the_beginning)
+    fault = long_chunks._fault(Flash3(least=3), torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+    assert fault.startswith("of 7 queries behind 13 entries")
+
+
+def test_the_fastest_operation_that_is_there_and_right_is_chosen(
+    package: Package, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong: set[type[LongAttention]] = set()
+    monkeypatch.setattr(long_chunks, "_fault", lambda found, *_: "it differs" if type(found) in wrong else "")
+
+    def chosen(dtype: torch.dtype = torch.bfloat16) -> tuple[type | None, str, str]:
+        """And what the log says to an operator, and to one who asks for more."""
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, long_chunks.__name__):
+            found = open_long_chunks(CUDA, dtype, [(4, 2, 16)])
+        info = [each.getMessage() for each in caplog.records if each.levelno >= logging.INFO]
+        return None if found is None else type(found), " ".join(info), caplog.text
+
+    found, info, debug = chosen()
+    assert (found, info) == (Flash3, "") and "FlashAttention-3 attends to long chunks" in debug
+    wrong.add(Flash3)
+    found, info, _ = chosen()
+    assert found is LongChunks
+    assert info == "cuDNN attends to long chunks; not FlashAttention-3, with heads (4, 2, 16): it differs"
+    wrong.add(LongChunks)
+    found, info, _ = chosen()
+    assert found is None and "torch's flash attention" in info and info.count("it differs") == 2
+
+    wrong.clear()
+    found, info, debug = chosen(torch.float16)
+    assert (found, info) == (LongChunks, "") and "it is for bfloat16" in debug
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    found, info, debug = chosen()
+    assert (found, info) == (LongChunks, "") and "it is for Hopper" in debug
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.delitem(sys.modules, "fa3_fwd_interface")
+    monkeypatch.setattr(flash3, "_MODULE", "no_such_package")
+    found, info, debug = chosen()
+    assert (found, info) == (LongChunks, "") and "fa3-fwd is not installed" in debug
+    assert package.asked == []
+
+
+def test_flash_attention_3_that_fails_later_is_not_used_again(
+    package: Package, caplog: pytest.LogCaptureFixture
+) -> None:
+    attend, given = Flash3(least=3), states((4, 2, 16), 4, 40, torch.bfloat16, "cpu")
+    package.fault = torch.OutOfMemoryError("too much")
+    with pytest.raises(torch.OutOfMemoryError):
+        attend(*given, scaling=0.3)
+    package.fault = RuntimeError("no kernel for it")
+    expected = attend_causal_state(*given, scaling=0.3)
+    assert torch.equal(attend.attend_causal_state(*given, scaling=0.3)[0], expected[0])
+    assert "FlashAttention-3 attends to no more long chunks" in caplog.text and "no kernel for it" in caplog.text
+    package.fault = None
+    assert torch.equal(attend(*given, scaling=0.3), attend_causal(*given, scaling=0.3))
+    assert torch.equal(attend.attend_piece(*given, scaling=0.3)[0], attend_state(*given, None, scaling=0.3)[0])
+    assert package.asked == []
 
 
 def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,18 +361,34 @@ def test_the_kernel_merges_as_the_reference() -> None:
 @pytest.mark.parametrize("heads", [(9, 3, 64), (28, 4, 128), (4, 1, 256)], ids=str)
 def test_a_gpu_gives_what_its_causal_operation_gives(heads: tuple[int, int, int]) -> None:
     """Whichever was chosen."""
-    device = torch.device("cuda")
-    attend = open_long_chunks(device, torch.bfloat16, [heads], open_ops("auto", device).merge_two)
-    queries, keys, values = states(heads, 1024, 4096, torch.bfloat16, "cuda")
-    if isinstance(attend, LongChunks):
-        pairs = zip(
-            attend.attend_piece(queries, keys.contiguous(), values.contiguous(), scaling=heads[2] ** -0.5),
-            attend_state(queries, keys, values, None, scaling=heads[2] ** -0.5),
-            strict=True,
-        )
-        assert all((ours.float() - theirs).abs().max() < TOLERANCES[torch.bfloat16] for ours, theirs in pairs)
-    for tokens, count in ((1024, 1024 + 4096), (2048, 2048 + 12288 + 77), (1024, 5000), (4096, 4096)):
-        given = states(heads, tokens, count, torch.bfloat16, "cuda")
-        expected = attend_causal(*given, scaling=heads[2] ** -0.5)
-        found = attend(*given, scaling=heads[2] ** -0.5)
-        assert (found.float() - expected.float()).abs().max() < TOLERANCES[torch.bfloat16]
+    found = open_long_chunks(CUDA, torch.bfloat16, [heads], open_ops("auto", CUDA).merge_two)
+    dtype, scaling = torch.bfloat16, heads[2] ** -0.5
+    attend: CausalAttention = attend_causal
+    if found is not None:
+        attend = found
+        for tokens, count in ((1024, 4096), (1024, 1024), (1000, 3333), (129, 130), (100, 400)):
+            queries, *entries = states(heads, tokens, count, dtype, "cuda")
+            keys, values = (each.contiguous() for each in entries)
+            expected = attend_state(queries, keys, values, None, scaling=scaling)
+            assert is_close(found.attend_piece(queries, keys, values, scaling=scaling), expected, dtype)
+            expected = attend_causal_state(queries, keys, values, scaling=scaling)
+            assert is_close(found.attend_causal_state(queries, keys, values, scaling=scaling), expected, dtype)
+    for tokens, count in (
+        (1024, 5120),
+        (2048, 2048 + 12288 + 77),
+        (1024, 5000),
+        (4096, 4096),
+        (1111, 1111),
+        (777, 9001),
+    ):
+        given = states(heads, tokens, count, dtype, "cuda")
+        out = attend(*given, scaling=scaling)
+        assert (out.float() - attend_causal(*given, scaling=scaling).float()).abs().max() < TOLERANCES[dtype]
+
+
+@ON_GPU
+def test_flash_attention_3_is_used_where_it_is_there() -> None:
+    """One that was built for another torch would be refused by the trial, and the test above compare what is left."""
+    if absent := why_absent(CUDA, torch.bfloat16):
+        pytest.skip(absent)
+    assert isinstance(open_long_chunks(CUDA, torch.bfloat16, [(28, 4, 128), (9, 3, 64)]), Flash3)

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inference_engine.errors import RestorationFailed
+from inference_engine.kernels.long_chunks import attend_piece
+from inference_engine.kernels.merge import attend_causal_state
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK
@@ -152,6 +154,22 @@ def test_segments_are_longer_where_a_device_takes_several_at_once(mode: str, *, 
     for ours, theirs, pieces in zip(*outs, strict=True):
         assert torch.equal(ours, theirs)
         torch.testing.assert_close(pieces, ours, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_and_recent_entries_are_attended_to_by_operations_of_the_device() -> None:
+    asked: set[str] = set()
+
+    def piece(*given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        asked.add("piece")
+        return attend_piece(*given, **more)
+
+    def recent(*given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        asked.add("recent")
+        return attend_causal_state(*given, **more)
+
+    ops = DeviceOps(attends_together=True, attend_piece=piece, attend_causal_state=recent)
+    feed(grown(replace(context(), ops=ops), STREAM, 1), Entries(LIMIT), SHORT)
+    assert asked == {"piece", "recent"}
 
 
 def test_latents_that_are_read_from_the_second_tier_are_counted_token_by_token() -> None:
