@@ -92,7 +92,15 @@ def attend_few(
     )
     most = triton.next_power_of_2(runs)
     _merge_runs[(triton.cdiv(head_dim, _MERGED), query_heads, query_count)](
-        states, lses, regions, out, query_count, BLOCK_D=_MERGED, BLOCK_R=most, num_warps=1 if most <= 64 else 4, **shared
+        states,
+        lses,
+        regions,
+        out,
+        query_count,
+        BLOCK_D=_MERGED,
+        BLOCK_R=most,
+        num_warps=1 if most <= 64 else 4,
+        **shared,
     )
 
 
