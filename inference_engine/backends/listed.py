@@ -26,9 +26,10 @@ from inference_engine.kernels.fused import Fused, RowNorm, Turn, gated
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.numbers import StepTables
+from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
 from inference_engine.models.quantised_linear import QuantisedLinear
-from inference_engine.models.seam import AttentionPlan, Seam
+from inference_engine.models.seam import Seam
 from inference_engine.models.step_list import (
     HEAD,
     Add,
@@ -57,16 +58,12 @@ _MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory 
 
 @dataclass(slots=True)
 class _State:
-    """A step on its way through the list. registers: [N, width] each, replaced and never written to.
-
-    writes: where K and V go where there are no regions, [N] times the layers' KV heads, ascending.
-    """
+    """A step on its way through the list. registers: [N, width] each, replaced and never written to."""
 
     ids: Tensor
-    writes: Tensor | None
     turns: Mapping[str, Turn]
     kept: Tensor
-    plan: StepTables | AttentionPlan
+    plan: StepTables | StepPlan
     tap_layers: tuple[int, ...]
     registers: dict[str, Tensor]
     taps: list[Tensor]
@@ -273,7 +270,7 @@ class ListedStep:
         ids: Tensor,
         positions: Tensor,
         kept: Tensor,
-        plan: StepTables | AttentionPlan,
+        plan: StepTables | StepPlan,
         tap_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [n, V] float32 of the tokens `kept` [n]; hidden states [N, layers, hidden] if there are tap layers.
@@ -282,13 +279,8 @@ class ListedStep:
         """
         # Made before the list begins: a kernel reads them while the one before it ends.
         turns = {name: self._turn(name, positions) for name in self._rotaries}
-        writes = None
-        if not isinstance(plan, StepTables):
-            most = max(layer.kv_heads for layer in self.steps.layers)
-            writes = torch.arange(len(ids) * most, device=ids.device)
         state = _State(
             ids=ids,
-            writes=writes,
             turns=turns,
             kept=kept,
             plan=plan,
@@ -348,30 +340,20 @@ class ListedStep:
         attend, plan = operation.attend, state.plan
         layer = self.steps.layers[attend.layer]
         heads = state.registers[attend.input]
-        if isinstance(plan, StepTables):
-            buffer = plan.buffer(attend.layer)
-            keys, values, writes = buffer.keys, buffer.values, plan.writes[attend.layer]
-        else:
-            shape = (2, len(heads) * layer.kv_heads, layer.head_dim)
-            keys, values = torch.empty(shape, dtype=heads.dtype, device=heads.device)
-            assert state.writes is not None
-            writes = state.writes[: len(keys)]
+        tables = plan if isinstance(plan, StepTables) else plan.tables
+        buffer = tables.buffer(attend.layer)
         queries = self._fused.place_heads(
             heads,
-            keys,
-            values,
-            writes,
+            buffer.keys,
+            buffer.values,
+            tables.writes[attend.layer],
             query_heads=layer.query_heads,
             kv_heads=layer.kv_heads,
             norms=None if operation.norms is None else (self._norm(operation.norms[0]), self._norm(operation.norms[1])),
             turn=state.turns.get(operation.rotary),
         )
         scoring: dict[str, Any] = {"scaling": attend.scaling, "softcap": attend.softcap, "head_sinks": None}
-        if isinstance(plan, StepTables):
-            out = plan.read(attend.layer, queries.transpose(0, 1)[None], **scoring)
-        else:
-            keys, values = (part.view(len(heads), -1, layer.head_dim).transpose(0, 1)[None] for part in (keys, values))
-            out = plan.attend(attend.layer, queries.transpose(0, 1)[None], keys, values, **scoring)
+        out = plan.read(attend.layer, queries.transpose(0, 1)[None], **scoring)
         return out.reshape(len(heads), -1)
 
     def _turn(self, name: str, positions: Tensor) -> Turn:

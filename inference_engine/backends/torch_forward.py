@@ -144,7 +144,7 @@ class TorchForward:
     @cached_property
     def _busy_tokens(self) -> int:
         """With so many tokens a GPU computes a step for longer than the host launches it."""
-        products = 2 * sum(parameter.numel() for parameter in self.seam.model.parameters())
+        products: int = 2 * sum(parameter.numel() for parameter in self.seam.model.parameters())
         return math.ceil(len(self.seam.layers) * _LAUNCHING_SECONDS * _PRODUCTS_A_SECOND / products)
 
     @property

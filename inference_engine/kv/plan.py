@@ -202,10 +202,22 @@ class StepPlan:
 
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """
+        self.tables.write(layer, keys, values)
+        return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
+
+    def read(
+        self,
+        layer: int,
+        queries: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to what was written. queries: [1, Hq, N, D], rotated; returns [N, Hq, D]. Raises SpanFailed."""
         tables = self.tables
         if self.is_numbers_only:
-            return tables.attend(layer, queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
-        tables.write(layer, keys, values)
+            return tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         buffer = tables.buffer(layer)
         views = [span.views.get(layer) for span in self.spans]
         regions = queries  # unused if no query reads by numbers
@@ -222,7 +234,7 @@ class StepPlan:
                 )
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
-        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 class _Growth:

@@ -29,9 +29,11 @@ from inference_engine.kernels.triton.block_selection import LEAST, Tile, candida
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.tiles import shared_bytes
 
-_PROGRAMS = 128  # of all runs, if none were rounded up
+# Of all runs, if none were rounded up: of one query as many as the device has processors, else two for each.
+_PROGRAMS_OF_ONE, _PROGRAMS = 128, 256
 _TILE = Tile(64, 2**14, 4, 4)
-_MERGED = 32  # channels that a program merges
+_MERGED, _MERGED_OF_MANY = 32, 128  # channels that a program merges
+_FEW = 4  # queries, whose states are merged by as many programs as there can be
 
 
 def attend_few(
@@ -55,7 +57,7 @@ def attend_few(
     rows, slots = max(LEAST, triton.next_power_of_2(group)), _TILE.rows_of(width, queries.element_size())
     row = width * queries.element_size()
     stages = max(1, min(_TILE.stages, (shared_bytes(queries.device) - rows * row) // (2 * slots * row)))
-    runs = max(1, _PROGRAMS // kv_heads)  # of one KV head
+    runs = max(1, (_PROGRAMS_OF_ONE if query_count == 1 else _PROGRAMS) // kv_heads)  # of one KV head
     programs = runs + query_count  # each query's last run may be a short one
     # What each run gives: a sum over its weights, and their log-sum-exp.
     states = torch.empty((programs, query_heads, head_dim), dtype=torch.float32, device=queries.device)
@@ -69,7 +71,8 @@ def attend_few(
         "BLOCK_S": slots,
         **chained(queries.device),
     }
-    _attend_run[(programs, kv_heads)](
+    # Runs that there are come before those that only could be: the first programs begin on a processor each.
+    _attend_run[(kv_heads, programs)](
         queries,
         keys,
         values,
@@ -90,16 +93,16 @@ def attend_few(
         num_stages=stages,
         **shared,
     )
-    most = triton.next_power_of_2(runs)
-    _merge_runs[(triton.cdiv(head_dim, _MERGED), query_heads, query_count)](
+    most, merged = triton.next_power_of_2(runs), _MERGED if query_count <= _FEW else _MERGED_OF_MANY
+    _merge_runs[(triton.cdiv(head_dim, merged), query_heads, query_count)](
         states,
         lses,
         regions,
         out,
         query_count,
-        BLOCK_D=_MERGED,
+        BLOCK_D=merged,
         BLOCK_R=most,
-        num_warps=1 if most <= 64 else 4,
+        num_warps=max(1, min(4, most * merged // 2048)),
         **shared,
     )
 
@@ -178,9 +181,9 @@ def _attend_run(
     CHAINED: tl.constexpr,
 ):
     """CHAINED: the kernel before wrote the queries, and some of the keys and values, or the list; lines were there."""
-    number = tl.program_id(0)
-    head = tl.program_id(1)
-    heads = tl.num_programs(1)
+    head = tl.program_id(0)
+    number = tl.program_id(1)
+    heads = tl.num_programs(0)
     b_runs, tiles = _runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
     o_n = tl.arange(0, BLOCK_N)
     query = tl.sum((tl.cumsum(b_runs, axis=0) <= number).to(tl.int32), axis=0)
@@ -212,12 +215,11 @@ def _attend_run(
         m_out = m_q[:, None] & m_d[None, :]
         o_tile = o_i[:, None] * D + o_d[None, :]
         o_h = (query * heads + head) * GROUP + o_q
-        if SELECTS:
-            is_selecting = tl.load(p_line + 9) > 0
-            local = tl.load(p_line + 11).to(tl.int32)
-            size, _, _ = candidates(p_line)
-            to_listed, to_local, _ = reads_of(p_line, True)
-            p_list = p_listed + (query * heads + head) * LISTED
+        is_selecting = tl.load(p_line + 9) > 0
+        local = tl.load(p_line + 11).to(tl.int32)
+        size, _, _ = candidates(p_line)
+        to_listed, to_local, _ = reads_of(p_line, True)
+        p_list = p_listed + (query * heads + head) * LISTED
         if CHAINED:
             gdc_wait()
             gdc_launch_dependents()

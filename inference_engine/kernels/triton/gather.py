@@ -8,9 +8,9 @@ What a query reads is counted through, and cut into tiles. Nothing else is loade
     slot          its number | of the listed blocks   | local … upto       0 … count-1
 
 Lengths, and how much is kept, are read on the device, so launches depend on the number of queries alone: the step can
-be part of a CUDA graph. Where queries are few and all they read is on the device, `triton/few_queries.py` reads. Else
-tile t goes to part t modulo `_PARTS`, and parts are merged in their order: the sums of a query follow from its own
-numbers, whatever queries are beside it. Sums are float32; float32 inputs are multiplied as float32.
+be part of a CUDA graph. Tile t goes to part t modulo `_PARTS`, and parts are merged in their order: the sums of a query
+follow from its own numbers, whatever queries are beside it. Of more than `_FEW` queries in a step without others,
+`triton/few_queries.py` reads, of which that is not so. Sums are float32; float32 inputs are multiplied as float32.
 
 The kernels are launched in a chain (`triton/chained.py`).
 """
@@ -39,7 +39,8 @@ from inference_engine.kernels.triton.few_queries import attend_few
 
 _PARTS = 80  # of one query and KV head
 _PARTS_OF_MANY = 8  # where queries beside them make up a chunk of some prefill
-_MERGED = 32  # channels that a program merges
+_MERGED, _MERGING_WARPS = 32, 2  # channels that a program merges
+_FEW = 4  # queries that all these parts are for: of more, the programs would be too many and too short
 _READ = Tile(64, 2**14, 2, 1)
 
 
@@ -97,7 +98,7 @@ def attend_listed(
     """
     query_count, query_heads, head_dim = queries.shape
     kv_heads = listed.shape[1]
-    if serves_all and sources is None:
+    if serves_all and sources is None and query_count > _FEW:
         attend_few(
             queries,
             keys,
@@ -153,7 +154,7 @@ def attend_listed(
         BLOCK_P=triton.next_power_of_2(part_count),
         BLOCK_D=_MERGED,
         BLOCK_S=tile,
-        num_warps=4,
+        num_warps=_MERGING_WARPS,
         **chained(queries.device),
     )
 
