@@ -95,6 +95,31 @@ def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
     assert len(launched) == 8 + 6 + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_kernel_of_few_queries_is_a_program_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from inference_engine.kernels.triton import few_queries
+
+    launched = launches_of(monkeypatch, few_queries)
+    keys = torch.zeros(HKV * TOKENS, D, dtype=dtype)
+    for count, softcap, lists in ((1, None, False), (1, 4.0, True), (5, 4.0, False), (5, None, True)):
+        few_queries.attend_few(
+            torch.zeros(count, HKV * GROUP, D, dtype=dtype),
+            keys,
+            keys,
+            torch.zeros(count, 16, dtype=torch.int64),
+            torch.empty(count, HKV * GROUP, D, dtype=dtype),
+            kv_heads=HKV,
+            scaling=0.1,
+            softcap=softcap,
+            listed=torch.zeros(count, HKV, 40, dtype=torch.int32) if lists else None,
+        )
+
+    for launch in launched:
+        translate(*launch)
+
+    assert len(launched) == 4 * 2
+
+
 @pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "offloaded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_kernel_of_selected_blocks_is_a_program_for_a_gpu(

@@ -8,7 +8,8 @@ prefill: they are cut into tiles, and where all queries of a tile look at one re
 
 How a query's slots are cut into parts follows from how many there are for it to see, parts are merged in their order,
 and a tile multiplies as a single query does: what is beside a query changes none of its bits. A program may serve
-several parts; where there are enough programs anyway, each goes through all parts, and merges them as it goes.
+several parts; where there are enough programs anyway, each goes through all parts, and merges them as it goes. A step
+of few queries is faster by `triton/few_queries.py`, which gives this up; only `attend_invariant` never uses it.
 
 Which tiles there are, and how far loops run, are numbers read on the device, so a launch depends on the number of
 queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
