@@ -96,7 +96,9 @@ def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_kernel_of_few_queries_is_a_program_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_of_few_queries_is_a_program_for_a_gpu(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from inference_engine.kernels.triton import few_queries
 
     launched = launches_of(monkeypatch, few_queries)
