@@ -87,10 +87,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     laws = [item for item in items if HERE in item.path.parents]
-    on_mlx = [item for item in laws if _given(item).get("executor") == MLX]
+    on_mlx = {item for item in laws if _given(item).get("executor") == MLX}
     for item in _waiting([item for item in laws if item not in on_mlx]):
         _make_further(item)
-    able = [item for item in on_mlx if _can_be(item)]
+    able = [item for item in laws if item in on_mlx and _can_be(item)]
     if config.getoption("--executor") == MLX:
         kept = {*able}
     else:
@@ -101,9 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not has_mlx():
         for item in kept.intersection(able):
             item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
-    left_out = [item for item in laws if item not in kept]
-    items[:] = [item for item in items if item not in {*left_out}]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in laws if item not in kept}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[item for item in laws if item in left_out])
 
 
 def _given(item: pytest.Item) -> dict[str, Any]:
@@ -127,15 +127,18 @@ def _make_further(item: pytest.Item) -> None:
 
 
 def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Whose turn it is not."""
-    cases: list[tuple[tuple[str, ...], KVStrategy, str]] = []
+    """Whose turn it is not. What a module names in IN_TURN takes turns as modes do."""
+    cases: list[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]] = []
     of: list[pytest.Item] = []
     for item in items:
         values = dict(_given(item))
-        strategy, mode = values.pop("strategy", None), str(values.pop("mode", None))
+        strategy, in_turn = values.pop("strategy", None), [str(values.pop("mode", None))]
+        for name, some in getattr(getattr(item, "module", None), "IN_TURN", {}).items():
+            if values.get(name) in some:
+                in_turn.append(str(values.pop(name)))
         law = str(getattr(item, "originalname", ""))
         if isinstance(strategy, KVStrategy) and law not in WITH_ALL and not _is_further(item):
-            cases.append(((law, str(values)), strategy, mode))
+            cases.append(((law, str(values)), strategy, tuple(in_turn)))
             of.append(item)
     yield from (item for item, stays in zip(of, by_turns(cases), strict=True) if not stays)
 

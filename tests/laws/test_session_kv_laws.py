@@ -36,6 +36,8 @@ D, HKV, GROUP = 8, 2, 3
 LIMIT = 200
 SEGMENT = 16
 QUANTA = [(1, 1), (4, 32)]  # exact shapes, padded shapes
+ENDS = [(15, 16, 17), (3, 64, 65, 100)]
+IN_TURN = {"quanta": QUANTA, "ends": ENDS}
 # Layers that differ: native windows narrower and wider than a segment, other head counts and sizes.
 LAYERS = (
     LayerGeometry(query_heads=HKV * GROUP, kv_heads=HKV, head_dim=D),
@@ -420,7 +422,7 @@ def test_an_idle_session_holds_no_more_than_is_sustained(subtests: pytest.Subtes
                 assert kv.footprint().total_bytes <= kv.bound.sustained_bytes
 
 
-@each_strategy_with(ends=[(15, 16, 17), (3, 64, 65, 100)])
+@each_strategy_with(ends=ENDS)
 def test_a_session_that_was_idle_reads_what_one_that_stayed_active_reads(
     strategy: KVStrategy, ends: tuple[int, ...]
 ) -> None:
