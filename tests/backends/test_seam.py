@@ -78,7 +78,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.models.layer_traits import find_traits
 from inference_engine.models.seam import ATTENTION, Seam, TokenRotary
 from inference_engine.types import Mode, ModelFacts
-from tests.admissions import admitted_once
+from tests.admissions import admitted_once, traits_of
 from tests.further import further
 from tests.laws.variants import each_mode, generate, text
 from tests.tiny import SMALL, tiny_engine, tiny_model
@@ -148,7 +148,7 @@ def test_an_architecture_that_is_not_is_refused_with_the_reason(
     ids=["smollm3", "cohere2", "llama"],
 )
 def test_layers_that_do_not_rotate_their_keys_are_known(config: PretrainedConfig, unrotated: tuple[int, ...]) -> None:
-    traits = admit_config(config).traits
+    traits = traits_of(config)
     assert tuple(index for index, trait in enumerate(traits) if trait.rotary == UNROTATED) == unrotated
     assert not any(trait.rotary == IMMOVABLE for trait in traits)
 
