@@ -154,7 +154,7 @@ def test_layers_that_do_not_rotate_their_keys_are_known(config: PretrainedConfig
 
 
 @pytest.mark.parametrize(
-    "config", [SmolLM3Config(), Cohere2Config(), HunYuanDenseV1Config()], ids=lambda c: c.model_type
+    "config", [SmolLM3Config(), further(Cohere2Config()), HunYuanDenseV1Config()], ids=lambda c: c.model_type
 )
 def test_strategies_that_would_move_keys_wrongly_are_refused_by_name(
     config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +269,7 @@ def test_the_twin_is_small_and_its_windows_bite() -> None:
 
 @each_mode
 @pytest.mark.parametrize("windowed", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, further(1), further(2)])
 def test_greedy_output_equals_transformers_generate(mode: Mode, windowed: bool, seed: int) -> None:
     history = text(130, seed=seed)
     own = tiny_model(windowed=windowed).generate(torch.tensor([history]), max_new_tokens=40, do_sample=False)
