@@ -32,12 +32,14 @@ SECONDS ?= 14400
 SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 10000000 --guided-seconds 1800 \
     --processes $(shell nproc 2>/dev/null || echo 1) --minutes 60
 
+CHECKS := lint types contracts wire pages typescript
+
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
 .PHONY: help setup native demo serve chat test test-further test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
-.PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
+.PHONY: lint format types contracts wire reference documents pages docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
 	@echo 'Kakeya: sessions with one model, over gRPC, in raw token ids.'
@@ -61,7 +63,8 @@ serve: native ## the server, until Ctrl-C
 chat: native ## talk to a model in the terminal
 	@$(BIN)/kakeya chat $(ARGS)
 
-test: check unit-typescript unit ## everything that must hold: check, then unit and integration tests
+# The checks without the site: a test builds it, beside others.
+test: $(CHECKS) unit-typescript unit ## everything that must hold: check, then unit and integration tests
 
 unit: native node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
@@ -88,7 +91,7 @@ test-hostile: native ## every attack on a server of its own on loopback, and wha
 sanitize: $(INSTALLED) ## the native library's tests with the checks of -fsanitize=address,undefined
 	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
-check: lint types contracts wire documents typescript ## style, types, import contracts, wire contract, documents, TypeScript
+check: $(CHECKS) documents ## style, types, import contracts, wire contract, documents, TypeScript
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check $(LINTED)
@@ -115,10 +118,12 @@ proto: $(INSTALLED) ## generate the Python stubs from the wire contract
 reference: $(INSTALLED) ## make the reference pages in docs/reference from the code
 	@$(BIN)/python scripts/generate_reference.py
 
-documents: $(INSTALLED)
+documents: pages
+	@$(MKDOCS) $(abspath $(VENV)/site) $(OR_SHOW)
+
+pages: $(INSTALLED)
 	@$(BIN)/python scripts/generate_reference.py --check
 	@$(BIN)/python scripts/check_links.py
-	@$(MKDOCS) $(abspath $(VENV)/site) $(OR_SHOW)
 
 docs: $(INSTALLED) ## the documentation as a site, in site/; needs no network, and none to be read
 	@$(MKDOCS) site $(OR_SHOW)

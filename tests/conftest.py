@@ -58,5 +58,14 @@ def admitting_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "admit_config", admitted_once)
 
 
+@pytest.fixture
+def trying_no_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of many families, in whose models no strategy but `full` is used."""
+    from inference_engine.backends import twin
+    from tests.admissions import admitted_untried
+
+    monkeypatch.setattr(twin, "admit_config", admitted_untried)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--executor", choices=("mlx",), help="all of tests/laws on it, and on nothing else")

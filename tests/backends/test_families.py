@@ -21,6 +21,9 @@ from inference_engine.errors import ModelError
 from tests.laws.variants import generate, text
 from tests.tiny import SMALL
 
+# What a family has besides is in test_seam.py.
+pytestmark = pytest.mark.usefixtures("trying_no_strategies")
+
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,

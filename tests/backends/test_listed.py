@@ -36,8 +36,8 @@ from inference_engine.models.step_list import (
     StepList,
     step_list,
 )
-from inference_engine.types import GenerateParams, TokenCommitted
-from tests.admissions import admitted_once
+from inference_engine.types import GenerateParams
+from tests.admissions import traits_of
 from tests.backends.test_families import SERVED, SIZES, write_model
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, generate, text, tokens
@@ -60,7 +60,7 @@ def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: 
 
     monkeypatch.setattr(ListedStep, "run", counted)
     config, kind = text_generator(FAMILIES[family])
-    traits = admitted_once(config, kind).traits
+    traits = traits_of(config, kind)
 
     assert try_listed(kind, config, traits, ops=listed_ops(), device=torch.device("cpu")) < 2e-4
     assert set(ran) == {1, 32}
@@ -70,6 +70,7 @@ def does_not_fit(*_: object, **__: object) -> Tensor:
     raise RuntimeError("out of resource: shared memory")
 
 
+@pytest.mark.usefixtures("trying_no_strategies")
 @pytest.mark.parametrize(
     ("family", "fused", "numerics", "said"),
     [
@@ -105,6 +106,7 @@ def test_a_model_says_whether_its_steps_are_listed(
         assert [token for token, _ in generate(engine, session, 12)] == output[0, len(history) :].tolist()
 
 
+@pytest.mark.usefixtures("trying_no_strategies")
 def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened_as(family: str, ops: DeviceOps, **settings: Any) -> Forward:
         monkeypatch.setattr(torch_loading, "open_ops", lambda *_: ops)
@@ -149,7 +151,7 @@ def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monk
 
 def test_a_list_that_gives_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config, kind = text_generator(FAMILIES["llama"])
-    traits = admitted_once(config, kind).traits
+    traits = traits_of(config, kind)
 
     def wrong(*arguments: Any) -> StepList:
         steps = step_list(*arguments)
@@ -253,7 +255,12 @@ def test_turns_from_a_table_are_those_that_a_step_works_out(monkeypatch: pytest.
         with monkeypatch.context() as patched, Engine(forward, EngineConfig(**SMALL)) as engine:
             patched.setattr(Seam, "turns", counted)
             session = opened(engine, SinkWindow(sink=4, window=32), text(60))
-            events = drain(engine.generate(session, GenerateParams(max_tokens=TRAINED_POSITIONS, logprobs=True)))
-            found.append([(event.token_id, event.logprob) for event in events if isinstance(event, TokenCommitted)])
-    assert found[0] == found[1] and len(found[0]) == TRAINED_POSITIONS
+            found.append([])
+            for count, appended in ((30, TRAINED_POSITIONS - 140), (110, 0)):
+                params = GenerateParams(max_tokens=count, logprobs=True)
+                found[-1] += tokens(drain(engine.generate(session, params)))
+                if appended:
+                    engine.append(session, text(appended, seed=1))
+            assert engine.session_info(session).history_length > TRAINED_POSITIONS + 50
+    assert found[0] == found[1] and len(found[0]) == 140
     assert 0 < worked_out[0] < worked_out[1]

@@ -16,6 +16,8 @@ from inference_engine.errors import BackendError
 from inference_engine.native import build
 from inference_engine.native.library import why_missing
 
+pytestmark = pytest.mark.usefixtures("admitting_once")
+
 
 def lines(printed: str) -> dict[str, tuple[str, str]]:
     """Level and text by check."""

@@ -34,6 +34,11 @@ OF_FIXED_SHAPES = (
     "test_a_stop_id_within_a_draft_ends_the_stream_there",
     "test_a_drafter_that_fails_costs_nothing_but_its_drafts",
 )
+# They run long, and are about what the engine draws and counts, whatever runs the model.
+OF_THE_ENGINE = (
+    "test_sampled_tokens_follow_the_targets_distribution_with_drafts",
+    "test_drafts_that_never_pay_are_switched_off",
+)
 # Memory that is granted as a session grows: MLX gives it all at once.
 GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
@@ -87,10 +92,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     laws = [item for item in items if HERE in item.path.parents]
-    on_mlx = [item for item in laws if _given(item).get("executor") == MLX]
+    on_mlx = {item for item in laws if _given(item).get("executor") == MLX}
     for item in _waiting([item for item in laws if item not in on_mlx]):
         _make_further(item)
-    able = [item for item in on_mlx if _can_be(item)]
+    able = [item for item in laws if item in on_mlx and _can_be(item)]
     if config.getoption("--executor") == MLX:
         kept = {*able}
     else:
@@ -101,9 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not has_mlx():
         for item in kept.intersection(able):
             item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
-    left_out = [item for item in laws if item not in kept]
-    items[:] = [item for item in items if item not in {*left_out}]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in laws if item not in kept}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[item for item in laws if item in left_out])
 
 
 def _given(item: pytest.Item) -> dict[str, Any]:
@@ -127,15 +132,18 @@ def _make_further(item: pytest.Item) -> None:
 
 
 def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Whose turn it is not."""
-    cases: list[tuple[tuple[str, ...], KVStrategy, str]] = []
+    """Whose turn it is not. What a module names in IN_TURN takes turns as modes do."""
+    cases: list[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]] = []
     of: list[pytest.Item] = []
     for item in items:
         values = dict(_given(item))
-        strategy, mode = values.pop("strategy", None), str(values.pop("mode", None))
+        strategy, in_turn = values.pop("strategy", None), [str(values.pop("mode", None))]
+        for name, some in getattr(getattr(item, "module", None), "IN_TURN", {}).items():
+            if values.get(name) in some:
+                in_turn.append(str(values.pop(name)))
         law = str(getattr(item, "originalname", ""))
         if isinstance(strategy, KVStrategy) and law not in WITH_ALL and not _is_further(item):
-            cases.append(((law, str(values)), strategy, mode))
+            cases.append(((law, str(values)), strategy, tuple(in_turn)))
             of.append(item)
     yield from (item for item, stays in zip(of, by_turns(cases), strict=True) if not stays)
 
@@ -167,7 +175,8 @@ def _others(selected: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         law, name = _law_and_name(item)
         laws.setdefault(law, []).append((item, name))
     turns: Counter[str] = Counter()
-    for cases in laws.values():
+    for law, cases in laws.items():
         cases.sort(key=lambda case: turns[case[1]])
-        turns.update(name for _, name in cases[:SOME])
-        yield from (item for item, _ in cases[SOME:])
+        some = 0 if law in OF_THE_ENGINE else SOME
+        turns.update(name for _, name in cases[:some])
+        yield from (item for item, _ in cases[some:])

@@ -40,6 +40,8 @@ from tests.laws.variants import (
 from tests.tiny import LATENT_BYTES, NATIVE_WINDOW, tiny_engine
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+GUARANTEED = [False, True]
+IN_TURN = {"guaranteed": GUARANTEED}
 # So few that components of the codec's basis are left out.
 FEWER_BYTES = make_strategy("restored", sink=2, window=13, source="latent", bytes_per_token=LATENT_BYTES // 8)
 
@@ -116,7 +118,7 @@ def test_sampled_tokens_depend_on_seed_and_position_alone(strategy: KVStrategy, 
     assert [token for token, _ in other_seed] != [token for token, _ in once]
 
 
-@each_strategy_with(guaranteed=[False, True])
+@each_strategy_with(guaranteed=GUARANTEED)
 def test_the_footprint_never_passes_the_bound(strategy: KVStrategy, guaranteed: bool) -> None:
     """Bound: ≤ peak at every token, ≤ sustained between Generates, and known at creation.
 

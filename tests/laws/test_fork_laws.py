@@ -37,6 +37,8 @@ CASES: list[tuple[KVStrategy, bool]] = [
     (Full(), False),
     (LayerWindow(window=16, full_layers=(0, 1, 2)), False),
 ]
+LIMITS, GROWTHS = [170, 512], ["best_effort", "guaranteed"]
+IN_TURN = {"limit": LIMITS, "growth": GROWTHS}
 
 
 def named(value: object) -> str:
@@ -144,7 +146,7 @@ def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mo
         assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)
 
 
-@each_case_with("limit", [170, 512])
+@each_case_with("limit", LIMITS)
 def test_a_fork_may_have_another_limit(strategy: KVStrategy, windowed: bool, limit: int) -> None:
     """Slots may be others then; the entries are the same."""
     journal = MemoryJournal()
@@ -171,7 +173,7 @@ def test_a_fork_whose_limit_is_below_the_window_copies_entries(spec: str, caplog
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@each_case_with("growth", ["best_effort", "guaranteed"])
+@each_case_with("growth", GROWTHS)
 def test_forks_hold_no_more_than_they_were_promised_and_every_byte_is_reserved_once(
     strategy: KVStrategy, windowed: bool, growth: str
 ) -> None:

@@ -6,7 +6,7 @@ with graphs and without.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +38,7 @@ from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.facade import WatchedForward
+from tests.further import FURTHER
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, each_strategy, each_strategy_with, same, text, tokens
@@ -57,7 +58,21 @@ BY_TOKENS = pytest.mark.skipif(not ON_GPU, reason="torch's products on a CPU dep
 ALONE = {**dict.fromkeys((*VARIANTS, "native"), "alone"), "native-float16": "native-float16-alone"}
 EVERYWHERE = tuple(ALONE)
 # By the references, steps of torch's modules, listed ones and those launched ahead attend alike: one of them has all.
-EACH = EVERYWHERE if ON_GPU else tuple(variant for variant in EVERYWHERE if variant not in ("regions", "listed"))
+ALIKE = () if ON_GPU else ("regions", "listed")
+EACH = tuple(variant for variant in EVERYWHERE if variant not in ALIKE)
+# Likewise those that are invariant: they take turns with those launched ahead.
+IN_TURN = {"variant": () if ON_GPU else ("invariant", "ahead")}
+
+
+def each_with(name: str, values: Mapping[str, Any], variants: Iterable[str]) -> pytest.MarkDecorator:
+    """Every value with every variant; of those that are ALIKE, each has one value, and the others are further cases."""
+    cases = []
+    for variant in variants:
+        for place, (said, value) in enumerate(values.items()):
+            is_further = variant in ALIKE and place != ALIKE.index(variant) % len(values)
+            marks = FURTHER if is_further else ()
+            cases.append(pytest.param(value, variant, id=f"{said}-{variant}", marks=marks))
+    return pytest.mark.parametrize((name, "variant"), cases)
 
 
 def forward(variant: str) -> Forward:
@@ -127,16 +142,19 @@ def test_tokens_attended_to_together_give_what_they_give_session_by_session(stra
 @pytest.mark.parametrize("variant", EVERYWHERE)
 def test_a_long_sampled_answer_is_what_it_is_step_by_step(variant: str) -> None:
     """Longer than what is prepared ahead: the numbers that draw tokens, and the pages that hold entries."""
-
-    def said(variant: str) -> list[list[tuple[int, float | None]]]:
-        with engine_on(variant) as engine:
-            sessions = [opened(engine, Full(), text(length, seed=length)) for length in (5, 33)]
-            params = GenerateParams(max_tokens=150, sampling=SAMPLED, logprobs=True)
-            return [tokens(drain(one)) for one in [engine.generate(session, params) for session in sessions]]
-
-    for wanted, got in zip(said(ALONE[variant]), said(variant), strict=True):
+    for wanted, got in zip(long_answers_alone(ALONE[variant]), long_answers(variant), strict=True):
         assert len(got) == 150
         assert same(wanted, got, Mode.BATCHED)
+
+
+def long_answers(variant: str) -> list[list[tuple[int, float | None]]]:
+    with engine_on(variant) as engine:
+        sessions = [opened(engine, Full(), text(length, seed=length)) for length in (5, 33)]
+        params = GenerateParams(max_tokens=150, sampling=SAMPLED, logprobs=True)
+        return [tokens(drain(one)) for one in [engine.generate(session, params) for session in sessions]]
+
+
+long_answers_alone = lru_cache(maxsize=2)(long_answers)
 
 
 @each_strategy
@@ -247,8 +265,7 @@ def test_forks_that_read_a_prefix_are_attended_to_with_all_others(
         assert same(wanted, got, Mode.BATCHED)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["plain", "drafted"])
+@each_with("drafter", {"plain": None, "drafted": NgramDrafter()}, VARIANTS)
 def test_blocks_that_are_off_the_device_are_read_with_all_others(
     drafter: NgramDrafter | None, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,8 +297,7 @@ def test_blocks_that_are_off_the_device_are_read_with_all_others(
         assert same(wanted, got, Mode.BATCHED)
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
-@pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=20)], ids=str)
+@each_with("strategy", {str(one): one for one in (Full(), SinkWindow(sink=3, window=20))}, EVERYWHERE)
 def test_drafts_verified_over_regions_change_no_token(strategy: KVStrategy, variant: str) -> None:
     """Blocks of several tokens of one session, some of which are dropped again."""
     repeated = text(12) * 4
@@ -293,8 +309,7 @@ def test_drafts_verified_over_regions_change_no_token(strategy: KVStrategy, vari
     assert [token for token, _ in found[True]] == [token for token, _ in found[False]]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("make", [tiny_network, chained_network], ids=["plain", "chained"])
+@each_with("make", {"plain": tiny_network, "chained": chained_network}, VARIANTS)
 def test_a_drafter_whose_work_is_recorded_drafts_what_it_drafted_before(
     make: Callable[[], DFlashNetwork], variant: str
 ) -> None:

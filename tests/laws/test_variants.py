@@ -88,11 +88,13 @@ def test_cases_in_which_values_meet_first_hold_every_pair_of_them(number: int) -
 
 def test_in_laws_that_take_turns_nothing_is_left_out() -> None:
     laws, modes = [(f"law {number}",) for number in range(5)], ["batched", "fixed-shape"]
-    cases = [(law, strategy, mode) for law, strategy, mode in product(laws, all_strategies(), modes)]
+    sizes = ["long", "short"]
+    cases = list(product(laws, all_strategies(), product(modes, sizes)))
     kept = [case for case, stays in zip(cases, by_turns(cases), strict=True) if stays]
 
     mechanisms = {mechanism(strategy) for strategy in all_strategies()}
     assert sorted((law, mechanism(strategy)) for law, strategy, _ in kept) == sorted(product(laws, mechanisms))
-    assert {(law, mode) for law, _, mode in kept} == set(product(laws, modes))
-    assert {(mechanism(strategy), mode) for _, strategy, mode in kept} == set(product(mechanisms, modes))
+    for place, values in enumerate((modes, sizes)):
+        assert {(law, given[place]) for law, _, given in kept} == set(product(laws, values))
+        assert {(mechanism(strategy), given[place]) for _, strategy, given in kept} == set(product(mechanisms, values))
     assert {str(strategy) for _, strategy, _ in kept} == {str(strategy) for strategy in all_strategies()}

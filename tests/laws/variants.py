@@ -142,8 +142,8 @@ def meet_first(cases: Iterable[tuple[Any, ...]], *, of: Callable[[Any], Hashable
         met |= pairs
 
 
-def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, str]]) -> list[bool]:
-    """Of each case, a law with its other values, a strategy and a mode: does it stay?
+def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]]) -> list[bool]:
+    """Of each case, a law with its other values, a strategy, and values that take turns, as modes do: does it stay?
 
     One of each law and mechanism does: that whose mode and variant had fewest turns before. So every law has every
     mechanism and both modes, and every mechanism has both modes, and every variant a turn, in some laws.
@@ -156,8 +156,8 @@ def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, str]]) -> list[b
     for (law, kind), numbers in groups.items():
 
         def known(number: int, law: tuple[str, ...] = law, kind: str = kind) -> tuple[Hashable, ...]:
-            _, strategy, mode = cases[number]
-            return (law, mode), (kind, mode), str(strategy)
+            _, strategy, values = cases[number]
+            return *((law, value) for value in values), *((kind, value) for value in values), str(strategy)
 
         chosen = min(numbers, key=lambda number: [turns[value] for value in known(number)])
         turns.update(known(chosen))

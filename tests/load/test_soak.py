@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inference_engine.config import EngineConfig, child_environment
+from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.load.mass import PARTS, Tally
 from tests.load.population import Population, Wrong
 from tests.load.talkers import Counts, talk
 from tests.load.turns import SEGMENT, Held, Sample, judged
+from tests.processes import run
 from tests.server_thread import server_thread
 
 SOAK = Path(__file__).resolve().parents[2] / "scripts" / "soak.py"
@@ -66,8 +65,7 @@ def test_tallies_add_up_and_go_between_processes_as_text() -> None:
 
 
 def test_parts_are_shared_out_among_processes_and_recorded_together(tmp_path: Path) -> None:
-    command = [sys.executable, str(SOAK), "--cancels", "9", "--processes", "2", "--results", str(tmp_path)]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False, timeout=240)
+    done = run(str(SOAK), "--cancels=9", "--processes=2", f"--results={tmp_path}")
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("soak_cancels/*/record.json")
     found = json.loads(path.read_text(encoding="utf-8"))

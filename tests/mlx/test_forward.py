@@ -23,7 +23,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.models.step_list import NoStepListError
 from inference_engine.types import Mode
-from tests.admissions import admitted_once
+from tests.admissions import traits_of
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions, ids_of
 from tests.tiny import PAGES, TRAINED_POSITIONS, tiny_forward
@@ -35,7 +35,7 @@ ROUNDING = 1e-4  # of logits of order 10 in float32, added in another order
 def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
     config, kind = text_generator(FAMILIES[family])
     sizes = TwinSizes(head_dim=32, kv_heads=1) if family == "qwen2" else TwinSizes()
-    traits = admitted_once(config, kind).traits  # which do not depend on sizes
+    traits = traits_of(config, kind)  # which do not depend on sizes
 
     assert try_list(kind, config, traits, seed=1, sizes=sizes) < 2e-4
 
@@ -43,7 +43,7 @@ def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
 def test_a_family_without_a_list_is_named() -> None:
     config: PretrainedConfig
     config, kind = text_generator(CohereConfig(num_hidden_layers=2))
-    traits = admitted_once(config, kind).traits
+    traits = traits_of(config, kind)
 
     with pytest.raises(NoStepListError, match="cohere"):
         try_list(kind, config, traits)

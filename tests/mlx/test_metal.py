@@ -24,7 +24,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode
 from tests import tiny
-from tests.admissions import admitted_once
+from tests.admissions import traits_of
 from tests.further import further
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
@@ -117,7 +117,7 @@ def test_an_index_out_of_bounds_would_be_seen(kernel: RecordedKernel) -> None:
 def test_a_model_is_admitted_by_a_twin_that_the_kernel_serves(family: str, kernel: RecordedKernel) -> None:
     """Alone and beside others, with a softcap, windows, and heads of another size than the twins of other tests."""
     config, kind = text_generator(FAMILIES[family])
-    traits = admitted_once(config, kind).traits
+    traits = traits_of(config, kind)
     assert try_list(kind, config, traits, seed=1, uses_metal=True) < 2e-4
     assert kernel.launches
 

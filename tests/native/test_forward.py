@@ -29,7 +29,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.step_list import NoStepListError
 from inference_engine.native.library import Identity, KVType
 from inference_engine.types import Mode
-from tests.admissions import admitted_once
+from tests.admissions import traits_of
 from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
 from tests.tiny_native import library, tiny_native
 
@@ -59,14 +59,14 @@ each_kv_type = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv
 @pytest.mark.parametrize("sizes", [TwinSizes(), TwinSizes(head_dim=32, kv_heads=1), TwinSizes(hidden=80, head_dim=48)])
 def test_a_list_gives_the_logits_of_transformers(family: str, sizes: TwinSizes) -> None:
     config, kind = text_generator(FAMILIES[family])
-    traits = admitted_once(config, kind).traits  # which do not depend on sizes
+    traits = traits_of(config, kind)  # which do not depend on sizes
 
     assert try_list(library(), kind, config, traits, seed=1, sizes=sizes) < 2e-4
 
 
 def test_a_family_without_a_list_is_named() -> None:
     config, kind = text_generator(CohereConfig(num_hidden_layers=2))
-    traits = admitted_once(config, kind).traits
+    traits = traits_of(config, kind)
 
     with pytest.raises(NoStepListError, match="cohere"):
         try_list(library(), kind, config, traits)

@@ -30,7 +30,7 @@ from tests.models.test_mapped import resident
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
 from tests.tiny_native import library
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("trying_no_strategies")]
 
 Tensors = dict[str, Tensor]
 LAYER = "model.layers.1."

@@ -32,7 +32,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = ("--model", str(tiny_folder), "--cache-dir", str(cache))
     own = cache / "own.txt"
     own.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
-    few = ("--tokens", "6000", "--texts-at-once", "50", "--length", "160", "--text", str(own))
+    few = ("--tokens", "3000", "--texts-at-once", "50", "--length", "160", "--text", str(own))
     assert main(["train", "corpus", *shared, *few]) == 0
     small = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "12")
     quick = ("--measured-texts", "1", "--mask-token-id", "127", "--commit", "0123abc")

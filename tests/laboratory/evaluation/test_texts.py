@@ -96,14 +96,17 @@ def test_no_opening_is_one_of_calibration() -> None:
     assert len(set(self_talk.OPENINGS)) == len(self_talk.OPENINGS) == 2 * self_talk.CONVERSATIONS
 
 
-def test_chat_is_made_once_goes_on_without_repeating_and_is_the_same_again(engine: Engine) -> None:
+def test_chat_is_made_once_goes_on_without_repeating_and_is_the_same_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_talk, "_TOKENS", 200)  # of a conversation; it goes on in a second one
     texts = Texts(TOKENIZER, SelfTalk(engine, TOKENIZER, (STOP,), conversations=1))
-    short = texts.filler(CHAT, 200, seed=1)
+    short = texts.filler(CHAT, 100, seed=1)
     made = texts.digest(CHAT)
-    assert texts.filler(CHAT, 200, seed=1) == short
+    assert texts.filler(CHAT, 100, seed=1) == short
     assert texts.digest(CHAT) == made
-    longer = texts.filler(CHAT, 700, seed=1)
-    assert longer[:200] == short
+    longer = texts.filler(CHAT, 320, seed=1)
+    assert longer[:100] == short
     text = TOKENIZER.decode(longer)
     assert all(text.count(opening) == 1 for opening in self_talk.OPENINGS[:2])
     again = Texts(TOKENIZER, SelfTalk(engine, TOKENIZER, (STOP,), conversations=1))
