@@ -353,7 +353,11 @@ class ListedStep:
             turn=state.turns.get(operation.rotary),
         )
         scoring: dict[str, Any] = {"scaling": attend.scaling, "softcap": attend.softcap, "head_sinks": None}
-        out = plan.read(attend.layer, queries.transpose(0, 1)[None], **scoring)
+        by_head = queries.transpose(0, 1)[None]
+        if isinstance(plan, StepTables):
+            out = plan.read(attend.layer, by_head, **scoring)
+        else:
+            out = plan.attend(attend.layer, by_head, None, None, **scoring)
         return out.reshape(len(heads), -1)
 
     def _turn(self, name: str, positions: Tensor) -> Turn:

@@ -191,33 +191,22 @@ class StepPlan:
         self,
         layer: int,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
         *,
         scaling: float,
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write the step's K and V of `layer` and attend.
+        """Write the step's K and V of `layer` and attend. None: they were written to where `tables` says.
 
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """
-        self.tables.write(layer, keys, values)
-        return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
-
-    def read(
-        self,
-        layer: int,
-        queries: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        head_sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend to what was written. queries: [1, Hq, N, D], rotated; returns [N, Hq, D]. Raises SpanFailed."""
         tables = self.tables
+        if keys is not None and values is not None:
+            tables.write(layer, keys, values)
         if self.is_numbers_only:
-            return tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+            return tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
         buffer = tables.buffer(layer)
         views = [span.views.get(layer) for span in self.spans]
         regions = queries  # unused if no query reads by numbers
@@ -234,7 +223,7 @@ class StepPlan:
                 )
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
 
 
 class _Growth:
