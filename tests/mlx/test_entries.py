@@ -42,9 +42,10 @@ class MlxPlan(StepPlan):
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **{**words, "ops": DeviceOps(attends_together=True)})
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **words: Any) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor | None, values: Tensor | None, **words: Any) -> Tensor:
         if not self.is_numbers_only or self.selects:
             return super().attend(layer, queries, keys, values, **words)
+        assert keys is not None and values is not None, "nothing has written them"
         MlxPlan.attended += 1
         address = next(iter(self.pool.buffers.values())).keys.data_ptr()
         together = _Together(self, Layers(), self.pools[address], self.uses_metal)  # type: ignore[arg-type]
