@@ -403,18 +403,21 @@ def swept(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
     for programs in (256, 1024):
         with patch.object(block_selection, "_SCORING_PROGRAMS", programs):
             found[f"score, {programs} programs"] = microseconds(Stages(case, keys, values).score, case.copies)
-    for rows, warps, stages, programs in (
-        *((32, 2, 4, 128), (32, 4, 4, 128), (64, 4, 2, 128), (64, 4, 3, 128), (64, 8, 4, 128)),
-        *((64, 4, 3, 256), (64, 4, 4, 256), (128, 8, 3, 128), (128, 4, 3, 128)),
+    by_parts = case.sessions <= gather._FEW  # else by runs
+    for rows, warps, stages, count in (
+        ((32, 2, 1, 160), (64, 4, 1, 80), (64, 2, 2, 40), (128, 4, 1, 40))
+        if by_parts
+        else ((32, 4, 4, 256), (64, 4, 3, 256), (64, 8, 4, 256), (64, 4, 4, 128), (128, 4, 3, 256))
     ):
+        module, tiles, counts = (gather, "_READ", "_PARTS") if by_parts else (few_queries, "_TILE", "_PROGRAMS")
         tile = block_selection.Tile(rows, 2**15, warps, stages)
-        with patch.object(few_queries, "_TILE", tile), patch.object(few_queries, "_PROGRAMS", programs):
+        with patch.object(module, tiles, tile), patch.object(module, counts, count):
             read = Stages(case, keys, values).read
-            found[f"read {rows} rows {warps} warps {stages} stages {programs} programs"] = microseconds(
-                read, case.copies
-            )
+            said = f"read {rows} rows {warps} warps {stages} stages {count} {'parts' if by_parts else 'programs'}"
+            found[said] = microseconds(read, case.copies)
     for columns in (64, 128):
-        with patch.object(few_queries, "_MERGED", columns):
+        module, name = (gather, "_MERGED") if by_parts else (few_queries, "_MERGED_OF_MANY")
+        with patch.object(module, name, columns):
             found[f"read, {columns} columns merged"] = microseconds(Stages(case, keys, values).read, case.copies)
     for warps in (4, 8, 16):
         with patch.object(block_selection, "_SELECT_WARPS", warps):

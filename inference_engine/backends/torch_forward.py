@@ -29,12 +29,13 @@ from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
+from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
 
 _SEGMENTS_AT_ONCE = 4  # of appended tokens, where a step has to read offloaded or restored entries
 _SEGMENTS_IN_A_CHUNK = 16  # of restored ones
-# How long the host takes at most to launch a layer that is not recorded, and how much a GPU multiplies meanwhile.
+# Estimates: how long the host takes at most to launch a layer that is not recorded, and how much a GPU multiplies.
 _LAUNCHING_SECONDS, _PRODUCTS_A_SECOND = 4e-4, 4e14
 
 
@@ -144,7 +145,10 @@ class TorchForward:
     @cached_property
     def _busy_tokens(self) -> int:
         """With so many tokens a GPU computes a step for longer than the host launches it."""
-        products: int = 2 * sum(parameter.numel() for parameter in self.seam.model.parameters())
+        model = self.seam.model
+        products: int = 2 * sum(parameter.numel() for parameter in model.parameters())
+        quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+        products += 2 * sum(layer.out_features * layer.in_features for layer in quantised)
         return math.ceil(len(self.seam.layers) * _LAUNCHING_SECONDS * _PRODUCTS_A_SECOND / products)
 
     @property

@@ -66,7 +66,7 @@ _LEAST = 128  # queries, as many as a tile of FlashAttention-3 has
 _TRIED = ((4096, 0), (4096, PIECES[-1]), (4096, sum(PIECES) + 101), (3001, 7083))
 _WORST = 2e-2  # in half precision: of the largest number; of an lse itself, which is the exponent of a weight
 # What an operation raises that is missing, or that was built for another torch.
-_FAULTS = (RuntimeError, ImportError, OSError, AttributeError, TypeError, ValueError)
+_FAULTS = (RuntimeError, ImportError, OSError, AttributeError, TypeError, ValueError, AssertionError)
 
 
 def merge_two(first: State, second: State, dtype: torch.dtype) -> State:

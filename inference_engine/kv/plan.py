@@ -8,8 +8,9 @@ their position modulo the token quantum, padded on both sides, and keys are padd
 meets the same arithmetic whatever else is in the forward.
 
 Where the device has an operation for it, queries that read regions are computed together, whatever their sessions are
-(`kernels/ragged_attention.py`). The longest prefill chunks are not: they see every entry up to their own, and need no
-mask. A step whose queries all read regions is a table of numbers (`StepTables`), and may be run as a graph.
+(`kernels/ragged_attention.py`). The longest prefill chunks are not, but where sums have one order: they see every entry
+up to their own, and need no mask. A step whose queries all read regions is a table of numbers (`StepTables`), and may
+be run as a graph.
 """
 
 from __future__ import annotations

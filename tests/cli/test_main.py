@@ -147,7 +147,6 @@ def test_other_commands_do_not_load_the_laboratory() -> None:
     program = """
 import sys
 from inference_engine.cli.main import main
-from tests.processes import run
 for words in (["--help"], ["serve", "--help"], ["models", "list"]):
     try:
         main(words)

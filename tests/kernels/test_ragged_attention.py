@@ -344,6 +344,24 @@ def compare_selecting_steps() -> None:
     compare_lists(device)
 
 
+def compare_beside_selections() -> None:
+    """Queries that read all they see, in steps in which others select blocks: chunks, forks, rings, padding."""
+    from inference_engine.kernels.triton.few_queries import attend_few
+
+    device, shape = device_of_kernels(), (4, 2, 24)
+    for build in (case, chunks, forks):
+        queries, keys, values, regions, alone = build(shape, torch.float32)
+        expected, count = torch.cat(alone), 64 if device.type == "cuda" else 20
+        for first in range(0, len(queries), count if device.type == "cuda" else 2 * count):
+            some = slice(first, first + count)
+            asked, lines = queries[some].to(device), regions[some].to(device)
+            out = torch.full_like(asked, float("nan"))
+            listed = torch.zeros(len(asked), shape[1], 4, dtype=torch.int32, device=device)
+            given = {"kv_heads": shape[1], "scaling": shape[2] ** -0.5, "listed": listed}
+            attend_few(asked, keys.to(device), values.to(device), lines, out, **given)
+            assert torch.allclose(out.cpu(), expected[some], atol=2e-5), (build, first)
+
+
 class Poisoned:
     """torch, whose new memory is full of rubbish."""
 
@@ -412,6 +430,9 @@ def compare_alone(
     assert worst < tolerance, (build, shape, dtype, worst)
 
 
-@pytest.mark.parametrize("compare", [compare_kernel, compare_chunks_and_selections, compare_selecting_steps])
+@pytest.mark.parametrize(
+    "compare",
+    [compare_kernel, compare_chunks_and_selections, compare_selecting_steps, compare_beside_selections],
+)
 def test_the_kernel_gives_what_the_reference_gives(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -4,7 +4,7 @@
     states                 ■     ■   ■   ■          out         ■     ■           merged by their log-sum-exps
 
 Most of a decode step's attention is reading, and most of the rest is waiting: for a kernel to begin, for the first of
-its reads, for states to be stored and read again. So a launch has about as many programs as the device has processors,
+its reads, for states to be stored and read again. So a launch has one or two programs for each processor of the device,
 a run is as long as it must be for that, and a program holds one state, however long its run (Flash-Decoding, Dao et
 al., 2023, with runs of equal length whatever the lengths of histories). A query of a single run has no state.
 
@@ -29,10 +29,11 @@ from inference_engine.kernels.triton.block_selection import LEAST, Tile, candida
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.tiles import shared_bytes
 
-# Of all runs, if none were rounded up: of one query as many as the device has processors, else two for each.
+# Programs, if no run were rounded up: one for each processor of a large GPU where there is one query, else two.
 _PROGRAMS_OF_ONE, _PROGRAMS = 128, 256
 _TILE = Tile(64, 2**14, 4, 4)
 _MERGED, _MERGED_OF_MANY = 32, 128  # channels that a program merges
+_MOST_MERGED = 2**13  # numbers of states that a program holds
 _FEW = 4  # queries, whose states are merged by as many programs as there can be
 
 
@@ -94,6 +95,7 @@ def attend_few(
         **shared,
     )
     most, merged = triton.next_power_of_2(runs), _MERGED if query_count <= _FEW else _MERGED_OF_MANY
+    merged = min(merged, max(_MERGED, _MOST_MERGED // most))
     _merge_runs[(triton.cdiv(head_dim, merged), query_heads, query_count)](
         states,
         lses,
@@ -112,7 +114,8 @@ def _ends_of(p_line, SELECTS: tl.constexpr):
     """How many reads the query of a line has, or those of lines have."""
     if SELECTS:
         _, _, end = reads_of(p_line, True)
-        return end
+        reads_slots = (tl.load(p_line + 9) == 0) & (tl.load(p_line + 4) == 0)
+        return tl.where(reads_slots, tl.minimum(end, tl.load(p_line + 6).to(tl.int32) + 1), end)
     count = tl.where(tl.load(p_line + 9) == 0, tl.load(p_line + 2), 0).to(tl.int32)
     # Where slots are positions, none after its own is seen.
     return tl.where(tl.load(p_line + 4) > 0, count, tl.minimum(count, tl.load(p_line + 6).to(tl.int32) + 1))
@@ -206,7 +209,7 @@ def _attend_run(
         floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
         # All slots between these two are seen.
         all_from = tl.where(ring > 0, end, tl.maximum(floor, sink_floor))
-        all_until = tl.where(ring > 0, 0, end)
+        all_until = tl.where(ring > 0, 0, tl.minimum(end, upto + 1))
         o_i = tl.arange(0, BLOCK_S)
         o_d = tl.arange(0, BLOCK_D)
         o_q = tl.arange(0, BLOCK_Q)

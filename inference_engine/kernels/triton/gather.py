@@ -9,8 +9,9 @@ What a query reads is counted through, and cut into tiles. Nothing else is loade
 
 Lengths, and how much is kept, are read on the device, so launches depend on the number of queries alone: the step can
 be part of a CUDA graph. Tile t goes to part t modulo `_PARTS`, and parts are merged in their order: the sums of a query
-follow from its own numbers, whatever queries are beside it. Of more than `_FEW` queries in a step without others,
-`triton/few_queries.py` reads, of which that is not so. Sums are float32; float32 inputs are multiplied as float32.
+follow from its own numbers, whatever queries are beside it. In a step of more than `_FEW` and at most 64 queries, none
+of which reads offloaded blocks, `triton/few_queries.py` reads, of which that is not so. Sums are float32; float32
+inputs are multiplied as float32.
 
 The kernels are launched in a chain (`triton/chained.py`).
 """
