@@ -169,24 +169,27 @@ def _words(
     R: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The two words that each window of AT_ONCE codes of a chunk's tokens is in, [CHUNK, R / AT_ONCE] each, and where
+    """The two words that each window of AT_ONCE codes of a chunk's tokens is in, [CHUNK * R / AT_ONCE] each, and where
     it begins in the first; of tiles behind the last, any.
     """
     TILE: tl.constexpr = 32 * RUN
-    o_t = tl.arange(0, CHUNK)
+    WINDOWS: tl.constexpr = R // AT_ONCE
+    o_i = tl.arange(0, CHUNK * WINDOWS)
+    o_t = o_i // WINDOWS
+    chunk = chunk.to(tl.uint32)
     if TILE >= CHUNK:
-        tile = tl.minimum(chunk * CHUNK // TILE, last_tile)
-        p_words = tl.where(tile % 2 == 1, p_odd, p_even) + ((tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
-        o_in = chunk * CHUNK % TILE + o_t
+        tile = tl.minimum(chunk // (TILE // CHUNK), last_tile.to(tl.uint32))
+        o_in = chunk % (TILE // CHUNK) * CHUNK + o_t.to(tl.uint32)
     else:
-        o_tile = tl.minimum(chunk * (CHUNK // TILE) + o_t // TILE, last_tile)
-        o_words = ((o_tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
-        p_words = (tl.where(o_tile % 2 == 1, p_odd, p_even) + o_words)[:, None]
-        o_in = o_t % TILE
+        tile = tl.minimum(chunk * (CHUNK // TILE) + (o_t // TILE).to(tl.uint32), last_tile.to(tl.uint32))
+        o_in = (o_t % TILE).to(tl.uint32)
+    # Of each two tiles one is in the half that lies with keys, the other in the one that lies with values.
+    p_words = tl.where(tile % 2 == 1, p_odd, p_even) + ((tile // 2).to(tl.int64) * heads + head) * (WORDS * 16)
     o_run = o_in // RUN
-    o_lane = tl.where(o_run < 16, 15 - o_run, o_run - 16)[:, None]
-    o_vector = 2 * (o_in % RUN) + (o_run < 16).to(tl.int32)
-    o_bit = (o_vector * (RANK * BITS))[:, None] + (tl.arange(0, R // AT_ONCE) * (AT_ONCE * BITS))[None, :]
+    is_first = o_run < 16
+    o_lane = tl.where(is_first, 15 - o_run, o_run - 16)
+    o_vector = 2 * (o_in % RUN) + is_first.to(tl.uint32)
+    o_bit = o_vector * (RANK * BITS) + (o_i % WINDOWS * (AT_ONCE * BITS)).to(tl.uint32)
     # Behind the last word there is no code, and none of the string goes on.
     o_word = tl.minimum(o_bit >> 5, WORDS - 1) * 16 + o_lane
     o_next = tl.minimum((o_bit >> 5) + 1, WORDS - 1) * 16 + o_lane
@@ -205,12 +208,14 @@ def _codes(
     IS_EXACT: tl.constexpr,
 ):
     """Codes [CHUNK, R] of a chunk's tokens; components behind the last are any."""
-    b_shift = b_shift.to(tl.uint32)
-    b_window = b_word.to(tl.uint32, bitcast=True) >> b_shift
-    b_window = b_window | ((b_next.to(tl.uint32, bitcast=True) << (31 - b_shift)) << 1)
-    o_shift = (tl.arange(0, AT_ONCE) * BITS).to(tl.uint32)
-    b_codes = (b_window[:, :, None] >> o_shift[None, None, :]) & ((1 << BITS) - 1)
-    b_codes = tl.reshape(b_codes, (CHUNK, R))
+    b_codes = b_word.to(tl.uint32, bitcast=True) >> b_shift
+    b_codes = b_codes | ((b_next.to(tl.uint32, bitcast=True) << (31 - b_shift)) << 1)
+    # A window stays with its thread: its later half is joined to it, then of both halves theirs.
+    if AT_ONCE == 8:
+        b_codes = tl.join(b_codes, b_codes >> (4 * BITS))
+    b_codes = tl.join(b_codes, b_codes >> (2 * BITS))
+    b_codes = tl.join(b_codes, b_codes >> BITS)
+    b_codes = tl.reshape(b_codes, (CHUNK, R)) & ((1 << BITS) - 1)
     if IS_EXACT:
         b_found = b_codes.to(tl.float32)
     else:
@@ -280,39 +285,39 @@ def _score_part(
         o_j = tl.arange(0, R)
         o_a = tl.where(o_f < turned, o_f, o_f + turned)
         o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
-        m_q = (o_f < D // 2)[:, None] & (o_g < GROUP)[None, :]
-        b_a = tl.load(p_query + o_g[None, :] * D + o_a[:, None], mask=m_q, other=0.0).to(tl.float32)
-        b_b = tl.load(p_query + o_g[None, :] * D + o_b[:, None], mask=m_q, other=0.0).to(tl.float32)
-        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=0), tl.max(tl.abs(b_b), axis=0))
+        m_q = (o_g < GROUP)[:, None] & (o_f < D // 2)[None, :]
+        b_a = tl.load(p_query + o_g[:, None] * D + o_a[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_b = tl.load(p_query + o_g[:, None] * D + o_b[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=1), tl.max(tl.abs(b_b), axis=1))
         b_size = tl.where(b_size > 0, b_size, 1.0)
-        b_a = b_a / b_size[None, :]
-        b_b = b_b / b_size[None, :]
+        b_a = b_a / b_size[:, None]
+        b_b = b_b / b_size[:, None]
         b_scale = b_size * scale * scaling
         if not HAS_CAP:
             b_scale *= 1.4426950408889634  # scores are powers of two
 
-        b_rows_a = tl.load(p_rows + o_j[:, None] * H + o_f[None, :]).to(FACTOR)
-        b_rows_b = tl.load(p_rows + (R + 1) * H + o_j[:, None] * H + o_f[None, :]).to(FACTOR)
+        # One product makes both channels of all pairs.
+        o_h = tl.arange(0, 2 * H)
+        b_rows = tl.load(p_rows + (o_h // H * ((R + 1) * H) + o_h % H)[None, :] + o_j[:, None] * H).to(FACTOR)
+        b_least = tl.load(p_rows + o_h // H * ((R + 1) * H) + o_h % H + R * H).to(FACTOR)
         o_turn = o_t[:, None] * (2 * H) + o_f[None, :]
         p_turns = p_runs + o_turn
         if not IS_EXACT:
             p_turns = tl.load(p_index + 11).to(tl.pointer_type(tl.float16)) + o_turn
         b_cosines = (tl.load(p_turns).to(tl.float32) + 0.0).to(FACTOR)
         b_sines = (tl.load(p_turns + H).to(tl.float32) + 0.0).to(FACTOR)
-        # What is added to every key is the same for all chunks once it is rotated.
-        b_least_a = tl.load(p_rows + R * H + o_f)[None, :].to(FACTOR)
-        b_least_b = tl.load(p_rows + (2 * R + 1) * H + o_f)[None, :].to(FACTOR)
-        b_added_a = b_least_a * b_cosines - b_least_b * b_sines
-        b_added_b = b_least_b * b_cosines + b_least_a * b_sines
+        b_added = b_least[None, :]
         last_tile = end // (32 * RUN) - 1  # what is behind it is no candidate
-        # Each place of a chunk has a maximum and a sum of its own, so that chunks need no sums over places.
-        b_top = tl.full((CHUNK // TIED, TIED, G), float("-inf"), tl.float32)
+        # Each place of a chunk has a sum of its own, so that chunks need no sums over places.
+        b_top = tl.full((CHUNK // TIED, 1, G), float("-inf"), tl.float32)
         b_sum = tl.zeros((CHUNK // TIED, TIED, G), tl.float32)
         b_word, b_next, b_shift = _words(
             p_even, p_odd, chunk_begin, last_tile, head, heads, RUN, CHUNK, RANK, BITS, WORDS, R, AT_ONCE
         )
-        b_cos = tl.load(p_middles + chunk_begin * (2 * H) + o_f)[:, None]
-        b_sin = tl.load(p_middles + chunk_begin * (2 * H) + H + o_f)[:, None]
+        # Every query head loads them for itself, so that a thread loads neighbours.
+        o_cos = tl.zeros((G, 1), tl.int32) + o_f[None, :]
+        b_cos = tl.load(p_middles + chunk_begin * (2 * H) + o_cos)
+        b_sin = tl.load(p_middles + chunk_begin * (2 * H) + H + o_cos)
         for chunk in range(chunk_begin, chunk_end):
             b_codes = _codes(b_word, b_next, b_shift, CHUNK, BITS, R, AT_ONCE, IS_EXACT)
             b_first = (b_a * b_cos + b_b * b_sin).to(FACTOR)
@@ -322,37 +327,38 @@ def _score_part(
             b_word, b_next, b_shift = _words(
                 p_even, p_odd, following, last_tile, head, heads, RUN, CHUNK, RANK, BITS, WORDS, R, AT_ONCE
             )
-            b_cos = tl.load(p_middles + following * (2 * H) + o_f)[:, None]
-            b_sin = tl.load(p_middles + following * (2 * H) + H + o_f)[:, None]
-            b_keys_a = tl.dot(b_codes, b_rows_a, input_precision=PRECISION, out_dtype=FACTOR)
-            b_keys_b = tl.dot(b_codes, b_rows_b, input_precision=PRECISION, out_dtype=FACTOR)
+            b_cos = tl.load(p_middles + following * (2 * H) + o_cos)
+            b_sin = tl.load(p_middles + following * (2 * H) + H + o_cos)
+            b_keys = tl.dot(b_codes, b_rows, input_precision=PRECISION, out_dtype=FACTOR) + b_added
+            b_keys_a, b_keys_b = tl.split(tl.permute(tl.reshape(b_keys, (CHUNK, 2, H)), (0, 2, 1)))
             b_turned_a = b_keys_a * b_cosines - b_keys_b * b_sines
             b_turned_b = b_keys_b * b_cosines + b_keys_a * b_sines
-            b_scores = tl.dot(b_added_a, b_first, input_precision=PRECISION)
-            b_scores = tl.dot(b_added_b, b_second, b_scores, input_precision=PRECISION)
-            b_scores = tl.dot(b_turned_a, b_first, b_scores, input_precision=PRECISION)
-            b_scores = tl.dot(b_turned_b, b_second, b_scores, input_precision=PRECISION)
+            b_scores = tl.dot(b_turned_a, tl.trans(b_first), input_precision=PRECISION)
+            b_scores += tl.dot(b_turned_b, tl.trans(b_second), input_precision=PRECISION)
             b_scores *= b_scale[None, :]
             if HAS_CAP:
                 b_scores = _capped(b_scores, softcap) * 1.4426950408889634
             o_s = chunk * CHUNK + o_t
             b_scores = tl.where(((o_s >= first) & (o_s < end))[:, None], b_scores, float("-inf"))
             b_tied = tl.reshape(b_scores, (CHUNK // TIED, TIED, G))
-            b_tops = tl.max(b_tied, axis=1)
+            b_tops = tl.max(b_tied, axis=1, keep_dims=True)
             b_safe = tl.where(b_tops == float("-inf"), 0.0, b_tops)
-            b_less = b_tied - b_safe[:, None, :]
+            b_less = b_tied - b_safe
             tl.store(
                 p_scores + chunk * (CHUNK * G) + o_t[:, None] * G + o_g[None, :],
                 tl.reshape(b_less, (CHUNK, G)).to(p_scores.dtype.element_ty),
             )
-            o_top = chunk * (CHUNK // TIED) + tl.arange(0, CHUNK // TIED)
-            tl.store(p_tops + o_top[:, None] * G + o_g[None, :], b_safe)
-            b_new = tl.maximum(b_top, b_tied)
+            # The first of each group stores its largest: so no thread waits for those of other warps.
+            o_top = chunk * (CHUNK // TIED) + o_t // TIED
+            b_first_of = tl.reshape(tl.broadcast_to(b_safe, (CHUNK // TIED, TIED, G)), (CHUNK, G))
+            tl.store(p_tops + o_top[:, None] * G + o_g[None, :], b_first_of, mask=(o_t % TIED == 0)[:, None])
+            b_new = tl.maximum(b_top, b_tops)
             b_new_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_new_safe) + tl.exp2(b_tied - b_new_safe)
             b_top = b_new
-        b_top = tl.reshape(b_top, (CHUNK, G))
+        b_top = tl.reshape(b_top, (CHUNK // TIED, G))
         b_best = tl.max(b_top, axis=0)
         b_safe = tl.where(b_best == float("-inf"), 0.0, b_best)
+        b_all = tl.sum(b_sum, axis=1) * tl.exp2(b_top - b_safe[None, :])
         tl.store(p_state + o_g, b_best)
-        tl.store(p_state + G + o_g, tl.sum(tl.reshape(b_sum, (CHUNK, G)) * tl.exp2(b_top - b_safe[None, :]), axis=0))
+        tl.store(p_state + G + o_g, tl.sum(b_all, axis=0))

@@ -94,17 +94,17 @@ def weigh(
         gdc_launch_dependents()
     if (span * SPAN < end) & ((span + 1) * SPAN > first) & (end > first):
         o_g = tl.arange(0, G)
-        # The scores are on their way while what they are shares of is added up.
+        # The scores are on their way while what they are shares of is added up. They come by tokens, which lie side by
+        # side: by groups of neighbours a warp would load a piece of each.
         o_i = span * (SPAN // TIED) + tl.arange(0, SPAN // TIED)
-        o_s = o_i[:, None] * TIED + tl.arange(0, TIED)[None, :]
+        o_s = span * SPAN + tl.arange(0, SPAN)
         m_s = (o_s >= first) & (o_s < end)
         # Chunks without a candidate have no scores.
         m_i = (o_i * TIED < end) & ((o_i + 1) * TIED > first)
         b_less = tl.load(
             p_tops + (row * (ROOM // TIED) + o_i)[:, None] * G + o_g[None, :], mask=m_i[:, None], other=0.0
         )
-        o_scores = (row * ROOM + o_s)[:, :, None] * G + o_g[None, None, :]
-        b_scores = tl.load(p_scores + o_scores, mask=m_s[:, :, None], other=0.0).to(tl.float32)
+        b_scores = tl.load(p_scores + (row * ROOM + o_s)[:, None] * G + o_g[None, :], mask=m_s[:, None], other=0.0)
         o_p = tl.arange(0, PARTS)
         o_n = tl.arange(0, NEAR)
         p_state = p_states + (row * PARTS + o_p)[:, None] * (2 * G) + o_g[None, :]
@@ -124,9 +124,10 @@ def weigh(
             tl.store(p_most + row, most)
 
         b_less = b_less - b_all[None, :]
+        b_scores = tl.reshape(b_scores, (SPAN // TIED, TIED, G)).to(tl.float32)
         b_shares = tl.exp2(b_scores + b_less[:, None, :])
         b_weights = tl.sum(tl.where((o_g < GROUP)[None, None, :], b_shares, 0.0), axis=2)
-        b_orders = tl.where(m_s, in_order(b_weights), _NOTHING)
+        b_orders = tl.where(m_s, in_order(tl.reshape(b_weights, (SPAN,))), _NOTHING)
         tl.store(p_orders + row * ROOM + o_s, b_orders, mask=o_s < ROOM)
         b_fours = tl.max(tl.reshape(b_orders, (SPAN // 4, 4)), axis=1)
         b_largest = tl.max(tl.reshape(b_fours, (SPAN // TIED, TIED // 4)), axis=1)
