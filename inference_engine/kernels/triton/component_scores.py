@@ -86,9 +86,6 @@ def score(
     R: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     query = tl.program_id(2).to(tl.int64)
@@ -96,6 +93,9 @@ def score(
     p_line = p_regions + query * FIELDS
     number = tl.program_id(0)
     if number < NEAR:
+        if CHAINED:
+            gdc_wait()
+            gdc_launch_dependents()
         if number == 0:
             tl.store(p_counts + row * BUCKETS + tl.arange(0, BUCKETS), tl.zeros((BUCKETS,), tl.int32))
         attend_reads(
@@ -150,6 +150,7 @@ def score(
             G,
             H,
             R,
+            CHAINED,
         )
 
 
@@ -257,6 +258,7 @@ def _score_part(
     G: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """The scores of a part's chunks, and of the part their largest and the sum of what is above it."""
     IS_EXACT: tl.constexpr = p_scores.dtype.element_ty == tl.float32
@@ -283,19 +285,6 @@ def _score_part(
         o_g = tl.arange(0, G)
         o_t = tl.arange(0, CHUNK)
         o_j = tl.arange(0, R)
-        o_a = tl.where(o_f < turned, o_f, o_f + turned)
-        o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
-        m_q = (o_g < GROUP)[:, None] & (o_f < D // 2)[None, :]
-        b_a = tl.load(p_query + o_g[:, None] * D + o_a[None, :], mask=m_q, other=0.0).to(tl.float32)
-        b_b = tl.load(p_query + o_g[:, None] * D + o_b[None, :], mask=m_q, other=0.0).to(tl.float32)
-        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=1), tl.max(tl.abs(b_b), axis=1))
-        b_size = tl.where(b_size > 0, b_size, 1.0)
-        b_a = b_a / b_size[:, None]
-        b_b = b_b / b_size[:, None]
-        b_scale = b_size * scale * scaling
-        if not HAS_CAP:
-            b_scale *= 1.4426950408889634  # scores are powers of two
-
         # One product makes both channels of all pairs.
         o_h = tl.arange(0, 2 * H)
         b_rows = tl.load(p_rows + (o_h // H * ((R + 1) * H) + o_h % H)[None, :] + o_j[:, None] * H).to(FACTOR)
@@ -318,6 +307,22 @@ def _score_part(
         o_cos = tl.zeros((G, 1), tl.int32) + o_f[None, :]
         b_cos = tl.load(p_middles + chunk_begin * (2 * H) + o_cos)
         b_sin = tl.load(p_middles + chunk_begin * (2 * H) + H + o_cos)
+        # All so far is from before the step, and none of it waits for the kernel that makes the queries.
+        if CHAINED:
+            gdc_wait()
+            gdc_launch_dependents()
+        o_a = tl.where(o_f < turned, o_f, o_f + turned)
+        o_b = tl.where(o_f < turned, o_f + turned, o_f + D // 2)
+        m_q = (o_g < GROUP)[:, None] & (o_f < D // 2)[None, :]
+        b_a = tl.load(p_query + o_g[:, None] * D + o_a[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_b = tl.load(p_query + o_g[:, None] * D + o_b[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_size = tl.maximum(tl.max(tl.abs(b_a), axis=1), tl.max(tl.abs(b_b), axis=1))
+        b_size = tl.where(b_size > 0, b_size, 1.0)
+        b_a = b_a / b_size[:, None]
+        b_b = b_b / b_size[:, None]
+        b_scale = b_size * scale * scaling
+        if not HAS_CAP:
+            b_scale *= 1.4426950408889634  # scores are powers of two
         for chunk in range(chunk_begin, chunk_end):
             b_codes = _codes(b_word, b_next, b_shift, CHUNK, BITS, R, AT_ONCE, IS_EXACT)
             b_first = (b_a * b_cos + b_b * b_sin).to(FACTOR)
@@ -362,3 +367,6 @@ def _score_part(
         b_all = tl.sum(b_sum, axis=1) * tl.exp2(b_top - b_safe[None, :])
         tl.store(p_state + o_g, b_best)
         tl.store(p_state + G + o_g, tl.sum(b_all, axis=0))
+    elif CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
