@@ -46,6 +46,7 @@ _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading t
 _SCORE_WARPS = 4
 _SCORE_REGISTERS: int | None = 128  # of a thread, at most
 _UNPACKED, _THREADS = 8, 128  # tokens of a program that unpacks, and its threads
+_UNPACKING_REGISTERS: int | None = 80  # of a thread, at most: so that no program of one query waits for another's end
 _RESTORED, _PAIRS, _STEP = 64, 32, 128  # tokens and pairs of channels of a program that restores, numbers at once
 _RESTORING_WARPS, _RESTORING_STAGES = 4, 4
 _MOST_SCRATCH = 2**29  # bytes; more queries take turns
@@ -261,6 +262,7 @@ class Choosing:
             BLOCK=_THREADS,
             BLOCKS=blocks,
             num_warps=max(1, _THREADS // 32),
+            maxnreg=_UNPACKING_REGISTERS,
         )
         half, is_exact = half_width(self.head_dim), self.unpacked.dtype == torch.float32
         pairs = min(half, _PAIRS)

@@ -97,6 +97,14 @@ def unpack(
 
 
 @triton.jit
+def _channel(o_pair, is_second, turned, is_whole, D: tl.constexpr):
+    """Of a pair's first or second channel. is_whole: pairs are of the halves of a head."""
+    o_first = tl.where((o_pair < turned) | is_whole, o_pair, o_pair + turned)
+    o_second = tl.where((o_pair < turned) & (is_whole == 0), o_pair + turned, o_pair + D // 2)
+    return tl.where(is_second == 1, o_second, o_first)
+
+
+@triton.jit
 def restore(
     p_regions,
     p_chosen,
@@ -140,14 +148,16 @@ def restore(
         m_f = o_f < D // 2
         # Values have no pairs; the halves of keys that are rotated as wholes lie as those of values do.
         is_whole = (is_value == 1) | (turned == D // 2)
-        o_a = tl.where((o_f < turned) | is_whole, o_f, o_f + turned)
-        o_b = tl.where((o_f < turned) & ~is_whole, o_f + turned, o_f + D // 2)
+        # Both channels of a pair are neighbours in a product, so that a thread has both and no memory lies between.
+        o_both = tl.arange(0, 2 * PAIRS)
+        o_pair = kind // 2 * PAIRS + o_both // 2
+        m_both = o_pair < D // 2
         first_row = head.to(tl.int64) * (2 * D) + is_value * D
+        o_row = first_row + _channel(o_pair, o_both % 2, turned, is_whole, D)
         p_middles = table_of(p_index, 4)
         p_offsets = table_of(p_index, 6)
         o_n = tl.arange(0, STEP)
-        p_a = p_matrix + (first_row + o_a)[:, None] * padded + o_n[None, :]
-        p_b = p_matrix + (first_row + o_b)[:, None] * padded + o_n[None, :]
+        p_row = p_matrix + o_row[:, None] * padded + o_n[None, :]
         if CHAINED:
             gdc_wait()
             gdc_launch_dependents()
@@ -157,29 +167,25 @@ def restore(
             b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
             live = b_token < before
             p_unit = p_numbers + (row * RESTORED + o_token)[:, None] * NUMBERS + o_n[None, :]
-            b_at = tl.where(live, b_token, 0)
-            o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
-            o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
-            b_cos = tl.load(p_middles + o_middle)
-            b_sin = tl.load(p_middles + o_middle + H)
-            b_cos_by = tl.load(p_offsets + o_offset)
-            b_sin_by = tl.load(p_offsets + o_offset + H)
-            b_a = tl.zeros((TILE, PAIRS), tl.float32)
-            b_b = tl.zeros((TILE, PAIRS), tl.float32)
+            b_both = tl.zeros((TILE, 2 * PAIRS), tl.float32)
             for n in range(0, padded, STEP):
                 m_n = tl.max_constancy(o_n < padded - n, [64])[None, :]  # numbers are padded to multiples of it
                 b_unit = tl.load(p_unit + n, mask=live[:, None] & m_n, other=0.0)
-                b_rows_a = tl.load(p_a + n, mask=m_f[:, None] & m_n, other=0.0)
-                b_rows_b = tl.load(p_b + n, mask=m_f[:, None] & m_n, other=0.0)
-                b_a = tl.dot(b_unit, tl.trans(b_rows_a), b_a, input_precision=PRECISION)
-                b_b = tl.dot(b_unit, tl.trans(b_rows_b), b_b, input_precision=PRECISION)
-            b_a *= tl.load(p_factors + first_row + o_a, mask=m_f, other=0.0)[None, :]
-            b_b *= tl.load(p_factors + first_row + o_b, mask=m_f, other=0.0)[None, :]
-            b_a += tl.load(p_means + first_row + o_a, mask=m_f, other=0.0)[None, :]
-            b_b += tl.load(p_means + first_row + o_b, mask=m_f, other=0.0)[None, :]
+                b_rows = tl.load(p_row + n, mask=m_both[:, None] & m_n, other=0.0)
+                b_both = tl.dot(b_unit, tl.trans(b_rows), b_both, input_precision=PRECISION)
+            b_both *= tl.load(p_factors + o_row, mask=m_both, other=0.0)[None, :]
+            b_both += tl.load(p_means + o_row, mask=m_both, other=0.0)[None, :]
+            b_a, b_b = tl.split(tl.reshape(b_both, (TILE, PAIRS, 2)))
             p_out = p_values
             if is_value == 0:
                 p_out = p_keys
+                b_at = tl.where(live, b_token, 0)
+                o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
+                o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
+                b_cos = tl.load(p_middles + o_middle)
+                b_sin = tl.load(p_middles + o_middle + H)
+                b_cos_by = tl.load(p_offsets + o_offset)
+                b_sin_by = tl.load(p_offsets + o_offset + H)
                 b_c = b_cos * b_cos_by - b_sin * b_sin_by
                 b_s = b_sin * b_cos_by + b_cos * b_sin_by
                 b_turned = b_a * b_c - b_b * b_s
@@ -193,8 +199,8 @@ def restore(
                 tl.store(p_out + o_f[None, :], b_low, mask=m_out)
                 tl.store(p_out + D // 2 + o_f[None, :], b_high, mask=m_out)
             else:
-                tl.store(p_out + o_a[None, :], b_low, mask=m_out)
-                tl.store(p_out + o_b[None, :], b_high, mask=m_out)
+                tl.store(p_out + _channel(o_f, 0, turned, False, D)[None, :], b_low, mask=m_out)
+                tl.store(p_out + _channel(o_f, 1, turned, False, D)[None, :], b_high, mask=m_out)
             # A number minus itself is 0, or it is not finite.
             b_wide = tl.abs(b_low.to(tl.float32)) + tl.abs(b_high.to(tl.float32))
             broken = tl.sum(tl.sum(tl.where(m_out & (b_wide - b_wide != 0.0), 1, 0), axis=1), axis=0)
