@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.triton.codes import blocks_of, codes_of, numbers_of_codes, places_of_codes, put_numbers
+from inference_engine.kernels.triton.codes import (
+    blocks_of,
+    bytes_of_codes,
+    codes_of,
+    numbers_of_codes,
+    places_of_codes,
+    put_numbers,
+)
 from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.component_scores import choices_of
 
@@ -35,6 +42,25 @@ def restored_before(p_line, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(p_own, padded, SIZE: tl.constexpr, D: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr):
+    """Ask for this program's part of the matrix of its head: what multiplies next finds it in the cache of the device.
+    Among the layers of a model it has been forgotten since the last step.
+    """
+    size = padded * (2 * D * SIZE)
+    matrix = tl.load(p_own + 13) + tl.program_id(1).to(tl.int64) * size
+    for line in range(tl.program_id(0) * BLOCK, size // LINE, tl.num_programs(0) * BLOCK):
+        o_line = tl.minimum(line + tl.arange(0, BLOCK), size // LINE - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [matrix + o_line.to(tl.int64) * LINE],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def unpack(
     p_regions,
     p_chosen,
@@ -45,11 +71,14 @@ def unpack(
     RESTORED: tl.constexpr,
     NUMBERS: tl.constexpr,
     TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    D: tl.constexpr,
+    PREFETCHES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The numbers of TOKENS tokens, four a thread of each. As `units` of `latents.py`."""
+    """The numbers of TOKENS tokens, four a thread of each, AT_ONCE tokens at once. As `units` of `latents.py`."""
     row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
     _, _, kept = choices_of(p_line, SHAPE)
@@ -59,7 +88,7 @@ def unpack(
         p_own = archive.to(tl.pointer_type(tl.int64))
         low, high = tl.load(p_own), tl.load(p_own + 1)
         p_low = low.to(tl.pointer_type(tl.uint8))
-        half = tl.load(p_own + 2)
+        half = tl.load(p_own + 2).to(tl.int32)
         first = tl.load(p_own + 3).to(tl.int32)
         first_byte = tl.load(p_own + 4).to(tl.int32)
         count = tl.load(p_own + 5).to(tl.int32)
@@ -72,25 +101,33 @@ def unpack(
         p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
         between = high - low - half
         p_chosen += row * ROOM
+        end = tl.minimum(first_token + TOKENS, kept)
         for block in range(tl.program_id(0) % BLOCKS, blocks_of(padded, chains, BLOCK), BLOCKS):
             o_code = codes_of(block, chains, BLOCK)
             places = places_of_codes(p_begins, p_widths, p_tables, first_byte, half, between, o_code, count, chains)
+            if CHAINED and PREFETCHES:
+                _prefetch(p_own, padded, p_numbers.dtype.element_ty.primitive_bitwidth // 8, D, 128, BLOCK)
             # All so far is from before the step, and none of it waits for the kernel that chooses.
             if CHAINED:
                 gdc_wait()
                 gdc_launch_dependents()
             p_number = p_numbers + (row * RESTORED + first_token) * NUMBERS
-            for token in range(first_token, tl.minimum(first_token + TOKENS, kept), 2):
+            for token in range(first_token, end, AT_ONCE):
                 at = tl.load(p_chosen + token)
                 if at < before:  # if it is not, then those behind it, of later positions, are neither
-                    # Two at once, so that the memory answers for both together.
-                    next_at = tl.load(p_chosen + token + 1, mask=token + 1 < kept, other=2147483647)
-                    other_at = tl.where(next_at < before, next_at, at)
-                    b_first = numbers_of_codes(p_low + (at - first) * half, p_levels, p_scales, places)
-                    b_other = numbers_of_codes(p_low + (other_at - first) * half, p_levels, p_scales, places)
-                    put_numbers(p_number, b_first, o_code, chains, count, padded, True)
-                    put_numbers(p_number + NUMBERS, b_other, o_code, chains, count, padded, next_at < before)
-                p_number += 2 * NUMBERS
+                    # Many at once, so that the memory answers for all together.
+                    found, live = (), ()
+                    for other in tl.static_range(AT_ONCE):
+                        its = tl.load(p_chosen + token + other, mask=token + other < end, other=2147483647)
+                        p_token = p_low + (tl.where(its < before, its, at) - first).to(tl.int64) * half
+                        found += (bytes_of_codes(p_token, p_scales, places),)
+                        live += (its < before,)
+                    tl.debug_barrier()  # without it a compiler loads some of them later, to spare registers
+                    for other in tl.static_range(AT_ONCE):
+                        if live[other]:
+                            numbers = numbers_of_codes(p_levels, places, found[other], half)
+                            put_numbers(p_number + other * NUMBERS, numbers, o_code, chains, count, padded)
+                p_number += AT_ONCE * NUMBERS
     elif CHAINED:
         gdc_wait()
         gdc_launch_dependents()
