@@ -185,8 +185,8 @@ def compare_with_triton() -> None:
     for most_bits, behind in [(9, 0), *((16, behind) for behind in range(0, 24, 2))]:
         tables = made_tables(29, 3, device, most_bits)
         codes = made_codes(2, tables, device, behind)
-        found, expected = (each.units(*codes, tables, torch.float32) for each in (operations, PLAIN))
-        assert torch.equal(found, expected), (most_bits, behind)
+        numbers = operations.units(*codes, tables, torch.float32)
+        assert torch.equal(numbers, PLAIN.units(*codes, tables, torch.float32)), (most_bits, behind)
     _compare_parts(operations, device)
     _compare_broken(operations, device)
 

@@ -88,11 +88,9 @@ def places_of_codes(p_begins, p_widths, p_tables, first_byte, half, between, o_c
 
 
 @triton.jit
-def bytes_of_codes(p_token, p_scales, places):
-    """What is loaded of one token for `numbers_of_codes`. p_token: its low half."""
+def bytes_of_codes(p_token, places):
+    """What is loaded of one token for `numbers_of_codes`: nothing waits for another load. p_token: its low half."""
     own_0, own_1, own_2, own_3, one, two, three, scale_at, high, are_long = places
-    # All at once: nothing but the scale waits for another load.
-    b_octet = tl.load(p_token + scale_at)
     b_before = tl.load(p_token + one[0]), tl.load(p_token + two[0]), tl.load(p_token + three[0])
     b_0, b_1, b_2, b_3 = (
         _two(p_token + own_0[0], True),
@@ -100,8 +98,7 @@ def bytes_of_codes(p_token, p_scales, places):
         _two(p_token + own_2[0], True),
         _two(p_token + own_3[0], True),
     )
-    others = _two(p_token + high, are_long)
-    return p_token, tl.load(p_scales + b_octet.to(tl.int32)), b_0, b_1, b_2, b_3, others, b_before
+    return p_token, tl.load(p_token + scale_at), b_0, b_1, b_2, b_3, _two(p_token + high, are_long), b_before
 
 
 @triton.jit
@@ -130,10 +127,11 @@ def _level(p_levels, place, b_code, b_one, b_two, b_three):
 
 
 @triton.jit
-def numbers_of_codes(p_levels, places, found, half):
+def numbers_of_codes(p_levels, p_scales, places, found, half):
     """The numbers of four codes each of one token, float32. found: by `bytes_of_codes`."""
     own_0, own_1, own_2, own_3, one, two, three, _, _, are_long = places
-    p_token, scale, b_0, b_1, b_2, b_3, others, b_before = found
+    p_token, octet, b_0, b_1, b_2, b_3, others, b_before = found
+    scale = tl.load(p_scales + octet.to(tl.int32))
     b_word_0, b_word_1, b_word_2, b_word_3 = _joined(b_0), _joined(b_1), _joined(b_2), _joined(b_3)
     if are_long:
         b_high = _joined(others)

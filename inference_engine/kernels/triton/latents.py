@@ -150,12 +150,12 @@ def _units(
     for token in range(first, tl.minimum(first + TOKENS, tokens), 2):
         # Two at once, so that the memory answers for both together.
         other = tl.minimum(token + 1, tokens - 1)
-        b_first = bytes_of_codes(p_low + token * half, p_scales, places)
-        b_other = bytes_of_codes(p_low + other * half, p_scales, places)
-        numbers = numbers_of_codes(p_levels, places, b_first, half)
+        b_first = bytes_of_codes(p_low + token * half, places)
+        b_other = bytes_of_codes(p_low + other * half, places)
+        numbers = numbers_of_codes(p_levels, p_scales, places, b_first, half)
         put_numbers(p_found + token * padded, numbers, o_code, chains, count, padded)
         if other > token:
-            numbers = numbers_of_codes(p_levels, places, b_other, half)
+            numbers = numbers_of_codes(p_levels, p_scales, places, b_other, half)
             put_numbers(p_found + other * padded, numbers, o_code, chains, count, padded)
 
 

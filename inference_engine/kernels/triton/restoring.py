@@ -116,16 +116,18 @@ def unpack(
                 at = tl.load(p_chosen + token)
                 if at < before:  # if it is not, then those behind it, of later positions, are neither
                     # Many at once, so that the memory answers for all together.
-                    found, live = (), ()
-                    for other in tl.static_range(AT_ONCE):
+                    several, found = (at,), ()
+                    for other in tl.static_range(1, AT_ONCE):
                         its = tl.load(p_chosen + token + other, mask=token + other < end, other=2147483647)
-                        p_token = p_low + (tl.where(its < before, its, at) - first).to(tl.int64) * half
-                        found += (bytes_of_codes(p_token, p_scales, places),)
-                        live += (its < before,)
+                        several += (its,)  # type: ignore[assignment]
+                    for other in tl.static_range(AT_ONCE):
+                        its = tl.where(several[other] < before, several[other], at)
+                        its_bytes = bytes_of_codes(p_low + (its - first).to(tl.int64) * half, places)
+                        found += (its_bytes,)  # type: ignore[assignment]
                     tl.debug_barrier()  # without it a compiler loads some of them later, to spare registers
                     for other in tl.static_range(AT_ONCE):
-                        if live[other]:
-                            numbers = numbers_of_codes(p_levels, places, found[other], half)
+                        if several[other] < before:
+                            numbers = numbers_of_codes(p_levels, p_scales, places, found[other], half)
                             put_numbers(p_number + other * NUMBERS, numbers, o_code, chains, count, padded)
                 p_number += AT_ONCE * NUMBERS
     elif CHAINED:
