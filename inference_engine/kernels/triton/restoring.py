@@ -197,34 +197,37 @@ def restore(
         p_offsets = table_of(p_index, 6)
         o_n = tl.arange(0, STEP)
         p_row = p_matrix + o_row[:, None] * padded + o_n[None, :]
+        b_factors = tl.load(p_factors + o_row, mask=m_both, other=0.0)[None, :]
+        b_means = tl.load(p_means + o_row, mask=m_both, other=0.0)[None, :]
         if CHAINED:
             gdc_wait()
             gdc_launch_dependents()
         p_chosen += row * ROOM
+        o_token = first_token + tl.arange(0, TILE)
+        b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
         if tl.load(p_chosen + first_token) < before:
-            o_token = first_token + tl.arange(0, TILE)
-            b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
             live = b_token < before
+            # What is read for others is of this operation's memory, counts for them alone, and is not written.
             p_unit = p_numbers + (row * RESTORED + o_token)[:, None] * NUMBERS + o_n[None, :]
+            m_key = (live & (is_value == 0))[:, None]  # loaded now, and there when the products are
+            b_at = tl.where(live, b_token, 0)
+            o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
+            o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
+            b_cos = tl.load(p_middles + o_middle, mask=m_key, other=0.0)
+            b_sin = tl.load(p_middles + o_middle + H, mask=m_key, other=0.0)
+            b_cos_by = tl.load(p_offsets + o_offset, mask=m_key, other=0.0)
+            b_sin_by = tl.load(p_offsets + o_offset + H, mask=m_key, other=0.0)
             b_both = tl.zeros((TILE, 2 * PAIRS), tl.float32)
             for n in range(0, padded, STEP):
                 m_n = tl.max_constancy(o_n < padded - n, [64])[None, :]  # numbers are padded to multiples of it
-                b_unit = tl.load(p_unit + n, mask=live[:, None] & m_n, other=0.0)
+                b_unit = tl.load(p_unit + n, mask=m_n, other=0.0)
                 b_rows = tl.load(p_row + n, mask=m_both[:, None] & m_n, other=0.0)
                 b_both = tl.dot(b_unit, tl.trans(b_rows), b_both, input_precision=PRECISION)
-            b_both *= tl.load(p_factors + o_row, mask=m_both, other=0.0)[None, :]
-            b_both += tl.load(p_means + o_row, mask=m_both, other=0.0)[None, :]
+            b_both = b_both * b_factors + b_means
             b_a, b_b = tl.split(tl.reshape(b_both, (TILE, PAIRS, 2)))
             p_out = p_values
             if is_value == 0:
                 p_out = p_keys
-                b_at = tl.where(live, b_token, 0)
-                o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
-                o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
-                b_cos = tl.load(p_middles + o_middle)
-                b_sin = tl.load(p_middles + o_middle + H)
-                b_cos_by = tl.load(p_offsets + o_offset)
-                b_sin_by = tl.load(p_offsets + o_offset + H)
                 b_c = b_cos * b_cos_by - b_sin * b_sin_by
                 b_s = b_sin * b_cos_by + b_cos * b_sin_by
                 b_turned = b_a * b_c - b_b * b_s
