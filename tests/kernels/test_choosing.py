@@ -379,13 +379,14 @@ def compare_restoring() -> None:
     from inference_engine.kernels.triton import components
 
     device = small_parts()
-    components._UNPACKED, components._THREADS, components._RESTORED = 8, 16, 16
+    components._UNPACKED, components._UNPACKED_AT_ONCE, components._THREADS, components._RESTORED = 8, 4, 16, 16
     setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
-    for model in MODELS[:2]:  # heads that are rotated as wholes, and in part
-        _compare_restoring(model, device)
+    # Heads that are rotated as wholes, and in part; codes of two bytes, and of three.
+    for model, most_bits in zip(MODELS[:2], (7, 14), strict=True):
+        _compare_restoring(model, device, most_bits)
 
 
-def _compare_restoring(model: Model, device: torch.device) -> None:
+def _compare_restoring(model: Model, device: torch.device, most_bits: int) -> None:
     from inference_engine.kernels.triton.component_index import key_indexes
     from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
@@ -398,7 +399,7 @@ def _compare_restoring(model: Model, device: torch.device) -> None:
     # Entries of the first session before `floor` are in its archive, the others wrap around.
     position, sink = 299, kind["sink"]
     floor = position + 1 - (ring - 17)
-    tables, synthesis, low, high = made_archive(model, floor - sink, device)
+    tables, synthesis, low, high = made_archive(model, floor - sink, device, most_bits)
     units = PLAIN.units(low, high, tables, torch.float32)
     restored, other = (torch.empty(model.kv_heads, floor - sink, model.head_dim, device=device) for _ in range(2))
     PLAIN.entries(units, synthesis, restored, other, torch.zeros(2, device=device), turn=None)
@@ -432,10 +433,12 @@ def _compare_restoring(model: Model, device: torch.device) -> None:
     assert found.isnan().all(), "what is not finite is not found"
 
 
-def made_archive(model: Model, tokens: int, device: torch.device) -> tuple[CodeTables, Synthesis, Tensor, Tensor]:
+def made_archive(
+    model: Model, tokens: int, device: torch.device, most_bits: int
+) -> tuple[CodeTables, Synthesis, Tensor, Tensor]:
     """How codes are read and become entries, and codes of so many tokens."""
     count, generator = 150, torch.Generator().manual_seed(8)
-    widths = torch.randint(1, 8, (count,), generator=generator, dtype=torch.int32)
+    widths = torch.randint(1, most_bits + 1, (count,), generator=generator, dtype=torch.int32)
     sizes = 2 ** (widths + 1)
     tables = CodeTables.of(
         widths,

@@ -22,9 +22,9 @@ SIZES = [(3, 5, 1, 2, 32), (70, 37, 2, 3, 64), (1, 300, 37, 1, 32), (65, 64, 2, 
 FIRST_BYTE = 5
 
 
-def made_tables(count: int, chains: int, device: str) -> CodeTables:
+def made_tables(count: int, chains: int, device: str, most_bits: int = 7) -> CodeTables:
     generator = torch.Generator().manual_seed(count)
-    widths = torch.randint(1, 8, (count,), generator=generator, dtype=torch.int32)
+    widths = torch.randint(1, most_bits + 1, (count,), generator=generator, dtype=torch.int32)
     sizes = 2 ** (widths + 1)
     return CodeTables.of(
         widths,
@@ -36,9 +36,9 @@ def made_tables(count: int, chains: int, device: str) -> CodeTables:
     )
 
 
-def made_codes(tokens: int, tables: CodeTables, device: str) -> tuple[Tensor, Tensor]:
+def made_codes(tokens: int, tables: CodeTables, device: str, behind: int = 3) -> tuple[Tensor, Tensor]:
     """Two halves, with other bytes before and behind the group's own."""
-    width = FIRST_BYTE + 1 + -(-int(tables.widths.sum()) // 8) + 3
+    width = FIRST_BYTE + 1 + -(-int(tables.widths.sum()) // 8) + behind
     half = -(-width // 2)
     codes = torch.randint(0, 256, (tokens, 2 * half), generator=torch.Generator().manual_seed(tokens))
     return codes[:, :half].to(torch.uint8).to(device), codes[:, half:].to(torch.uint8).to(device)
@@ -181,6 +181,12 @@ def compare_with_triton() -> None:
                     expected = operation(PLAIN, size, dtype, device, turns=turns)
                     for one, other in zip(found, expected, strict=True):
                         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+    # Codes of two and of three bytes, of which one, or none, begins in one half and ends in the other.
+    for most_bits, behind in [(9, 0), *((16, behind) for behind in range(0, 24, 2))]:
+        tables = made_tables(29, 3, device, most_bits)
+        codes = made_codes(2, tables, device, behind)
+        numbers = operations.units(*codes, tables, torch.float32)
+        assert torch.equal(numbers, PLAIN.units(*codes, tables, torch.float32)), (most_bits, behind)
     _compare_parts(operations, device)
     _compare_broken(operations, device)
 

@@ -45,7 +45,9 @@ _MERGED, _MERGING_WARPS = 64, 4  # channels that a program merges
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
 _SCORE_WARPS = 4
 _SCORE_REGISTERS: int | None = 128  # of a thread, at most
-_UNPACKED, _THREADS = 8, 128  # tokens of a program that unpacks, and its threads
+_UNPACKED, _UNPACKED_AT_ONCE, _THREADS = 16, 4, 128  # tokens of a program that unpacks, and its threads
+_UNPACKING_REGISTERS: int | None = None  # of a thread, at most: all programs of a query should be there at once
+_PREFETCHES = True  # whether programs that unpack ask for the matrix
 _RESTORED, _PAIRS, _STEP = 64, 32, 128  # tokens and pairs of channels of a program that restores, numbers at once
 _RESTORING_WARPS, _RESTORING_STAGES = 4, 4
 _MOST_SCRATCH = 2**29  # bytes; more queries take turns
@@ -258,9 +260,13 @@ class Choosing:
             **self.line,
             **sizes,
             TOKENS=_UNPACKED,
+            AT_ONCE=_UNPACKED_AT_ONCE,
             BLOCK=_THREADS,
             BLOCKS=blocks,
+            D=self.head_dim,
+            PREFETCHES=_PREFETCHES,
             num_warps=max(1, _THREADS // 32),
+            maxnreg=_UNPACKING_REGISTERS,
         )
         half, is_exact = half_width(self.head_dim), self.unpacked.dtype == torch.float32
         pairs = min(half, _PAIRS)
