@@ -270,7 +270,7 @@ def device_of_kernels() -> torch.device:
     few_queries._TILE, few_queries._PROGRAMS = few_queries._TILE._replace(rows=16), 12
     few_queries._PROGRAMS_OF_ONE = 6
     gather._PARTS, gather._PARTS_OF_MANY = 6, 2
-    block_selection._SHORT, block_selection._MIDDLE, block_selection._NARROW, block_selection._FEW = 4, 8, 16, 4
+    block_selection._SHORT, block_selection._NARROW, block_selection._FEW = 8, 16, 4
     gather._READ = gather._READ._replace(rows=16)
     return torch.device("cpu")
 

@@ -17,7 +17,7 @@ from inference_engine.kernels.triton.topk import in_order, lowest_of, of_order, 
 
 LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _SCORING_PROGRAMS = 512
-_SHORT, _MIDDLE = 128, 256  # blocks of which each is compared with each
+_SHORT = 128  # blocks of which each is compared with each
 _NARROW = 1024  # blocks that a selection takes fewer registers for
 _SELECT_WARPS = 8
 _FEW = 32  # blocks that are selected of many by their tiles
@@ -104,7 +104,6 @@ def select_blocks(scores: Scores, regions: Tensor) -> Tensor:
         TILES=triton.next_power_of_2(scores.best.shape[2]),
         FEW=_FEW,
         SHORT=min(_SHORT, triton.next_power_of_2(blocks)),
-        MIDDLE=min(_MIDDLE, triton.next_power_of_2(blocks)),
         NARROW=min(_NARROW, triton.next_power_of_2(blocks)),
         WIDE=triton.next_power_of_2(blocks),
         num_warps=_SELECT_WARPS,
@@ -226,7 +225,6 @@ def _select_blocks(
     TILES: tl.constexpr,
     FEW: tl.constexpr,
     SHORT: tl.constexpr,
-    MIDDLE: tl.constexpr,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -249,8 +247,6 @@ def _select_blocks(
     elif kept > 0:
         if count <= SHORT:
             _select_by_ranks(p_scores + o_row + first, p_listed + o_row, first, count, kept, SHORT)
-        elif count <= MIDDLE:
-            _select_by_ranks(p_scores + o_row + first, p_listed + o_row, first, count, kept, MIDDLE)
         elif count <= NARROW:
             _select_of(p_scores + o_row + first, p_listed + o_row, first, count, kept, NARROW)
         elif kept <= FEW:

@@ -47,7 +47,6 @@ _SCORE_WARPS = 4
 _SCORE_REGISTERS: int | None = 128  # of a thread, at most
 _UNPACKED, _UNPACKED_AT_ONCE, _THREADS = 8, 2, 128  # tokens of a program that unpacks, at once, and its threads
 _UNPACKING_REGISTERS: int | None = 80  # of a thread, at most: all programs of a query should be there at once
-_PREFETCHES = False  # whether programs that unpack ask for the matrix
 _RESTORED, _PAIRS, _STEP = 64, 32, 128  # tokens and pairs of channels of a program that restores, numbers at once
 _RESTORING_WARPS, _RESTORING_STAGES = 4, 4
 _MOST_SCRATCH = 2**29  # bytes; more queries take turns
@@ -263,8 +262,6 @@ class Choosing:
             AT_ONCE=_UNPACKED_AT_ONCE,
             BLOCK=_THREADS,
             BLOCKS=blocks,
-            D=self.head_dim,
-            PREFETCHES=_PREFETCHES,
             num_warps=max(1, _THREADS // 32),
             maxnreg=_UNPACKING_REGISTERS,
         )

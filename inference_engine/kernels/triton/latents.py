@@ -31,6 +31,7 @@ _ANALYSED = 64  # tokens of a program of `_analyse`
 def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> Tensor:
     """See `kernels.latents.Units`."""
     count, half = low.shape
+    assert half >= 2, half  # two neighbours of a half are read at once
     found = torch.empty((count, tables.padded), dtype=dtype, device=low.device)
     if count:
         threads = triton.cdiv(tables.padded, 4 * tables.chains) * tables.chains

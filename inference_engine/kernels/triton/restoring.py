@@ -42,25 +42,6 @@ def restored_before(p_line, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(p_own, padded, SIZE: tl.constexpr, D: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr):
-    """Ask for this program's part of the matrix of its head: what multiplies next finds it in the cache of the device.
-    Among the layers of a model it has been forgotten since the last step.
-    """
-    size = padded * (2 * D * SIZE)
-    matrix = tl.load(p_own + 13) + tl.program_id(1).to(tl.int64) * size
-    for line in range(tl.program_id(0) * BLOCK, size // LINE, tl.num_programs(0) * BLOCK):
-        o_line = tl.minimum(line + tl.arange(0, BLOCK), size // LINE - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [matrix + o_line.to(tl.int64) * LINE],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def unpack(
     p_regions,
     p_chosen,
@@ -74,8 +55,6 @@ def unpack(
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    D: tl.constexpr,
-    PREFETCHES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """The numbers of TOKENS tokens, four a thread of each, AT_ONCE tokens at once. As `units` of `latents.py`."""
@@ -105,8 +84,6 @@ def unpack(
         for block in range(tl.program_id(0) % BLOCKS, blocks_of(padded, chains, BLOCK), BLOCKS):
             o_code = codes_of(block, chains, BLOCK)
             places = places_of_codes(p_begins, p_widths, p_tables, first_byte, half, between, o_code, count, chains)
-            if CHAINED and PREFETCHES:
-                _prefetch(p_own, padded, p_numbers.dtype.element_ty.primitive_bitwidth // 8, D, 128, BLOCK)
             # All so far is from before the step, and none of it waits for the kernel that chooses.
             if CHAINED:
                 gdc_wait()
