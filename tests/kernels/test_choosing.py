@@ -379,7 +379,7 @@ def compare_restoring() -> None:
     from inference_engine.kernels.triton import components
 
     device = small_parts()
-    components._UNPACKED, components._UNPACKED_AT_ONCE, components._THREADS, components._RESTORED = 8, 4, 16, 16
+    components._UNPACKED, components._THREADS, components._RESTORED = 8, 16, 16
     setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
     # Heads that are rotated as wholes, and in part; codes of two bytes, and of three.
     for model, most_bits in zip(MODELS[:2], (7, 14), strict=True):

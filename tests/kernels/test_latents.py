@@ -182,7 +182,7 @@ def compare_with_triton() -> None:
                     for one, other in zip(found, expected, strict=True):
                         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
     # Codes of two and of three bytes, of which one, or none, begins in one half and ends in the other.
-    for most_bits, behind in [(9, 0), *((16, behind) for behind in range(0, 24, 2))]:
+    for most_bits, behind in [(9, 0), *((16, behind) for behind in (0, 8, 16))]:
         tables = made_tables(29, 3, device, most_bits)
         codes = made_codes(2, tables, device, behind)
         numbers = operations.units(*codes, tables, torch.float32)

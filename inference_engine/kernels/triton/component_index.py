@@ -114,7 +114,7 @@ class TritonIndexes:
         self, halves: tuple[Tensor, Tensor], first: int, tables: CodeTables, synthesis: Synthesis, found: Tensor
     ) -> Tensor:
         low, high = halves
-        assert low.stride() == high.stride() == (low.shape[1], 1) and low.shape[1] >= 2
+        assert low.stride() == high.stride() == (low.shape[1], 1)
         assert synthesis.matrix.is_contiguous() and found.is_contiguous()
         numbers = [low.data_ptr(), high.data_ptr(), low.shape[1], first]
         numbers += [tables.first_byte, tables.count, tables.padded, tables.chains]

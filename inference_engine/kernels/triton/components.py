@@ -45,8 +45,7 @@ _MERGED, _MERGING_WARPS = 64, 4  # channels that a program merges
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
 _SCORE_WARPS = 4
 _SCORE_REGISTERS: int | None = 128  # of a thread, at most
-_UNPACKED, _UNPACKED_AT_ONCE, _THREADS = 8, 2, 128  # tokens of a program that unpacks, at once, and its threads
-_UNPACKING_REGISTERS: int | None = 80  # of a thread, at most: all programs of a query should be there at once
+_UNPACKED, _THREADS = 8, 128  # tokens of a program that unpacks, and its threads
 _RESTORED, _PAIRS, _STEP = 64, 32, 128  # tokens and pairs of channels of a program that restores, numbers at once
 _RESTORING_WARPS, _RESTORING_STAGES = 4, 4
 _MOST_SCRATCH = 2**29  # bytes; more queries take turns
@@ -259,11 +258,9 @@ class Choosing:
             **self.line,
             **sizes,
             TOKENS=_UNPACKED,
-            AT_ONCE=_UNPACKED_AT_ONCE,
             BLOCK=_THREADS,
             BLOCKS=blocks,
             num_warps=max(1, _THREADS // 32),
-            maxnreg=_UNPACKING_REGISTERS,
         )
         half, is_exact = half_width(self.head_dim), self.unpacked.dtype == torch.float32
         pairs = min(half, _PAIRS)

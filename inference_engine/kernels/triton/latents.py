@@ -14,13 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inference_engine.kernels.latents import PADDED, CodeTables, LatentOps, Synthesis, Turn
-from inference_engine.kernels.triton.codes import (
-    bytes_of_codes,
-    codes_of,
-    numbers_of_codes,
-    places_of_codes,
-    put_numbers,
-)
+from inference_engine.kernels.triton.codes import codes_of, numbers_of_codes, places_of_codes, put_numbers
 
 _TOKENS, _THREADS = 8, 128  # of a program that unpacks; each thread has four codes of every token
 _STEP = 64  # numbers that a program of `_entries` takes at once
@@ -31,7 +25,6 @@ _ANALYSED = 64  # tokens of a program of `_analyse`
 def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> Tensor:
     """See `kernels.latents.Units`."""
     count, half = low.shape
-    assert half >= 2, half  # two neighbours of a half are read at once
     found = torch.empty((count, tables.padded), dtype=dtype, device=low.device)
     if count:
         threads = triton.cdiv(tables.padded, 4 * tables.chains) * tables.chains
@@ -151,13 +144,10 @@ def _units(
     for token in range(first, tl.minimum(first + TOKENS, tokens), 2):
         # Two at once, so that the memory answers for both together.
         other = tl.minimum(token + 1, tokens - 1)
-        b_first = bytes_of_codes(p_low + token * half, places)
-        b_other = bytes_of_codes(p_low + other * half, places)
-        numbers = numbers_of_codes(p_levels, p_scales, places, b_first, half)
-        put_numbers(p_found + token * padded, numbers, o_code, chains, count, padded)
-        if other > token:
-            numbers = numbers_of_codes(p_levels, p_scales, places, b_other, half)
-            put_numbers(p_found + other * padded, numbers, o_code, chains, count, padded)
+        b_first = numbers_of_codes(p_low + token * half, p_levels, p_scales, places)
+        b_other = numbers_of_codes(p_low + other * half, p_levels, p_scales, places)
+        put_numbers(p_found + token * padded, b_first, o_code, chains, count, padded, True)
+        put_numbers(p_found + other * padded, b_other, o_code, chains, count, padded, other > token)
 
 
 @triton.jit

@@ -19,14 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.triton.codes import (
-    blocks_of,
-    bytes_of_codes,
-    codes_of,
-    numbers_of_codes,
-    places_of_codes,
-    put_numbers,
-)
+from inference_engine.kernels.triton.codes import blocks_of, codes_of, numbers_of_codes, places_of_codes, put_numbers
 from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.component_scores import choices_of
 
@@ -52,12 +45,11 @@ def unpack(
     RESTORED: tl.constexpr,
     NUMBERS: tl.constexpr,
     TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The numbers of TOKENS tokens, four a thread of each, AT_ONCE tokens at once. As `units` of `latents.py`."""
+    """The numbers of TOKENS tokens, four a thread of each. As `units` of `latents.py`."""
     row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
     _, _, kept = choices_of(p_line, SHAPE)
@@ -67,7 +59,7 @@ def unpack(
         p_own = archive.to(tl.pointer_type(tl.int64))
         low, high = tl.load(p_own), tl.load(p_own + 1)
         p_low = low.to(tl.pointer_type(tl.uint8))
-        half = tl.load(p_own + 2).to(tl.int32)
+        half = tl.load(p_own + 2)
         first = tl.load(p_own + 3).to(tl.int32)
         first_byte = tl.load(p_own + 4).to(tl.int32)
         count = tl.load(p_own + 5).to(tl.int32)
@@ -80,7 +72,6 @@ def unpack(
         p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
         between = high - low - half
         p_chosen += row * ROOM
-        end = tl.minimum(first_token + TOKENS, kept)
         for block in range(tl.program_id(0) % BLOCKS, blocks_of(padded, chains, BLOCK), BLOCKS):
             o_code = codes_of(block, chains, BLOCK)
             places = places_of_codes(p_begins, p_widths, p_tables, first_byte, half, between, o_code, count, chains)
@@ -89,35 +80,20 @@ def unpack(
                 gdc_wait()
                 gdc_launch_dependents()
             p_number = p_numbers + (row * RESTORED + first_token) * NUMBERS
-            for token in range(first_token, end, AT_ONCE):
+            for token in range(first_token, tl.minimum(first_token + TOKENS, kept), 2):
                 at = tl.load(p_chosen + token)
                 if at < before:  # if it is not, then those behind it, of later positions, are neither
-                    # Many at once, so that the memory answers for all together.
-                    several, found = (at,), ()
-                    for other in tl.static_range(1, AT_ONCE):
-                        its = tl.load(p_chosen + token + other, mask=token + other < end, other=2147483647)
-                        several += (its,)  # type: ignore[assignment]
-                    for other in tl.static_range(AT_ONCE):
-                        its = tl.where(several[other] < before, several[other], at)
-                        its_bytes = bytes_of_codes(p_low + (its - first).to(tl.int64) * half, places)
-                        found += (its_bytes,)  # type: ignore[assignment]
-                    tl.debug_barrier()  # without it a compiler loads some of them later, to spare registers
-                    for other in tl.static_range(AT_ONCE):
-                        if several[other] < before:
-                            numbers = numbers_of_codes(p_levels, p_scales, places, found[other], half)
-                            put_numbers(p_number + other * NUMBERS, numbers, o_code, chains, count, padded)
-                p_number += AT_ONCE * NUMBERS
+                    # Two at once, so that the memory answers for both together.
+                    next_at = tl.load(p_chosen + token + 1, mask=token + 1 < kept, other=2147483647)
+                    other_at = tl.where(next_at < before, next_at, at)
+                    b_first = numbers_of_codes(p_low + (at - first) * half, p_levels, p_scales, places)
+                    b_other = numbers_of_codes(p_low + (other_at - first) * half, p_levels, p_scales, places)
+                    put_numbers(p_number, b_first, o_code, chains, count, padded, True)
+                    put_numbers(p_number + NUMBERS, b_other, o_code, chains, count, padded, next_at < before)
+                p_number += 2 * NUMBERS
     elif CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def _channel(o_pair, is_second, turned, is_whole, D: tl.constexpr):
-    """Of a pair's first or second channel. is_whole: pairs are of the halves of a head."""
-    o_first = tl.where((o_pair < turned) | is_whole, o_pair, o_pair + turned)
-    o_second = tl.where((o_pair < turned) & (is_whole == 0), o_pair + turned, o_pair + D // 2)
-    return tl.where(is_second == 1, o_second, o_first)
 
 
 @triton.jit
@@ -164,44 +140,43 @@ def restore(
         m_f = o_f < D // 2
         # Values have no pairs; the halves of keys that are rotated as wholes lie as those of values do.
         is_whole = (is_value == 1) | (turned == D // 2)
-        # Both channels of a pair are neighbours in a product, so that a thread has both and no memory lies between.
-        o_both = tl.arange(0, 2 * PAIRS)
-        o_pair = kind // 2 * PAIRS + o_both // 2
-        m_both = o_pair < D // 2
+        o_a = tl.where((o_f < turned) | is_whole, o_f, o_f + turned)
+        o_b = tl.where((o_f < turned) & ~is_whole, o_f + turned, o_f + D // 2)
         first_row = head.to(tl.int64) * (2 * D) + is_value * D
-        o_row = first_row + _channel(o_pair, o_both % 2, turned, is_whole, D)
         p_middles = table_of(p_index, 4)
         p_offsets = table_of(p_index, 6)
         o_n = tl.arange(0, STEP)
-        p_row = p_matrix + o_row[:, None] * padded + o_n[None, :]
-        b_factors = tl.load(p_factors + o_row, mask=m_both, other=0.0)[None, :]
-        b_means = tl.load(p_means + o_row, mask=m_both, other=0.0)[None, :]
+        p_a = p_matrix + (first_row + o_a)[:, None] * padded + o_n[None, :]
+        p_b = p_matrix + (first_row + o_b)[:, None] * padded + o_n[None, :]
         if CHAINED:
             gdc_wait()
             gdc_launch_dependents()
         p_chosen += row * ROOM
-        o_token = first_token + tl.arange(0, TILE)
-        b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
         if tl.load(p_chosen + first_token) < before:
+            o_token = first_token + tl.arange(0, TILE)
+            b_token = tl.load(p_chosen + o_token, mask=o_token < kept, other=2147483647)
             live = b_token < before
-            # What is read for others is of this operation's memory, counts for them alone, and is not written.
             p_unit = p_numbers + (row * RESTORED + o_token)[:, None] * NUMBERS + o_n[None, :]
-            m_key = (live & (is_value == 0))[:, None]  # loaded now, and there when the products are
             b_at = tl.where(live, b_token, 0)
             o_middle = (b_at // CHUNK)[:, None] * (2 * H) + o_f[None, :]
             o_offset = (b_at % CHUNK)[:, None] * (2 * H) + o_f[None, :]
-            b_cos = tl.load(p_middles + o_middle, mask=m_key, other=0.0)
-            b_sin = tl.load(p_middles + o_middle + H, mask=m_key, other=0.0)
-            b_cos_by = tl.load(p_offsets + o_offset, mask=m_key, other=0.0)
-            b_sin_by = tl.load(p_offsets + o_offset + H, mask=m_key, other=0.0)
-            b_both = tl.zeros((TILE, 2 * PAIRS), tl.float32)
+            b_cos = tl.load(p_middles + o_middle)
+            b_sin = tl.load(p_middles + o_middle + H)
+            b_cos_by = tl.load(p_offsets + o_offset)
+            b_sin_by = tl.load(p_offsets + o_offset + H)
+            b_a = tl.zeros((TILE, PAIRS), tl.float32)
+            b_b = tl.zeros((TILE, PAIRS), tl.float32)
             for n in range(0, padded, STEP):
                 m_n = tl.max_constancy(o_n < padded - n, [64])[None, :]  # numbers are padded to multiples of it
-                b_unit = tl.load(p_unit + n, mask=m_n, other=0.0)
-                b_rows = tl.load(p_row + n, mask=m_both[:, None] & m_n, other=0.0)
-                b_both = tl.dot(b_unit, tl.trans(b_rows), b_both, input_precision=PRECISION)
-            b_both = b_both * b_factors + b_means
-            b_a, b_b = tl.split(tl.reshape(b_both, (TILE, PAIRS, 2)))
+                b_unit = tl.load(p_unit + n, mask=live[:, None] & m_n, other=0.0)
+                b_rows_a = tl.load(p_a + n, mask=m_f[:, None] & m_n, other=0.0)
+                b_rows_b = tl.load(p_b + n, mask=m_f[:, None] & m_n, other=0.0)
+                b_a = tl.dot(b_unit, tl.trans(b_rows_a), b_a, input_precision=PRECISION)
+                b_b = tl.dot(b_unit, tl.trans(b_rows_b), b_b, input_precision=PRECISION)
+            b_a *= tl.load(p_factors + first_row + o_a, mask=m_f, other=0.0)[None, :]
+            b_b *= tl.load(p_factors + first_row + o_b, mask=m_f, other=0.0)[None, :]
+            b_a += tl.load(p_means + first_row + o_a, mask=m_f, other=0.0)[None, :]
+            b_b += tl.load(p_means + first_row + o_b, mask=m_f, other=0.0)[None, :]
             p_out = p_values
             if is_value == 0:
                 p_out = p_keys
@@ -218,8 +193,8 @@ def restore(
                 tl.store(p_out + o_f[None, :], b_low, mask=m_out)
                 tl.store(p_out + D // 2 + o_f[None, :], b_high, mask=m_out)
             else:
-                tl.store(p_out + _channel(o_f, 0, turned, False, D)[None, :], b_low, mask=m_out)
-                tl.store(p_out + _channel(o_f, 1, turned, False, D)[None, :], b_high, mask=m_out)
+                tl.store(p_out + o_a[None, :], b_low, mask=m_out)
+                tl.store(p_out + o_b[None, :], b_high, mask=m_out)
             # A number minus itself is 0, or it is not finite.
             b_wide = tl.abs(b_low.to(tl.float32)) + tl.abs(b_high.to(tl.float32))
             broken = tl.sum(tl.sum(tl.where(m_out & (b_wide - b_wide != 0.0), 1, 0), axis=1), axis=0)
