@@ -1,6 +1,7 @@
 """No call on a session at the cap occupies the event loop or the engine's thread for long: all sessions share them.
 
-Counted is the processor time of the thread, so that a machine that is busy with something else fails nothing.
+Counted is the processor time of the thread, so that a machine that is busy with something else fails nothing. A slow
+processor gets more of it: the measure is what protobuf alone takes with the ids of the largest append.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tests.server.wire import Client, connected, refused, serving, until_free
 from tests.server_thread import server_thread
 
 MOST_SECONDS = 0.005
+MOST_MESSAGES = 2  # as often as this: the ids of the largest append through protobuf, there and back
 TRIES = 5  # caches and the processor's clock are shared with others: what takes long each time takes long
 APPEND = 65_536
 LIMIT_TOKENS = 1024
@@ -78,7 +80,8 @@ class Watch:
             self.longest[what] = min(seconds, self.longest.get(what, math.inf))
 
     def too_long(self) -> dict[str, float]:
-        return {what: seconds for what, seconds in self.longest.items() if seconds > MOST_SECONDS}
+        most = max(MOST_SECONDS, MOST_MESSAGES * seconds_of_largest_message())
+        return {what: seconds for what, seconds in self.longest.items() if seconds > most}
 
     def around(self, function: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -90,6 +93,19 @@ class Watch:
                 self.saw(name(subject), time.thread_time() - began)
 
         return timed
+
+
+@functools.cache
+def seconds_of_largest_message() -> float:
+    """Processor time that no server can save: the ids of the largest append, encoded, decoded, in an array."""
+    ids, least = list(range(128)) * (APPEND // 128), math.inf
+    for _ in range(4 * TRIES):
+        began = time.thread_time()
+        encoded = pb.AppendTokensRequest(token_ids=ids).SerializeToString()
+        decoded = np.array(pb.AppendTokensRequest.FromString(encoded).token_ids, np.uint32)
+        least = min(least, time.thread_time() - began)
+        assert len(decoded) == APPEND
+    return least
 
 
 def _named(name: str) -> Callable[[Any], str]:
@@ -132,20 +148,19 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
 def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting() -> None:
     # In a process of its own, as a server is: what freeing memory takes depends on all that a process did before.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        longest = process.submit(longest_pauses).result(timeout=240)
+        longest, too_long = process.submit(longest_pauses).result(timeout=240)
     assert {"event loop", "engine: begin", "engine: settle", "engine: expire"} <= set(longest)
-    too_long = {what: seconds for what, seconds in longest.items() if seconds > MOST_SECONDS}
     assert not too_long, f"seconds of processor time, the least of {TRIES} tries: {too_long}"
 
 
-def longest_pauses() -> dict[str, float]:
-    """The longest that each thread was kept by each kind of work, in the try where it took the least."""
+def longest_pauses() -> tuple[dict[str, float], dict[str, float]]:
+    """The longest that each thread was kept by each kind of work, in the try where it took the least; what is long."""
     quickest = Watch()
     for _ in range(TRIES):
         quickest.keep_shortest(asyncio.run(watched_use()))
         if not quickest.too_long():
             break
-    return quickest.longest
+    return quickest.longest, quickest.too_long()
 
 
 async def watched_use() -> Watch:
