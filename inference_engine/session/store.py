@@ -255,8 +255,9 @@ class SessionStore:
             return session
 
     def is_resident(self, session_id: str) -> bool:
-        """Is the session in memory?"""
-        return session_id in self._sessions
+        """Is the session in memory? Waits for one that is leaving, which must not be read again before it has left."""
+        with self._lock:
+            return session_id in self._sessions
 
     def ensure_memory(self, session: Session) -> None:
         """The caller holds the session and needs its K/V: if it was dropped, reserve memory for it again.

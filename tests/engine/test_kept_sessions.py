@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event as ThreadEvent
+from threading import Thread
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,8 +20,10 @@ from inference_engine.errors import (
     SessionNotFound,
 )
 from inference_engine.session import sqlite_journal
-from inference_engine.session.journal import Kept, SessionRecord
+from inference_engine.session.journal import Kept, SessionKept, SessionRecord
+from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
+from tests.facade import session_of
 from tests.kept import after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
@@ -212,6 +217,46 @@ def test_a_session_that_leaves_memory_comes_back_and_one_that_is_closed_does_not
         assert engine.read_history(first).token_ids.tolist() == PROMPT + expected + more
         with pytest.raises(SessionNotFound):
             engine.session_info(second)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["evicted", "closed"])
+def test_a_session_that_is_asked_for_while_it_leaves_memory_is_read_when_it_has_left(
+    tmp_path: Path, is_closed: bool
+) -> None:
+    with keeping(tmp_path, max_sessions=1, session_evictable_seconds=0.0) as engine:
+        session = opened(engine)
+        asking = Thread(target=engine.recall, args=(session,))
+        reads = ThreadEvent()
+
+        class Leaving:
+            """It is told of the end of the session's history, halfway out of memory."""
+
+            def keep(self) -> None:
+                asking.start()
+                reads.wait(0.2)  # which does not come: the other thread has to wait
+
+        load = SQLiteJournal.load
+
+        def watched(journal: SQLiteJournal, session_id: str, owner: str) -> SessionKept | None:
+            kept = load(journal, session_id, owner)
+            reads.set()
+            return kept
+
+        leaving = Leaving()
+        session_of(engine, session).readers.add(leaving)
+        with patch.object(SQLiteJournal, "load", watched):
+            if is_closed:
+                engine.close_session(session)
+            else:
+                engine.create_session()  # needs the place
+            asking.join(30)
+        assert not asking.is_alive()
+        if is_closed:
+            with pytest.raises(SessionNotFound):
+                engine.append(session, [5])
+        else:
+            assert engine.append(session, [5]) == len(PROMPT) + 1
+            assert len(tokens_of(list(engine.generate(session, GenerateParams(max_tokens=3))))) == 3
 
 
 def test_a_session_without_a_place_is_refused_and_kept(tmp_path: Path) -> None:
