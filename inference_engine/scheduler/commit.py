@@ -145,7 +145,7 @@ class Settling:
             return
         self._metrics.non_finite_logits.inc()
         # Some entry of the session may be the cause. It must not be read again.
-        self._endings.forget_entries(request.session)
+        self._endings.distrust_entries(request.session)
         self._endings.end(request, Failed(NonFiniteLogits(len(request.session.history))))
 
     @staticmethod

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError
+from inference_engine.errors import ConfigError, NonFiniteLogits
 from inference_engine.types import Finished, GenerateParams
 from tests.facade import (
     drop_entries,
+    kv_of,
     measured_read_bytes,
     on_the_engines_thread,
     save_copies,
@@ -95,6 +97,21 @@ def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is
         engine.close_session(session)
         saved(engine)
         assert not list((tmp_path / "copies").iterdir())
+
+
+def test_a_copy_of_entries_that_gave_no_numbers_is_not_read_again(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=made()) as engine:
+        session = talked(engine, 0)
+        entries = kv_of(engine, session).groups[0]
+        first, *_ = entries.regions(entries.buffer.values)
+        on_the_engines_thread(engine, lambda: first[:, 3].fill_(torch.nan))
+        assert len(save_copies(engine, tmp_path)) == 1
+        with pytest.raises(NonFiniteLogits):
+            cached(engine, session)
+        assert cached(engine, session) == 0, "all of it is computed again"
+        save_copies(engine, tmp_path)
+        drop_entries(engine, session)
+        assert cached(engine, session) > LENGTH, "and a copy of that is"
 
 
 def test_a_restarted_engine_knows_its_files_and_removes_those_of_no_session(tmp_path: Path) -> None:
