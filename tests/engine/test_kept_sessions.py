@@ -17,13 +17,14 @@ from inference_engine.errors import (
     NoCapacity,
     QuotaExceeded,
     RequestIdReused,
+    SessionBusy,
     SessionNotFound,
 )
 from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
-from tests.facade import session_of
+from tests.facade import before_each_generate, session_of
 from tests.kept import after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
@@ -257,6 +258,25 @@ def test_a_session_that_is_asked_for_while_it_leaves_memory_is_read_when_it_has_
         else:
             assert engine.append(session, [5]) == len(PROMPT) + 1
             assert len(tokens_of(list(engine.generate(session, GenerateParams(max_tokens=3))))) == 3
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, 30.0])
+def test_a_session_that_left_memory_and_came_back_after_a_call_found_it_is_not_held_for_ever(
+    tmp_path: Path, wait_seconds: float
+) -> None:
+    with keeping(tmp_path, max_sessions=1, session_evictable_seconds=0.0) as engine:
+        session, params = opened(engine), GenerateParams(max_tokens=4)
+
+        def leave_and_come_back() -> None:
+            engine.close_session(engine.create_session().session_id)
+            engine.recall(session)
+
+        with before_each_generate(engine, leave_and_come_back), pytest.raises(SessionBusy):
+            engine.generate(session, params, request_id=ONE, wait_seconds=wait_seconds)
+        first, again = (tokens_of(list(engine.generate(session, params, request_id=ONE))) for _ in range(2))
+        assert len(first) == 4
+        assert again == first
+        assert engine.append(session, [5]) == len(PROMPT) + 5
 
 
 def test_a_session_without_a_place_is_refused_and_kept(tmp_path: Path) -> None:
