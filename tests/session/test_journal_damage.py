@@ -131,6 +131,31 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
     journal.stop()
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_fork_of_a_session_whose_rows_are_damaged_is_refused_too_and_not_shorter(
+    tmp_path: Path, *, grows: bool
+) -> None:
+    """The session is in memory, where nothing is wrong with it."""
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+    journal.append("session-0", 0, np.ones(10, dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    with journal._db_lock:
+        journal._db.execute("update tail set ids = x'02000000'")
+    journal.fork(record_of(1), "session-0")
+    if grows:
+        journal.append("session-1", 10, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+    journal.leave("session-1")
+    assert journal._writer.flush(20), journal.failure
+    killed = after_a_kill(tmp_path)
+    journal.stop()
+    journal = open_journal(killed)
+    for number in range(2):
+        with pytest.raises(HistoryCorrupt):
+            journal.load(f"session-{number}", "alice")
+    journal.stop()
+
+
 def two_sessions_killed(folder: Path) -> Path:
     """Of three tokens each, in the tail: the last row is of the second."""
     journal = open_journal(folder)
