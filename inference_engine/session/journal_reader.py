@@ -127,14 +127,16 @@ class Reader:
             raise HistoryCorrupt(position) from error
 
     def generates(self, number: int) -> list[GenerateRecord]:
-        """The session's Generates whose rows are intact: one that is not is as if it had been forgotten."""
+        """The session's Generates. One whose row is damaged is as if it had been forgotten: it says no more than where
+        the one before it ends."""
         return [
             GenerateRecord(position, request_id, digest[:DIGEST_BYTES], int.from_bytes(seed, "little"))
+            if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
+            else GenerateRecord(position, b"", b"", 0)
             for position, request_id, digest, seed, kept in self._db.execute(
                 "select position, request_id, digest, seed, crc from generates where session = ? order by position",
                 (number,),
             )
-            if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
         ]
 
     def replies_of(self, number: int, session_id: str, owner: str) -> list[ReplyRecord]:

@@ -1,11 +1,13 @@
 """Sessions that outlive the engine: all that was sent is there again, once, and goes on as if nothing had been."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Thread
 from unittest.mock import patch
 
+import apsw
 import numpy as np
 import pytest
 
@@ -132,6 +134,27 @@ def test_a_generate_that_had_ended_is_answered_again_and_ends_as_it_did(tmp_path
         assert second[-1].stop_reason is StopReason.EOS
         with pytest.raises(RequestIdReused):
             engine.generate(session, LONG, request_id=ONE)
+
+
+@pytest.mark.parametrize("change", ["seed = x'0102030405060708'", "request_id = x'00'", "digest = x'00'", "crc = 0"])
+def test_a_generate_is_answered_without_the_tokens_of_the_next_whose_record_is_damaged(
+    tmp_path: Path, change: str
+) -> None:
+    params = GenerateParams(max_tokens=5)
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+        first, _ = (tokens_of(list(engine.generate(session, params, request_id=one))) for one in (ONE, TWO))
+        saved(engine)
+        killed = after_a_kill(tmp_path)
+    with closing(apsw.Connection(str(killed / sqlite_journal.FILE))) as db:
+        db.execute(f"update generates set {change} where position = {len(PROMPT) + 5}")
+        assert db.changes()
+    with keeping(killed) as engine:
+        engine.recall(session)
+        again = list(engine.generate(session, params, request_id=ONE))
+        assert tokens_of(again) == first
+        assert isinstance(again[-1], Finished)
+        assert again[-1].generated_tokens == 5
 
 
 def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_path: Path) -> None:
