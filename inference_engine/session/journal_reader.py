@@ -109,12 +109,15 @@ class Reader:
     def tail(self, number: int, entries: Sequence[int], position: int) -> list[TokensRecord]:
         """The tokens in rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
         rows = list[tuple[int, int, bytes, bytes | None]]()
-        found = self._db.execute(
-            "select session, position, mark, ids, logprobs, crc from tail "
-            "where entry in (select value from json_each(?)) order by entry",
-            (json.dumps(list(entries)),),
-        )
         try:
+            # Read to the end first: an error keeps what is half read as long as it lives, and that stops checkpoints.
+            found = list(
+                self._db.execute(
+                    "select session, position, mark, ids, logprobs, crc from tail "
+                    "where entry in (select value from json_each(?)) order by entry",
+                    (json.dumps(list(entries)),),
+                )
+            )
             for of, first, mark, ids, logprobs, crc in found:
                 if (of, first) != (number, position) or crc != tokens_crc(first, mark, ids, logprobs, number):
                     raise HistoryCorrupt(position)
