@@ -253,7 +253,7 @@ def test_a_session_that_is_asked_for_while_it_leaves_memory_is_read_when_it_has_
         reads = ThreadEvent()
 
         class Leaving:
-            """What is told of the end of the session's history, while the session leaves."""
+            """A reader of the session, whose tokens end while it leaves."""
 
             def keep(self) -> None:
                 asking.start()
