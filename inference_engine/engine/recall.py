@@ -108,7 +108,7 @@ def _recalled_generates(session: Session, kept: SessionKept) -> list[Transcript]
     found = []
     for index, record in enumerate(kept.generates):
         later = kept.generates[index + 1 :]
-        end = later[0].position if later else len(session.history)
+        end = min([len(session.history), *(one.position for one in later[:1])])
         if not record.request_id:
             continue
         appended = np.flatnonzero(session.history.marks(record.position, end) != _GENERATED)

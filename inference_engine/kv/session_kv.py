@@ -135,7 +135,10 @@ class SessionKV:
         )
 
     def _give_up(self, is_granted: bool) -> None:
-        self.release()
+        if self.is_dropped:
+            self._release_own()  # it is refused, and stays as it was dropped
+        else:
+            self.release()
         if self.grows and is_granted:
             self.context.pool.ungrant(self._granted_kv_bytes)
 
@@ -201,13 +204,19 @@ class SessionKV:
 
         Safe from any thread that has the session to itself.
         """
-        prefixes, self._prefixes = self._prefixes, ()
-        self.release()
-        self._prefixes = prefixes
+        self._release_own()
         self.length, self.staged, self.evicted = self.base, 0, 0
         self._replayed = None
         self.is_dropped = True
         self._end_quiet()
+
+    def _release_own(self) -> None:
+        """Give back all memory but what is borrowed: the history of a fork begins in entries of another session."""
+        prefixes, self._prefixes = self._prefixes, ()
+        try:
+            self.release()
+        finally:
+            self._prefixes = prefixes
 
     @property
     def freeable(self) -> Bound:

@@ -74,7 +74,10 @@ class Settling:
         self._report_tokens(request, taken, self._clock())
         self._refuse_not_finite(request, outcome)
         if failure is not None and request.state is RequestState.RUNNING:
-            self._endings.end(request, Failed(failure))
+            if isinstance(failure, RestorationFailed):
+                self._endings.end(request, Failed(failure))
+            else:
+                self._fail(request, failure)
 
     def settle_committed(
         self, batch: Sequence[Request], blocks: Sequence[Block], outcomes: Sequence[Outcome], ids: TokenIds
@@ -145,17 +148,20 @@ class Settling:
             return
         self._metrics.non_finite_logits.inc()
         # Some entry of the session may be the cause. It must not be read again.
-        self._endings.forget_entries(request.session)
+        self._endings.distrust_entries(request.session)
         self._endings.end(request, Failed(NonFiniteLogits(len(request.session.history))))
 
-    @staticmethod
-    def _commit(session: Session, length: int) -> RestorationFailed | None:
-        """Commit the session's entries. If old ones could not be archived, all are dropped: the history stays."""
+    def _commit(self, session: Session, length: int) -> Exception | None:
+        """Commit the session's entries. If that fails, all are dropped: the history stays, and the tokens that joined
+        it are reported before the failure is."""
         try:
             session.kv.commit(length)
-        except RestorationFailed as failed:
-            logger.exception("old KV entries could not be archived")
-            session.forget_entries()
+        except InvariantViolated:
+            raise
+        except Exception as failed:
+            is_old = isinstance(failed, RestorationFailed)
+            logger.exception("%s", "old KV entries could not be archived" if is_old else "KV entries could not be kept")
+            self._endings.forget_entries(session)
             return failed
         session.refresh_facts()
         return None

@@ -128,6 +128,11 @@ class Endings:
                 "a session's KV entries were dropped, and could not be zeroed", extra=about_session(session.session_id)
             )
 
+    def distrust_entries(self, session: Session) -> None:
+        """Drop the session's K/V, and the copy of it: some entry may have been wrong when it was copied."""
+        self._distrust(session)
+        self.forget_entries(session)
+
     def _mark_failed(self, session: Session, violation: InvariantViolated) -> InvariantViolated:
         """Returns the error for the client."""
         logger.error("invariant violated: %s", violation.message, extra=about_session(session.session_id))

@@ -227,6 +227,9 @@ class Hibernation:
         self._resting: OrderedDict[Session, float] = OrderedDict()  # since when
         self._saving: _Saving | None = None
         self._readings: dict[Session, _Reading] = {}
+        # Sessions whose Generates may begin, and wait for a copy: in this round of the loop, and in the one before.
+        self._asking: set[Session] = set()
+        self._asked: set[Session] = set()
         self._prefill_seconds = 0.0  # a token; 0: not known yet
         self._read_seconds = 0.0  # a byte
         self._writer = ThreadPoolExecutor(1, "kakeya-copy-writer")
@@ -284,7 +287,11 @@ class Hibernation:
             self._resting.move_to_end(session)
 
     def work(self) -> bool:
-        """Save a piece of a session. Is there more to do at once? When a piece was written, `nudge` is called."""
+        """Once a round of the loop: save a piece of a session. Is there more to do at once?
+
+        When a piece was written, `nudge` is called.
+        """
+        self._asked, self._asking = self._asking, set()
         saving = self._saving
         if saving is None:
             saving = self._saving = self._next()
@@ -383,8 +390,9 @@ class Hibernation:
             record = self._wanted(session)
             if record is None:
                 return True
-            if len(self._readings) < _MOST_READ:
+            if len(self._readings) < _MOST_READ or self._has_dropped_one():
                 reading = self._begin_reading(session, record)
+        self._asking.add(session)
         if is_alone:
             wait([one.copy for one in self._readings.values()], _WAIT_SECONDS, return_when="FIRST_COMPLETED")
         if reading is None or not reading.copy.done():
@@ -392,6 +400,15 @@ class Hibernation:
         del self._readings[session]
         self._put_in_place(session, reading)
         return True
+
+    def _has_dropped_one(self) -> bool:
+        """Drop a copy that was read for a Generate that may not begin now: those of other owners came before it."""
+        for session, reading in self._readings.items():
+            is_waited_for = session in self._asking or session in self._asked
+            if not is_waited_for and (reading.copy.done() or reading.copy.cancel()):
+                del self._readings[session]
+                return True
+        return False
 
     def _begin_reading(self, session: Session, record: CopyRecord) -> _Reading | None:
         with self._store.locked():

@@ -109,12 +109,15 @@ class Reader:
     def tail(self, number: int, entries: Sequence[int], position: int) -> list[TokensRecord]:
         """The tokens in rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
         rows = list[tuple[int, int, bytes, bytes | None]]()
-        found = self._db.execute(
-            "select session, position, mark, ids, logprobs, crc from tail "
-            "where entry in (select value from json_each(?)) order by entry",
-            (json.dumps(list(entries)),),
-        )
         try:
+            # Read to the end first: an error keeps what is half read as long as it lives, and that stops checkpoints.
+            found = list(
+                self._db.execute(
+                    "select session, position, mark, ids, logprobs, crc from tail "
+                    "where entry in (select value from json_each(?)) order by entry",
+                    (json.dumps(list(entries)),),
+                )
+            )
             for of, first, mark, ids, logprobs, crc in found:
                 if (of, first) != (number, position) or crc != tokens_crc(first, mark, ids, logprobs, number):
                     raise HistoryCorrupt(position)
@@ -127,14 +130,16 @@ class Reader:
             raise HistoryCorrupt(position) from error
 
     def generates(self, number: int) -> list[GenerateRecord]:
-        """The session's Generates whose rows are intact: one that is not is as if it had been forgotten."""
+        """The session's Generates. One whose row is damaged is as if it had been forgotten: it says no more than where
+        the one before it ends."""
         return [
             GenerateRecord(position, request_id, digest[:DIGEST_BYTES], int.from_bytes(seed, "little"))
+            if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
+            else GenerateRecord(position, b"", b"", 0)
             for position, request_id, digest, seed, kept in self._db.execute(
                 "select position, request_id, digest, seed, crc from generates where session = ? order by position",
                 (number,),
             )
-            if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
         ]
 
     def replies_of(self, number: int, session_id: str, owner: str) -> list[ReplyRecord]:

@@ -165,18 +165,17 @@ class Tables:
         self.tail.roll_back()
         self._gone, self._rows = [], []
 
-    def put_session(self, number: int, record: SessionRecord, parent: int | None) -> None:
-        length = 0
+    def put_session(self, number: int, record: SessionRecord, parent: int | None, length: int) -> None:
+        """length: of its history, all of which is its parent's: a fork of damaged rows lacks them, and is refused."""
         if parent is not None:
             self.fold(parent)
-            (length,) = next(self._db.execute("select length from sessions where session = ?", (parent,)))
             self._db.execute(
                 "insert into tokens select ?, position, mark, ids, logprobs, crc from tokens where session = ? "
                 "order by position",
                 (number, parent),
             )
             for position, mark, ids, logprobs, crc in self._reader.end_rows(parent):
-                if crc == tokens_crc(position, mark, ids, logprobs, parent):  # else the fork lacks it, and is refused
+                if crc == tokens_crc(position, mark, ids, logprobs, parent):
                     self._put_end(number, position, mark, ids, logprobs)
         body = json.dumps({**asdict(record), "eos_token_ids": list(record.eos_token_ids)})
         self._db.execute(

@@ -183,13 +183,14 @@ class SQLiteJournal:
 
     def open(self, record: SessionRecord) -> Saved:
         known = self._begin(record, 0)
-        self._record((self._tables.put_session, (known.number, record, None)))
+        self._record((self._tables.put_session, (known.number, record, None, 0)))
         return known.saved
 
     def fork(self, record: SessionRecord, parent_id: str) -> Saved:
         parent = self._open[parent_id]
         known = self._begin(record, parent.length)
-        self._record((self._tables.put_session, (known.number, record, parent.number)), (known.saved, known.length))
+        put = self._tables.put_session, (known.number, record, parent.number, known.length)
+        self._record(put, (known.saved, known.length))
         return known.saved
 
     def _begin(self, record: SessionRecord, length: int) -> _Open:

@@ -255,8 +255,9 @@ class SessionStore:
             return session
 
     def is_resident(self, session_id: str) -> bool:
-        """Is the session in memory?"""
-        return session_id in self._sessions
+        """Is the session in memory? Waits for one that is leaving, which must not be read again before it has left."""
+        with self._lock:
+            return session_id in self._sessions
 
     def ensure_memory(self, session: Session) -> None:
         """The caller holds the session and needs its K/V: if it was dropped, reserve memory for it again.
@@ -367,11 +368,12 @@ class SessionStore:
         return self._lock
 
     def acquire(self, session: Session, operation: Operation) -> None:
-        """Let `operation` hold the session. Raises SessionBusy at once if something else does."""
+        """Let `operation` hold the session. Raises SessionBusy at once if something else does, or if the session left
+        memory and came back since it was found: then it has to be found again."""
         with self._lock:
             # It may have ended since it was found; then this raises how.
-            self.find_healthy(session.session_id, session.owner)
-            if session.operation is not None:
+            found = self.find_healthy(session.session_id, session.owner)
+            if found is not session or session.operation is not None:
                 raise SessionBusy(0.0)
             session.operation = operation
             session.uses += 1
@@ -660,7 +662,7 @@ def _route_of(session_id: str) -> str:
 def when_not_busy(store: SessionStore, session: Session, wait_seconds: float, attempt: Callable[[], T]) -> T:
     """Call `attempt`, and again each time the session becomes free, until it does not raise SessionBusy.
 
-    Raises SessionBusy once `wait_seconds` are over.
+    Raises SessionBusy once `wait_seconds` are over, or the session left memory and came back.
     """
     until = time.monotonic() + wait_seconds
     while True:
@@ -668,7 +670,8 @@ def when_not_busy(store: SessionStore, session: Session, wait_seconds: float, at
             return attempt()
         except SessionBusy:
             remaining = until - time.monotonic()
-            if remaining <= 0:
+            has_come_back = session.is_closed and store.is_resident(session.session_id)
+            if remaining <= 0 or has_come_back:
                 raise SessionBusy(wait_seconds) from None
             freed = threading.Event()
             store.when_free(session.session_id, freed.set)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError
-from inference_engine.types import Finished, GenerateParams
+from inference_engine.errors import ConfigError, NonFiniteLogits
+from inference_engine.kv.part import Saved
+from inference_engine.session.copy_file import CopyFacts, read_copy
+from inference_engine.types import Finished, GenerateParams, TokenCommitted
 from tests.facade import (
     drop_entries,
+    kv_of,
     measured_read_bytes,
     on_the_engines_thread,
     save_copies,
@@ -97,6 +103,21 @@ def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is
         assert not list((tmp_path / "copies").iterdir())
 
 
+def test_a_copy_of_entries_that_gave_no_numbers_is_not_read_again(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=made()) as engine:
+        session = talked(engine, 0)
+        entries = kv_of(engine, session).groups[0]
+        first, *_ = entries.regions(entries.buffer.values)
+        on_the_engines_thread(engine, lambda: first[:, 3].fill_(torch.nan))
+        assert len(save_copies(engine, tmp_path)) == 1
+        with pytest.raises(NonFiniteLogits):
+            cached(engine, session)
+        assert cached(engine, session) == 0, "all of it is computed again"
+        save_copies(engine, tmp_path)
+        drop_entries(engine, session)
+        assert cached(engine, session) > LENGTH, "and a copy of that is"
+
+
 def test_a_restarted_engine_knows_its_files_and_removes_those_of_no_session(tmp_path: Path) -> None:
     with keeping(tmp_path, make=made()) as engine:
         session = talked(engine, 0)
@@ -127,6 +148,38 @@ def test_auto_writes_and_reads_a_file_only_where_that_is_faster_than_a_prefill(t
         with speeds(engine, prefill_tokens=1.0, read_bytes=1e9):
             assert cached(engine, session) == LENGTH + 3
             assert read_by.labels("used")._value.get() == 1
+
+
+def test_copies_read_for_generates_that_may_not_begin_keep_no_other_owner_waiting(tmp_path: Path) -> None:
+    is_read = Event()
+
+    def read_later(path: Path, facts: CopyFacts, header_crc: int) -> Saved:
+        assert is_read.wait(30)
+        return read_copy(path, facts, header_crc)
+
+    settings = {"max_running": 3, "windowed": False, "strategy": "sink_window:sink=4,window=32"}
+    with keeping(tmp_path, make=made(**settings)) as engine:
+        owners = ["ann", "ann", "ben", "cid"]
+        waiting = [(talked(engine, seed, owner=owner), owner) for seed, owner in enumerate(owners)]
+        running = talked(engine, 9, owner="ann")
+        save_copies(engine, tmp_path)
+        for session, owner in waiting:
+            drop_entries(engine, session, owner)
+        with patch("inference_engine.session.hibernation.read_copy", read_later):
+            long = engine.generate(running, GenerateParams(max_tokens=3000), owner="ann")
+            assert any(isinstance(event, TokenCommitted) for event in long)
+            params, begun = GenerateParams(max_tokens=2), []
+            for session, owner in waiting:
+                begun.append(engine.generate(session, params, owner=owner))
+                on_the_engines_thread(engine)
+            is_read.set()
+            for other in reversed(begun):  # those of owners with none running, then ann's
+                last = drain(other)[-1]
+                assert isinstance(last, Finished)
+                assert last.cached_tokens == LENGTH + 3
+                assert engine.session_info(running, owner="ann").history_length < LENGTH + 3000, "ann's ended first"
+            long.cancel()
+            drain(long)
 
 
 def test_never_means_no_files(tmp_path: Path) -> None:

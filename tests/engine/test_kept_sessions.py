@@ -1,8 +1,13 @@
 """Sessions that outlive the engine: all that was sent is there again, once, and goes on as if nothing had been."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from threading import Event as ThreadEvent
+from threading import Thread
+from unittest.mock import patch
 
+import apsw
 import numpy as np
 import pytest
 
@@ -14,11 +19,14 @@ from inference_engine.errors import (
     NoCapacity,
     QuotaExceeded,
     RequestIdReused,
+    SessionBusy,
     SessionNotFound,
 )
 from inference_engine.session import sqlite_journal
-from inference_engine.session.journal import Kept, SessionRecord
+from inference_engine.session.journal import Kept, SessionKept, SessionRecord
+from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
+from tests.facade import before_each_generate, session_of
 from tests.kept import after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
@@ -128,6 +136,27 @@ def test_a_generate_that_had_ended_is_answered_again_and_ends_as_it_did(tmp_path
             engine.generate(session, LONG, request_id=ONE)
 
 
+@pytest.mark.parametrize("change", ["seed = x'0102030405060708'", "request_id = x'00'", "digest = x'00'", "crc = 0"])
+def test_a_generate_is_answered_without_the_tokens_of_the_next_whose_record_is_damaged(
+    tmp_path: Path, change: str
+) -> None:
+    params = GenerateParams(max_tokens=5)
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+        first, _ = (tokens_of(list(engine.generate(session, params, request_id=one))) for one in (ONE, TWO))
+        saved(engine)
+        killed = after_a_kill(tmp_path)
+    with closing(apsw.Connection(str(killed / sqlite_journal.FILE))) as db:
+        db.execute(f"update generates set {change} where position = {len(PROMPT) + 5}")
+        assert db.changes()
+    with keeping(killed) as engine:
+        engine.recall(session)
+        again = list(engine.generate(session, params, request_id=ONE))
+        assert tokens_of(again) == first
+        assert isinstance(again[-1], Finished)
+        assert again[-1].generated_tokens == 5
+
+
 def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_path: Path) -> None:
     with keeping(tmp_path) as engine:
         made = engine.create_session(request_id=ONE)
@@ -212,6 +241,65 @@ def test_a_session_that_leaves_memory_comes_back_and_one_that_is_closed_does_not
         assert engine.read_history(first).token_ids.tolist() == PROMPT + expected + more
         with pytest.raises(SessionNotFound):
             engine.session_info(second)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["evicted", "closed"])
+def test_a_session_that_is_asked_for_while_it_leaves_memory_is_read_when_it_has_left(
+    tmp_path: Path, is_closed: bool
+) -> None:
+    with keeping(tmp_path, max_sessions=1, session_evictable_seconds=0.0) as engine:
+        session = opened(engine)
+        asking = Thread(target=engine.recall, args=(session,))
+        reads = ThreadEvent()
+
+        class Leaving:
+            """A reader of the session, whose tokens end while it leaves."""
+
+            def keep(self) -> None:
+                asking.start()
+                reads.wait(0.2)  # which does not come: the other thread has to wait
+
+        load = SQLiteJournal.load
+
+        def watched(journal: SQLiteJournal, session_id: str, owner: str) -> SessionKept | None:
+            kept = load(journal, session_id, owner)
+            reads.set()
+            return kept
+
+        leaving = Leaving()
+        session_of(engine, session).readers.add(leaving)
+        with patch.object(SQLiteJournal, "load", watched):
+            if is_closed:
+                engine.close_session(session)
+            else:
+                engine.create_session()  # needs the place
+            asking.join(30)
+        assert not asking.is_alive()
+        if is_closed:
+            with pytest.raises(SessionNotFound):
+                engine.append(session, [5])
+        else:
+            assert engine.append(session, [5]) == len(PROMPT) + 1
+            assert len(tokens_of(list(engine.generate(session, GenerateParams(max_tokens=3))))) == 3
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, 30.0])
+def test_a_session_that_left_memory_and_came_back_after_a_call_found_it_is_not_held_for_ever(
+    tmp_path: Path, wait_seconds: float
+) -> None:
+    with keeping(tmp_path, max_sessions=1, session_evictable_seconds=0.0) as engine:
+        session, params = opened(engine), GenerateParams(max_tokens=4)
+
+        def leave_and_come_back() -> None:
+            engine.close_session(engine.create_session().session_id)
+            engine.recall(session)
+
+        with before_each_generate(engine, leave_and_come_back), pytest.raises(SessionBusy):
+            engine.generate(session, params, request_id=ONE, wait_seconds=wait_seconds)
+        first, again = (tokens_of(list(engine.generate(session, params, request_id=ONE))) for _ in range(2))
+        assert len(first) == 4
+        assert again == first
+        assert engine.append(session, [5]) == len(PROMPT) + 5
 
 
 def test_a_session_without_a_place_is_refused_and_kept(tmp_path: Path) -> None:

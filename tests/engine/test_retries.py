@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from inference_engine.errors import (
     InvalidArgument,
     InvariantViolated,
     NoCapacity,
+    OutOfMemory,
     Overloaded,
     RequestError,
     RequestIdReused,
@@ -509,6 +511,38 @@ def test_a_generate_whose_step_failed_goes_on() -> None:
         events, error = failure(engine.generate(session, params, request_id=ONE))
         assert isinstance(error, InternalError)
         assert 0 < len(tokens(events)) < 8
+        again = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
+        assert tokens(again) == generate_plain(engine, 20, 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "reported"), [(torch.OutOfMemoryError("no memory"), OutOfMemory), (RuntimeError("a bug"), InternalError)]
+)
+@pytest.mark.parametrize("at", [1, 4, 8], ids=["first", "amid", "last"])
+def test_a_generate_whose_entries_could_not_be_kept_goes_on(
+    at: int, error: Exception, reported: type[Exception]
+) -> None:
+    """Its tokens were recorded before: they are reported all the same."""
+    params = GenerateParams(max_tokens=8)
+    with served_engine() as engine:
+        session = opened(engine)
+        kv = session_of(engine, session).kv
+        commit = kv.commit
+
+        def failing(length: int) -> None:
+            if length == 19 + at:
+                raise error
+            commit(length)
+
+        with patch.object(kv, "commit", failing):
+            generation = engine.generate(session, params, request_id=ONE)
+            events = drain(generation) if at == 8 else []
+            if at < 8:
+                events, ended_by = failure(generation)
+                assert isinstance(ended_by, reported)
+        assert len(tokens(events)) == at
+        assert engine.session_info(session).history_length == 20 + at
+        assert engine.session_info(session).cached_tokens == 0, "what is left of the entries is not trusted"
         again = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
         assert tokens(again) == generate_plain(engine, 20, 8)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from inference_engine.engine import Engine
+from inference_engine.errors import NoCapacity
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
@@ -16,7 +18,7 @@ from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mode
-from tests.facade import rebuild_session
+from tests.facade import drop_entries, rebuild_session
 from tests.further import further
 from tests.laws.variants import (
     MODES,
@@ -196,3 +198,35 @@ def test_forks_hold_no_more_than_they_were_promised_and_every_byte_is_reserved_o
         for opened in (parent, *forks):
             engine.close_session(opened.session_id)
         assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("strategy", [strategy for strategy, windowed in CASES if not windowed], ids=named)
+def test_a_fork_that_was_dropped_and_found_no_room_still_begins_in_its_parents_entries(
+    strategy: KVStrategy, growth: str
+) -> None:
+    settings: dict[str, Any] = {"windowed": False, "growth": growth}
+    with engine_for(Mode.BATCHED, **settings) as engine:
+        whole = engine.create_session(strategy=strategy, guaranteed=True).bound.sustained_bytes
+    journal = MemoryJournal()
+    with engine_for(Mode.BATCHED, journal=journal, strategy=str(strategy), kv_bytes=2 * whole, **settings) as engine:
+        parent = with_turns(engine, strategy)
+        fork = engine.fork_session(parent)
+        assert fork.shared_bytes
+        generate(engine, fork.session_id, 4)
+        drop_entries(engine, fork.session_id)
+        others = []
+        with suppress(NoCapacity):
+            while True:
+                others.append(engine.create_session(limit_tokens=32, guaranteed=True, owner="other").session_id)
+        for _ in range(2):
+            with pytest.raises(NoCapacity):
+                engine.generate(fork.session_id, GenerateParams(max_tokens=6))
+        for other in others:
+            engine.close_session(other, owner="other")
+        began, records = journal.read(fork.session_id)
+        said = generate(engine, fork.session_id, 6)
+        engine.close_session(parent)
+        engine.close_session(fork.session_id)
+        assert engine.info().kv_reserved_bytes == 0
+        assert same(generate(engine, rebuild_session(engine, began, records).session_id, 6), said, Mode.BATCHED)

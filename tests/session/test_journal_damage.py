@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
-from inference_engine.session import wal_scan
+from inference_engine.session import sqlite_journal, wal_scan
+from inference_engine.session.journal import GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.sqlite_journal import FILE
@@ -127,6 +128,66 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
     with pytest.raises(HistoryCorrupt):
         journal.load("session-0", "alice")
     assert journal.load("session-1", "alice") is not None
+    assert not journal.failure
+    journal.stop()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_fork_of_a_session_whose_rows_are_damaged_is_refused_too_and_not_shorter(
+    tmp_path: Path, *, grows: bool
+) -> None:
+    """The session is in memory, where nothing is wrong with it."""
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+    journal.append("session-0", 0, np.ones(10, dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    with journal._db_lock:
+        journal._db.execute("update tail set ids = x'02000000'")
+    journal.fork(record_of(1), "session-0")
+    if grows:
+        journal.append("session-1", 10, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+    journal.leave("session-1")
+    assert journal._writer.flush(20), journal.failure
+    killed = after_a_kill(tmp_path)
+    journal.stop()
+    journal = open_journal(killed)
+    for number in range(2):
+        with pytest.raises(HistoryCorrupt):
+            journal.load(f"session-{number}", "alice")
+    journal.stop()
+
+
+@pytest.mark.parametrize("table", ["tokens", "ends", "tail", "generates", "replies", "sessions"])
+def test_a_session_that_is_refused_stops_no_checkpoint(
+    tmp_path: Path, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error lives on while its answer waits for what is recorded, and what it was found by must not."""
+    journal = open_journal(tmp_path)
+    some = np.ones(3000, dtype=np.uint32)
+    for number in range(2):
+        journal.open(record_of(number))
+        began = GenerateRecord(0, bytes(16), bytes(8), 0)
+        journal.append(f"session-{number}", 0, some, Mark.GENERATED, began=began)
+        journal.reply(ReplyRecord(f"session-{number}", "alice", "opened", bytes([number]) * 16, bytes(8), 0, "{}"))
+    if table != "tail":
+        journal.leave("session-0")
+    assert journal._writer.flush(20)
+    killed = after_a_kill(tmp_path)
+    journal.stop()
+    folder = killed if table == "tail" else tmp_path
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.execute(f"update {table} set crc = cast('text' as blob) where session = 1")
+        assert db.changes()
+    monkeypatch.setattr(sqlite_journal, "_WAL_PAGES", 1)
+    journal = open_journal(folder)
+    refused = None
+    try:
+        journal.load("session-0", "alice")
+    except HistoryCorrupt as error:
+        refused = error
+    assert (refused is None) is (table in ("generates", "replies"))
+    journal.open(record_of(9))
+    assert journal._writer.flush(20), journal.failure
     assert not journal.failure
     journal.stop()
 
