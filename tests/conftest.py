@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
+from tests.further import LABORATORY, make_further
 
 # Conftest is read before any test module, so this comes before the first import of torch and transformers.
 configure_threads_environment()
@@ -28,6 +29,14 @@ settings.load_profile("reproducible")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than processors: many tests wait for a process or a clock."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {config.rootpath / place for place in LABORATORY}
+    for item in items:
+        if not places.isdisjoint((item.path, *item.path.parents)):
+            make_further(item)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,7 @@
-"""Cases that say little more than others in `make test`: `make test-further` runs them, and `make test-long`."""
+"""What `make test` has no time for: `make test-further` runs it, and `make test-long`.
+
+Cases that say little more than others, and the laboratory, which no server imports.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,12 @@ from typing import Any
 import pytest
 
 FURTHER = (pytest.mark.long, pytest.mark.further)
+# All tests in them are further ones; what users start of the laboratory, the other commands, is in `make test`.
+LABORATORY = (
+    "tests/laboratory/evaluation",
+    "tests/laboratory/training",
+    "tests/laboratory/commands/test_train_drafter.py",
+)
 
 
 def further(*values: Any) -> Any:
@@ -24,3 +33,8 @@ def one_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[An
         found.append(further(*values_of_case) if of(value) in seen else value)
         seen.add(of(value))
     return found
+
+
+def make_further(item: pytest.Item) -> None:
+    for mark in FURTHER:
+        item.add_marker(mark)

@@ -20,7 +20,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
 from tests import tiny
-from tests.further import FURTHER
+from tests.further import make_further
 from tests.laws.variants import by_turns
 
 HERE = Path(__file__).parent
@@ -94,14 +94,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     laws = [item for item in items if HERE in item.path.parents]
     on_mlx = {item for item in laws if _given(item).get("executor") == MLX}
     for item in _waiting([item for item in laws if item not in on_mlx]):
-        _make_further(item)
+        make_further(item)
     able = [item for item in laws if item in on_mlx and _can_be(item)]
     if config.getoption("--executor") == MLX:
         kept = {*able}
     else:
         selected = list(_selected(able))
         for item in _others(selected):
-            _make_further(item)
+            make_further(item)
         kept = {*laws}.difference(on_mlx).union(selected)
     if not has_mlx():
         for item in kept.intersection(able):
@@ -124,11 +124,6 @@ def _can_be(item: pytest.Item) -> bool:
 
 def _is_further(item: pytest.Item) -> bool:
     return item.get_closest_marker("further") is not None
-
-
-def _make_further(item: pytest.Item) -> None:
-    for mark in FURTHER:
-        item.add_marker(mark)
 
 
 def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
