@@ -16,6 +16,7 @@ from kakeya._errors import (
     ConnectionFailed,
     DeadlineExceeded,
     Draining,
+    HistoryBehindClient,
     HistoryLengthMismatch,
     KakeyaError,
     SessionBusy,
@@ -320,6 +321,19 @@ def test_after_a_drain_an_append_says_draining_and_that_nothing_arrived() -> Non
 def test_without_a_named_length_ids_go_to_the_end() -> None:
     server = Server([], history=[7, 8])
     assert append(server, [1], Tail(length=0, may_lag=True)) == 3
+
+
+@pytest.mark.parametrize("fate", ["ok", "lost"])
+def test_a_history_that_lost_tokens_is_an_error_and_gets_nothing(fate: str) -> None:
+    """The server lost power, or goes on from a backup: what the caller believes to be before these ids is not there."""
+    server = Server([fate], history=[7, 8])
+    tail = Tail(length=5)
+    with pytest.raises(HistoryBehindClient, match="append what is missing") as caught:
+        append(server, [1], tail)
+    assert (caught.value.expected, caught.value.actual, caught.value.appended_tokens) == (5, 2, 0)
+    assert server.history == [7, 8]
+    # Told once, the caller may go on from there.
+    assert append(server, [1], tail) == 3
 
 
 def test_a_named_length_is_insisted_on() -> None:

@@ -35,6 +35,20 @@ async def test_a_server_that_was_never_there_is_an_error_soon_that_says_where_an
     await do(client.close)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_calls_to_this_machine_do_not_go_through_a_proxy(
+    server_target: str, do: Do, flavour: str, unused_port: int, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{unused_port}")
+    target = f"{host}:{server_target.rpartition(':')[2]}"
+    client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(target, api_key="a" * 32)
+    assert (await do(client.server_info)).model_id == "tiny"
+    await do(client.close)
+
+
 async def test_an_asyncio_generate_needs_a_running_loop(server_target: str) -> None:
     async with kakeya.AsyncClient(server_target) as client, await client.create_session() as session:
         with pytest.raises(kakeya.StateError, match="no event loop"):

@@ -14,6 +14,7 @@ import {
   AppendUnresolved,
   CallerError,
   DeadlineExceeded,
+  HistoryBehindClient,
   HistoryLengthMismatch,
   KakeyaError,
   ProtocolError,
@@ -63,7 +64,8 @@ export class Tail {
 /**
  * One append, in as many requests as the server's limits ask for. `run` is called once.
  *
- * If the history is longer than `tail` knew and the caller named no length, the ids go to its end all the same.
+ * If the history is longer than `tail` knew and the caller named no length, the ids go to its end all the same. One that
+ * is shorter has lost tokens: that is an error, and nothing is appended.
  */
 export class Append {
   readonly #link: Link;
@@ -157,6 +159,7 @@ export class Append {
             this.#isFateKnown = !isInDoubt;
             throw error;
           }
+          const told = this.#tail.length;
           this.#tail.settle(error.actual);
           if (isInDoubt && !(await this.#serverKnowsIds())) {
             // Only its length shows it.
@@ -169,6 +172,8 @@ export class Append {
           // It did not arrive: its id would have been known. Nor can it any more, for history only grows.
           if (givenUp !== undefined) throw givenUp;
           if (this.#mustMatch) throw error;
+          // To append here would leave out what the caller believes to be there.
+          if (error.actual < told) throw behind(told, error);
           this.#length = error.actual;
           this.#isExact = true;
           this.#isOpen = isInDoubt = false;
@@ -265,4 +270,17 @@ export class Append {
 function isFateOpen(error: KakeyaError): boolean {
   const kinds = [TransportError, DeadlineExceeded, ServerError, StateError];
   return error.wasSent && kinds.some((kind) => error instanceof kind);
+}
+
+function behind(told: number, cause: HistoryLengthMismatch): HistoryBehindClient {
+  return new HistoryBehindClient(
+    `the server had said that the history has ${told} tokens, and now it has ${cause.actual}: it has lost some. ` +
+      "Nothing was changed; append what is missing, or go on from where the history ends",
+    {
+      code: "DATA_LOSS",
+      reason: "HISTORY_BEHIND_CLIENT",
+      metadata: { expected: String(told), actual: String(cause.actual) },
+      cause,
+    },
+  );
 }

@@ -226,6 +226,27 @@ test.each(["lost", "unanswered"] as const)(
   },
 );
 
+test("a history that lost tokens is an error, and gets nothing", async () => {
+  let length = 0n;
+  const session = await (
+    await serve({
+      appendTokens: ({ tokenIds, expectedHistoryLength }) => {
+        if (expectedHistoryLength !== length) throw mismatch(length);
+        length += BigInt(tokenIds.length);
+        return { historyLength: length };
+      },
+    })
+  ).createSession();
+  expect(await session.append([1, 2, 3])).toBe(3);
+  // The server goes on from a backup.
+  length = 1n;
+  const error = await failure(kakeya.HistoryBehindClient, session.append([4]));
+  expect([error.expected, error.actual, error.appendedTokens]).toEqual([3, 1, 0]);
+  expect(length).toBe(1n);
+  // Told once, the caller may go on from there.
+  expect(await session.append([4])).toBe(2);
+});
+
 test("an append is unresolved where the server knows no ids and the length does not show it", async () => {
   const session = await (await serve(history(["lost"], { knowsIds: false, ids: 3 }))).createSession();
   const error = await failure(kakeya.AppendUnresolved, session.append([7, 8]));

@@ -17,7 +17,7 @@ import grpc.aio
 from kakeya import _requests as requests
 from kakeya import _values as values
 from kakeya._append import Append, Tail
-from kakeya._channel import OPTIONS, TLS
+from kakeya._channel import TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError, StateError
@@ -133,9 +133,9 @@ class AsyncClient(ClientBase):
             credentials = self._address.credentials
             self._loop = loop
             self._channel = (
-                grpc.aio.insecure_channel(self.target, options=OPTIONS)
+                grpc.aio.insecure_channel(self.target, options=self._address.options)
                 if credentials is None
-                else grpc.aio.secure_channel(self.target, credentials, options=OPTIONS)
+                else grpc.aio.secure_channel(self.target, credentials, options=self._address.options)
             )
             self._opened_stub = RuntimeServiceStub(self._channel)
         if self._loop is not loop:

@@ -31,6 +31,8 @@ OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+# gRPC would ask the proxy of the environment (http_proxy) to connect to this machine, too: to its own, in the clear.
+_LOOPBACK_OPTIONS = [*OPTIONS, ("grpc.enable_http_proxy", 0)]
 
 _LOOPBACK = re.compile(
     r"unix(-abstract)?:.+ | ((dns:///|dns:|ipv4:)? (localhost|127(\.\d{1,3}){3}) | (ipv6:)? \[::1\]) (:\d+)?",
@@ -67,6 +69,7 @@ class Address:
     target: str
     credentials: grpc.ChannelCredentials | None
     metadata: tuple[tuple[str, str], ...]
+    options: list[tuple[str, int]]
     has_certificate: bool = False
 
 
@@ -77,7 +80,7 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
     """
     if not isinstance(target, str) or not target.strip():
         raise invalid("target", f"must be an address such as '127.0.0.1:50051', got {target!r}")
-    encrypted = tls is not False
+    encrypted, is_loopback = tls is not False, _LOOPBACK.fullmatch(target) is not None
     if _URL.match(target) is not None:
         raise invalid("target", f"must be host and port alone, such as '127.0.0.1:50051', got {target!r}")
     if not encrypted and _NO_PORT.fullmatch(target) is not None:
@@ -87,12 +90,13 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
         # What HTTP/2 lets into a header.
         if not isinstance(api_key, str) or not api_key or not api_key.isascii() or not api_key.isprintable():
             raise invalid("api_key", f"must be a string of printable ASCII characters{_spaces(api_key)}")
-        if not encrypted and _LOOPBACK.fullmatch(target) is None:
+        if not encrypted and not is_loopback:
             raise invalid("api_key", f"would travel to {target} unencrypted; pass tls=True or tls=TLS(…) as well")
     return Address(
         target,
         _credentials(TLS() if tls is True else tls) if tls is not False else None,
         () if api_key is None else (("authorization", f"Bearer {api_key}"),),
+        _LOOPBACK_OPTIONS if is_loopback else OPTIONS,
         has_certificate=isinstance(tls, TLS) and tls.certificate is not None,
     )
 

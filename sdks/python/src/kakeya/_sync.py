@@ -16,7 +16,7 @@ import grpc
 from kakeya import _requests as requests
 from kakeya import _values as values
 from kakeya._append import Append, Tail
-from kakeya._channel import OPTIONS, TLS
+from kakeya._channel import TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError
@@ -62,9 +62,9 @@ class Client(ClientBase):
         )
         credentials = self._address.credentials
         self._channel = (
-            grpc.insecure_channel(target, options=OPTIONS)
+            grpc.insecure_channel(target, options=self._address.options)
             if credentials is None
-            else grpc.secure_channel(target, credentials, options=OPTIONS)
+            else grpc.secure_channel(target, credentials, options=self._address.options)
         )
         self._stub = RuntimeServiceStub(self._channel)
         self._ended = threading.Event()  # by close()
