@@ -426,6 +426,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the settings file {path}: {error}") from error
     known = _names()
+    if tables := sorted(name for name, value in content.items() if isinstance(value, dict)):
+        named = ", ".join(f"[{name}]" for name in tables)
+        raise ConfigError(f"{path}: it has tables ({named}); the file is flat, a line `name = value` for each setting")
     if unknown := sorted(set(content) - known):
         named = ", ".join(f"{name}{_meant(name, known)}" for name in unknown)
         raise ConfigError(f"{path}: unknown settings {named}; the settings are {', '.join(sorted(known))}")

@@ -190,7 +190,8 @@ class HistoryLimit(RequestError):
 
     def __init__(self, length: int, adding: int, limit: int, *, setting: str = "") -> None:
         """setting: the name of the server setting that is the limit; "": the session's own limit."""
-        bound, advice = f"the session's limit of {limit}", "; continue in a session with a larger limit_tokens"
+        bound = f"the session's limit of {limit}"
+        advice = "; continue in a session with a larger limit_tokens, where the model has one; sink_window has no limit"
         if setting:
             bound = f"the {limit} tokens that this server allows in one session"
             advice = f"; continue in a new session, or ask the operator to raise {setting}"

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 
+# What the SDK calls an argument of Client, and the flags that say the same
+_IN_FLAGS = {
+    "tls=True or tls=TLS(…)": "--tls or --tls-ca-file",
+    "tls=TLS(root_certificates=…)": "--tls-ca-file",
+    "tls=TLS(certificate=…, key=…) gives": "--tls-client-cert-file with --tls-client-key-file gives",
+    "leave out tls,": "leave out --tls and --tls-ca-file,",
+    "the certificates or the key in tls": "a file of --tls-ca-file, --tls-client-cert-file or --tls-client-key-file",
+}
+
 
 def add_connection(parser: argparse.ArgumentParser, *, target: str | None = None) -> None:
     """target: the default; None: the command starts a server."""
@@ -41,6 +50,13 @@ def connect_async(args: argparse.Namespace, target: str, **options: Any) -> Asyn
     from kakeya import AsyncClient
 
     return _made(AsyncClient, args, target, **options)
+
+
+def in_flags(said: str) -> str:
+    """What the SDK says of an error, with the command's flags in the place of Python's arguments."""
+    for argument, flags in _IN_FLAGS.items():
+        said = said.replace(argument, flags)
+    return said
 
 
 def _made(kind: Callable[..., C], args: argparse.Namespace, target: str, **options: Any) -> C:

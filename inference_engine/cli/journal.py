@@ -58,7 +58,7 @@ def run_check(args: argparse.Namespace) -> int:
         problem = journal.check()
     if problem:
         print(f"the database: {problem}")
-    print(f"{len(entries)} sessions, {damaged} damaged")
+    print(f"{len(entries)} session{'' if len(entries) == 1 else 's'}, {damaged} damaged")
     return 1 if damaged or problem else 0
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 KEY_BYTES = 32
+_STORED = {False: "its digest", True: "in plain text: run `kakeya keys hash`"}  # by whether the key itself is there
 _HEAD = "# Made by `kakeya keys`. One key a line: its SHA-256 digest and its owner.\n"
 
 
@@ -85,7 +86,7 @@ def run_list(args: argparse.Namespace) -> int:
             table.add_row("", "", f"line {number} is ignored: {complaint}")
         else:
             if key is not None:
-                table.add_row(key.owner, key.key_id, "in plain text: run `kakeya keys hash`" if key.is_plain else "")
+                table.add_row(key.owner, key.key_id, _STORED[key.is_plain])
     Console().print(table)
     return 0
 

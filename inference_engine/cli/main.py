@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import kakeya
 from inference_engine import __version__
 from inference_engine.cli import audit, chat, demo, doctor, journal, keys, late, models, serve, sessions
+from inference_engine.cli.connection import in_flags
 from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
 from inference_engine.errors import KakeyaError
 
@@ -41,8 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_grpc()
     try:
         status: int = args.run(args)
-    except (KakeyaError, kakeya.KakeyaError) as error:
+    except KakeyaError as error:
         print(f"kakeya {args.command}: {error}", file=sys.stderr)
+        return 1
+    except kakeya.KakeyaError as error:
+        print(f"kakeya {args.command}: {in_flags(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

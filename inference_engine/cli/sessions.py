@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,8 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Raises the SDK's SessionNotFound for an id that is none of the caller's sessions."""
-    with connect(args, args.target) as client:
+    """Raises ConfigError for an id that is none of the caller's sessions."""
+    with connect(args, args.target) as client, _named(args.session_id):
         session = client.session(args.session_id)
         info = session.info()
         limit = "" if info.limit_tokens is None else f" of at most {info.limit_tokens}"
@@ -77,7 +78,10 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_close(args: argparse.Namespace) -> int:
-    """Raises ConfigError unless ids or --all are given, and the SDK's errors; sessions before that are closed."""
+    """Raises ConfigError unless ids or --all are given, or for an id that is none of the caller's sessions.
+
+    Sessions before that are closed.
+    """
     if bool(args.session_ids) == args.all:
         raise ConfigError("give the ids of the sessions to close, or --all")
     with connect(args, args.target) as client:
@@ -90,14 +94,24 @@ def run_close(args: argparse.Namespace) -> int:
 
 def _close(client: Client, session_id: str, *, may_be_gone: bool) -> int | None:
     """The final length of its history. may_be_gone: None for a session that was closed since it was listed."""
-    from kakeya import SessionNotFound
-
     try:
-        return client.session(session_id).close()
-    except SessionNotFound:
+        with _named(session_id):
+            return client.session(session_id).close()
+    except ConfigError:
         if may_be_gone:
             return None
         raise
+
+
+@contextmanager
+def _named(session_id: str) -> Iterator[None]:
+    """The server's refusal names no id, and several may have been typed."""
+    from kakeya import SessionNotFound
+
+    try:
+        yield
+    except SessionNotFound as error:
+        raise ConfigError(f"you have no session {session_id} there; `kakeya sessions list` shows yours") from error
 
 
 def _row(one: SessionSummary) -> tuple[str, ...]:

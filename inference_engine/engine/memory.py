@@ -52,7 +52,14 @@ def open_memory(
     entries forks still read, at most MOST_PIECES for each session.
     """
     tap_layers = () if drafter is None else drafter.tap_layers
-    capacity = config.kv_bytes or forward.free_bytes() // _SHARE
+    free_bytes = forward.free_bytes()
+    if config.kv_bytes > free_bytes:
+        _log.warning(
+            "kv_bytes is %d, and %d bytes of memory are free: the system may end the process when sessions take more",
+            config.kv_bytes,
+            free_bytes,
+        )
+    capacity = config.kv_bytes or free_bytes // _SHARE
     address_bytes = 0
     if grows(config, forward):
         longest = _longest_bytes(default_strategy, geometry)

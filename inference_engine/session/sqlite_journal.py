@@ -449,6 +449,8 @@ class SQLiteJournal:
         self._flush()
         try:
             folder.mkdir(mode=0o700)
+        except FileExistsError as error:
+            raise ConfigError(f"{folder} is there already; name a folder that is not") from error
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}") from error
         with self._db_lock:

@@ -128,6 +128,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.set_defaults(run=run_report)
 
 
+def _log_what_is_found() -> None:
+    """On standard error, without the line that each Generate leaves: an experiment has hundreds, and theirs are few."""
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda line: line.name != "inference_engine.scheduler.lifecycle" or line.levelno > logging.INFO)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler]
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run one experiment and write its record. Raises KakeyaError for what is refused or void; nothing is written."""
     experiment = EXPERIMENTS[args.experiment]
@@ -136,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     from laboratory.evaluation.record import running_commit, write_record
 
     commit = running_commit(args.commit)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_what_is_found()
     module = module_of(experiment)
 
     def save(payload: dict[str, Any]) -> Path:

@@ -27,7 +27,7 @@ _TOKENS = 16_384
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     components = commands.add_parser(
         "components",
-        help="the directions of keys by which gather chooses what to read; takes seconds",
+        help="the directions of keys by which gather chooses what to read; takes about a minute",
         description="Runs the model over text and works out the leading components of its keys before rotation.",
     )
     add_config_file(components)

@@ -87,6 +87,7 @@ def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(
     assert status == 1
     assert len(COST.findall(printed)) == 1
     assert "would exceed the session's limit of 512" in said
+    assert "sink_window has no limit" in said, "512 is all that the model has, so a larger limit_tokens is no way out"
 
 
 def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp_path: Path) -> None:

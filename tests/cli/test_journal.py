@@ -31,6 +31,9 @@ def test_sessions_are_listed_checked_and_purged(tmp_path: Path, capsys: pytest.C
     assert "2 sessions, 0 damaged" in capsys.readouterr().out
     assert main(["journal", "purge", str(state), first, "unknown"]) == 1
     assert main(["journal", "purge", str(state), first]) == 0
+    capsys.readouterr()
+    assert main(["journal", "check", str(state)]) == 0
+    assert capsys.readouterr().out == "1 session, 0 damaged\n"
     with keeping(state) as engine:
         assert [one.session_id for one in engine.list_sessions(owner="alice")] == [second]
 
@@ -52,11 +55,13 @@ def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: p
     assert whole not in out
 
 
-def test_a_backup_is_a_folder_that_a_server_can_use(tmp_path: Path) -> None:
+def test_a_backup_is_a_folder_that_a_server_can_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
     (session_id,) = sessions_in(state, "one")
     assert main(["journal", "backup", str(state), str(copy)]) == 0
-    assert main(["journal", "backup", str(state), str(copy)]) == 1  # it is there already
+    capsys.readouterr()
+    assert main(["journal", "backup", str(state), str(copy)]) == 1
+    assert "is there already; name a folder that is not" in capsys.readouterr().err
     with keeping(copy) as engine:
         engine.recall(session_id, owner="alice")
         assert engine.read_history(session_id, owner="alice").token_ids.tolist() == HISTORY

@@ -51,6 +51,8 @@ def test_the_list_names_owners_and_ids_and_no_key(path: Path, capsys: pytest.Cap
     assert "alice" in shown and Key.of(key).key_id in shown and Key.of(PLAIN).key_id in shown
     assert "line 4 is ignored" in shown
     assert key not in shown and PLAIN not in shown and "short" not in shown
+    (row,) = (line for line in shown.splitlines() if "alice" in line)
+    assert row.split("│")[3].strip() == "its digest"
 
 
 def test_a_key_is_removed_by_its_id_and_all_keys_of_an_owner_by_name(

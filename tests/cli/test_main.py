@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 
 from inference_engine import __version__
 from inference_engine.cli import doctor, late
+from inference_engine.cli.connection import add_connection, in_flags
 from inference_engine.cli.main import main
 from tests.processes import run
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT_TLS = re.compile(r'f?"([^"\n]*(?:\btls=T|\bout tls\b|\bin tls\b)[^"\n]*)"')
 
 COMMANDS = ("serve", "chat", "demo", "doctor", "models", "evaluate", "bench", "train")
 
@@ -103,7 +108,22 @@ def test_an_error_of_the_sdk_is_one_line_too(tmp_path: Path, capsys: pytest.Capt
     key = tmp_path / "key"
     key.write_text("0123456789abcdef\n")
     assert main(("chat", "--target", "far.example:1", "--api-key-file", str(key))) == 1
-    assert "would travel to far.example:1 unencrypted" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "would travel to far.example:1 unencrypted; pass --tls or --tls-ca-file as well" in said
+
+
+def test_what_the_sdk_says_about_tls_is_said_in_flags(subtests: pytest.Subtests) -> None:
+    taken = argparse.ArgumentParser()
+    add_connection(taken)
+    flags = set(taken.format_help().split())
+    sources = sorted((ROOT / "sdks/python/src/kakeya").glob("_*.py"))
+    remedies = {said for path in sources for said in ABOUT_TLS.findall(path.read_text(encoding="utf-8"))}
+    assert len(remedies) >= 5
+    for remedy in sorted(remedies):
+        with subtests.test(remedy):
+            said = in_flags(remedy)
+            assert "tls=" not in said and " tls" not in said
+            assert (named := set(re.findall(r"--[a-z-]+", said))) and named <= flags
 
 
 def test_an_interrupt_is_status_130_and_says_nothing(

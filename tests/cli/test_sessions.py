@@ -52,8 +52,8 @@ def test_sessions_are_listed_shown_and_closed(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["show", "no-such-id"], "SESSION_NOT_FOUND"),
-        (["close", "no-such-id"], "SESSION_NOT_FOUND"),
+        (["show", "no-such-id"], "you have no session no-such-id there; `kakeya sessions list` shows yours"),
+        (["close", "no-such-id", "another"], "you have no session no-such-id there"),
         (["close"], "give the ids of the sessions to close, or --all"),
         (["close", "an-id", "--all"], "give the ids of the sessions to close, or --all"),
     ],

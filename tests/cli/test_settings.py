@@ -56,6 +56,9 @@ def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
     path.write_text('modle = "x"\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean mode or model\?\); the"):
         resolve(ModelConfig, file=str(path))
+    path.write_text('[server]\nkv_bytes = "1GiB"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"kakeya.toml: it has tables \(\[server\]\); the file is flat"):
+        resolve(ModelConfig, file=str(path))
     for name in ("KAKEYA_MODLE", "KAKEYA_MODEL", "KAKEYA_CONFIG", "KAKEYA_PYTHON", "KAKEYA_TARGET", "KAKEYA_TOKENIZER"):
         monkeypatch.setenv(name, "x")
     assert misspelled_variables() == ("KAKEYA_MODLE (did you mean MODE or MODEL?)",)

@@ -184,6 +184,17 @@ def test_a_pool_that_holds_less_than_the_limit_says_how_many_tokens_it_holds(
             engine.append(session, text(2))
 
 
+def test_a_pool_beyond_the_memory_that_is_free_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enough = bytes_for()
+    monkeypatch.setattr(type(tiny_forward()), "free_bytes", lambda _: enough)
+    with tiny_engine(kv_bytes=enough):
+        assert "kv_bytes" not in caplog.text
+    with tiny_engine(kv_bytes=enough + 1):
+        assert f"kv_bytes is {enough + 1}, and {enough} bytes of memory are free" in caplog.text
+
+
 def test_growth_is_one_of_three_words() -> None:
     with pytest.raises(ConfigError, match="sometimes"):
         EngineConfig(growth="sometimes")

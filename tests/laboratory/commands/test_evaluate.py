@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,20 @@ def test_a_run_leaves_a_record_and_a_plot(
     printed = capsys.readouterr().out.splitlines()
     assert "full: single, looped at 337: 0 of 2" in printed
     assert printed[-1].endswith("record.json")
+
+
+def test_a_run_says_what_was_found_and_not_that_each_generate_ended(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of its own
+    level = logging.root.level
+    try:
+        assert needle(tiny_folder, tmp_path, "--strategies", "sink_window:window=64", "--lengths", "337") == 0
+    finally:
+        logging.root.setLevel(level)
+    said = capsys.readouterr().err
+    assert "laboratory.evaluation.needle: single, looped at 337" in said
+    assert "a Generate ended" not in said
 
 
 def test_the_recorded_command_runs_and_gives_the_same_values(tiny_folder: Path, tmp_path: Path) -> None:
