@@ -67,8 +67,8 @@ class AppendLimit:
 class Append:
     """One append, in as many requests as the server's limits ask for.
 
-    If the history is longer than `tail` knew and the caller named no length, the ids go to its end all the same. One that
-    is shorter has lost tokens: that is an error, and nothing is appended.
+    If the history is longer than `tail` knew and the caller named no length, the ids go to its end all the same. One
+    that is shorter has lost tokens: that is an error, and nothing is appended.
     """
 
     def __init__(
@@ -230,8 +230,8 @@ class Append:
 
 def _behind(told: int, actual: int) -> HistoryBehindClient:
     return HistoryBehindClient(
-        f"the server had said that the history has {told} tokens, and now it has {actual}: it has lost some. Nothing was "
-        "changed; append what is missing, or go on from where the history ends",
+        f"the server had said that the history has {told} tokens, and now it has {actual}: it has lost some. Nothing "
+        "was changed; append what is missing, or go on from where the history ends",
         code="DATA_LOSS",
         reason="HISTORY_BEHIND_CLIENT",
         metadata={"expected": str(told), "actual": str(actual)},
