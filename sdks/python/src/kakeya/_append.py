@@ -230,8 +230,8 @@ class Append:
 
 def _behind(confirmed: int, actual: int) -> HistoryBehindClient:
     return HistoryBehindClient(
-        f"the server had said that the history has {confirmed} tokens, and now it has {actual}: it has lost some. Nothing "
-        "was changed; append what is missing, or go on from where the history ends",
+        f"the server had said that the history has {confirmed} tokens, and now it has {actual}: it has lost some. "
+        "Nothing was changed; append what is missing, or go on from where the history ends",
         code="DATA_LOSS",
         reason="HISTORY_BEHIND_CLIENT",
         metadata={"expected": str(confirmed), "actual": str(actual)},
