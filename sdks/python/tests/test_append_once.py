@@ -332,7 +332,7 @@ def test_a_history_that_lost_tokens_is_an_error_and_gets_nothing(fate: str) -> N
         append(server, [1], tail)
     assert (caught.value.expected, caught.value.actual, caught.value.appended_tokens) == (5, 2, 0)
     assert server.history == [7, 8]
-    # Told once, the caller may go on from there.
+    # After the error the caller may go on from there.
     assert append(server, [1], tail) == 3
 
 

@@ -129,8 +129,8 @@ def test_a_key_must_fit_into_a_header(subtests: pytest.Subtests) -> None:
             address("127.0.0.1:1", key, False)
 
 
-def test_timeouts_are_above_zero_or_none(subtests: pytest.Subtests) -> None:
-    for arguments in ({"timeout": 0}, {"timeout": -1}, {"generate_timeout": math.nan}):
+def test_timeouts_are_above_zero_and_what_grpc_can_count_or_none(subtests: pytest.Subtests) -> None:
+    for arguments in ({"timeout": 0}, {"timeout": -1}, {"generate_timeout": math.nan}, {"timeout": 1e10}):
         with subtests.test(str(arguments)), pytest.raises(kakeya.InvalidArgument, match="timeout"):
             kakeya.AsyncClient("127.0.0.1:1", **arguments)
 

@@ -291,6 +291,32 @@ async def test_closing_a_client_ends_the_wait_between_attempts(
     assert len(scripted.calls("GetServerInfo")) == 1
 
 
+async def test_closing_a_client_ends_the_wait_of_a_stream_and_is_its_error(
+    scripted: Any, flavour: str, do: Do, unexplained: Failure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = threading.Event()
+
+    def long(*_: Any) -> float:
+        waiting.set()
+        return 600.0
+
+    monkeypatch.setattr(kakeya.RetryPolicy, "delay_seconds", long)
+    patient = kakeya.RetryPolicy(patience_seconds=600.0)
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target, retry=patient)
+    scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s1")))
+    session = await do(client.create_session)
+    scripted.on("Generate", streamed(then=unexplained(UNAVAILABLE)))
+    stream = session.generate(4, timeout=None)
+    reading = asyncio.ensure_future(do(stream.result))
+    await asyncio.to_thread(waiting.wait)
+    await do(client.close)
+    with pytest.raises(kakeya.StateError, match="closed while the call was running"):
+        await asyncio.wait_for(reading, 60)
+    with pytest.raises(kakeya.StateError, match="closed while the call was running"):
+        await do(stream.result)
+    assert len(scripted.calls("Generate")) == 1
+
+
 async def test_an_append_under_way_when_its_client_is_closed_does_not_claim_that_nothing_arrived(
     scripted: Any, client: Any, session: Any, do: Do
 ) -> None:

@@ -243,7 +243,7 @@ test("a history that lost tokens is an error, and gets nothing", async () => {
   const error = await failure(kakeya.HistoryBehindClient, session.append([4]));
   expect([error.expected, error.actual, error.appendedTokens]).toEqual([3, 1, 0]);
   expect(length).toBe(1n);
-  // Told once, the caller may go on from there.
+  // After the error the caller may go on from there.
   expect(await session.append([4])).toBe(2);
 });
 

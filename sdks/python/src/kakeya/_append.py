@@ -67,8 +67,8 @@ class AppendLimit:
 class Append:
     """One append, in as many requests as the server's limits ask for.
 
-    If the history is longer than `tail` knew and the caller named no length, the ids go to its end all the same. One that
-    is shorter has lost tokens: that is an error, and nothing is appended.
+    If the history is longer than `tail` knew and the caller named no length, the ids go to its end all the same. One
+    that is shorter has lost tokens: that is an error, and nothing is appended.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Append:
                 if error.actual is None:
                     self._is_fate_known = not is_in_doubt
                     raise
-                told = self._tail.length
+                confirmed = self._tail.length
                 self._tail.settle(error.actual)
                 if is_in_doubt and not (yield from self._server_knows_ids()):
                     if self._is_exact and error.actual == end:  # only its length shows it
@@ -141,8 +141,8 @@ class Append:
                     raise given_up from error
                 if self._must_match:
                     raise
-                if error.actual < told:  # to append here would leave out what the caller believes to be there
-                    raise _behind(told, error.actual) from error
+                if error.actual < confirmed:  # to append here would leave out what the caller believes to be there
+                    raise _behind(confirmed, error.actual) from error
                 self._length, self._is_exact, self._is_open, is_in_doubt = error.actual, True, False, False
                 request = self._request(chunk)  # for another length, it is another request
                 continue
@@ -228,11 +228,11 @@ class Append:
         return self._limit.tokens
 
 
-def _behind(told: int, actual: int) -> HistoryBehindClient:
+def _behind(confirmed: int, actual: int) -> HistoryBehindClient:
     return HistoryBehindClient(
-        f"the server had said that the history has {told} tokens, and now it has {actual}: it has lost some. Nothing was "
-        "changed; append what is missing, or go on from where the history ends",
+        f"the server had said that the history has {confirmed} tokens, and now it has {actual}: it has lost some. "
+        "Nothing was changed; append what is missing, or go on from where the history ends",
         code="DATA_LOSS",
         reason="HISTORY_BEHIND_CLIENT",
-        metadata={"expected": str(told), "actual": str(actual)},
+        metadata={"expected": str(confirmed), "actual": str(actual)},
     )

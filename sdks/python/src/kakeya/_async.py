@@ -112,6 +112,7 @@ class AsyncClient(ClientBase):
         """As `Client.close`."""
         self._is_closed = True
         self._ended.set()
+        self._wake_streams()
         if self._channel is not None:
             await self._channel.close()
 
@@ -422,9 +423,15 @@ class AsyncGenerateStream(StreamBase):
         return None
 
     async def _attach_again(self, delay: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), delay)
+        self._client._waiting.add(self._stopped)
+        try:
+            if not self._client._is_closed:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopped.wait(), delay)
+        finally:
+            self._client._waiting.discard(self._stopped)
         if not self._is_cancelled:
+            self._fail_if_closed()
             self._call = self._client._generate(self._request_again(), self._patience, self._route)
 
 

@@ -15,6 +15,8 @@ from typing import SupportsIndex
 from kakeya._errors import InvalidArgument, InvalidTokenIds
 
 MAX_TOKEN_ID = 2**32 - 1
+# gRPC counts nanoseconds since 1970 in 63 bits; a later deadline has passed as soon as it is set.
+MAX_SECONDS = 10**9
 _FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -82,12 +84,12 @@ def finite(value: object, field: str) -> float:
 
 
 def seconds(value: object, field: str) -> float | None:
-    """A duration above 0, or None for no limit. Raises InvalidArgument."""
+    """A duration above 0 and up to MAX_SECONDS, or None for no limit. Raises InvalidArgument."""
     if value is None:
         return None
     number = finite(value, field)
-    if number <= 0:
-        raise invalid(field, f"must be above 0 seconds, or None for no limit; got {value!r}")
+    if not 0 < number <= MAX_SECONDS:
+        raise invalid(field, f"must be above 0 and at most {MAX_SECONDS} seconds, or None for no limit; got {value!r}")
     return number
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import grpc
 
 from kakeya._append import AppendLimit
@@ -36,6 +39,7 @@ class ClientBase:
         self._contact = Contact()
         self._append_limit = AppendLimit()
         self._is_closed = False
+        self._waiting: set[threading.Event | asyncio.Event] = set()  # of streams between attempts; close() sets them
         self._is_met = False  # a connection was made once, or the reason for its failure was found
 
     @property
@@ -48,6 +52,10 @@ class ClientBase:
     def _require_open(self) -> None:
         if self._is_closed:
             raise StateError(f"this client of {self.target} is closed; create a new one")
+
+    def _wake_streams(self) -> None:
+        for waiting in tuple(self._waiting):
+            waiting.set()
 
     def _metadata(self, route: str) -> Metadata:
         """The metadata of a call made in this context, for a session with this route."""

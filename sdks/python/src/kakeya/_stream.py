@@ -180,6 +180,11 @@ class StreamBase:
             self._request.resume_from = self._fold.next_position
         return self._request
 
+    def _fail_if_closed(self) -> None:
+        """Before another attempt: was the client closed meanwhile?"""
+        if self._client._is_closed:
+            self._fail(self._client._closed_meanwhile())
+
     def _fail(self, error: KakeyaError, cause: BaseException | None = None) -> NoReturn:
         self._is_over = True
         self._error = error

@@ -129,6 +129,7 @@ class Client(ClientBase):
         """End the connection. Sessions stay on the server until they are closed or have been idle for long."""
         self._is_closed = True
         self._ended.set()
+        self._wake_streams()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -433,7 +434,14 @@ class GenerateStream(StreamBase):
         return None
 
     def _attach_again(self, delay: float) -> None:
-        if not self._stopped.wait(delay):
+        self._client._waiting.add(self._stopped)
+        try:
+            if not self._client._is_closed:
+                self._stopped.wait(delay)
+        finally:
+            self._client._waiting.discard(self._stopped)
+        if not self._is_cancelled:
+            self._fail_if_closed()
             self._call = self._client._generate(self._request_again(), self._patience, self._route)
-            if self._stopped.is_set():  # meanwhile, from another thread
+            if self._is_cancelled:  # meanwhile, from another thread
                 self._call.cancel()
