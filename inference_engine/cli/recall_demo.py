@@ -80,7 +80,7 @@ def show(found: Sequence[Recalled], console: Console) -> None:
     console.print(f"{fact} Then {REPEATS} times the same five sentences, then the question.\n", markup=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("strategy", "answer", "K/V held meanwhile", "restored", "evicted"):
-        table.add_column(name, justify="left" if name in ("strategy", "answer") else "right")
+        table.add_column(name, justify="left" if name in ("strategy", "answer") else "right", overflow="fold")
     for one in found:
         mark = "✓" if one.is_right else "✗"
         numbers = (decimal(one.held_bytes), str(one.restored_positions), str(one.evicted_positions))

@@ -111,6 +111,8 @@ def check_names(folder: Path) -> tuple[str, ...]:
 
     Raises ModelError that names the file and the remedy.
     """
+    if folder.is_file():
+        raise ModelError(f"{folder}: a file, and no GGUF file; name one, or the folder of a model")
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG).is_file():

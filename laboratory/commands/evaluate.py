@@ -128,6 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.set_defaults(run=run_report)
 
 
+def shown(value: float) -> str:
+    """Six digits, and all of a large number: of bytes, every one is known."""
+    return f"{value:g}" if abs(value) < 1e6 else f"{value:,.0f}"
+
+
 def _log_what_is_found() -> None:
     """On standard error, without the line that each Generate leaves: an experiment has hundreds, and theirs are few."""
     handler = logging.StreamHandler()
@@ -170,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             logger.warning("no images: matplotlib is not installed")
     for value_name, value in payload["values"].items():
-        print(f"{value_name}: {value['median']:g} {value['unit']}")
+        print(f"{value_name}: {shown(value['median'])} {value['unit']}")
     print(path)
     return 0
 

@@ -27,7 +27,7 @@ from inference_engine.cli.settings import add_config_file, add_settings, setting
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
 from laboratory.commands import train_components, train_corpus, train_drafter
-from laboratory.training.calibration_text import conversations_in, gather, gather_plain
+from laboratory.training.calibration_text import conversations_in, gather, gather_plain, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
     for name, floor in (("sensitivity_sequences", 1), ("bytes_per_token", 1), ("group_layers", 1), ("refine_steps", 0)):
         if (given := getattr(args, name)) is not None and given < floor:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {floor}, got {given}")
+    for _ in read(args.text):
+        pass  # one that cannot be read is refused at once, and not behind the model's load
     model = settings(args, ModelConfig)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True)

@@ -5,6 +5,7 @@ Of every kind a share, for what calibration never saw is restored worst. Nothing
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from laboratory.evaluation.models import Target
 
 T = TypeVar("T", str, list[int])
+
+_log = logging.getLogger(__name__)
 
 # Of the tokens; prose and code, or the user's own files, are the rest.
 _CONVERSATION, _TOOL_CALLS, _LANGUAGES = 0.25, 0.1, 0.1
@@ -86,7 +89,14 @@ def _with_plain(
     found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES))
     rest = tokens - sum(len(ids) for part in found.values() for ids in part)
     if files:
-        found["files"] = _share(tokenizer, [*_read(files)], rest)
+        found["files"] = _share(tokenizer, [*read(files)], rest)
+        if (given := sum(map(len, found["files"]))) < rest:
+            _log.warning(
+                "the files have %d of %d tokens that were asked of them, so calls of tools and languages count for "
+                "more: name longer files, or ask for fewer --tokens",
+                given,
+                rest,
+            )
     else:
         for kind in ("prose", "code"):
             found[kind] = _take(tokenizer, iter(_mixed(calibration_texts(kind), seed)), rest // 2)
@@ -99,7 +109,8 @@ def _mixed(texts: Sequence[str], seed: int) -> list[str]:
     return mixed
 
 
-def _read(files: Sequence[Path]) -> Iterator[str]:
+def read(files: Sequence[Path]) -> Iterator[str]:
+    """The text of each. Raises ConfigError for one that cannot be read."""
     for file in files:
         try:
             yield file.read_text(encoding="utf-8")

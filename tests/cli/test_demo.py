@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from inference_engine.cli.demo import FACT, SCRIPT
 from inference_engine.cli.kill_demo import KILLED_TURN, TOKENS_BEFORE
 from inference_engine.cli.kill_demo import SCRIPT as KILL_SCRIPT
 from inference_engine.cli.main import main
+from inference_engine.cli.recall_demo import Recalled, show
 from tests.processes import warm_children
 
 CLOSING = re.compile(r"prefilled its new tokens only: (\d+) in all, and (\d+) were read .* have prefilled (\d+)\.")
@@ -53,6 +56,17 @@ def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_
     printed = demo("--recall", "--latent=none", "--max-tokens=24")
     marks = re.findall(r"^ (full|sink_window|restored)\b.*([✓✗])", printed, re.MULTILINE)
     assert dict(marks) == {"full": "✓", "sink_window": "✗", "restored": "✓"}
+
+
+def test_what_was_recalled_is_shown_whole_however_narrow_the_terminal() -> None:
+    strategy = "restored:sink=4,window=64,source=latent,bytes_per_token=1152,mode=hold"
+    console = Console(width=80, record=True, file=io.StringIO())
+    one = Recalled(
+        strategy=strategy, answer="52817.", held_bytes=8_500_000, restored_positions=700, evicted_positions=0
+    )
+    show([one], console)
+    rows = console.export_text().split("─ \n")[1]
+    assert strategy in "".join(line[1:].split(" ")[0] for line in rows.splitlines() if line)
 
 
 def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_a_missing_folder_is_refused_with_the_names_that_are_known(cache: Path) 
 def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "model"
     path.write_text("not a folder")
-    assert "no such folder" in refusal(path, cache)
+    assert "a file, and no GGUF file" in refusal(path, cache)
 
 
 def test_a_folder_of_anything_else_is_not_searched_through(tmp_path: Path, cache: Path) -> None:

@@ -49,6 +49,16 @@ def test_a_run_leaves_a_record_and_a_plot(
     assert printed[-1].endswith("record.json")
 
 
+def test_a_number_of_bytes_is_printed_to_the_byte() -> None:
+    assert [evaluate.shown(value) for value in (6_635_520, 0.0131234567, 17, -0.5, 1e-9)] == [
+        "6,635,520",
+        "0.0131235",
+        "17",
+        "-0.5",
+        "1e-09",
+    ]
+
+
 def test_a_run_says_what_was_found_and_not_that_each_generate_ended(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,15 @@ def test_controls_and_refinement_are_options(
     assert find_latent(ModelConfig(model=str(tiny_folder), latent=str(refined))) is not None
 
 
+def test_a_text_that_cannot_be_read_is_refused_before_anything_is_loaded(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", "latent", "--quick", "--model", str(tiny_folder), "--text", str(tmp_path / "absent"))
+    assert main((*words, "--out", str(tmp_path / "out"))) == 1
+    said = capsys.readouterr().err
+    assert "absent: cannot be read" in said and "a latent for" not in said
+
+
 def test_a_codec_of_other_weights_is_refused(tiny_folder: Path, latent: Path, tmp_path: Path) -> None:
     manifest = (latent / "latent.json").read_text(encoding="utf-8")
     for file in latent.iterdir():

@@ -29,6 +29,16 @@ def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
         gather_plain(tiny_tokenizer(), tokens=100, files=[tmp_path / "bad"], seed=0)
 
 
+def test_files_that_give_less_than_their_share_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "long").write_text("word " * 2000, encoding="utf-8")
+    gather_plain(tiny_tokenizer(), tokens=1000, files=[tmp_path / "long"], seed=0)
+    assert not caplog.records
+    (tmp_path / "short").write_text("word", encoding="utf-8")
+    found = gather_plain(tiny_tokenizer(), tokens=1000, files=[tmp_path / "short"], seed=0)
+    (line,) = caplog.messages
+    assert f"the files have {found.tokens()['files']} of " in line
+
+
 def test_too_little_text_says_how_much_is_needed() -> None:
     found = CalibrationText({"files": [[1, 2, 3]]})
     with pytest.raises(ConfigError, match="3 tokens"):
