@@ -35,7 +35,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {config.rootpath / place for place in LABORATORY}
     for item in items:
-        if not places.isdisjoint((item.path, *item.path.parents)):
+        is_long = item.get_closest_marker("long") is not None
+        if not is_long and not places.isdisjoint((item.path, *item.path.parents)):
             make_further(item)
 
 
