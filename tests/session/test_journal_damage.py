@@ -16,7 +16,7 @@ from inference_engine.session import sqlite_journal, wal_scan
 from inference_engine.session.journal import GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
-from inference_engine.session.sqlite_journal import FILE
+from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
@@ -116,12 +116,7 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
         journal.rest("session-0")
         journal.leave("session-0")
         assert journal._writer.flush(20)
-    killed = after_a_kill(tmp_path)
-    journal.stop()
-    folder = killed if table == "tail" else tmp_path
-    with closing(apsw.Connection(str(folder / FILE))) as db:
-        db.execute(f"update {table} set {values} where session = 1")
-        assert db.changes()
+    folder = stopped_and_damaged(journal, tmp_path, table, values)
     journal = open_journal(folder)
     journal.open(record_of(9))
     assert journal._writer.flush(20), journal.failure
@@ -172,12 +167,7 @@ def test_a_session_that_is_refused_stops_no_checkpoint(
     if table != "tail":
         journal.leave("session-0")
     assert journal._writer.flush(20)
-    killed = after_a_kill(tmp_path)
-    journal.stop()
-    folder = killed if table == "tail" else tmp_path
-    with closing(apsw.Connection(str(folder / FILE))) as db:
-        db.execute(f"update {table} set crc = cast('text' as blob) where session = 1")
-        assert db.changes()
+    folder = stopped_and_damaged(journal, tmp_path, table, "crc = cast('text' as blob)")
     monkeypatch.setattr(sqlite_journal, "_WAL_PAGES", 1)
     journal = open_journal(folder)
     refused = None
@@ -190,6 +180,17 @@ def test_a_session_that_is_refused_stops_no_checkpoint(
     assert journal._writer.flush(20), journal.failure
     assert not journal.failure
     journal.stop()
+
+
+def stopped_and_damaged(journal: SQLiteJournal, folder: Path, table: str, values: str) -> Path:
+    """The folder of what is left, with `values` in the first session's rows; a tail is there after a kill alone."""
+    killed = after_a_kill(folder)
+    journal.stop()
+    left = killed if table == "tail" else folder
+    with closing(apsw.Connection(str(left / FILE))) as db:
+        db.execute(f"update {table} set {values} where session = 1")
+        assert db.changes()
+    return left
 
 
 def two_sessions_killed(folder: Path) -> Path:

@@ -271,16 +271,22 @@ async def test_a_strategy_newer_than_the_sdk_is_none(scripted: Any, client: Any,
     assert (await do(client.create_session)).strategy is None
 
 
-async def test_closing_a_client_ends_the_wait_between_attempts(
-    scripted: Any, flavour: str, do: Do, unexplained: Failure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = threading.Event()
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a client waits between attempts, which takes ten minutes."""
+    began = threading.Event()
 
     def long(*_: Any) -> float:
-        waiting.set()
+        began.set()
         return 600.0
 
     monkeypatch.setattr(kakeya.RetryPolicy, "delay_seconds", long)
+    return began
+
+
+async def test_closing_a_client_ends_the_wait_between_attempts(
+    scripted: Any, flavour: str, do: Do, unexplained: Failure, waiting: threading.Event
+) -> None:
     client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target)
     scripted.on("GetServerInfo", unexplained(UNAVAILABLE))
     asking = asyncio.ensure_future(do(client.server_info, timeout=None))
@@ -292,15 +298,8 @@ async def test_closing_a_client_ends_the_wait_between_attempts(
 
 
 async def test_closing_a_client_ends_the_wait_of_a_stream_and_is_its_error(
-    scripted: Any, flavour: str, do: Do, unexplained: Failure, monkeypatch: pytest.MonkeyPatch
+    scripted: Any, flavour: str, do: Do, unexplained: Failure, waiting: threading.Event
 ) -> None:
-    waiting = threading.Event()
-
-    def long(*_: Any) -> float:
-        waiting.set()
-        return 600.0
-
-    monkeypatch.setattr(kakeya.RetryPolicy, "delay_seconds", long)
     patient = kakeya.RetryPolicy(patience_seconds=600.0)
     client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target, retry=patient)
     scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s1")))
