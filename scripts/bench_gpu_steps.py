@@ -24,13 +24,12 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
 
@@ -47,8 +46,6 @@ from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
-from inference_engine.kernels import merge
-from inference_engine.kernels.long_chunks import Flash3, LongChunks
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
@@ -58,7 +55,7 @@ from laboratory.evaluation import record
 from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
 from laboratory.evaluation.sessions import opened
-from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
+from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, unattended
 
 COMPILED = "transformers, compiled"
 FULL = "full"
@@ -88,31 +85,44 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What a shape's steps cost at least. weight_bytes: read in each step. entry_bytes: of one position, all layers."""
+    """What a shape's steps cost at least.
+
+    weight_bytes: read in each step. expert_bytes: of all experts, of which each token reads the share `chosen`.
+    entry_bytes: of one position, all layers.
+    """
 
     weight_bytes: int
     entry_bytes: int
     token_products: float  # of a prefill, floating-point operations of the layers for each token
     pair_products: float  # and of attention, for each pair of a token and one it sees
+    expert_bytes: int = 0
+    chosen: float = 0.0
 
     @classmethod
     def of(cls, model: Any, itemsize: int) -> Costs:
         config = model.config
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         embedded = model.get_input_embeddings().weight.numel()
-        read = sum(each.numel() for each in model.parameters()) - (0 if tied else embedded)
+        experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+        chosen = config.num_experts_per_tok / config.num_experts if experts else 0.0
+        read = sum(each.numel() for each in model.parameters()) - experts - (0 if tied else embedded)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         layers = config.num_hidden_layers
         return cls(
             weight_bytes=read * itemsize,
             entry_bytes=2 * layers * config.num_key_value_heads * head_dim * itemsize,
-            token_products=2.0 * (read - embedded),  # a prefill needs one row of logits, not one for each token
+            # A prefill needs one row of logits, not one for each token.
+            token_products=2.0 * (read - embedded + chosen * experts),
             pair_products=4.0 * layers * heads * head_dim,
+            expert_bytes=experts * itemsize,
+            chosen=chosen,
         )
 
     def step_ms(self, sessions: int, attended: int, ceilings: Ceilings) -> float:
-        return 1e3 * (self.weight_bytes + sessions * attended * self.entry_bytes) / ceilings.bandwidth
+        # Tokens that choose independently share some of their experts.
+        experts = self.expert_bytes * (1 - (1 - self.chosen) ** sessions)
+        return 1e3 * (self.weight_bytes + experts + sessions * attended * self.entry_bytes) / ceilings.bandwidth
 
     def prefill_seconds(self, tokens: int, ceilings: Ceilings) -> float:
         return (tokens * self.token_products + tokens * (tokens + 1) / 2 * self.pair_products) / ceilings.products
@@ -155,29 +165,6 @@ class CompiledStep:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-
-
-@contextmanager
-def unattended() -> Iterator[None]:
-    """Prefills within write entries and attend to nothing; for histories that would take too long."""
-
-    def zeros(query: Tensor, *_others: Any, **_options: Any) -> Tensor:
-        return torch.zeros_like(query)
-
-    def zero_state(queries: Tensor, *_others: Any, **_options: Any) -> tuple[Tensor, Tensor]:
-        return queries.new_zeros(queries.shape, dtype=torch.float32), queries.new_zeros(
-            queries.shape[:2], dtype=torch.float32
-        )
-
-    with (
-        patch.object(torch.nn.functional, "scaled_dot_product_attention", zeros),
-        patch.object(merge, "_attend_fused", zero_state),
-        ExitStack() as stack,
-    ):
-        for kind in (Flash3, LongChunks):
-            stack.enter_context(patch.object(kind, "attend", lambda _self, *given: zeros(*given)))
-            stack.enter_context(patch.object(kind, "state", lambda _self, *given, **more: zero_state(*given, **more)))
-        yield
 
 
 def entries_read(strategy: KVStrategy, attended: int) -> int:
@@ -316,10 +303,7 @@ def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForw
     device = torch.device(arguments.device)
     config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
     longest = max((group.length for group in arguments.groups), default=0) + 4096
-    loaded = made_model(shape, arguments.device, arguments.dtype)
-    # Beyond a model's positions no step is recorded.
-    loaded.model.config.max_position_embeddings = max(loaded.trained_positions, longest)
-    loaded = replace(loaded, trained_positions=loaded.model.config.max_position_embeddings)
+    loaded = made_model(shape, arguments.device, arguments.dtype, positions=longest)
     costs = Costs.of(loaded.model, getattr(torch, arguments.dtype).itemsize)
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
     ops = replace(open_ops("auto", device), attends_together=True)

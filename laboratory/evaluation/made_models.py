@@ -1,7 +1,7 @@
 """Models of real ones' shapes with random weights, made in memory: for bytes and speed, where answers do not matter.
 
-Nothing is downloaded, and no length is beyond what such a model was trained for. Their latents have random bases with a
-spectrum that falls: times depend on shapes and rates alone.
+Nothing is downloaded, and no length is beyond what such a model was trained for, unless more positions are asked for.
+Their latents have random bases with a spectrum that falls: times depend on shapes and rates alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
@@ -33,7 +40,14 @@ from laboratory.evaluation.models import described
 SEED = 1
 WEIGHTS = "random, made in memory"
 _POSITIONS = 2**17
-_GROUP_LAYERS = {"qwen2.5-7b": 4, "llama-3.2-1b": 4, "smollm2-135m": 10, "gemma3-270m": 3}
+_GROUP_LAYERS = {
+    "qwen2.5-7b": 4,
+    "llama-3.1-8b": 4,
+    "qwen3-30b-a3b": 4,
+    "llama-3.2-1b": 4,
+    "smollm2-135m": 10,
+    "gemma3-270m": 3,
+}
 _MOST_COMPONENTS = 0.5  # of a group's numbers; a twentieth of the bytes leaves bits for fewer
 _FALL = 0.55  # the deviation of component i is i to the power of minus this
 
@@ -41,6 +55,17 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2.5-7b": lambda: Qwen2Config(
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         vocab_size=152064, max_position_embeddings=_POSITIONS, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        rope_theta=1e6,
+    ),
+    "llama-3.1-8b": lambda: LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=128256, max_position_embeddings=_POSITIONS, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, rope_theta=5e5,
+    ),
+    "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        vocab_size=151936, max_position_embeddings=_POSITIONS, rms_norm_eps=1e-6, tie_word_embeddings=False,
         rope_theta=1e6,
     ),
     "llama-3.2-1b": lambda: LlamaConfig(
@@ -88,9 +113,13 @@ class MadeTarget:
         return torch.randint(5, self.engine.info().facts.vocab_size - 5, (count,), generator=generator).tolist()
 
 
-def made_model(name: str, device: str, dtype: str) -> LoadedModel:
-    """Random weights of that shape, norms and biases too, in memory."""
+def made_model(name: str, device: str, dtype: str, *, positions: int = 0) -> LoadedModel:
+    """Random weights of that shape, norms and biases too, in memory.
+
+    positions: the longest history, where it is longer than the model's own: beyond them no step is recorded.
+    """
     config = SHAPES[name]()
+    config.max_position_embeddings = max(config.max_position_embeddings, positions)
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
@@ -110,11 +139,14 @@ def made_model(name: str, device: str, dtype: str) -> LoadedModel:
     )
 
 
-def made_forward(name: str, config: ModelConfig) -> TorchForward:
-    """A made model, ready to run with the operations of its device. Raises BackendError as `serve_loaded` does."""
+def made_forward(name: str, config: ModelConfig, *, positions: int = 0) -> TorchForward:
+    """A made model, ready to run with the operations of its device; positions: as of `made_model`.
+
+    Raises BackendError as `serve_loaded` does.
+    """
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
     ops = replace(open_ops(config.kernels, torch.device(config.device)), attends_together=True)
-    loaded = made_model(name, config.device, config.dtype)
+    loaded = made_model(name, config.device, config.dtype, positions=positions)
     return serve_loaded(loaded, config, admit_config(SHAPES[name]()), ops=ops)
 
 

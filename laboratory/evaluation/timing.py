@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.views import CausalView, ChunkView, DenseView
 from inference_engine.types import Bound, Event, Failed, Finished, GenerateParams, TokenCommitted
 from laboratory.evaluation.sessions import append_all, turned
 
@@ -112,6 +117,23 @@ def prefill_rate(engine: Engine, session: str, prompt: Sequence[int]) -> float:
     (watch,) = start(engine, [session], tokens=1)
     ending = watch.wait()
     return ending.prefilled_tokens / ending.prefill_seconds
+
+
+@contextmanager
+def unattended() -> Iterator[None]:
+    """Prefills within write entries, and attend to none: for histories whose attention would take too long.
+
+    What would be restored to be attended to is not restored. Chunks so short that their queries read by plan numbers
+    attend as ever, for steps are recorded once and for all.
+    """
+
+    def zeros(_view: Any, _layer: int, queries: Tensor, *_others: Any) -> Tensor:
+        return torch.zeros_like(queries)
+
+    with ExitStack() as stack:
+        for kind in (DenseView, CausalView, ChunkView):
+            stack.enter_context(patch.object(kind, "read", zeros))
+        yield
 
 
 def decode_milliseconds(engine: Engine, sessions: Sequence[str], tokens: int) -> float:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from inference_engine.config import EngineConfig, ModelConfig
-from laboratory.evaluation.made_models import SHAPES
+from laboratory.evaluation.made_models import SHAPES, made_model
 from laboratory.evaluation.models import open_target
 from scripts.random_model import write_model
 from tests.tiny import SMALL, tiny_config
@@ -24,7 +27,35 @@ def test_a_model_of_random_weights_is_served_and_made_again_alike(tmp_path: Path
         assert target.model_id == "one"
 
 
+# As their models are published; those with embeddings of their own for the output count them twice.
+PARAMETERS = {
+    "qwen2.5-7b": 7_615_616_512,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.2-1b": 1_235_814_400,
+    "smollm2-135m": 134_515_008,
+    "gemma3-270m": 268_098_176,
+}
+
+
 def test_shapes_are_those_of_the_models_they_are_named_for() -> None:
+    counted = {}
+    for name in SHAPES.keys() - {"tiny"}:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(SHAPES[name]())
+        counted[name] = sum(each.numel() for each in model.parameters())
+    assert counted == PARAMETERS
+    llama, experts = SHAPES["llama-3.1-8b"](), SHAPES["qwen3-30b-a3b"]()
+    assert [(each.num_attention_heads, each.num_key_value_heads) for each in (llama, experts)] == [(32, 8), (32, 4)]
+    assert (experts.num_experts, experts.num_experts_per_tok, experts.head_dim) == (128, 8, 128)
     gemma = SHAPES["gemma3-270m"]()
     assert [index for index, kind in enumerate(gemma.layer_types) if kind == "full_attention"] == [5, 11, 17]
-    assert SHAPES["smollm2-135m"]().num_hidden_layers == 30
+
+
+def test_a_made_model_has_more_positions_where_they_are_asked_for() -> None:
+    own, asked = made_model("tiny", "cpu", "float32"), made_model("tiny", "cpu", "float32", positions=2**20)
+    assert (own.trained_positions, asked.trained_positions) == (2**17, 2**20)
+    assert asked.model.config.max_position_embeddings == 2**20
+    assert made_model("tiny", "cpu", "float32", positions=5).trained_positions == own.trained_positions
+    weights = zip(own.model.parameters(), asked.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in weights)
