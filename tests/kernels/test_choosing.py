@@ -44,7 +44,8 @@ from inference_engine.kernels.ragged_attention import (
 from inference_engine.kernels.ragged_attention import attend_ragged as attend_by_reference
 from inference_engine.kv.layout import TokenSelector
 from tests.kernels.own_process import run_with_triton
-from tests.kernels.test_ragged_attention import Poisoned, device_of_kernels
+from tests.kernels.poisoned import poison
+from tests.kernels.test_ragged_attention import device_of_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +245,7 @@ def compare_choosing() -> None:
     from inference_engine.kernels.triton.ragged_attention import attend_invariant
 
     device = small_parts()
-    setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
+    poison(components)
     for number, model in enumerate(MODELS if device.type == "cuda" else MODELS[:2]):
         softcap = 4.0 if number == 1 else None
         own, keys, values = histories(model, KINDS, torch.float32, device)
@@ -382,7 +383,7 @@ def compare_restoring() -> None:
 
     device = small_parts()
     components._UNPACKED, components._THREADS, components._RESTORED = 8, 16, 16
-    setattr(components, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
+    poison(components)
     # Heads that are rotated as wholes, and in part; codes of two bytes, and of three.
     for model, most_bits in zip(MODELS[:2], (7, 14), strict=True):
         _compare_restoring(model, device, most_bits)

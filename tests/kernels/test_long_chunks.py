@@ -19,6 +19,7 @@ from inference_engine.kernels.long_chunks import Flash3, LongAttention, LongChun
 from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ops import open_ops
 from tests.kernels.own_process import run_with_triton
+from tests.kernels.poisoned import poison
 from tests.kernels.test_attention import TOLERANCES, causal_mask, states
 from tests.kernels.test_ragged_attention import device_of_kernels
 
@@ -335,8 +336,9 @@ def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest
 
 def compare_merged() -> None:
     """Two states, laid out as the operations give them."""
-    from inference_engine.kernels.triton.merging import merge_two
+    from inference_engine.kernels.triton import merging
 
+    poison(merging)
     device = device_of_kernels()
     half = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
     for tokens, heads, dim, dtype in ((37, 3, 24, torch.float32), (64, 2, 64, half)):
@@ -347,7 +349,7 @@ def compare_merged() -> None:
         first, second = (out_a, lse_a.T), (out_b, lse_b.T)
         expected = long_chunks.merge_two(first, second, dtype)
         there = [(out.to(device), lse.to(device)) for out, lse in (first, second)]
-        found = merge_two(there[0], there[1], dtype)
+        found = merging.merge_two(there[0], there[1], dtype)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
             assert torch.allclose(ours.cpu().float(), theirs.float(), atol=TOLERANCES[dtype])

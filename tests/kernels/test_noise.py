@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from inference_engine.kernels.noise import key, noise, noise_of_all
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.plain_noise import GOLDEN, WORD, mixed, plain_key, plain_noise
+from tests.kernels.poisoned import poison
 
 words = st.integers(0, WORD)
 
@@ -113,8 +114,10 @@ def unshifted(word: int, count: int) -> int:
 
 def compare_kernel() -> None:
     """Triton's against plain torch: the same bits of whole numbers, logarithms but for their last bits."""
-    from inference_engine.kernels.triton.noise import noise_of_all as in_triton
+    from inference_engine.kernels.triton import noise as module
 
+    poison(module)
+    in_triton = module.noise_of_all
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     places = ((0, 0), (7, 1), (WORD, 2**40), (0, 2**40))
     keys = torch.tensor([key(seed, position) for seed, position in places], device=device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.quantised import QuantisedMatrix, joined, pack_codes, quantise
 from tests.kernels.own_process import run_with_triton
+from tests.kernels.poisoned import poison
 from tests.kernels.test_fused import Case, device_of_kernels, is_close, moved, numbers
 
 # Tokens, inputs, outputs: none, one or all of them a multiple of a tile or of a group.
@@ -74,15 +75,23 @@ def product(operations: Fused, case: Case, matrix: QuantisedMatrix, states: Tens
     )
 
 
+def poison_products() -> None:
+    from inference_engine.kernels.triton import products, quantised, row_norm
+
+    poison(products, quantised, row_norm)
+
+
 def compare_products() -> None:
     from inference_engine.kernels.triton.fused import open_fused
 
+    poison_products()
     compare_shapes(open_fused(), SHAPES, is_invariant=False)
 
 
 def compare_products_of_any_number() -> None:
     from inference_engine.kernels.triton.fused import open_invariant
 
+    poison_products()
     compare_shapes(open_invariant(), OF_ANY_NUMBER, is_invariant=True)
 
 
@@ -119,6 +128,7 @@ def compare_shapes(kernels: Fused, shapes: tuple[tuple[int, int, int], ...], *, 
 def compare_numbers() -> None:
     from inference_engine.kernels.triton.quantised import unpacked
 
+    poison_products()
     device = device_of_kernels()
     for outputs, inputs in ((3, 200), (5, 128), (2, 4100)):
         for name, matrix in matrices(outputs, inputs).items():
@@ -130,6 +140,7 @@ def compare_every_code() -> None:
     """Products with unit vectors are the numbers themselves: every 8-bit float, every code with every zero, exactly."""
     from inference_engine.kernels.triton.fused import open_invariant
 
+    poison_products()
     device, product_of = device_of_kernels(), open_invariant().product
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(4, 64)

@@ -31,6 +31,7 @@ from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
 from inference_engine.kv.numbers import RegionLines, choose_blocks
 from tests.kernels.own_process import run_with_triton
+from tests.kernels.poisoned import poison
 
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 SEGMENT = 16
@@ -319,8 +320,7 @@ def compare_selecting_steps() -> None:
     from inference_engine.kernels.triton import block_selection, few_queries, gather, ragged_attention
 
     device = device_of_kernels()
-    for module in (block_selection, few_queries, gather):
-        setattr(module, "torch", Poisoned())  # noqa: B010 - not a name that the module exports
+    poison(block_selection, few_queries, gather)
     shape = (4, 2, 24)
     queries, keys, values, regions, _ = selections(shape, torch.float32)
     keys[:: len(keys) // 40] = 0.25  # some equal scores
@@ -360,18 +360,6 @@ def compare_beside_selections() -> None:
             given = {"kv_heads": shape[1], "scaling": shape[2] ** -0.5, "listed": listed}
             attend_few(asked, keys.to(device), values.to(device), lines, out, **given)
             assert torch.allclose(out.cpu(), expected[some], atol=2e-5), (build, first)
-
-
-class Poisoned:
-    """torch, whose new memory is full of rubbish."""
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(torch, name)
-
-    @staticmethod
-    def empty(*arguments: object, **options: object) -> Tensor:
-        made: Tensor = torch.empty(*arguments, **options)  # type: ignore[call-overload]
-        return made.fill_(float("nan") if made.is_floating_point() else 2**30)
 
 
 def compare_lists(device: torch.device) -> None:

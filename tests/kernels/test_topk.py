@@ -13,6 +13,7 @@ from torch import Tensor
 
 from inference_engine.kernels.topk import topk_by_sorting
 from tests.kernels.own_process import run_with_triton
+from tests.kernels.poisoned import poison
 from tests.kernels.test_ragged_attention import device_of_kernels
 
 INF, NAN = math.inf, math.nan
@@ -134,6 +135,7 @@ def compare_kernel() -> None:
     device = device_of_kernels()
     from inference_engine.kernels.triton import topk as kernel
 
+    poison(kernel)
     counts: tuple[int, ...] = (257, 100_003, 2**20)
     if device.type != "cuda":  # it takes long for each program
         kernel._ONE, kernel._CHUNK, kernel._PROGRAMS, kernel._SAMPLE, kernel._LISTED = 64, (16, 64), 4, 128, 64

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inference_engine.kernels.trellis import STEPS, Levels, choose, levels_of, make_levels
 from tests.kernels.own_process import run_with_triton
+from tests.kernels.poisoned import poison
 
 
 @lru_cache
@@ -111,6 +112,7 @@ def compare_kernel() -> None:
     from inference_engine.kernels import trellis as plainly
     from inference_engine.kernels.triton import trellis as in_triton
 
+    poison(in_triton)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     many = ((300, 3), (2 * STEPS + 7, 70))
     if device.type == "cpu":  # interpreted, a step takes milliseconds: chains are short
