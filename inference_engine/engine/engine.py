@@ -264,7 +264,7 @@ class Engine:
         ):
             if (known := forked.recall(call)) is not None:
                 return known
-            check_length(parent, expected_history_length)
+            check_length(parent, expected_history_length, self.metrics)
             fork = open_fork(self._store, self._scheduler, parent, limit, label)
             reply = SessionForked.of(fork)
             forked.remember(call, reply, fork)
@@ -319,7 +319,7 @@ class Engine:
         ):
             if (known := appended.recall(call)) is not None:
                 return known
-            check_length(session, expected_history_length)
+            check_length(session, expected_history_length, self.metrics)
             if session.is_closed:
                 raise SessionClosed
             if len(ids):
@@ -451,7 +451,7 @@ class Engine:
         closed = self._calls.closed
         with self._store.locked(), self._journal.unit():
             if not closed.knows(request_id, owner=owner):
-                check_length(self._store.find(session_id, owner), expected_history_length)
+                check_length(self._store.find(session_id, owner), expected_history_length, self.metrics)
             call = identify(request_id, session_id, expected_history_length, owner=owner)
             if (known := closed.recall(call)) is not None:
                 return known
