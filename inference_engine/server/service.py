@@ -251,6 +251,7 @@ class RuntimeService:
             async with asyncio.timeout_at(began + self._config.busy_wait_seconds):
                 while True:
                     await self._free(session_id, loop)
+                    await self._recall(session_id)  # it may have left memory meanwhile
                     with contextlib.suppress(SessionBusy):
                         return operation()
         raise SessionBusy(round(loop.time() - began, 3))
