@@ -244,6 +244,7 @@ class SessionStore:
             ):
                 if recorded != running:
                     raise ModelMismatch(what, recorded, running)
+            self._place_history(record.owner, sum(len(tokens.token_ids) for tokens in kept.tokens))
             kv = self._admission.place(
                 self._sessions.values(), strategy, record.limit_tokens, record.owner, is_growing=record.is_growing
             )
@@ -496,6 +497,30 @@ class SessionStore:
                 "nothing was added. Close sessions, fork less, read or cancel such streams, or have the operator raise "
                 "history_tokens_per_owner",
             )
+
+    def _place_history(self, owner: str, tokens: int) -> None:
+        """Let the owner's idle sessions leave memory until so many more tokens of history have a place in it.
+
+        Those alone leave that the journal keeps, and none for tokens that would be refused even then. Raises
+        QuotaExceeded.
+        """
+        most, held = self._limits.history_tokens_per_owner, self._held_by(owner)
+        if not most or held + tokens <= most:
+            return
+        idle = [session for session in self._admission.idle(self._sessions.values(), owner) if session.journal.keeps]
+        if tokens <= most and held + tokens - sum(len(session.history) for session in idle) <= most:
+            for session in idle:
+                self._evict(session, "lru")
+                if (held := self._held_by(owner)) + tokens <= most:
+                    return
+        raise QuotaExceeded(
+            "history_tokens_per_owner",
+            most,
+            f"the session has {tokens} tokens of history, your sessions in memory hold {held}, and one owner may have "
+            f"{most}; it stays as it is. Close sessions, wait until others have been idle for a while, or have the "
+            "operator raise history_tokens_per_owner",
+            retry_after_seconds=_RETRY_SECONDS if tokens <= most else None,
+        )
 
     def _check_kept(self, owner: str, *, sessions: int = 0, tokens: int = 0) -> None:
         """Raise QuotaExceeded if so much more would be kept than one owner may have in the state folder."""
