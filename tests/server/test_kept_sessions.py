@@ -232,6 +232,17 @@ async def test_a_call_that_waits_for_a_session_whose_invariant_breaks_finds_it_a
             assert await append == await client.length(session_id)
 
 
+async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+    with keeping(tmp_path, history_tokens_per_owner=len(HISTORY) - 1) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            assert (await refused(client.length(session_id))).reason == "RESOURCE_EXHAUSTED QUOTA"
+            closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+            assert closed.final_history_length == len(HISTORY)
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
