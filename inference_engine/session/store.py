@@ -255,6 +255,7 @@ class SessionStore:
                 session.history.extend(tokens.token_ids, tokens.mark)
             session.violations = self._violations.pop(record.session_id, session.violations)
             self._add(session)
+            self.replies.session_came_back(record.session_id, record.owner)
             return session
 
     def is_resident(self, session_id: str) -> bool:

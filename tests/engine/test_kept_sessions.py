@@ -188,6 +188,23 @@ def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_p
         assert {one.session_id for one in engine.list_sessions()} == {session, forked.session_id}
 
 
+def test_repeated_calls_of_a_session_that_came_back_are_answered_as_long_as_it_lives(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = engine.create_session(request_id=ONE).session_id
+        engine.append_once(session, PROMPT, request_id=ONE)
+        engine.append_once(session, [5], request_id=TWO)
+    now = 0.0
+    with keeping(tmp_path, clock=lambda: now, stall_seconds=1e6) as engine:
+        engine.recall("", request_id=ONE)  # while the session is on the disk alone
+        engine.recall(session)
+        now = 601.0
+        list(engine.generate(opened(engine), GenerateParams(max_tokens=1)))  # the engine's thread looks before a step
+        again = engine.append_once(session, [5], request_id=TWO)
+        assert (again.tokens, again.is_replayed) == (len(PROMPT) + 1, True)
+        assert engine.append_once(session, PROMPT, request_id=ONE).is_replayed
+        assert not engine.is_elsewhere("", request_id=ONE)
+
+
 def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_path: Path) -> None:
     with keeping(tmp_path) as engine:
         parent = opened(engine)
