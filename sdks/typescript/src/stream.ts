@@ -362,7 +362,7 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
           this.#end();
           return undefined;
         }
-        const token = this.#fold.feed(frame);
+        const token = this.#fed(frame);
         if (token !== undefined) {
           this.#tail.saw(token.position + 1);
           return token;
@@ -371,10 +371,23 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
       }
       return undefined;
     } catch (error) {
-      // A stream we cancelled ends quietly.
-      if (this.#isCancelled) return undefined;
+      // A stream we cancelled ends quietly, but not where the callback for its progress has failed.
+      if (this.#isCancelled) {
+        if (this.#failure === undefined) return undefined;
+        throw error;
+      }
       this.#end();
       this.#attachment.cancel();
+      this.#failure = { error };
+      throw error;
+    }
+  }
+
+  /** The token of this frame, if it is one. What goes wrong with it is what became of the stream. */
+  #fed(frame: GenerateResponse): TokenDetail | undefined {
+    try {
+      return this.#fold.feed(frame);
+    } catch (error) {
       this.#failure = { error };
       throw error;
     }

@@ -127,7 +127,7 @@ class StreamBase:
         self._is_taken = False  # it is or was iterated
         self._is_over = False  # nothing more will be read
         self._is_cancelled = False
-        self._error: KakeyaError | None = None
+        self._error: Exception | None = None  # ours, or one of on_progress
         tail.may_lag = True
 
     @property
@@ -141,7 +141,7 @@ class StreamBase:
         return self._is_over and self._fold.result is not None
 
     def __repr__(self) -> str:
-        state = "cancelled" if self._is_cancelled else "failed" if self._error else "over" if self._is_over else "open"
+        state = "failed" if self._error else "cancelled" if self._is_cancelled else "over" if self._is_over else "open"
         return f"<{type(self).__name__} {state}, {len(self._fold.token_ids)} tokens>"
 
     def _take(self) -> None:
@@ -155,7 +155,7 @@ class StreamBase:
     def _received(self, frame: pb.GenerateResponse) -> TokenDetail | None:
         try:
             token = self._fold.feed(frame)
-        except KakeyaError as error:
+        except Exception as error:
             self._error = error
             raise
         if token is not None:
