@@ -79,7 +79,7 @@ def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Serve
 
 
 def test_a_message_from_a_pipe_that_looks_like_a_command_is_said(chat: Chat, server: Server, tiny_folder: Path) -> None:
-    """Nobody there mistypes a command or sees that it is none: a path of one word is a message, too."""
+    """No user there mistypes a command, or sees that it was none: a path of one word is a message, too."""
     options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=1")
     status, printed, _ = chat("/info\n/etc/hosts\n/quit\nnever read\n", *options)
     assert status == 0
