@@ -149,8 +149,8 @@ BUGS = (
     Bug(
         "the expected length may be off by one",
         "inference_engine/engine/arguments.py",
-        "    if expected is not None and expected != len(session.history):\n",
-        "    if expected is not None and abs(expected - len(session.history)) > 1:\n",
+        "    if expected is None or expected == length:\n",
+        "    if expected is None or abs(expected - length) <= 1:\n",
         (ISOLATION,),
     ),
     Bug(

@@ -36,7 +36,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "chat",
         help="chat with a model in the terminal",
-        description=f"Chat with a model. {COMMANDS}. Reads messages from standard input, one a line, if it is a pipe.",
+        description=f"Chat with a model. {COMMANDS}. Reads messages from standard input, one a line, if it is a pipe; "
+        "there every line but those two commands is a message, such as /etc/hosts.",
     )
     add_config_file(parser)
     add_connection(parser)
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                     break
                 case ["/info"]:
                     console.print(_facts(conversation), style="dim", markup=False, soft_wrap=True)
-                case [word] if word.startswith("/"):
+                case [word] if is_interactive and word.startswith("/"):
                     console.print(f"unknown command {word}; {COMMANDS}", style="dim", markup=False)
                 case _:
                     turn = _answer(conversation, message, args, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 
@@ -13,9 +14,13 @@ from inference_engine.errors import AppendTooLarge, HistoryLengthMismatch, Inval
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
+from inference_engine.logs import about_session
+from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
 from inference_engine.types import GenerateParams, ModelFacts
+
+logger = logging.getLogger(__name__)
 
 MAX_LABEL_CHARACTERS = 128
 MAX_PAGE_SESSIONS = 1000
@@ -125,6 +130,20 @@ def check_page(most: int) -> None:
         raise InvalidArgument("page_size", f"must be from 1 to {MAX_PAGE_SESSIONS}, got {most}")
 
 
-def check_length(session: Session, expected: int | None) -> None:
-    if expected is not None and expected != len(session.history):
-        raise HistoryLengthMismatch(expected, len(session.history))
+def check_length(session: Session, expected: int | None, metrics: EngineMetrics) -> None:
+    """Raise HistoryLengthMismatch if the caller expects another length.
+
+    If it expects more tokens than there are, some may have been lost: that is logged and counted.
+    """
+    length = len(session.history)
+    if expected is None or expected == length:
+        return
+    if expected > length:
+        metrics.histories_behind.inc()
+        logger.warning(
+            "a client expects %d tokens, and the history has %d: tokens were lost, or the client is mistaken",
+            expected,
+            length,
+            extra=about_session(session.session_id),
+        )
+    raise HistoryLengthMismatch(expected, length)

@@ -264,7 +264,7 @@ class Engine:
         ):
             if (known := forked.recall(call)) is not None:
                 return known
-            check_length(parent, expected_history_length)
+            check_length(parent, expected_history_length, self.metrics)
             fork = open_fork(self._store, self._scheduler, parent, limit, label)
             reply = SessionForked.of(fork)
             forked.remember(call, reply, fork)
@@ -319,7 +319,7 @@ class Engine:
         ):
             if (known := appended.recall(call)) is not None:
                 return known
-            check_length(session, expected_history_length)
+            check_length(session, expected_history_length, self.metrics)
             if session.is_closed:
                 raise SessionClosed
             if len(ids):
@@ -451,7 +451,7 @@ class Engine:
         closed = self._calls.closed
         with self._store.locked(), self._journal.unit():
             if not closed.knows(request_id, owner=owner):
-                check_length(self._store.find(session_id, owner), expected_history_length)
+                check_length(self._store.find(session_id, owner), expected_history_length, self.metrics)
             call = identify(request_id, session_id, expected_history_length, owner=owner)
             if (known := closed.recall(call)) is not None:
                 return known
@@ -475,14 +475,16 @@ class Engine:
         """
         return self._recall.is_needed(session_id, owner, request_id)
 
-    def recall(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> None:
+    def recall(self, session_id: str, *, owner: str = "", request_id: bytes = b"", to_close: bool = False) -> None:
         """Bring back into memory what `is_elsewhere` found missing, as far as the journal has it. Waits for the disk.
 
         Call it before the call itself, which then sees a session that was here all the time. The session has no memory
         for K/V until it is used. Raises HistoryCorrupt, ModelMismatch, NoCapacity or QuotaExceeded, and the session
         stays in the journal as it is; JournalFull or EngineStalled if the journal cannot be read now.
+
+        to_close: the call closes the session, so its history may be more than its owner may have.
         """
-        self._recall.of_call(session_id, owner, request_id)
+        self._recall.of_call(session_id, owner, request_id, to_close=to_close)
 
     def is_saved(self) -> bool:
         """Is everything safe, by the engine's durability, that was done until now?"""

@@ -205,11 +205,11 @@ class Generates:
             reader: Reader | None = None
             try:
                 if known is not None:
-                    check_length(session, known.end_position)
+                    check_length(session, known.end_position, self._metrics)
                 self._refuse_without_place(session, known, forced)
                 self._store.ensure_memory(session)
                 self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
-                transcript = known or _new_transcript(session, params, forced, call)
+                transcript = known or _new_transcript(session, params, forced, call, self._metrics)
                 reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
                 request = transcript.run(self._clock())
                 self._follow(request)
@@ -253,8 +253,10 @@ class Generates:
         request.trace.enter("queue")
 
 
-def _new_transcript(session: Session, params: GenerateParams, forced: Forced | None, call: Call | None) -> Transcript:
-    check_length(session, params.expected_history_length)
+def _new_transcript(
+    session: Session, params: GenerateParams, forced: Forced | None, call: Call | None, metrics: EngineMetrics
+) -> Transcript:
+    check_length(session, params.expected_history_length, metrics)
     if not len(session.history):
         raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed

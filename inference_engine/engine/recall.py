@@ -53,19 +53,19 @@ class Recall:
         with self._store.locked():
             return bool(request_id) and not self._calls.knows(request_id, owner)
 
-    def of_call(self, session_id: str, owner: str, request_id: bytes) -> None:
+    def of_call(self, session_id: str, owner: str, request_id: bytes, *, to_close: bool = False) -> None:
         """Bring back what the call needs, as far as the journal has it. See `Engine.recall`."""
         if not self._journal.keeps:
             return
         with self._lock:
             if session_id and not self._store.is_resident(session_id):
-                self._restore(session_id, owner)
+                self._restore(session_id, owner, to_close=to_close)
             if request_id:
                 replies = self._journal.replies_to(owner, request_id)
                 with self._store.locked():
                     self._calls.restore(replies)
 
-    def _restore(self, session_id: str, owner: str) -> None:
+    def _restore(self, session_id: str, owner: str, *, to_close: bool) -> None:
         began, outcome = time.perf_counter(), "refused"
         try:
             kept = self._journal.load(session_id, owner)
@@ -75,7 +75,7 @@ class Recall:
                 strategy = parse_strategy(kept.record.strategy)
                 self._prepare(strategy, kept.record.codec)
                 with self._store.locked():
-                    session = self._store.restore(kept, strategy)
+                    session = self._store.restore(kept, strategy, to_close=to_close)
                     self._generates.recall(session, _recalled_generates(session, kept))
                     self._calls.restore(kept.replies)
             except BaseException:

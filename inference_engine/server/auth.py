@@ -35,7 +35,7 @@ OWNER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", re.ASCII)
 _HASHED = re.compile(rf"sha256:([0-9a-f]{{64}})(?:\s+({OWNER_NAME.pattern}))?", re.ASCII)
 
 _HEADER = "authorization"
-_SCHEME = b"Bearer "
+_SCHEME = b"bearer "  # in any case (RFC 9110, section 11.1)
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -159,7 +159,7 @@ class KeyRing:
         if len(values) != 1:
             raise Unauthenticated
         value = values[0] if isinstance(values[0], bytes) else values[0].encode("utf-8", "surrogateescape")
-        if not value.startswith(_SCHEME):
+        if value[: len(_SCHEME)].lower() != _SCHEME:
             raise Unauthenticated
         given = hashlib.sha256(value[len(_SCHEME) :]).digest()
         # Looked up by digest: its timing reveals digests at most, and 256 random bits cannot be derived from those.

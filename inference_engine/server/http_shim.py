@@ -52,7 +52,7 @@ class HttpShim:
         self._state.is_draining = True
 
     def give_up(self, error: RequestError) -> None:
-        """End requests in progress with `error`; a streamed answer that has begun just ends."""
+        """End requests in progress with `error`; of a streamed answer that has begun it is the last event."""
         self.refuse_work()
         if not self._desk.given_up.done():
             self._desk.given_up.set_result(error)

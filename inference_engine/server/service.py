@@ -127,7 +127,7 @@ class RuntimeService:
             await self._send(feed, convert.framer_for(request), context, stall)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
-        await self._recall(request.session_id, request.request_id)
+        await self._recall(request.session_id, request.request_id, to_close=True)
         length = self._engine.close_once(
             request.session_id,
             request_id=request.request_id,
@@ -217,10 +217,12 @@ class RuntimeService:
                 if isinstance(event, Finished):
                     return
 
-    async def _recall(self, session_id: str, request_id: bytes = b"") -> None:
+    async def _recall(self, session_id: str, request_id: bytes = b"", *, to_close: bool = False) -> None:
         """Bring back from the journal what a call needs and memory has not. Others do not wait for the disk."""
         if self._keeps and self._engine.is_elsewhere(session_id, owner=caller(), request_id=request_id):
-            await asyncio.to_thread(self._engine.recall, session_id, owner=caller(), request_id=request_id)
+            await asyncio.to_thread(
+                self._engine.recall, session_id, owner=caller(), request_id=request_id, to_close=to_close
+            )
 
     def _loop_waker(self) -> LoopWaker:
         """The waker of the loop, which all streams share."""
@@ -251,6 +253,7 @@ class RuntimeService:
             async with asyncio.timeout_at(began + self._config.busy_wait_seconds):
                 while True:
                     await self._free(session_id, loop)
+                    await self._recall(session_id)  # it may have left memory meanwhile
                     with contextlib.suppress(SessionBusy):
                         return operation()
         raise SessionBusy(round(loop.time() - began, 3))

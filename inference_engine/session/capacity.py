@@ -157,7 +157,7 @@ class Admission:
 
     def _make_place(self, sessions: Collection[Session], owner: str) -> None:
         while (refusal := self._no_place(sessions, owner)) is not None:
-            idle = self._idle(sessions, owner)
+            idle = self.idle(sessions, owner)
             if not idle:
                 raise refusal
             self._evict(idle[0])
@@ -200,7 +200,7 @@ class Admission:
 
     def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> list[Session]:
         """The owner's idle sessions that may be dropped for `needed`; [] if all of them together free too little."""
-        holding = [session for session in self._idle(sessions, owner) if session.kv.freeable.sustained_bytes]
+        holding = [session for session in self.idle(sessions, owner) if session.kv.freeable.sustained_bytes]
         pool, tier = self._context.pool, self._context.tier
         within_reach = pool.capacity_bytes - pool.reserved_bytes
         within_reach += sum(session.kv.freeable.sustained_bytes for session in holding)
@@ -263,7 +263,7 @@ class Admission:
                 capacity_bytes=capacity,
             )
 
-    def _idle(self, sessions: Collection[Session], owner: str) -> list[Session]:
+    def idle(self, sessions: Collection[Session], owner: str) -> list[Session]:
         """The owner's sessions that may be evicted or dropped, least recently used first."""
         horizon = self._clock() - self._limits.evictable_seconds
         return [

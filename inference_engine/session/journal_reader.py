@@ -232,7 +232,7 @@ class Reader:
         """By owner, as the folder has it."""
         tails = dict(
             self._db.execute(
-                "select cast(owner as blob), sum(length(ids)) / 4 from tail join sessions using (session) "
+                "select cast(owner as blob), sum(length(ids) / 4) from tail join sessions using (session) "
                 "group by owner"
             )
         )
@@ -243,10 +243,14 @@ class Reader:
             )
         }
 
-    def kept_by_session(self, number: int) -> list[tuple[str, int]]:
-        """The session's owner and its folded tokens; none if there is no such session."""
-        rows = self._db.execute("select cast(owner as blob), length from sessions where session = ?", (number,))
-        return [(_text(owner), length) for owner, length in rows]
+    def kept_by_session(self, number: int, entries: Sequence[int]) -> list[tuple[str, int]]:
+        """The session's owner and its tokens, damaged ones too; none if there is no such session."""
+        rows = self._db.execute(
+            "select cast(owner as blob), length + (select coalesce(sum(length(ids) / 4), 0) from tail "
+            "where entry in (select value from json_each(?2))) from sessions where session = ?1",
+            (number, json.dumps(list(entries))),
+        )
+        return [(_text(owner), tokens) for owner, tokens in rows]
 
     def last_number(self) -> int:
         """The highest number that a session has, or had while its replies are remembered."""

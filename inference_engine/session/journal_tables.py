@@ -361,6 +361,6 @@ class Tables:
             (now - keep_seconds, _EXPIRE_SESSIONS + len(resident)),
         )
         for number in [number for (number,) in old if number not in resident][:_EXPIRE_SESSIONS]:
-            expired += self._reader.kept_by_session(number)
+            expired += self._reader.kept_by_session(number, self.tail.of(number))
             self.end_session(number)
         return expired

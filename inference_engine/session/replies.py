@@ -136,6 +136,16 @@ class Replies(Generic[R]):
         self.due = min(self.due, now + self._keep_seconds)
         self._expire_of(owner, now)
 
+    def session_came_back(self, session_id: str, owner: str) -> None:
+        """The session is in memory again. Replies to calls that came before it seemed to be those of an ended one."""
+        ended = self._ended.get(owner)
+        if ended is None or session_id not in ended:
+            return
+        del ended[session_id]
+        self._ended_count[owner] -= len(self._of_session.get(session_id, ()))
+        if not ended:
+            del self._ended[owner], self._ended_count[owner]
+
     def session_left(self, session_id: str) -> None:
         """The session left memory, and its replies with it: the journal has them."""
         for key in self._of_session.pop(session_id, ()):
@@ -208,6 +218,10 @@ class ReplyBook:
     def session_ended(self, session_id: str, owner: str) -> None:
         for page in self._pages:
             page.session_ended(session_id, owner)
+
+    def session_came_back(self, session_id: str, owner: str) -> None:
+        for page in self._pages:
+            page.session_came_back(session_id, owner)
 
     def session_left(self, session_id: str) -> None:
         for page in self._pages:

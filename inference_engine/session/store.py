@@ -230,9 +230,10 @@ class SessionStore:
                 else:
                     self._remove(session, "closed")
 
-    def restore(self, kept: SessionKept, strategy: KVStrategy) -> Session:
+    def restore(self, kept: SessionKept, strategy: KVStrategy, *, to_close: bool = False) -> Session:
         """Bring back a session that the journal has. It has no memory yet, as if its K/V had been dropped.
 
+        to_close: that is all it is for, so its history may be more than its owner may have.
         Raises ModelMismatch if its tokens would change, NoCapacity or QuotaExceeded if there is no place for it.
         """
         record = kept.record
@@ -244,6 +245,8 @@ class SessionStore:
             ):
                 if recorded != running:
                     raise ModelMismatch(what, recorded, running)
+            if not to_close:
+                self._place_history(record.owner, sum(len(tokens.token_ids) for tokens in kept.tokens))
             kv = self._admission.place(
                 self._sessions.values(), strategy, record.limit_tokens, record.owner, is_growing=record.is_growing
             )
@@ -252,6 +255,7 @@ class SessionStore:
                 session.history.extend(tokens.token_ids, tokens.mark)
             session.violations = self._violations.pop(record.session_id, session.violations)
             self._add(session)
+            self.replies.session_came_back(record.session_id, record.owner)
             return session
 
     def is_resident(self, session_id: str) -> bool:
@@ -496,6 +500,30 @@ class SessionStore:
                 "nothing was added. Close sessions, fork less, read or cancel such streams, or have the operator raise "
                 "history_tokens_per_owner",
             )
+
+    def _place_history(self, owner: str, tokens: int) -> None:
+        """Let the owner's idle sessions leave memory until so many more tokens of history have a place in it.
+
+        Those alone leave that the journal keeps, and none for tokens that would be refused even then. Raises
+        QuotaExceeded.
+        """
+        most, held = self._limits.history_tokens_per_owner, self._held_by(owner)
+        if not most or held + tokens <= most:
+            return
+        idle = [session for session in self._admission.idle(self._sessions.values(), owner) if session.journal.keeps]
+        if tokens <= most and held + tokens - sum(len(session.history) for session in idle) <= most:
+            for session in idle:
+                self._evict(session, "lru")
+                if (held := self._held_by(owner)) + tokens <= most:
+                    return
+        raise QuotaExceeded(
+            "history_tokens_per_owner",
+            most,
+            f"the session has {tokens} tokens of history, your sessions in memory hold {held}, and one owner may have "
+            f"{most}; it stays as it is. Close sessions, wait until others have been idle for a while, or have the "
+            "operator raise history_tokens_per_owner",
+            retry_after_seconds=_RETRY_SECONDS if tokens <= most else None,
+        )
 
     def _check_kept(self, owner: str, *, sessions: int = 0, tokens: int = 0) -> None:
         """Raise QuotaExceeded if so much more would be kept than one owner may have in the state folder."""

@@ -23,6 +23,11 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return Chat(monkeypatch, capsys)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 class Chat:
     """The command in this process, which has loaded the libraries already."""
 
@@ -30,9 +35,11 @@ class Chat:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
 
-    def __call__(self, typed: str, *arguments: str | Path) -> tuple[int, str, str]:
-        """Status, output and errors."""
-        self._monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    def __call__(
+        self, typed: str, *arguments: str | Path, where: type[io.StringIO] = io.StringIO
+    ) -> tuple[int, str, str]:
+        """Status, output and errors. where: it is typed; by default into a pipe."""
+        self._monkeypatch.setattr("sys.stdin", where(typed))
         status = main(("chat", *map(str, arguments)))
         printed = self._capsys.readouterr()
         return status, printed.out, printed.err
@@ -63,12 +70,24 @@ def answers(printed: str) -> str:
 
 def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:
     options = ("--model", tiny_folder, "--target", server.target, "--strategy", "sink_window:window=40")
-    status, printed, _ = chat("/info\n/help\n/quit\nnever read\n", *options)
+    status, printed, _ = chat("/info\n/help\n/quit\nnever read\n", *options, where=Terminal)
     assert status == 0
     assert "on tiny, sink_window:sink=4,window=40" in printed
     assert "history   0 tokens (no limit); 0 evicted" in printed
     assert "unknown command /help; /info shows the session" in printed
     assert COST.search(printed) is None
+
+
+def test_a_message_from_a_pipe_that_looks_like_a_command_is_said(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    """No user there mistypes a command, or sees that it was none: a path of one word is a message, too."""
+    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=1")
+    status, printed, _ = chat("/info\n/etc/hosts\n/quit\nnever read\n", *options)
+    assert status == 0
+    assert "history   0 tokens" in printed
+    assert "unknown command" not in printed
+    (cost,) = COST.findall(printed)
+    (as_long,) = COST.findall(chat("Xetc/hosts\n", *options)[1])
+    assert cost[0] == as_long[0]
 
 
 def test_the_system_message_begins_the_history(chat: Chat, server: Server, tiny_folder: Path) -> None:

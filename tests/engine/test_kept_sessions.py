@@ -188,6 +188,23 @@ def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_p
         assert {one.session_id for one in engine.list_sessions()} == {session, forked.session_id}
 
 
+def test_repeated_calls_of_a_session_that_came_back_are_answered_as_long_as_it_lives(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = engine.create_session(request_id=ONE).session_id
+        engine.append_once(session, PROMPT, request_id=ONE)
+        engine.append_once(session, [5], request_id=TWO)
+    now = 0.0
+    with keeping(tmp_path, clock=lambda: now, stall_seconds=1e6) as engine:
+        engine.recall("", request_id=ONE)  # while the session is on the disk alone
+        engine.recall(session)
+        now = 601.0
+        list(engine.generate(opened(engine), GenerateParams(max_tokens=1)))  # the engine's thread looks before a step
+        again = engine.append_once(session, [5], request_id=TWO)
+        assert (again.tokens, again.is_replayed) == (len(PROMPT) + 1, True)
+        assert engine.append_once(session, PROMPT, request_id=ONE).is_replayed
+        assert not engine.is_elsewhere("", request_id=ONE)
+
+
 def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_path: Path) -> None:
     with keeping(tmp_path) as engine:
         parent = opened(engine)
@@ -312,6 +329,46 @@ def test_a_session_without_a_place_is_refused_and_kept(tmp_path: Path) -> None:
         engine.close_session(other)
         engine.recall(session)
         assert engine.session_info(session).history_length == len(PROMPT)
+
+
+def test_a_session_whose_history_is_more_than_its_owner_may_hold_is_refused_and_kept(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        first, second, large = opened(engine), opened(engine), opened(engine)
+        engine.append(large, PROMPT)
+        others = engine.create_session(owner="bob").session_id
+        engine.append(others, PROMPT, owner="bob")
+    with keeping(tmp_path, history_tokens_per_owner=2 * len(PROMPT) - 1) as engine:
+        engine.recall(first)
+        engine.recall(others, owner="bob")
+        # The one may come once the other has left, the large one never.
+        for session, may_come in ((second, True), (large, False)):
+            with pytest.raises(QuotaExceeded, match="in memory hold 40") as refused:
+                engine.recall(session)
+            assert refused.value.metadata == {"quota": "history_tokens_per_owner", "limit": "79"}
+            assert (refused.value.retry_after_seconds is not None) == may_come
+        assert engine.history_tokens_of("") == engine.history_tokens_of("bob") == len(PROMPT)
+        engine.close_session(first)
+        engine.recall(second)
+        assert engine.session_info(second).history_length == len(PROMPT)
+
+
+def test_idle_sessions_leave_memory_for_the_history_of_one_that_comes_back(tmp_path: Path) -> None:
+    limits = {"history_tokens_per_owner": 100, "session_evictable_seconds": 0.0}
+    with keeping(tmp_path) as engine:
+        sessions = [opened(engine) for _ in range(3)]
+        large = opened(engine)
+        engine.append(large, PROMPT * 2)
+    with keeping(tmp_path, **limits) as engine:
+        engine.recall(sessions[0])
+        engine.recall(sessions[1])
+        with pytest.raises(QuotaExceeded):
+            engine.recall(large)
+        assert not any(engine.is_elsewhere(session) for session in sessions[:2])  # none left for one that is refused
+        engine.recall(sessions[2])
+        assert [engine.is_elsewhere(session) for session in sessions] == [True, False, False]
+        assert engine.history_tokens_of("") == 2 * len(PROMPT)
+        engine.recall(sessions[0])
+        assert engine.append(sessions[0], [5]) == len(PROMPT) + 1
 
 
 def test_a_session_is_not_continued_under_settings_that_would_change_its_tokens(tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ RIGHT: dict[str, Metadata] = {
     "key of another owner": [("authorization", f"Bearer {BOB}")],
     "right key beside other headers": [("x-api-key", "wrong"), ("authorization", f"Bearer {ALICE}")],
     "right key and a binary header": [("authorization-bin", b"\x00\xff"), ("authorization", f"Bearer {ALICE}")],
+    # Schemes are names in any case (RFC 9110, section 11.1).
+    "lower-case scheme": [("authorization", f"bearer {ALICE}")],
+    "scheme in capitals": [("authorization", f"BEARER {ALICE}")],
 }
 WRONG: dict[str, Metadata] = {
     "none": [],
@@ -73,7 +76,6 @@ WRONG: dict[str, Metadata] = {
     "part of a key": [("authorization", f"Bearer {ALICE[:-1]}")],
     "more than a key": [("authorization", f"Bearer {ALICE}x")],
     "key in capitals": [("authorization", f"Bearer {ALICE.upper()}")],
-    "lower-case scheme": [("authorization", f"bearer {ALICE}")],
     "other scheme": [("authorization", f"Basic {ALICE}")],
     "two spaces": [("authorization", f"Bearer  {ALICE}")],
     "space after the key": [("authorization", f"Bearer {ALICE} ")],

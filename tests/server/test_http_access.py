@@ -181,7 +181,7 @@ async def test_without_the_key_everything_but_health_is_refused(
         "Bearer",
         "Bearer x",
         f"Bearer {KEY}x",
-        f"bearer {KEY}",
+        f"Bearer{KEY}",
         f"Basic {KEY}",
         f"Bearer  {KEY}",
     ):
@@ -208,6 +208,15 @@ async def test_the_openai_client_gets_in_with_its_key(engine: Engine, chat: Chat
         async with openai_client(handle, key="wrong" * 8) as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_the_scheme_of_a_key_is_a_name_in_any_case(
+    engine: Engine, chat: ChatText, key_file: str, scheme: str
+) -> None:
+    headers = {"authorization": f"{scheme} {KEY}"}
+    async with serving_http(engine, chat, api_key_file=key_file) as handle, http_client(handle) as client:
+        assert (await client.get(site(handle) + MODELS, headers=headers)).status_code == 200
 
 
 async def test_one_header_too_many_is_no_key(engine: Engine, chat: ChatText, key_file: str) -> None:

@@ -110,6 +110,23 @@ async def test_a_request_that_waits_when_the_server_gives_up_on_its_engine_gets_
     assert int(answer.headers["retry-after"]) > 0
 
 
+async def test_a_streamed_answer_ends_with_the_reason_when_the_server_gives_up_on_its_engine(
+    engine: Engine, chat: ChatText, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_http(engine, chat) as server, http_client(server) as client:
+        async with client.stream("POST", COMPLETIONS, json={**FOREVER, "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            assert "role" in await anext(lines)
+            giving_up = asyncio.create_task(server.abandon(EngineStalled()))
+            events = [line.removeprefix("data: ") async for line in lines if line]
+            await giving_up
+        error = json.loads(events[-1])["error"]
+        assert (error["code"], error["type"]) == ("engine_stalled", "server_error")
+        assert "[DONE]" not in events
+        assert all("choices" in json.loads(event) for event in events[:-1])
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_what_a_completion_leaves_in_the_log_has_a_tag_of_its_own(
     client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,9 @@ def gated(folder: Path) -> Iterator[tuple[Engine, Gated]]:
         finally:
             journal.raising = None
             journal.gate.set()
+
+
+FOREVER = 30_000
 
 
 def ids_of(frames: Sequence[Any]) -> list[int]:
@@ -174,6 +177,70 @@ async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(tmp
             history = await client.call("ReadHistory", pb.ReadHistoryRequest(session_id=session_id))
             assert list(history.token_ids)[: len(HISTORY) + 4] == [*HISTORY, *said]
             assert await client.generate(session_id, 4)
+
+
+@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "ForkSession"])
+async def test_a_call_that_waits_for_a_session_finds_it_though_it_leaves_memory_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    with keeping(tmp_path, max_sessions=1 + (method == "ForkSession"), session_evictable_seconds=0.0) as engine:
+        when_free, waits = engine.when_free, asyncio.Event()
+
+        def leaves_first(session_id: str, callback: Callable[[], None]) -> None:
+            def leave() -> None:
+                others = [engine.create_session().session_id for _ in range(engine.config.max_sessions)]
+                assert engine.is_elsewhere(session_id)
+                for other in others:
+                    engine.close_session(other)
+                callback()
+
+            when_free(session_id, leave)
+            waits.set()
+
+        async with serving(engine, busy_wait_seconds=30.0) as server, connected(server) as client:
+            session_id = await client.open_endless()
+            stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
+            await stream.read()
+            monkeypatch.setattr(engine, "when_free", leaves_first)
+            requests: dict[str, Any] = {
+                "AppendTokens": pb.AppendTokensRequest(session_id=session_id, token_ids=[5]),
+                "Generate": pb.GenerateRequest(session_id=session_id, max_tokens=1),
+                "ForkSession": pb.ForkSessionRequest(session_id=session_id),
+            }
+            call = asyncio.ensure_future(client.call(method, requests[method]))
+            await asyncio.wait_for(waits.wait(), 30)
+            stream.cancel()
+            answer = await call
+            length = await client.length(session_id)
+            assert length > len(HISTORY)
+            if method != "Generate":
+                assert answer.history_length == length
+
+
+async def test_a_call_that_waits_for_a_session_whose_invariant_breaks_finds_it_anew(tmp_path: Path) -> None:
+    from tests.facade import session_of
+
+    with keeping(tmp_path) as engine:
+        async with serving(engine, busy_wait_seconds=30.0) as server, connected(server) as client:
+            session_id = await client.open_endless()
+            stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
+            await stream.read()
+            append = asyncio.ensure_future(client.append(session_id, [5]))
+            await until(lambda: bool(session_of(engine, session_id).waiters))
+            session_of(engine, session_id).cached_tokens += 10_000  # so that the cache seems to have gone back
+            assert (await refused(read_rest(stream))).reason == "FAILED_PRECONDITION INV2"
+            assert await append == await client.length(session_id)
+
+
+async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+    with keeping(tmp_path, history_tokens_per_owner=len(HISTORY) - 1) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            assert (await refused(client.length(session_id))).reason == "RESOURCE_EXHAUSTED QUOTA"
+            closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+            assert closed.final_history_length == len(HISTORY)
 
 
 @pytest.mark.parametrize(

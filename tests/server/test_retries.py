@@ -217,6 +217,34 @@ async def test_a_position_outside_a_generate_is_refused(
     assert await client.length(session_id) == len(HISTORY) + 2
 
 
+@pytest.mark.parametrize(
+    ("method", "request_type", "fields"),
+    [
+        ("AppendTokens", pb.AppendTokensRequest, {}),
+        ("Generate", pb.GenerateRequest, {"max_tokens": 1}),
+        ("ForkSession", pb.ForkSessionRequest, {}),
+        ("CloseSession", pb.CloseSessionRequest, {}),
+    ],
+)
+async def test_a_client_that_expects_more_tokens_than_there_are_is_logged_and_counted(
+    engine: Engine,
+    client: Client,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    request_type: Any,
+    fields: dict[str, int],
+) -> None:
+    """The wire has one answer for every other length; that tokens may have been lost, the operator has to learn."""
+    session_id = await client.open()
+    for expected, counted in ((7, 0), (9, 1)):
+        request = request_type(session_id=session_id, expected_history_length=expected, **fields)
+        assert (await refused(client.call(method, request))).reason == "ABORTED HISTORY_LENGTH_MISMATCH"
+        assert engine.metrics.histories_behind._value.get() == counted
+    (line,) = [line for line in caplog.records if "tokens were lost" in line.getMessage()]
+    assert vars(line)["session"] == tag(session_id)
+    assert await client.length(session_id) == len(HISTORY)
+
+
 # -- a Generate that runs, or was stopped -----------------------------------------------------------------------------
 
 

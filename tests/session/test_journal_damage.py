@@ -13,7 +13,7 @@ import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.session import sqlite_journal, wal_scan
-from inference_engine.session.journal import GenerateRecord, ReplyRecord
+from inference_engine.session.journal import GenerateRecord, Kept, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
@@ -27,6 +27,7 @@ from tests.session.talks import (
     Talk,
     flip_bits,
     record_of,
+    until_folded,
 )
 
 
@@ -125,6 +126,31 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
     assert journal.load("session-1", "alice") is not None
     assert not journal.failure
     journal.stop()
+
+
+def test_a_session_whose_last_rows_are_damaged_counts_no_more_once_it_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_journal, "_EXPIRE_SECONDS", 0.0)
+    now = 1000.0
+    journal = open_journal(tmp_path, wall_clock=lambda: now)
+    for number, tokens in enumerate((3000, 5)):
+        journal.open(record_of(number))
+        journal.append(f"session-{number}", 0, np.ones(tokens, dtype=np.uint32), Mark.APPENDED)
+    journal.rest("session-0")
+    assert journal._writer.flush(20)
+    until_folded(journal)
+    journal.append("session-0", 3000, np.ones(7, dtype=np.uint32), Mark.GENERATED)
+    assert journal._writer.flush(20)
+    folder = stopped_and_damaged(journal, tmp_path, "tail", "crc = 0")
+    journal = open_journal(folder, wall_clock=lambda: now, keep_seconds=50.0)
+    assert journal.load("session-1", "alice") is not None  # so that it is not deleted
+    assert journal.kept_by("alice") == Kept(2, 3012)
+    while len(journal.page("alice", after="", most=10)) > 1:
+        now += 100
+        journal.kick()
+    journal.stop()
+    assert journal.kept_by("alice") == Kept(1, 5)
 
 
 @pytest.mark.parametrize("grows", [False, True])

@@ -156,6 +156,24 @@ def test_a_reply_given_at_the_end_of_a_session_grows_old_with_it() -> None:
     assert len(kept) == 0
 
 
+def test_the_replies_of_a_session_that_came_back_are_those_of_a_living_one() -> None:
+    clock = Clock()
+    kept = replies(clock)
+    kept.remember(call(1), "found on disk", session_id="s")
+    kept.session_ended("s", "me")
+    kept.session_came_back("s", "me")
+    kept.session_came_back("t", "you")
+    kept.remember(call(2), "found, too", session_id="s")
+    clock.now += KEEP_SECONDS
+    kept.expire()
+    assert (kept.recall(call(1)), kept.recall(call(2))) == ("found on disk", "found, too")
+    # Nor does it count among those of ended sessions.
+    for number in range(3, MOST_ENDED_PER_OWNER + 3):
+        kept.remember(call(number), "mine", session_id=f"session {number}")
+        kept.session_ended(f"session {number}", "me")
+    assert len(kept) == MOST_ENDED_PER_OWNER + 2
+
+
 def test_what_came_to_nothing_is_forgotten() -> None:
     kept = replies(Clock())
     kept.remember(call(1), "reply", session_id="s")

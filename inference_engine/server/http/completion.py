@@ -97,7 +97,7 @@ class Completion(Response):
         answer = Answer(prompt, desk.chat)
         async with single_shot(desk.engine, prompt, end_ids=desk.chat.end_ids, owner=self._owner) as events:
             if prompt.asked.stream:
-                await _stream(answer, replies, events, send)
+                await _stream(answer, replies, events, send, desk.given_up)
                 return
             whole = await _whole(answer, replies, events)
         await JSONResponse(whole)(scope, receive, send)
@@ -121,8 +121,10 @@ async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:
     )
 
 
-async def _stream(answer: Answer, replies: Replies, events: EventQueue, send: Send) -> None:
-    """Server-sent events. An error after the first event is sent as the last event."""
+async def _stream(
+    answer: Answer, replies: Replies, events: EventQueue, send: Send, given_up: asyncio.Future[RequestError]
+) -> None:
+    """Server-sent events. An error after the first event is sent as the last event, that of `given_up`, too."""
     first = await until_work_begins(events)
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -140,6 +142,10 @@ async def _stream(answer: Answer, replies: Replies, events: EventQueue, send: Se
                 await write(replies.usage_chunk(answer.usage))
         except Exception as error:  # noqa: BLE001 - the status is sent; only the body can still report the error
             await write(body_of(as_request_error(error, ROUTE)))
+        except asyncio.CancelledError:
+            if not given_up.done():
+                raise
+            await write(body_of(given_up.result()))
         else:
             await write("[DONE]")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -169,7 +175,7 @@ async def _while_connected(
 ) -> None:
     """Run `work` to its end, or until the client disconnects: then it is cancelled, and has ended on return.
 
-    Raises the error of `given_up`, if that comes first.
+    Raises the error of `given_up`, if that comes first and `work` does not end with having sent it.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
@@ -180,9 +186,10 @@ async def _while_connected(
         for task in (working, leaving):
             task.cancel()
         await asyncio.wait((working, leaving))
+    has_answered = not working.cancelled() and working.exception() is None
     if is_done and not working.cancelled():
         await working
-    elif given_up.done():
+    elif given_up.done() and not has_answered:
         raise given_up.result()
 
 

@@ -134,6 +134,20 @@ def test_the_facts_of_an_error_are_attributes() -> None:
     assert argument.field == "top_p"
 
 
+def test_a_wait_beyond_all_calendars_hides_no_reason() -> None:
+    from google.rpc import error_details_pb2, status_pb2
+
+    status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="so it is")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(domain="kakeya.v1", reason="DRAINING"))
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.seconds = 2**62
+    status.details.add().Pack(retry)
+    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    error = from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, "so it is", trailers), "here")
+    assert isinstance(error, kakeya.Draining)
+    assert error.retry_after_seconds == 2.0**62
+
+
 def test_the_wait_the_server_asks_for_is_kept() -> None:
     from inference_engine import errors
 

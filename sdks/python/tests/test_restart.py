@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -110,4 +111,27 @@ async def test_a_stream_goes_on_where_a_server_that_keeps_sessions_was_killed_an
     # Three without a kill, and three more; each kill met a Generate that was running.
     assert calls >= 3 + 3 + 2
     assert (await do(client.server_info)).durability is kakeya.Durability.POWER
+    await do(client.close)
+
+
+async def test_a_server_that_goes_on_from_a_backup_says_so_before_it_generates(
+    keeper: Restarted, tmp_path: Path, flavour: str, do: Do
+) -> None:
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(keeper.target)
+    session = await do(client.create_session, ENDLESS)
+    await do(session.append, PROMPT)
+    await asyncio.to_thread(keeper.kill)
+    shutil.copytree(tmp_path / "state", tmp_path / "backup")
+    await asyncio.to_thread(keeper.start)
+    await do(session.append, PROMPT)
+    await asyncio.to_thread(keeper.kill)
+    shutil.rmtree(tmp_path / "state")
+    (tmp_path / "backup").rename(tmp_path / "state")
+    await asyncio.to_thread(keeper.start)
+    with pytest.raises(kakeya.HistoryBehindClient) as caught:
+        await do(session.generate(3).result)
+    assert (caught.value.expected, caught.value.actual) == (2 * len(PROMPT), len(PROMPT))
+    assert (await do(session.info)).history_length == len(PROMPT)
+    await do(session.append, PROMPT)
+    assert (await do(session.generate(3).result)).history_length == 2 * len(PROMPT) + 3
     await do(client.close)

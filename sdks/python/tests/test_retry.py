@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kakeya import (
     SessionNotFound,
     TLSFailed,
 )
+from kakeya._checks import MAX_SECONDS
 from kakeya._flows import Call, Sleep, close_session, repeatable
 from kakeya._retry import FIRST_CONTACT_SECONDS, FULL_SECONDS, Contact, Patience
 from kakeya.v1 import runtime_pb2 as pb
@@ -47,6 +49,13 @@ def test_the_servers_own_wait_is_respected() -> None:
     next(flow)
     draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
     assert flow.throw(draining) == Sleep(7.0)
+
+
+def test_no_wait_is_longer_than_a_timer_can_be() -> None:
+    unlimited = patience(first_delay_seconds=MAX_SECONDS, max_delay_seconds=MAX_SECONDS, patience_seconds=3.4e38)
+    for error in (LOST, Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=3e11)):
+        waits = [unlimited.wait_seconds(attempt, error) for attempt in range(1, 80)]
+        assert max(wait for wait in waits if wait is not None) <= MAX_SECONDS <= threading.TIMEOUT_MAX
 
 
 def test_an_application_that_seeds_random_neither_fixes_the_waits_nor_loses_numbers() -> None:
@@ -323,6 +332,9 @@ def test_a_policy_that_makes_no_sense_is_refused(subtests: pytest.Subtests) -> N
         {"first_delay_seconds": -1},
         {"max_delay_seconds": float("nan")},
         {"patience_seconds": -1},
+        # Longer than any timer waits.
+        {"first_delay_seconds": MAX_SECONDS + 1},
+        {"max_delay_seconds": 3.4e38},
     ):
         with subtests.test(str(settings)), pytest.raises(InvalidArgument):
             RetryPolicy(**settings)

@@ -112,6 +112,24 @@ async def test_an_error_in_the_progress_callback_stops_the_generation(endless: A
         raise RuntimeError("mine")
 
     stream = endless.generate(LONG, on_progress=refuse)
+    for _ in range(2):  # it is what became of the stream, however often that is asked for
+        with pytest.raises(RuntimeError, match="mine"):
+            await do(stream.result)
+    assert "failed" in repr(stream)
+    assert not stream.is_finished
+    await until_idle(endless, do)
+
+
+async def test_an_error_in_the_progress_callback_of_an_iteration_is_the_streams(
+    endless: Any, do: Do, read: Read
+) -> None:
+    def refuse(progress: kakeya.Progress) -> None:
+        stream.cancel()
+        raise RuntimeError("mine")
+
+    stream = endless.generate(LONG, on_progress=refuse)
+    with pytest.raises(RuntimeError, match="mine"):
+        await read(stream)
     with pytest.raises(RuntimeError, match="mine"):
         await do(stream.result)
     await until_idle(endless, do)

@@ -116,6 +116,71 @@ async def test_a_broken_stream_goes_on_behind_the_last_token_that_came(
     assert len(calls[0].request_id) == 16
 
 
+class History:
+    """Answers each Generate with one token, at the length that it names alone."""
+
+    def __init__(self, explained: Failure, length: int) -> None:
+        self.length = length
+        self._explained = explained
+
+    def __call__(self, request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.expected_history_length != self.length:
+            expected, actual = str(request.expected_history_length), str(self.length)
+            self._explained(grpc.StatusCode.ABORTED, "HISTORY_LENGTH_MISMATCH", expected=expected, actual=actual)(
+                request, context
+            )
+        yield from tokens(self.length)
+        self.length += 1
+        yield pb.GenerateResponse(done=pb.GenerateDone(generated_token_count=1, history_length=self.length))
+
+
+@pytest.mark.parametrize("attempts_lost", [0, 1])
+async def test_nothing_is_generated_from_a_history_that_lost_tokens(
+    scripted: Any, session: Any, do: Do, explained: Failure, unexplained: Failure, attempts_lost: int
+) -> None:
+    """The server lost power, or goes on from a backup: what the caller believes to be in the prompt is not there."""
+    scripted.on("AppendTokens", reply(pb.AppendTokensResponse(history_length=5)))
+    await do(session.append, [1, 2, 3, 4, 5])
+    history = History(explained, 2)
+    scripted.on("Generate", *[streamed(then=unexplained(UNAVAILABLE))] * attempts_lost, history, history)
+    stream = session.generate(1)
+    for _ in range(2):
+        with pytest.raises(kakeya.HistoryBehindClient, match="append what is missing") as caught:
+            await do(stream.result)
+        assert (caught.value.expected, caught.value.actual) == (5, 2)
+        assert (caught.value.reason, caught.value.code) == ("HISTORY_BEHIND_CLIENT", "DATA_LOSS")
+    assert (history.length, session.history_length) == (2, 2)
+    # After the error the caller may go on from there.
+    assert (await do(session.generate(1).result)).history_length == 3
+
+
+async def test_a_generate_begins_at_the_end_of_a_history_that_is_longer_than_its_client_knew(
+    scripted: Any, session: Any, do: Do, explained: Failure
+) -> None:
+    history = History(explained, 4)
+    scripted.on("Generate", *[history] * 4)
+    result = await do(session.generate(1).result)
+    assert (result.token_ids, result.history_length, session.history_length) == ((104,), 5, 5)
+    refused, taken = scripted.calls("Generate")
+    assert (refused.expected_history_length, taken.expected_history_length) == (0, 4)
+    assert refused.request_id != taken.request_id  # the same id with another length would be refused
+    assert (await do(session.generate(1).result)).token_ids == (105,)
+    with pytest.raises(kakeya.HistoryLengthMismatch):
+        await do(session.generate(1, expected_history_length=5).result)
+    assert len(scripted.calls("Generate")) == 4
+
+
+async def test_a_stopped_generate_that_is_not_the_historys_end_any_more_is_not_begun_anew(
+    scripted: Any, session: Any, do: Do, explained: Failure, unexplained: Failure
+) -> None:
+    """It had generated tokens that this client has not received, and then something else went behind them."""
+    moved = explained(grpc.StatusCode.ABORTED, "HISTORY_LENGTH_MISMATCH", expected="3", actual="9")
+    scripted.on("Generate", streamed(then=unexplained(UNAVAILABLE)), streamed(then=moved))
+    with pytest.raises(kakeya.HistoryLengthMismatch):
+        await do(session.generate(4).result)
+    assert len(scripted.calls("Generate")) == 2
+
+
 async def test_a_stream_that_gives_no_token_any_more_is_given_up(
     scripted: Any, session: Any, do: Do, unexplained: Failure
 ) -> None:

@@ -173,7 +173,7 @@ export class Append {
           if (givenUp !== undefined) throw givenUp;
           if (this.#mustMatch) throw error;
           // To append here would leave out what the caller believes to be there.
-          if (error.actual < confirmed) throw behind(confirmed, error);
+          if (error.actual < confirmed) throw behind(confirmed, error.actual, error);
           this.#length = error.actual;
           this.#isExact = true;
           this.#isOpen = isInDoubt = false;
@@ -272,14 +272,15 @@ function isFateOpen(error: KakeyaError): boolean {
   return error.wasSent && kinds.some((kind) => error instanceof kind);
 }
 
-function behind(confirmed: number, cause: HistoryLengthMismatch): HistoryBehindClient {
+/** The error of a call that was refused with `cause`, for the history is shorter than the server had said. */
+export function behind(confirmed: number, actual: number, cause: HistoryLengthMismatch): HistoryBehindClient {
   return new HistoryBehindClient(
-    `the server had said that the history has ${confirmed} tokens, and now it has ${cause.actual}: it has lost some. ` +
+    `the server had said that the history has ${confirmed} tokens, and now it has ${actual}: it has lost some. ` +
       "Nothing was changed; append what is missing, or go on from where the history ends",
     {
       code: "DATA_LOSS",
       reason: "HISTORY_BEHIND_CLIENT",
-      metadata: { expected: String(confirmed), actual: String(cause.actual) },
+      metadata: { expected: String(confirmed), actual: String(actual) },
       cause,
     },
   );

@@ -110,6 +110,9 @@ test("settings that make no sense are refused by name", async () => {
     ["generate_timeout_seconds", { generateTimeoutSeconds: NaN }],
     ["attempts", { retry: { attempts: 0 } }],
     ["first_delay_seconds", { retry: { firstDelaySeconds: -1 } }],
+    // A timer of JavaScript's that is longer ends at once.
+    ["first_delay_seconds", { retry: { firstDelaySeconds: 1e6 } }],
+    ["max_delay_seconds", { retry: { maxDelaySeconds: 3e6 } }],
     ["tls", { tls: { certificate: "a.pem" } }],
     ["api_key", { apiKey: "line\nbreak" }],
   ];

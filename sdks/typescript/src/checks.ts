@@ -13,7 +13,7 @@ const MAX_UINT32 = 2 ** 32 - 1;
 const MAX_UINT64 = 2n ** 64n - 1n;
 const MAX_FLOAT32 = 3.4028234663852886e38;
 /** The longest wait that gRPC's timeout header can say in milliseconds, and a JavaScript timer can wait. */
-const MAX_SECONDS = 99_999;
+export const MAX_SECONDS = 99_999;
 
 /** Token ids of any origin: arrays, typed arrays, the bigints of a tensor. */
 export type TokenIds = Iterable<number | bigint>;

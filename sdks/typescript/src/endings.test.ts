@@ -7,6 +7,7 @@ import { afterEach, expect, test } from "vitest";
 import { failure } from "../testing/moves.js";
 import { draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
 import { ErrorInfoSchema } from "./generated/google/rpc/error_details_pb.js";
+import type { GenerateRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import * as kakeya from "./index.js";
 
 const QUICK: kakeya.RetryPolicy = { attempts: 4, firstDelaySeconds: 0 };
@@ -245,6 +246,68 @@ test("a history that lost tokens is an error, and gets nothing", async () => {
   expect(length).toBe(1n);
   // After the error the caller may go on from there.
   expect(await session.append([4])).toBe(2);
+});
+
+/** A history that grows by a token for each Generate that names its length, and the requests it saw. */
+function generating(length: bigint): { script: Script; requests: GenerateRequest[]; length: () => bigint } {
+  const requests: GenerateRequest[] = [];
+  const script: Script = {
+    // eslint-disable-next-line @typescript-eslint/require-await -- a server's stream is one
+    async *generate(request) {
+      requests.push(request);
+      if (request.expectedHistoryLength !== length) throw mismatch(length, request.expectedHistoryLength);
+      yield token(Number(length));
+      length += 1n;
+      yield { payload: { case: "done" as const, value: { generatedTokenCount: 1, historyLength: length } } };
+    },
+    appendTokens: () => ({ historyLength: 5n }),
+  };
+  return { script, requests, length: () => length };
+}
+
+test("nothing is generated from a history that lost tokens", async () => {
+  // The server goes on from a backup.
+  const server = generating(2n);
+  const session = await (await serve(server.script)).createSession();
+  expect(await session.append([1, 2, 3, 4, 5])).toBe(5);
+  const stream = session.generate(1);
+  for (let time = 0; time < 2; time++) {
+    const error = await failure(kakeya.HistoryBehindClient, stream.result());
+    expect([error.expected, error.actual, error.code]).toEqual([5, 2, "DATA_LOSS"]);
+    expect(error.cause).toBeInstanceOf(kakeya.HistoryLengthMismatch);
+  }
+  expect([server.length(), session.historyLength]).toEqual([2n, 2]);
+  // After the error the caller may go on from there.
+  expect((await session.generate(1).result()).historyLength).toBe(3);
+});
+
+test("a Generate begins at the end of a history that is longer than its client knew", async () => {
+  const server = generating(4n);
+  const session = await (await serve(server.script)).createSession();
+  expect((await session.generate(1).result()).tokenIds).toEqual([104]);
+  expect(session.historyLength).toBe(5);
+  expect(server.requests.map((each) => each.expectedHistoryLength)).toEqual([0n, 4n]);
+  // The same id with another length would be refused.
+  expect(server.requests[0]?.requestId).not.toEqual(server.requests[1]?.requestId);
+  await failure(kakeya.HistoryLengthMismatch, session.generate(1, { expectedHistoryLength: 3 }).result());
+  expect(server.requests.length).toBe(3);
+});
+
+test("a stopped Generate that is not the history's end any more is not begun anew", async () => {
+  let calls = 0;
+  const session = await (
+    await serve({
+      // eslint-disable-next-line @typescript-eslint/require-await -- a server's stream is one
+      async *generate() {
+        calls += 1;
+        // It had generated tokens that this client has not received, and then something else went behind them.
+        if (calls === 2) throw mismatch(9n, 3n);
+        server.cut();
+      },
+    })
+  ).createSession();
+  await failure(kakeya.HistoryLengthMismatch, session.generate(4).result());
+  expect(calls).toBe(2);
 });
 
 test("an append is unresolved where the server knows no ids and the length does not show it", async () => {

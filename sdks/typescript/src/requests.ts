@@ -56,8 +56,16 @@ export function appendRequest(sessionId: string, tokenIds: number[], length?: nu
   });
 }
 
-/** The request for one Generate. It always asks for detailed frames: they carry the history length as it grows. */
-export function generateRequest(sessionId: string, maxTokens: number, options: GenerateOptions): GenerateRequest {
+/**
+ * The request for one Generate, from a history of `length` tokens if the options name no other. It always asks for
+ * detailed frames: they carry the history length as it grows.
+ */
+export function generateRequest(
+  sessionId: string,
+  maxTokens: number,
+  options: GenerateOptions,
+  length: number,
+): GenerateRequest {
   const { temperature, topP, topK, minP, repetitionPenalty, seed } = known(options, "generate");
   return create(GenerateRequestSchema, {
     sessionId,
@@ -73,7 +81,7 @@ export function generateRequest(sessionId: string, maxTokens: number, options: G
     ...(options.logprobs === true ? { logprobs: true } : {}),
     tokenDetails: true,
     ...(options.onProgress === undefined ? {} : { progress: true }),
-    ...expectedLength(options),
+    expectedHistoryLength: uint64Of(options.expectedHistoryLength ?? length, "expectedHistoryLength"),
     ...(options.drafting === false ? { drafting: false } : {}),
     requestId: newRequestId(),
   });
@@ -126,6 +134,6 @@ function biasOf(bias: ReadonlyMap<number, number>): Record<number, number> {
 }
 
 /** By this the server knows a request again, and answers it as it did the first time. */
-function newRequestId(): Uint8Array {
+export function newRequestId(): Uint8Array {
   return Uint8Array.from(randomBytes(16));
 }

@@ -124,6 +124,17 @@ test("a wait that the server asks for may outlast patience once", () => {
   expect(seconds).toBeGreaterThanOrEqual(7);
 });
 
+test("no wait is longer than a timer can be", () => {
+  const retryAfterSeconds = 3e6;
+  const asked = new Draining("draining", { code: "UNAVAILABLE", reason: "DRAINING", retryAfterSeconds });
+  const waiting = patienceOf({ firstDelaySeconds: 99_999, maxDelaySeconds: 99_999, patienceSeconds: 1e9 });
+  for (const error of [unsent, asked]) {
+    const seconds = waiting.waitSeconds(3, error);
+    expect(seconds).toBeGreaterThan(40_000);
+    expect(seconds).toBeLessThanOrEqual(99_999);
+  }
+});
+
 test("calls that fail at once are not sent in a busy loop, and without patience once", () => {
   const [attempts] = untilGivenUp(patienceOf({ firstDelaySeconds: 0, maxDelaySeconds: 0, patienceSeconds: 1 }), sent);
   expect(attempts).toBeLessThan(110);

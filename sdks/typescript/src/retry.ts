@@ -4,7 +4,7 @@
  * A call has a deadline over all its attempts. Within it, patience counts the time without the server since its last
  * answer: the waits, and attempts that found no connection. A prefill that takes long does not use it up.
  */
-import { invalid, shown, wholeIn } from "./checks.js";
+import { invalid, MAX_SECONDS, shown, wholeIn } from "./checks.js";
 import { DeadlineExceeded, KakeyaError, TLSFailed, TransportError } from "./errors.js";
 import { known } from "./options.js";
 import { ROUTE_HEADER } from "./route.js";
@@ -31,8 +31,8 @@ const LEAST_LEFT_SECONDS = 0.001;
  * A server that this client has never reached is given up after 2 s.
  *
  * The n-th wait is between half and all of `firstDelaySeconds` × 2^(n-1), at most `maxDelaySeconds`, and never less than
- * the server asked for. `attempts` limits the number of attempts as well: 1 switches retries off. Each request has an id
- * by which the server knows it again, so nothing is done twice.
+ * the server asked for; none is longer than 99,999 seconds, nor may a delay be. `attempts` limits the number of attempts
+ * as well: 1 switches retries off. Each request has an id by which the server knows it again, so nothing is done twice.
  */
 export interface RetryPolicy {
   /** Calls in all, the first one included. Default: as many as patience allows. */
@@ -78,6 +78,11 @@ export function retryPolicyOf(policy: RetryPolicy = {}): FullPolicy {
   for (const name of ["firstDelaySeconds", "maxDelaySeconds", "patienceSeconds"] as const) {
     if (!(Number.isFinite(filled[name]) && filled[name] >= 0)) {
       throw invalid(name, `must be a number of seconds of at least 0, got ${shown(filled[name])}`);
+    }
+  }
+  for (const name of ["firstDelaySeconds", "maxDelaySeconds"] as const) {
+    if (filled[name] > MAX_SECONDS) {
+      throw invalid(name, `must be at most ${MAX_SECONDS} seconds, got ${shown(filled[name])}`);
     }
   }
   return filled;
@@ -172,7 +177,9 @@ export class Patience {
     // Jitter, so that clients that got the same answer do not all come back at the same time.
     const jitter = Math.random();
     // The last attempt is at the end of patience, or when the server asks for it.
-    this.#lastDelay = Math.max(Math.min(longest * (0.5 + 0.5 * jitter), left), (asked ?? 0) * (1 + 0.2 * jitter));
+    longest = Math.max(Math.min(longest * (0.5 + 0.5 * jitter), left), (asked ?? 0) * (1 + 0.2 * jitter));
+    // A timer that is to wait for much longer ends at once.
+    this.#lastDelay = Math.min(longest, MAX_SECONDS);
     return this.#ifInTime(this.#lastDelay);
   }
 

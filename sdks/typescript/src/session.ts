@@ -151,18 +151,17 @@ export class Session implements AsyncDisposable {
    *
    * Greedy unless `temperature` is above 0. It starts at once; the stream is read by iterating it or by `result()`. A
    * signal that is aborted stops it, and reading it then throws the signal's reason.
+   *
+   * From a history that is shorter than the server had said nothing is generated: HistoryBehindClient. With
+   * `expectedHistoryLength`, nothing is from one of any other length: HistoryLengthMismatch.
    */
   generate(maxTokens: number, options: GenerateOptions = {}): GenerateStream {
     this.#requireOpen();
-    const request = generateRequest(this.id, maxTokens, options);
+    const request = generateRequest(this.id, maxTokens, options, this.#tail.length);
     const fold = new Fold(options.logprobs === true, options.onProgress);
-    return GenerateStream.started(
-      this.#link,
-      request,
-      this.#link.generatePatience(options, this.#route),
-      fold,
-      this.#tail,
-    );
+    const patience = this.#link.generatePatience(options, this.#route);
+    const mustMatch = options.expectedHistoryLength !== undefined;
+    return GenerateStream.started(this.#link, request, patience, fold, this.#tail, mustMatch);
   }
 
   /** A new session that goes on from where this one is, with a history of its own from there on. */

@@ -138,6 +138,21 @@ test("an error in the progress callback stops the generation", async () => {
       throw mine;
     },
   });
+  // It is what became of the stream, however often that is asked for.
+  await expect(stream.result()).rejects.toBe(mine);
+  await expect(stream.result()).rejects.toBe(mine);
+  await untilIdle(session);
+});
+
+test("an error in a progress callback that has cancelled its stream is the stream's", async () => {
+  const mine = new RangeError("mine");
+  const stream = session.generate(LONG, {
+    onProgress: () => {
+      stream.cancel();
+      throw mine;
+    },
+  });
+  await expect(read(stream)).rejects.toBe(mine);
   await expect(stream.result()).rejects.toBe(mine);
   await untilIdle(session);
 });

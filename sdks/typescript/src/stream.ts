@@ -2,8 +2,8 @@
 import { create } from "@bufbuild/protobuf";
 
 import { exact } from "./checks.js";
-import type { Tail } from "./append.js";
-import { ProtocolError, StateError } from "./errors.js";
+import { behind, type Tail } from "./append.js";
+import { HistoryLengthMismatch, ProtocolError, StateError } from "./errors.js";
 import {
   GenerateRequestSchema,
   type GenerateDone,
@@ -12,6 +12,7 @@ import {
   type TokenDetail as WireToken,
 } from "./generated/kakeya/v1/runtime_pb.js";
 import type { Leash, Link } from "./link.js";
+import { newRequestId } from "./requests.js";
 import type { Patience } from "./retry.js";
 import { stopReasonOf, type GenerateResult, type Progress, type TokenDetail } from "./values.js";
 
@@ -122,20 +123,29 @@ export class Fold {
  *
  * It begins at once, and knows nothing of the stream that reads it, so that a stream without references can be
  * collected.
+ *
+ * The request names the length of the history that this client knows. If the history is longer and the caller named no
+ * length, the Generate begins at its end all the same. One that is shorter has lost tokens: that is an error, and nothing
+ * is generated.
  */
 class Attachment {
   readonly #link: Link;
-  readonly #request: GenerateRequest;
   readonly #patience: Patience;
+  readonly #tail: Tail;
+  /** The caller named the length. */
+  readonly #mustMatch: boolean;
   readonly #leash: Leash;
+  #request: GenerateRequest;
   #frames: AsyncIterator<GenerateResponse>;
   #first: Promise<IteratorResult<GenerateResponse>> | undefined;
   #attempts = 1;
 
-  constructor(link: Link, request: GenerateRequest, patience: Patience) {
+  constructor(link: Link, request: GenerateRequest, patience: Patience, tail: Tail, mustMatch: boolean) {
     this.#link = link;
     this.#request = request;
     this.#patience = patience;
+    this.#tail = tail;
+    this.#mustMatch = mustMatch;
     this.#leash = link.leash(patience.signal);
     [this.#frames, this.#first] = this.#open(request);
   }
@@ -161,6 +171,11 @@ class Attachment {
         this.#first = undefined;
         if (isComplete) return undefined;
         const explained = this.#link.explain(error, this.#patience);
+        if (explained instanceof HistoryLengthMismatch && this.#hasMoved(explained)) {
+          this.#leash.signal.throwIfAborted();
+          [this.#frames, this.#first] = this.#open(this.#request);
+          continue;
+        }
         const seconds = this.#patience.waitSeconds(this.#attempts, explained);
         if (seconds === undefined || this.#leash.signal.aborted) throw this.#patience.verdict(explained);
         await this.#link.waitOn(this.#leash, seconds, this.#patience);
@@ -172,6 +187,26 @@ class Attachment {
         );
       }
     }
+  }
+
+  /**
+   * Was nothing generated only because the history is longer than this client knew? Then the request names its length
+   * now. Throws HistoryBehindClient if it is shorter.
+   */
+  #hasMoved(mismatch: HistoryLengthMismatch): boolean {
+    const { expected, actual } = mismatch;
+    // One that had begun already, and has been stopped, names the place where it would go on.
+    if (this.#mustMatch || expected === undefined || actual === undefined) return false;
+    if (expected !== Number(this.#request.expectedHistoryLength)) return false;
+    if (actual < expected) {
+      this.#tail.settle(actual);
+      throw behind(expected, actual, mismatch);
+    }
+    this.#tail.saw(actual);
+    // For another length, it is another request.
+    const changed = { expectedHistoryLength: BigInt(actual), requestId: newRequestId() };
+    this.#request = create(GenerateRequestSchema, { ...this.#request, ...changed });
+    return true;
   }
 
   cancel(): void {
@@ -233,8 +268,15 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
   }
 
   /** @internal */
-  static started(link: Link, request: GenerateRequest, patience: Patience, fold: Fold, tail: Tail): GenerateStream {
-    return new GenerateStream(new Attachment(link, request, patience), fold, tail);
+  static started(
+    link: Link,
+    request: GenerateRequest,
+    patience: Patience,
+    fold: Fold,
+    tail: Tail,
+    mustMatch: boolean,
+  ): GenerateStream {
+    return new GenerateStream(new Attachment(link, request, patience, tail, mustMatch), fold, tail);
   }
 
   /** The tokens received so far. All of them are in the session's history, whatever happens to the stream. */
@@ -320,7 +362,7 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
           this.#end();
           return undefined;
         }
-        const token = this.#fold.feed(frame);
+        const token = this.#fed(frame);
         if (token !== undefined) {
           this.#tail.saw(token.position + 1);
           return token;
@@ -329,10 +371,23 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
       }
       return undefined;
     } catch (error) {
-      // A stream we cancelled ends quietly.
-      if (this.#isCancelled) return undefined;
+      // A stream we cancelled ends quietly, but not where the callback for its progress has failed.
+      if (this.#isCancelled) {
+        if (this.#failure === undefined) return undefined;
+        throw error;
+      }
       this.#end();
       this.#attachment.cancel();
+      this.#failure = { error };
+      throw error;
+    }
+  }
+
+  /** The token of this frame, if it is one. What goes wrong with it is what became of the stream. */
+  #fed(frame: GenerateResponse): TokenDetail | undefined {
+    try {
+      return this.#fold.feed(frame);
+    } catch (error) {
       this.#failure = { error };
       throw error;
     }

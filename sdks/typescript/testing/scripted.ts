@@ -56,11 +56,12 @@ export function draining(retryAfterSeconds: number): ConnectError {
 }
 
 /** What a server answers whose history is not as long as expected. */
-export function mismatch(actual: bigint): ConnectError {
+export function mismatch(actual: bigint, expected?: bigint): ConnectError {
+  const lengths = { actual: String(actual), ...(expected === undefined ? {} : { expected: String(expected) }) };
   return new ConnectError("the history is not as long as expected", Code.Aborted, undefined, [
     {
       desc: ErrorInfoSchema,
-      value: { domain: "kakeya.v1", reason: "HISTORY_LENGTH_MISMATCH", metadata: { actual: String(actual) } },
+      value: { domain: "kakeya.v1", reason: "HISTORY_LENGTH_MISMATCH", metadata: lengths },
     },
   ]);
 }

@@ -142,7 +142,7 @@ class Append:
                 if self._must_match:
                     raise
                 if error.actual < confirmed:  # to append here would leave out what the caller believes to be there
-                    raise _behind(confirmed, error.actual) from error
+                    raise behind(confirmed, error.actual) from error
                 self._length, self._is_exact, self._is_open, is_in_doubt = error.actual, True, False, False
                 request = self._request(chunk)  # for another length, it is another request
                 continue
@@ -228,7 +228,8 @@ class Append:
         return self._limit.tokens
 
 
-def _behind(confirmed: int, actual: int) -> HistoryBehindClient:
+def behind(confirmed: int, actual: int) -> HistoryBehindClient:
+    """The error of a call that was refused, for the history is shorter than the server had said."""
     return HistoryBehindClient(
         f"the server had said that the history has {confirmed} tokens, and now it has {actual}: it has lost some. "
         "Nothing was changed; append what is missing, or go on from where the history ends",

@@ -250,14 +250,21 @@ class AsyncSession(SessionBase):
             stop_token_ids=stop_token_ids,
             logprobs=logprobs,
             progress=on_progress is not None,
-            expected_history_length=expected_history_length,
+            expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
             drafting=drafting,
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)
         call = self._client._generate(request, patience, self._route)
         return AsyncGenerateStream(
-            self._client, call, request, route=self._route, fold=fold, tail=self._tail, patience=patience
+            self._client,
+            call,
+            request,
+            must_match=expected_history_length is not None,
+            route=self._route,
+            fold=fold,
+            tail=self._tail,
+            patience=patience,
         )
 
     async def fork(
@@ -338,6 +345,7 @@ class AsyncGenerateStream(StreamBase):
         call: Any,
         request: pb.GenerateRequest,
         *,
+        must_match: bool,
         route: str,
         fold: Fold,
         tail: Tail,
@@ -346,7 +354,7 @@ class AsyncGenerateStream(StreamBase):
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
-        super().__init__(client, request, route=route, fold=fold, tail=tail, patience=patience)
+        super().__init__(client, request, must_match=must_match, route=route, fold=fold, tail=tail, patience=patience)
 
     def __aiter__(self) -> AsyncIterator[int]:
         """As `GenerateStream.__iter__`."""

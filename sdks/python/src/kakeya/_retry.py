@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kakeya._checks import finite, invalid, whole_number
+from kakeya._checks import MAX_SECONDS, finite, invalid, whole_number
 from kakeya._errors import DeadlineExceeded, KakeyaError, TLSFailed, TransportError
 
 # How long to look for a server that this client has never reached: it may be starting, or the address is wrong.
@@ -39,7 +39,8 @@ class RetryPolicy:
     call's timeout. A server that this client has never reached is given up after 2 s.
 
     The n-th wait is between half and all of `first_delay_seconds` × 2^(n-1), at most `max_delay_seconds`, and never
-    less than the server requests. `attempts` limits the number of attempts as well: 1 switches retries off.
+    less than the server requests; none is longer than 10^9 seconds, nor may a delay be. `attempts` limits the number of
+    attempts as well: 1 switches retries off.
     """
 
     attempts: int | None = None
@@ -53,6 +54,9 @@ class RetryPolicy:
         for name in ("first_delay_seconds", "max_delay_seconds", "patience_seconds"):
             if finite(getattr(self, name), name) < 0:
                 raise invalid(name, f"must be at least 0, got {getattr(self, name)}")
+        for name in ("first_delay_seconds", "max_delay_seconds"):
+            if getattr(self, name) > MAX_SECONDS:
+                raise invalid(name, f"must be at most {MAX_SECONDS} seconds, got {getattr(self, name)}")
 
     def delay_seconds(self, attempt: int, jitter: float) -> float:
         """The wait after failed attempt number `attempt` (from 1), with `jitter` in [0, 1)."""
@@ -120,9 +124,8 @@ class Patience:
         # Jitter, so that clients that got the same answer do not all come back at the same time.
         jitter = self._jitter()
         # The last attempt is at the end of patience, or when the server asks for it.
-        self._last_delay = max(
-            min(self.policy.delay_seconds(attempt, jitter), left), (asked or 0.0) * (1 + 0.2 * jitter)
-        )
+        longest = max(min(self.policy.delay_seconds(attempt, jitter), left), (asked or 0.0) * (1 + 0.2 * jitter))
+        self._last_delay = min(longest, MAX_SECONDS)  # no timer waits longer
         return self._if_in_time(self._last_delay)
 
     def _first_patience_seconds(self) -> float:

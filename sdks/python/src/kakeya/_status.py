@@ -178,7 +178,8 @@ def _details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float
             if not found and detail.Unpack(info):
                 found = info.domain == DOMAIN
             elif detail.Unpack(retry):
-                retry_after_seconds = retry.retry_delay.ToTimedelta().total_seconds()
+                # Not as a timedelta, which has no place for every delay that a message can say.
+                retry_after_seconds = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     except (ValueError, DecodeError):
         return None, None
     return (info, retry_after_seconds) if found else (None, None)

@@ -7,9 +7,10 @@ from typing import NoReturn
 
 import grpc
 
-from kakeya._append import Tail
+from kakeya._append import Tail, behind
 from kakeya._client import ClientBase
-from kakeya._errors import KakeyaError, ProtocolError, StateError
+from kakeya._errors import HistoryLengthMismatch, KakeyaError, ProtocolError, StateError
+from kakeya._requests import new_request_id
 from kakeya._retry import Patience
 from kakeya._values import STOP_REASONS, GenerateResult, Progress, StopReason, TokenDetail
 from kakeya.v1 import runtime_pb2 as pb
@@ -97,14 +98,28 @@ class StreamBase:
 
     When its RPC breaks, another one with the same id continues after the last token received: the server sends lost
     tokens again, and resumes a Generate that it stopped because the client was gone.
+
+    Its request names the length of the history that this client knows. If the history is longer and the caller named no
+    length, the Generate begins at its end all the same. One that is shorter has lost tokens: that is an error, and
+    nothing is generated.
     """
 
     def __init__(
-        self, client: ClientBase, request: pb.GenerateRequest, *, route: str, fold: Fold, tail: Tail, patience: Patience
+        self,
+        client: ClientBase,
+        request: pb.GenerateRequest,
+        *,
+        must_match: bool,
+        route: str,
+        fold: Fold,
+        tail: Tail,
+        patience: Patience,
     ) -> None:
+        """must_match: the caller named the length."""
         self._client = client
         self._route = route
         self._request = request
+        self._must_match = must_match
         self._fold = fold
         self._tail = tail
         self._patience = patience
@@ -112,7 +127,7 @@ class StreamBase:
         self._is_taken = False  # it is or was iterated
         self._is_over = False  # nothing more will be read
         self._is_cancelled = False
-        self._error: KakeyaError | None = None
+        self._error: Exception | None = None  # ours, or one of on_progress
         tail.may_lag = True
 
     @property
@@ -126,7 +141,7 @@ class StreamBase:
         return self._is_over and self._fold.result is not None
 
     def __repr__(self) -> str:
-        state = "cancelled" if self._is_cancelled else "failed" if self._error else "over" if self._is_over else "open"
+        state = "failed" if self._error else "cancelled" if self._is_cancelled else "over" if self._is_over else "open"
         return f"<{type(self).__name__} {state}, {len(self._fold.token_ids)} tokens>"
 
     def _take(self) -> None:
@@ -140,7 +155,7 @@ class StreamBase:
     def _received(self, frame: pb.GenerateResponse) -> TokenDetail | None:
         try:
             token = self._fold.feed(frame)
-        except KakeyaError as error:
+        except Exception as error:
             self._error = error
             raise
         if token is not None:
@@ -166,6 +181,8 @@ class StreamBase:
             self._is_over = True
             return None
         explained = self._client._explain(error)
+        if isinstance(explained, HistoryLengthMismatch) and self._has_moved(explained):
+            return 0.0
         delay = self._patience.wait_seconds(self._attempt, explained)
         if delay is None:
             explained.__cause__ = error
@@ -173,6 +190,22 @@ class StreamBase:
             self._fail(verdict, verdict.__cause__)
         self._attempt += 1
         return delay
+
+    def _has_moved(self, mismatch: HistoryLengthMismatch) -> bool:
+        """Was nothing generated only because the history is longer than this client knew? Then the request names its
+        length now. Raises HistoryBehindClient if it is shorter.
+        """
+        confirmed, actual = self._request.expected_history_length, mismatch.actual
+        # One that had begun already, and has been stopped, names the place where it would go on.
+        if self._must_match or actual is None or mismatch.expected != confirmed:
+            return False
+        if actual < confirmed:
+            self._tail.settle(actual)
+            self._fail(behind(confirmed, actual), mismatch)
+        self._tail.saw(actual)
+        self._request.expected_history_length = actual
+        self._request.request_id = new_request_id()  # for another length, it is another request
+        return True
 
     def _request_again(self) -> pb.GenerateRequest:
         """The request for the rest. Before the first token it is unknown whether the server has received the call."""

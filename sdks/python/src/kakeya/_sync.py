@@ -250,6 +250,9 @@ class Session(SessionBase):
         server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
         token. `drafting=False` turns the server's drafter off, which changes the speed, never a token. When the
         connection breaks, the stream goes on where it was: no token is lost, none comes twice.
+
+        From a history that is shorter than the server had said nothing is generated: HistoryBehindClient. With
+        `expected_history_length`, nothing is from one of any other length: HistoryLengthMismatch.
         """
         self._require_open()
         request = requests.generate(
@@ -265,14 +268,21 @@ class Session(SessionBase):
             stop_token_ids=stop_token_ids,
             logprobs=logprobs,
             progress=on_progress is not None,
-            expected_history_length=expected_history_length,
+            expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
             drafting=drafting,
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)
         call = self._client._generate(request, patience, self._route)
         return GenerateStream(
-            self._client, call, request, route=self._route, fold=fold, tail=self._tail, patience=patience
+            self._client,
+            call,
+            request,
+            must_match=expected_history_length is not None,
+            route=self._route,
+            fold=fold,
+            tail=self._tail,
+            patience=patience,
         )
 
     def fork(
@@ -362,6 +372,7 @@ class GenerateStream(StreamBase):
         call: Any,
         request: pb.GenerateRequest,
         *,
+        must_match: bool,
         route: str,
         fold: Fold,
         tail: Tail,
@@ -369,7 +380,7 @@ class GenerateStream(StreamBase):
     ) -> None:
         self._call = call
         self._stopped = threading.Event()
-        super().__init__(client, request, route=route, fold=fold, tail=tail, patience=patience)
+        super().__init__(client, request, must_match=must_match, route=route, fold=fold, tail=tail, patience=patience)
 
     def __iter__(self) -> Iterator[int]:
         """The token ids, as they come. Once only."""
