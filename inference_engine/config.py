@@ -31,6 +31,16 @@ _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
 _WIRE_LARGEST = 2**31 - 1  # the range of gRPC and the wire contract
 _BOOLEANS = {"true": True, "false": False}
+# Settings of sessions in a state_dir, which say nothing without one.
+_OF_KEPT_SESSIONS = (
+    "kept_sessions_per_owner",
+    "kept_tokens_per_owner",
+    "session_keep_seconds",
+    "hibernate",
+    "hibernate_after_seconds",
+    "state_bytes",
+    "state_bytes_per_owner",
+)
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -161,6 +171,8 @@ class EngineConfig:
             raise ConfigError("durability=none keeps no sessions: leave state_dir empty, or choose process or power")
         if self.hibernate not in ("auto", "always", "never"):
             raise ConfigError(f"hibernate must be auto, always or never, got {self.hibernate!r}")
+        if not self.state_dir:
+            self._refuse_settings_of_kept_sessions()
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
             raise ConfigError(
                 f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"
@@ -168,6 +180,16 @@ class EngineConfig:
         if self.step_tokens and self.step_tokens < self.segment_tokens:
             raise ConfigError(
                 f"step_tokens must be 0 or hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}"
+            )
+
+    def _refuse_settings_of_kept_sessions(self) -> None:
+        """What was asked for and cannot be would be noticed only when a session is lost."""
+        defaults = {spec.name: spec.default for spec in fields(self)}
+        given = [name for name in _OF_KEPT_SESSIONS if getattr(self, name) not in (defaults[name], "never")]
+        if given:
+            raise ConfigError(
+                f"{', '.join(f'{name}={getattr(self, name)}' for name in given)}: without effect, because sessions are "
+                f"kept in a state_dir only; set state_dir to a folder, or leave out {', '.join(given)}"
             )
 
     @property
