@@ -88,7 +88,10 @@ def test_an_argument_that_a_command_does_not_know_is_answered_by_that_command(
         (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
         (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
         (("serve", "--bind=127.0.0.1:0", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),
-        (("serve", "--hibernate", "always"), "hibernate=always: without effect, because sessions are kept in a state_dir"),
+        (
+            ("serve", "--hibernate", "always"),
+            "hibernate=always: without effect, because sessions are kept in a state_dir",
+        ),
         (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),

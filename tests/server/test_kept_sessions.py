@@ -182,7 +182,10 @@ async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(tmp
         ({"durability": "power"}, "needs a state_dir"),
         ({"durability": "none", "state_dir": "somewhere"}, "keeps no sessions"),
         ({"durability": "always"}, "auto, none, process or power"),
-        ({"hibernate": "always"}, "hibernate=always: without effect.* set state_dir to a folder, or leave out hibernate$"),
+        (
+            {"hibernate": "always"},
+            "hibernate=always: without effect.* set state_dir to a folder, or leave out hibernate$",
+        ),
         ({"state_bytes": 1, "kept_tokens_per_owner": 9}, "leave out kept_tokens_per_owner, state_bytes$"),
         ({"state_bytes_per_owner": 1}, "state_bytes_per_owner=1: without effect"),
         ({"kept_sessions_per_owner": 1}, "kept_sessions_per_owner=1: without effect"),
