@@ -150,8 +150,8 @@ def test_certificates_and_keys_that_are_none_are_refused_before_anything_is_sent
     path = tmp_path / "ca.pem"
     path.write_text("no PEM at all", encoding="utf-8")
     wrapped = key.replace(b"PRIVATE KEY-----\n", b"PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n", 1)
-    told = {"root_certificates": "a certificate", "certificate": "a certificate", "key": "an unencrypted key"}
-    for given, wrong in [
+    needed = {"root_certificates": "a certificate", "certificate": "a certificate", "key": "an unencrypted key"}
+    refusals: list[tuple[dict[str, Any], str]] = [
         ({"root_certificates": path}, f"root_certificates must hold a certificate in PEM format, and {path} has none"),
         ({"root_certificates": b""}, "root_certificates"),
         ({"root_certificates": key}, "root_certificates"),
@@ -160,10 +160,11 @@ def test_certificates_and_keys_that_are_none_are_refused_before_anything_is_sent
         ({"certificate": certificate, "key": certificate}, "key"),
         ({"certificate": certificate, "key": b"-----BEGIN ENCRYPTED PRIVATE KEY-----\nMII=\n"}, "key"),
         ({"certificate": certificate, "key": wrapped}, "key"),
-    ]:
+    ]
+    for given, wrong in refusals:
         name = wrong.split(" ", 1)[0]
         with subtests.test(wrong=wrong, given=sorted(given)):
-            with pytest.raises(kakeya.InvalidArgument, match=f"^tls {name} must hold {told[name]} in PEM") as refused:
+            with pytest.raises(kakeya.InvalidArgument, match=f"^tls {name} must hold {needed[name]} in PEM") as refused:
                 make(flavour, "127.0.0.1:1", tls=kakeya.TLS(**given))
             assert wrong in str(refused.value) and refused.value.field == "tls"
 

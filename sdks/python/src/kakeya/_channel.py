@@ -114,7 +114,7 @@ def _spaces(api_key: object) -> str:
 
 
 def _credentials(tls: TLS) -> grpc.ChannelCredentials:
-    """gRPC would report PEM that is none with the first call, as a connection that failed, and log a page of its own."""
+    """gRPC would report PEM that is none with the first call, as a connection that failed, and log lines of its own."""
     roots, certificate, key = _pem(tls.root_certificates), _pem(tls.certificate), _pem(tls.key)
     for name, source, pem in (
         ("root_certificates", tls.root_certificates, roots),
