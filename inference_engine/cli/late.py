@@ -7,6 +7,7 @@ when one of its commands is used, and need not be installed.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -39,6 +40,10 @@ class LateParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.complete()
+        if self._subparsers is not None and not (sys.argv[1:] if args is None else args):
+            # Who types no more than this asks what there is.
+            self.print_help(sys.stderr)
+            self.exit(2)
         known, left = super().parse_known_args(args, namespace)
         if left:
             self._refuse(left)

@@ -55,7 +55,19 @@ def test_version_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kakeya {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("no-such-command",), ("serve", "--no-such-flag"), ("chat", "--seed", "x")])
+@pytest.mark.parametrize("arguments", [(), ("models",), ("evaluate",), ("sessions",)], ids=" ".join)
+def test_a_command_of_commands_alone_shows_its_help(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*arguments, "--help") == 0
+    asked = capsys.readouterr().out
+    assert status_of(*arguments) == 2
+    assert capsys.readouterr() == ("", asked), "on standard error: who reads the output asked for something else"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--no-such-flag",), ("no-such-command",), ("serve", "--no-such-flag"), ("chat", "--seed", "x")]
+)
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(*arguments) == 2
     assert "usage: kakeya" in capsys.readouterr().err
@@ -92,6 +104,7 @@ def test_an_argument_that_a_command_does_not_know_is_answered_by_that_command(
             ("serve", "--hibernate", "always"),
             "hibernate=always: without effect, because sessions are kept in a state_dir",
         ),
+        (("serve", "--bind=127.0.0.1:0", "--strategy", "layer_window"), "`kakeya evaluate backstop` finds those that"),
         (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),
