@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
 from inference_engine.types import GenerateParams, ModelFacts
 
+logger = logging.getLogger(__name__)
+
 MAX_LABEL_CHARACTERS = 128
 MAX_PAGE_SESSIONS = 1000
 MAX_PIECE_TOKENS = 16_384  # of a history in one answer
@@ -28,9 +31,16 @@ class Arguments:
     """The checks that depend on the model and the settings."""
 
     def __init__(
-        self, config: EngineConfig, geometry: Geometry, facts: ModelFacts, *, prefers_components: bool
+        self,
+        config: EngineConfig,
+        geometry: Geometry,
+        facts: ModelFacts,
+        *,
+        prefers_components: bool,
+        lacks_components: bool,
     ) -> None:
         """prefers_components: strategies that choose tokens do so by components of keys, unless they say how.
+        lacks_components: they would, and none are calibrated.
 
         Raises InvalidArgument if the model cannot be served with the default strategy.
         """
@@ -39,6 +49,7 @@ class Arguments:
         self._vocab_size = facts.vocab_size
         self._refused_strategies = dict(facts.refused_strategies)
         self._prefers_components = prefers_components
+        self._has_to_advise = lacks_components
         self.default_strategy = self._possible(parse_strategy(config.strategy))
 
     @property
@@ -58,6 +69,13 @@ class Arguments:
         if why := self._refused_strategies.get(resolved.name):
             raise InvalidArgument("strategy", f"{resolved.name} is not available with this model: {why}")
         check_strategy(resolved, self._geometry)
+        if self._has_to_advise and strategy.resolved(self._geometry, has_components=True) != resolved:
+            self._has_to_advise = False  # once, and only where someone asks for such a strategy
+            logger.info(
+                "%s chooses by bounds of blocks; once `kakeya train components` has calibrated components of keys, it "
+                "chooses by them",
+                resolved.name,
+            )
         return resolved
 
     def limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
