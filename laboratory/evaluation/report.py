@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +21,7 @@ INDEX = "README.md"
 HEADLINES = 12  # values shown of a record that does not name its own
 MOST_HEADLINES = 40  # of one that does
 LONGEST_TABLE = 60  # rows of the table
+NEAREST = 3  # names shown for one that is none
 
 # The index shows one value of each record: the first whose name fits the earliest of these, else the first of all.
 # Values of what is compared come before those of the baseline.
@@ -85,9 +87,13 @@ def shown(results: Path = RESULTS, experiment: str | None = None) -> str:
     """Every record in full, or those of one experiment, the newest first. Raises KakeyaError for an unknown one."""
     found = experiments(results)
     if experiment is not None and experiment not in found:
-        near = [name for name in found if experiment in name]
-        known = ", ".join(near or found) or "none"
-        raise KakeyaError(f"no record of an experiment {experiment!r} in {results.name}; there are: {known}")
+        near = get_close_matches(experiment, found, n=NEAREST)
+        near += [name for name in found if experiment in name and name not in near]
+        meant = f" (did you mean {' or '.join(near[:NEAREST])}?)" if near else ""
+        raise KakeyaError(
+            f"no record of an experiment {experiment!r}{meant}; `kakeya evaluate report` writes a list of all "
+            f"{len(found)} to {results / INDEX}"
+        )
     parts = []
     for name in found if experiment is None else (experiment,):
         parts.append(f"# {_words(name)}")
