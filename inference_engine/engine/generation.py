@@ -256,7 +256,7 @@ class Generates:
 def _new_transcript(session: Session, params: GenerateParams, forced: Forced | None, call: Call | None) -> Transcript:
     check_length(session, params.expected_history_length)
     if not len(session.history):
-        raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
+        raise InvalidArgument("history", "it is empty; append tokens to the session before generating")
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
     if call is None:
         return Transcript(session, params, seed, forced=forced)
