@@ -45,17 +45,26 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _at_least(config: object, **floors: float) -> None:
+    """And none is larger than anything is."""
     for name, floor in floors.items():
         value = getattr(config, name)
-        if not floor <= value <= _LARGEST:
-            raise ConfigError(f"{name} must be at least {floor:g} and at most {_LARGEST:g}, got {value}")
+        if not value >= floor:  # not a number, either
+            raise ConfigError(f"{name} must be at least {_typed(name, floor)}, got {value}")
+    _at_most(config, **dict.fromkeys(floors, _LARGEST))
 
 
 def _at_most(config: object, **ceilings: float) -> None:
     for name, ceiling in ceilings.items():
         value = getattr(config, name)
         if value > ceiling:
-            raise ConfigError(f"{name} must be at most {ceiling:g}, got {value}")
+            raise ConfigError(f"{name} must be at most {_typed(name, ceiling)}, got {value}")
+
+
+def _typed(name: str, bound: float) -> str:
+    """As people type it: sizes in a unit where it is a multiple of one, other numbers in full."""
+    sizes = reversed(_UNITS.items()) if "bytes" in name else ()
+    unit = next((unit for unit, size in sizes if bound and bound % size == 0), "")
+    return f"{bound / _UNITS[unit]:.10g}{unit}" if unit else f"{bound:.0f}" if bound == int(bound) else str(bound)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

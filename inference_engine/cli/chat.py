@@ -20,7 +20,7 @@ from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import ModelError
+from inference_engine.errors import ModelError, counted
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
@@ -156,7 +156,7 @@ def cost(turn: Turn) -> str:
         (
             f"{turn.total_seconds:.2f} s",
             f"first token {turn.first_token_seconds:.2f} s",
-            f"{len(turn.appended_ids)} tokens in, {len(turn.generated_ids)} out ({ending})",
+            f"{counted(len(turn.appended_ids), 'token')} in, {len(turn.generated_ids)} out ({ending})",
             f"history {turn.info.history_length}",
             f"{decimal(turn.info.kv_live_bytes)} held",
             f"{turn.info.evicted_tokens} evicted",
@@ -171,7 +171,7 @@ def _facts(conversation: Conversation) -> str:
     return "\n".join(
         (
             f"session   {session.id[:8]}… on {session.model_id}, {info.strategy}, {session.mode.value}",
-            f"history   {info.history_length} tokens ({limit}); {info.evicted_tokens} evicted",
+            f"history   {counted(info.history_length, 'token')} ({limit}); {info.evicted_tokens} evicted",
             f"K/V       {decimal(info.kv_live_bytes)} held, at most {decimal(info.peak_bytes)}",
         )
     )

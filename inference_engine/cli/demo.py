@@ -21,7 +21,7 @@ from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import KakeyaError
+from inference_engine.errors import KakeyaError, counted
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
@@ -144,7 +144,7 @@ def check(turn: Turn) -> None:
 
 def _ids(direction: str, ids: Sequence[int]) -> str:
     shown = ", ".join(str(token_id) for token_id in ids[:SHOWN_IDS])
-    return f"{len(ids)} ids {direction} [{shown}{', …' if len(ids) > SHOWN_IDS else ''}]"
+    return f"{counted(len(ids), 'id')} {direction} [{shown}{', …' if len(ids) > SHOWN_IDS else ''}]"
 
 
 def _table(turns: Sequence[Turn]) -> Table:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference_engine.errors import ConfigError, Unauthenticated
+from inference_engine.errors import ConfigError, Unauthenticated, counted
 from inference_engine.server.file_state import state_of
 
 MIN_KEY_CHARACTERS = 16
@@ -186,17 +186,17 @@ class KeyRing:
         for number, complaint in wrong.items():
             _log.error("%s, line %d is ignored: %s", self._path, number, complaint)
         self._take(keys)
-        _log.info("%s changed: %d keys are accepted now", self._path, len(keys))
+        _log.info("%s changed; accepted now: %s", self._path, counted(len(keys), "key"))
 
     def _take(self, keys: Sequence[Key]) -> None:
         self._keys = _by_digest(keys)
         self._changes += 1
         if plain := sum(key.is_plain for key in keys):
             _log.warning(
-                "%s holds %d keys in plain text; `kakeya keys hash --api-key-file %s` replaces them by their digests, "
-                "and the keys keep working",
+                "%s holds %s in plain text; `kakeya keys hash --api-key-file %s` puts digests in their place, and "
+                "every key keeps working",
                 self._path,
-                plain,
+                counted(plain, "key"),
                 self._path,
             )
 

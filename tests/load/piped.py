@@ -242,7 +242,7 @@ class Lives:
         metrics = EngineMetrics()
         kind: Callable[..., SQLiteJournal] = Early if self._is_early else SQLiteJournal
         journal = kind(self._folder, self._durability, weights="scripted", metrics=metrics)
-        kept = {"journal": journal, "metrics": metrics, "state_dir": str(self._folder)}
+        kept: dict[str, Any] = {"journal": journal, "metrics": metrics, "state_dir": str(self._folder)}
         with scripted_engine(**kept, script=Script(step_seconds=0.001), **FILES) as engine:
             Life(engine, self._agents, pipe, is_last=is_last).run(f"{self._seed} {self._lives}")
 
