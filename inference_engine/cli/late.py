@@ -24,6 +24,8 @@ COMMANDS = {
     "bench": "measure a server under load",
     "train": "calibrate the latent codec that restores evicted KV entries; train a drafter",
 }
+# What other servers call an option of ours.
+_CALLED_ELSEWHERE = {"--host": "--bind HOST:PORT", "--port": "--bind HOST:PORT", "-m": "--model"}
 _WIDTH = max(map(len, COMMANDS)) + 2
 
 
@@ -52,8 +54,13 @@ class LateParser(argparse.ArgumentParser):
     def _refuse(self, arguments: Sequence[str]) -> None:
         """Here and not by the parser above, which would show its own usage and name no command."""
         first = arguments[0].partition("=")[0]
-        close = get_close_matches(first, self._option_string_actions, n=1) if first.startswith("-") else []
-        meant = f"; did you mean {close[0]}?" if close else ""
+        known = self._option_string_actions
+        ours = _CALLED_ELSEWHERE.get(first, "")
+        if not first.startswith("-"):
+            ours = f"--model {first}" if "--model" in known else ""
+        elif ours.partition(" ")[0] not in known:
+            ours = next(iter(get_close_matches(first, known, n=1)), "")
+        meant = f"; did you mean {ours}?" if ours else ""
         self.exit(
             2,
             f"usage: {self.prog} …; `{self.prog} --help` lists what it takes\n"

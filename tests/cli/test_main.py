@@ -78,6 +78,9 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
     [
         (("serve", "--modell", "x"), "kakeya serve: error: unrecognized arguments: --modell x; did you mean --model?"),
         (("serve", "--strategi=full"), "did you mean --strategy?"),
+        (("serve", "org/name"), "unrecognized arguments: org/name; did you mean --model org/name?"),
+        (("serve", "--port", "8000"), "unrecognized arguments: --port 8000; did you mean --bind HOST:PORT?"),
+        (("sessions", "list", "abc"), "kakeya sessions list: error: unrecognized arguments: abc\n"),
         (("journal", "list", "--state-dir", "x"), "kakeya journal list: error: unrecognized arguments: --state-dir\n"),
         (("bench", "serve", "--agnets=3"), "did you mean --agents?"),
     ],
