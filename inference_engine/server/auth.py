@@ -121,7 +121,7 @@ class KeyRing:
         try:
             keys, wrong = _read(ring._path)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the key file {path}: {type(error).__name__}") from error
+            raise ConfigError(f"cannot read the key file {path}: {why_unreadable(error)}") from error
         if wrong:
             number, complaint = min(wrong.items())
             raise ConfigError(f"{path}, line {number}: {complaint}")
@@ -179,7 +179,7 @@ class KeyRing:
             if seen != self._unreadable:
                 self._unreadable = seen
                 _log.error(
-                    "the key file %s cannot be read (%s); the keys stay unchanged", self._path, type(error).__name__
+                    "the key file %s cannot be read (%s); the keys stay unchanged", self._path, why_unreadable(error)
                 )
             return
         self._seen, self._unreadable = seen, ()
@@ -199,6 +199,11 @@ class KeyRing:
                 counted(plain, "key"),
                 self._path,
             )
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """In words, and without anything of the file."""
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
 
 
 def _warn_of_writers(path: Path) -> None:
