@@ -60,8 +60,10 @@ def _at_most(config: object, **ceilings: float) -> None:
             raise ConfigError(f"{name} must be at most {_typed(name, ceiling)}, got {value}")
 
 
-def _typed(name: str, bound: float) -> str:
+def _typed(name: str, bound: float | str) -> str:
     """As people type it: sizes in a unit where it is a multiple of one, other numbers in full."""
+    if isinstance(bound, str):
+        return bound
     sizes = reversed(_UNITS.items()) if "bytes" in name else ()
     unit = next((unit for unit, size in sizes if bound and bound % size == 0), "")
     return f"{bound / _UNITS[unit]:.10g}{unit}" if unit else f"{bound:.0f}" if bound == int(bound) else str(bound)
@@ -196,9 +198,10 @@ class EngineConfig:
         defaults = {spec.name: spec.default for spec in fields(self)}
         given = [name for name in _OF_KEPT_SESSIONS if getattr(self, name) not in (defaults[name], "never")]
         if given:
+            typed = ", ".join(f"{name}={_typed(name, getattr(self, name))}" for name in given)
             raise ConfigError(
-                f"{', '.join(f'{name}={getattr(self, name)}' for name in given)}: without effect, because sessions are "
-                f"kept in a state_dir only; set state_dir to a folder, or leave out {', '.join(given)}"
+                f"{typed}: without effect, because sessions are kept in a state_dir only; set state_dir to a folder, "
+                f"or leave out {', '.join(given)}"
             )
 
     @property

@@ -90,6 +90,11 @@ def test_without_layers_a_strategy_that_can_be_typed_is_named_and_the_command_th
     assert parser().parse_args(command.split()[1:]).experiment == "backstop"
 
 
+def test_an_unknown_name_is_said_once() -> None:
+    with pytest.raises(ConfigError, match=r"^strategy 'nonsense': there is no strategy 'nonsense'; there are full, "):
+        parse_strategy("nonsense")
+
+
 def test_a_wrong_option_is_refused_by_name(subtests: pytest.Subtests) -> None:
     for name, options, field in WRONG_OPTIONS:
         with subtests.test(name=name, options=options, field=field):

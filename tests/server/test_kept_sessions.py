@@ -187,10 +187,10 @@ async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(tmp
             "hibernate=always: without effect.* set state_dir to a folder, or leave out hibernate$",
         ),
         ({"state_bytes": 1, "kept_tokens_per_owner": 9}, "leave out kept_tokens_per_owner, state_bytes$"),
-        ({"state_bytes_per_owner": 1}, "state_bytes_per_owner=1: without effect"),
+        ({"state_bytes_per_owner": 2**30}, "state_bytes_per_owner=1GiB: without effect"),
         ({"kept_sessions_per_owner": 1}, "kept_sessions_per_owner=1: without effect"),
-        ({"session_keep_seconds": 60.0}, "session_keep_seconds=60.0: without effect"),
-        ({"hibernate_after_seconds": 60.0}, "hibernate_after_seconds=60.0: without effect"),
+        ({"session_keep_seconds": 60.0}, "session_keep_seconds=60: without effect"),
+        ({"hibernate_after_seconds": 60.0}, "hibernate_after_seconds=60: without effect"),
     ],
     ids=str,
 )
