@@ -72,8 +72,8 @@ class Arguments:
         if self._has_to_advise and strategy.resolved(self._geometry, has_components=True) != resolved:
             self._has_to_advise = False  # once, and only where someone asks for such a strategy
             logger.info(
-                "%s chooses by bounds of blocks; once `kakeya train components` has calibrated components of keys, it "
-                "chooses by them",
+                "%s chooses by bounds of blocks; `kakeya train components` calibrates components of keys, by which it "
+                "chooses from the next start on",
                 resolved.name,
             )
         return resolved
