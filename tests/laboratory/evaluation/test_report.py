@@ -100,6 +100,8 @@ def test_an_unknown_experiment_is_refused_with_a_few_of_a_like_name_and_where_al
     assert str(refused.value).endswith(f"`kakeya evaluate report` writes a list of all 5 to {tmp_path / INDEX}")
     with pytest.raises(KakeyaError, match=r"'needle' \(did you mean needle_\w+ or needle_\w+ or needle_\w+\?\)"):
         shown(tmp_path, "needle")
+    with pytest.raises(KakeyaError, match=r"'needel' \(did you mean needle_"):
+        shown(tmp_path, "needel")
     with pytest.raises(KakeyaError, match="an experiment 'nosuch'; `kakeya evaluate report`"):
         shown(tmp_path, "nosuch")
 
