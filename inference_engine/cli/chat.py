@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.filesize import decimal
 
+from inference_engine.cli import first_use
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
@@ -58,6 +59,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chat until /quit or the end of standard input. Raises the SDK's errors and those of starting a server."""
     console = Console(highlight=False)
+    if not args.target:
+        first_use.before_start(settings(args, ModelConfig), settings(args, EngineConfig))
     with ExitStack() as stack:
         with Console(stderr=True).status("getting ready"):
             conversation = _open(args, stack)

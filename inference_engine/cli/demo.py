@@ -78,12 +78,14 @@ def run(args: argparse.Namespace) -> int:
             try_out(model)
     folder = tokenizer_folder(model.model, model.cache_path)
     if args.kill:
+        first_use.before_start(model, engine)
         from inference_engine.cli.conversation import load_chat_tokenizer
 
         kill_demo.run(model, engine, load_chat_tokenizer(folder), max_tokens=args.max_tokens, console=console)
         return 0
     if args.recall and model.latent == "auto" and first_use.is_small(model):
         first_use.run(model, ["latent"])
+    first_use.before_start(model, engine)
     with ExitStack() as stack:
         with Console(stderr=True).status(f"starting a server with {model.model}"):
             child = stack.enter_context(child_server(model, engine))
