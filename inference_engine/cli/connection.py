@@ -23,7 +23,7 @@ _IN_FLAGS = {
     "tls certificate": "--tls-client-cert-file",
     "tls key": "--tls-client-key-file",
     "leave out tls,": "leave out --tls and --tls-ca-file,",
-    "the certificates or the key in tls": "a file of --tls-ca-file, --tls-client-cert-file or --tls-client-key-file",
+    "the key in tls": "the key in --tls-client-key-file",
 }
 
 

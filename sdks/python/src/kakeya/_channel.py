@@ -8,6 +8,7 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 
@@ -47,6 +48,9 @@ _URL = re.compile(r"(?:https?|grpcs?|tcp)://", re.IGNORECASE)
 _PLAIN_KEY = re.compile(rb"-----BEGIN (?:[A-Z]+ )?(?<!ENCRYPTED )PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYPTED)")
 # A name or an IPv4 address alone, and what gRPC takes for a name in IPv6.
 _NO_PORT = re.compile(r"[^:/]+ | \[[^\]]*\]", re.VERBOSE)
+
+
+_Pem: TypeAlias = "bytes | str | os.PathLike[str] | None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +128,8 @@ def _credentials(tls: TLS) -> grpc.ChannelCredentials:
             raise invalid("tls", f"{name} must hold a certificate in PEM format, and {_shown(source)} has none")
     if key is not None and _PLAIN_KEY.search(key) is None:
         raise invalid("tls", f"key must hold an unencrypted key in PEM format, and {_shown(tls.key)} has none")
+    if not _belong_together(tls.certificate, tls.key):
+        raise invalid("tls", f"key must be that of the certificate, and {_shown(tls.key)} has another")
     return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=certificate)
 
 
@@ -136,10 +142,21 @@ def _has_certificate(pem: bytes) -> bool:
     return context.cert_store_stats()["x509"] > 0
 
 
-def _shown(source: bytes | str | os.PathLike[str] | None) -> str:
+def _belong_together(certificate: _Pem, key: _Pem) -> bool:
+    """Can be said of files; of bytes gRPC says it with the first call."""
+    if certificate is None or key is None or isinstance(certificate, bytes) or isinstance(key, bytes):
+        return True
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, password=lambda: b"")
+    except ssl.SSLError as error:  # of other reasons some are none for gRPC, such as a short key
+        return error.reason != "KEY_VALUES_MISMATCH"
+    return True
+
+
+def _shown(source: _Pem) -> str:
     """The path of a file; of the bytes themselves nothing is said."""
     return "what was given" if source is None or isinstance(source, bytes) else str(source)
 
 
-def _pem(source: bytes | str | os.PathLike[str] | None) -> bytes | None:
+def _pem(source: _Pem) -> bytes | None:
     return source if source is None or isinstance(source, bytes) else Path(source).read_bytes()
