@@ -31,21 +31,42 @@ _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
 _WIRE_LARGEST = 2**31 - 1  # the range of gRPC and the wire contract
 _BOOLEANS = {"true": True, "false": False}
+# Settings of sessions in a state_dir, which say nothing without one.
+_OF_KEPT_SESSIONS = (
+    "kept_sessions_per_owner",
+    "kept_tokens_per_owner",
+    "session_keep_seconds",
+    "hibernate",
+    "hibernate_after_seconds",
+    "state_bytes",
+    "state_bytes_per_owner",
+)
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _at_least(config: object, **floors: float) -> None:
+    """And none is larger than anything is."""
     for name, floor in floors.items():
         value = getattr(config, name)
-        if not floor <= value <= _LARGEST:
-            raise ConfigError(f"{name} must be at least {floor:g} and at most {_LARGEST:g}, got {value}")
+        if not value >= floor:  # not a number, either
+            raise ConfigError(f"{name} must be at least {_typed(name, floor)}, got {value}")
+    _at_most(config, **dict.fromkeys(floors, _LARGEST))
 
 
 def _at_most(config: object, **ceilings: float) -> None:
     for name, ceiling in ceilings.items():
         value = getattr(config, name)
         if value > ceiling:
-            raise ConfigError(f"{name} must be at most {ceiling:g}, got {value}")
+            raise ConfigError(f"{name} must be at most {_typed(name, ceiling)}, got {value}")
+
+
+def _typed(name: str, bound: float | str) -> str:
+    """As people type it: sizes in a unit where it is a multiple of one, other numbers in full."""
+    if isinstance(bound, str):
+        return bound
+    sizes = reversed(_UNITS.items()) if "bytes" in name else ()
+    unit = next((unit for unit, size in sizes if bound and bound % size == 0), "")
+    return f"{bound / _UNITS[unit]:.10g}{unit}" if unit else f"{bound:.0f}" if bound == int(bound) else str(bound)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +182,8 @@ class EngineConfig:
             raise ConfigError("durability=none keeps no sessions: leave state_dir empty, or choose process or power")
         if self.hibernate not in ("auto", "always", "never"):
             raise ConfigError(f"hibernate must be auto, always or never, got {self.hibernate!r}")
+        if not self.state_dir:
+            self._refuse_settings_of_kept_sessions()
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
             raise ConfigError(
                 f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"
@@ -168,6 +191,17 @@ class EngineConfig:
         if self.step_tokens and self.step_tokens < self.segment_tokens:
             raise ConfigError(
                 f"step_tokens must be 0 or hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}"
+            )
+
+    def _refuse_settings_of_kept_sessions(self) -> None:
+        """What was asked for and cannot be would be noticed only when a session is lost."""
+        defaults = {spec.name: spec.default for spec in fields(self)}
+        given = [name for name in _OF_KEPT_SESSIONS if getattr(self, name) not in (defaults[name], "never")]
+        if given:
+            typed = ", ".join(f"{name}={_typed(name, getattr(self, name))}" for name in given)
+            raise ConfigError(
+                f"{typed}: without effect, because sessions are kept in a state_dir only; set state_dir to a folder, "
+                f"or leave out {', '.join(given)}"
             )
 
     @property

@@ -25,6 +25,11 @@ import logging
 from typing import ClassVar
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class KakeyaError(Exception):
     """Base of all errors below."""
 
@@ -145,7 +150,7 @@ class HistoryLengthMismatch(RequestError):
 
     def __init__(self, expected: int, actual: int) -> None:
         super().__init__(
-            f"expected_history_length is {expected}, the history has {actual} tokens; nothing was changed",
+            f"expected_history_length is {expected}, the history has {counted(actual, 'token')}; nothing was changed",
             expected=expected,
             actual=actual,
         )
@@ -158,8 +163,9 @@ class HistoryBehindClient(RequestError):
 
     def __init__(self, expected: int, actual: int) -> None:
         super().__init__(
-            f"resume_from is {expected}, and the history has {actual} tokens only: the server has lost tokens, or the "
-            "position is wrong. Nothing was changed; append what is missing, or go on from where the history ends",
+            f"resume_from is {expected}, and the history has {counted(actual, 'token')} only: the server has lost "
+            "tokens, or the position is wrong. Nothing was changed; append what is missing, or go on from where the "
+            "history ends",
             expected=expected,
             actual=actual,
         )
@@ -196,7 +202,8 @@ class HistoryLimit(RequestError):
             bound = f"the {limit} tokens that this server allows in one session"
             advice = f"; continue in a new session, or ask the operator to raise {setting}"
         super().__init__(
-            f"the history has {length} tokens; {adding} more would exceed {bound}; nothing was appended{advice}",
+            f"the history has {counted(length, 'token')}; {adding} more would exceed {bound}; nothing was appended"
+            f"{advice}",
             history_length=length,
             limit_tokens=limit,
         )
@@ -209,7 +216,7 @@ class AppendTooLarge(RequestError):
 
     def __init__(self, count: int, limit: int) -> None:
         super().__init__(
-            f"{count} token ids in one append; the limit is {limit}: split them over several appends",
+            f"{counted(count, 'token id')} in one append; the limit is {limit}: split them over several appends",
             max_append_tokens=limit,
         )
 
@@ -285,7 +292,8 @@ class DeadlineExceeded(RequestError):
 
     def __init__(self, history_length: int) -> None:
         super().__init__(
-            f"the deadline passed; the session and its {history_length} tokens are kept", history_length=history_length
+            f"the deadline passed; the session and its history of {counted(history_length, 'token')} are kept",
+            history_length=history_length,
         )
 
 

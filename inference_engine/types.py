@@ -50,6 +50,11 @@ class StopReason(enum.Enum):
     TRUNCATED = "truncated"
 
 
+def _shown(value: float) -> str:
+    """As it was typed: on the wire it is a float32, and 1.1 comes as 1.100000023841858."""
+    return f"{value:.7g}"
+
+
 def _require(condition: bool, name: str, message: str) -> None:
     if not condition:
         raise InvalidArgument(name, message)
@@ -75,16 +80,16 @@ class Sampling:
         _require(
             self.temperature == 0.0 or SMALLEST_TEMPERATURE <= self.temperature <= 100.0,
             "temperature",
-            f"must be 0 or from {SMALLEST_TEMPERATURE} to 100, got {self.temperature}",
+            f"must be 0, or from 2^-20 (about 0.000001) to 100, got {_shown(self.temperature)}",
         )
-        _require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
+        _require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {_shown(self.top_p)}")
         _require(self.top_k >= 0, "top_k", f"must be ≥ 0, got {self.top_k}")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {_shown(self.min_p)}")
         penalty = self.repetition_penalty
         _require(
             SMALLEST_PENALTY <= penalty <= 100.0,
             "repetition_penalty",
-            f"must be from {SMALLEST_PENALTY} to 100, got {penalty}",
+            f"must be from {SMALLEST_PENALTY} to 100, got {_shown(penalty)}",
         )
         _require(
             len(self.logit_bias) <= MAX_LOGIT_BIAS,
@@ -95,7 +100,7 @@ class Sampling:
             _require(
                 math.isfinite(bias) and abs(bias) <= 1000.0,
                 "logit_bias",
-                f"must be finite and within ±1000, got {bias} for id {token_id}",
+                f"must be finite and within ±1000, got {_shown(bias)} for id {token_id}",
             )
         if self.seed is not None:
             _require(0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, 2^64), got {self.seed}")

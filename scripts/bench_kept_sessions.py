@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,7 +40,7 @@ def ids(count: int, *, seed: int) -> list[int]:
 
 def session_bytes(model: ModelConfig, engine: EngineConfig, limit: int) -> int:
     """What a session of so many tokens reserves."""
-    with open_parts(model).engine(replace(engine, state_dir="", durability="none")) as made:
+    with open_parts(model).engine(engine) as made:
         return made.create_session(limit_tokens=limit).bound.sustained_bytes
 
 
@@ -129,12 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
     with TemporaryDirectory(dir=args.folder) as folder:
         state = Path(folder) / "state"
         bench = Bench(args.sessions, args.room, args.tokens, args.own, args.pause, state / COPIES)
-        settings: dict[str, Any] = {"strategy": args.strategy, "hibernate": "always", "hibernate_after_seconds": 0.0}
+        settings: dict[str, Any] = {"strategy": args.strategy, "share_forks": False}
         settings |= {"history_tokens_per_owner": 0, "session_evictable_seconds": 0.0}
-        settings |= {"state_dir": str(state), "durability": "process", "share_forks": False}
-        engine = EngineConfig(**settings)
-        each = session_bytes(model, engine, limit)
-        engine = replace(engine, kv_bytes=args.room * each + each // 2)
+        each = session_bytes(model, EngineConfig(**settings), limit)
+        settings |= {"state_dir": str(state), "durability": "process"}
+        settings |= {"hibernate": "always", "hibernate_after_seconds": 0.0}
+        engine = EngineConfig(**settings, kv_bytes=args.room * each + each // 2)
         with child_server(model, engine) as child, Client(child.wait_ready()) as client:
             capacity = client.server_info().kv_capacity_bytes
             assert capacity < (args.room + 1) * each, f"{capacity} bytes have room for more than {args.room} sessions"

@@ -31,7 +31,7 @@ def keeping(folder: Path, *, make: Any = scripted_engine, **settings: Any) -> It
     """An engine that keeps its sessions in `folder`, stopped in order at the end."""
     metrics = EngineMetrics()
     journal = sqlite_journal(folder, metrics=metrics)
-    with make(journal=journal, metrics=metrics, **settings) as engine:
+    with make(journal=journal, metrics=metrics, state_dir=str(folder), **settings) as engine:
         yield engine
 
 

@@ -113,6 +113,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit, print the result, and return 1 if there are violations."""
+    from inference_engine.cli import first_use
     from inference_engine.cli.child import child_server
     from inference_engine.cli.conversation import sdk_strategy
 
@@ -124,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         target = args.target
         if target is None:
+            first_use.before_start(model, engine)
             with Console(stderr=True).status("starting a server"):
                 target = stack.enter_context(child_server(model, engine)).wait_ready()
         with Console(stderr=True).status(f"{args.histories} histories, {args.splits} splits of each"):

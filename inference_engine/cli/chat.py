@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.filesize import decimal
 
+from inference_engine.cli import first_use
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import ModelError
+from inference_engine.errors import ModelError, counted
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
@@ -59,6 +60,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chat until /quit or the end of standard input. Raises the SDK's errors and those of starting a server."""
     console = Console(highlight=False)
+    if not args.target:
+        first_use.before_start(settings(args, ModelConfig), settings(args, EngineConfig))
     with ExitStack() as stack:
         with Console(stderr=True).status("getting ready"):
             conversation = _open(args, stack)
@@ -157,7 +160,7 @@ def cost(turn: Turn) -> str:
         (
             f"{turn.total_seconds:.2f} s",
             f"first token {turn.first_token_seconds:.2f} s",
-            f"{len(turn.appended_ids)} tokens in, {len(turn.generated_ids)} out ({ending})",
+            f"{counted(len(turn.appended_ids), 'token')} in, {len(turn.generated_ids)} out ({ending})",
             f"history {turn.info.history_length}",
             f"{decimal(turn.info.kv_live_bytes)} held",
             f"{turn.info.evicted_tokens} evicted",
@@ -172,7 +175,7 @@ def _facts(conversation: Conversation) -> str:
     return "\n".join(
         (
             f"session   {session.id[:8]}… on {session.model_id}, {info.strategy}, {session.mode.value}",
-            f"history   {info.history_length} tokens ({limit}); {info.evicted_tokens} evicted",
+            f"history   {counted(info.history_length, 'token')} ({limit}); {info.evicted_tokens} evicted",
             f"K/V       {decimal(info.kv_live_bytes)} held, at most {decimal(info.peak_bytes)}",
         )
     )

@@ -19,8 +19,11 @@ _IN_FLAGS = {
     "tls=True or tls=TLS(…)": "--tls or --tls-ca-file",
     "tls=TLS(root_certificates=…)": "--tls-ca-file",
     "tls=TLS(certificate=…, key=…) gives": "--tls-client-cert-file with --tls-client-key-file gives",
+    "tls root_certificates": "--tls-ca-file",
+    "tls certificate": "--tls-client-cert-file",
+    "tls key": "--tls-client-key-file",
     "leave out tls,": "leave out --tls and --tls-ca-file,",
-    "the certificates or the key in tls": "a file of --tls-ca-file, --tls-client-cert-file or --tls-client-key-file",
+    "the key in tls": "the key in --tls-client-key-file",
 }
 
 

@@ -21,7 +21,7 @@ from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import KakeyaError
+from inference_engine.errors import KakeyaError, counted
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
@@ -78,12 +78,14 @@ def run(args: argparse.Namespace) -> int:
             try_out(model)
     folder = tokenizer_folder(model.model, model.cache_path)
     if args.kill:
+        first_use.before_start(model, engine)
         from inference_engine.cli.conversation import load_chat_tokenizer
 
         kill_demo.run(model, engine, load_chat_tokenizer(folder), max_tokens=args.max_tokens, console=console)
         return 0
     if args.recall and model.latent == "auto" and first_use.is_small(model):
         first_use.run(model, ["latent"])
+    first_use.before_start(model, engine)
     with ExitStack() as stack:
         with Console(stderr=True).status(f"starting a server with {model.model}"):
             child = stack.enter_context(child_server(model, engine))
@@ -144,7 +146,7 @@ def check(turn: Turn) -> None:
 
 def _ids(direction: str, ids: Sequence[int]) -> str:
     shown = ", ".join(str(token_id) for token_id in ids[:SHOWN_IDS])
-    return f"{len(ids)} ids {direction} [{shown}{', …' if len(ids) > SHOWN_IDS else ''}]"
+    return f"{counted(len(ids), 'id')} {direction} [{shown}{', …' if len(ids) > SHOWN_IDS else ''}]"
 
 
 def _table(turns: Sequence[Turn]) -> Table:

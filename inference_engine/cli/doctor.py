@@ -81,12 +81,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(found: Settings) -> Iterator[tuple[str, Finding]]:
-    """Every check with its finding, one at a time. An error that a check raises becomes its finding."""
+    """Every check with its finding, one at a time. An error that a check raises becomes its finding.
+
+    Without the model, checks of it would all say that it is not there: they are left out.
+    """
+    left_out: tuple[str, ...] = ()
     for name, check in CHECKS.items():
+        if name in left_out:
+            continue
         try:
             yield name, check(found)
         except KakeyaError as error:
-            yield name, Finding(Level.FAIL, str(error))
+            text = str(error)
+            if name == "model":
+                left_out = OF_THE_MODEL
+                text += f"; not checked without it: {', '.join(left_out)}"
+            yield name, Finding(Level.FAIL, text)
 
 
 def _versions(_: Settings) -> Finding:
@@ -251,12 +261,14 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "machine": _machine,
     "device": _device,
     "native": _native,
+    "model": _model,
     "executor": _executor,
     "family": _family,
-    "model": _model,
     "tokenizer": _tokenizer,
     "port": _port,
     "metrics": _metrics,
     "traces": _traces,
     "self test": _self_test,
 }
+# Those that need its files, and come after the check that they are there.
+OF_THE_MODEL = ("executor", "family", "tokenizer", "self test")

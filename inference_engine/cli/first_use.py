@@ -46,6 +46,21 @@ def with_calibrations(parts: Parts, model: ModelConfig, engine: EngineConfig, ca
     return replace(parts, latent=find_latent(model), components=find_components(model))
 
 
+def before_start(model: ModelConfig, engine: EngineConfig) -> None:
+    """Make what a server that is started next, as a child, would make itself. Raises what it would fail with.
+
+    A child's progress is not seen, and it has to be ready in a time in which a slow machine calibrates nothing.
+    """
+    from inference_engine.compose import open_parts
+    from inference_engine.kv.strategies import parse_strategy
+    from inference_engine.kv.strategy import KVStrategy
+
+    # The others decide by their own options alone, whatever the model is, which then need not be loaded here.
+    depends = type(parse_strategy(engine.strategy)).resolved is not KVStrategy.resolved
+    if depends and is_small(model) and not all(_is_cached(model, stage) for stage in _STAGES):
+        with_calibrations(open_parts(model), model, engine, "auto")
+
+
 def run(model: ModelConfig, stages: Sequence[str]) -> None:
     """Make what the cache lacks of `stages`, one after another. Raises BackendError with the way out."""
     if find_spec(LABORATORY) is None:

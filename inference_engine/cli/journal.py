@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference_engine.errors import ConfigError, HistoryCorrupt
+from inference_engine.errors import ConfigError, HistoryCorrupt, counted
 
 if TYPE_CHECKING:
     from inference_engine.session.sqlite_journal import SQLiteJournal
@@ -58,7 +58,7 @@ def run_check(args: argparse.Namespace) -> int:
         problem = journal.check()
     if problem:
         print(f"the database: {problem}")
-    print(f"{len(entries)} session{'' if len(entries) == 1 else 's'}, {damaged} damaged")
+    print(f"{counted(len(entries), 'session')}, {damaged} damaged")
     return 1 if damaged or problem else 0
 
 
@@ -69,7 +69,8 @@ def run_list(args: argparse.Namespace) -> int:
             record = entry.record
             owner = f" of {record.owner}" if record.owner else ""
             label = f" {record.label!r}" if record.label else ""
-            print(f"{record.session_id}{owner}: {entry.history_length} tokens, {record.strategy}, used {used}{label}")
+            length = counted(entry.history_length, "token")
+            print(f"{record.session_id}{owner}: {length}, {record.strategy}, used {used}{label}")
     return 0
 
 

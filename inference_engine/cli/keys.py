@@ -140,10 +140,12 @@ def _path(args: argparse.Namespace) -> Path:
 
 
 def _lines(path: Path) -> list[str]:
+    from inference_engine.server.auth import why_unreadable
+
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the key file {path}: {type(error).__name__}") from error
+        raise ConfigError(f"cannot read the key file {path}: {why_unreadable(error)}") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ when one of its commands is used, and need not be installed.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -23,6 +24,8 @@ COMMANDS = {
     "bench": "measure a server under load",
     "train": "calibrate the latent codec that restores evicted KV entries; train a drafter",
 }
+# What other servers call an option of ours.
+_CALLED_ELSEWHERE = {"--host": "--bind HOST:PORT", "--port": "--bind HOST:PORT", "-m": "--model"}
 _WIDTH = max(map(len, COMMANDS)) + 2
 
 
@@ -39,6 +42,10 @@ class LateParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.complete()
+        if self._subparsers is not None and not (sys.argv[1:] if args is None else args):
+            # Who types no more than this asks what there is.
+            self.print_help(sys.stderr)
+            self.exit(2)
         known, left = super().parse_known_args(args, namespace)
         if left:
             self._refuse(left)
@@ -47,8 +54,13 @@ class LateParser(argparse.ArgumentParser):
     def _refuse(self, arguments: Sequence[str]) -> None:
         """Here and not by the parser above, which would show its own usage and name no command."""
         first = arguments[0].partition("=")[0]
-        close = get_close_matches(first, self._option_string_actions, n=1) if first.startswith("-") else []
-        meant = f"; did you mean {close[0]}?" if close else ""
+        known = self._option_string_actions
+        ours = _CALLED_ELSEWHERE.get(first, "")
+        if not first.startswith("-"):
+            ours = f"--model {first}" if "--model" in known else ""
+        elif ours.partition(" ")[0] not in known:
+            ours = next(iter(get_close_matches(first, known, n=1)), "")
+        meant = f"; did you mean {ours}?" if ours else ""
         self.exit(
             2,
             f"usage: {self.prog} …; `{self.prog} --help` lists what it takes\n"

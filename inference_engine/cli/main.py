@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = late.LateParser(
         prog="kakeya",
         description="Sessions with one model, over gRPC, in raw token ids.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

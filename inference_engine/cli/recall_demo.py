@@ -79,12 +79,17 @@ def show(found: Sequence[Recalled], console: Console) -> None:
     fact = f"The pass key is {KEY}."
     console.print(f"{fact} Then {REPEATS} times the same five sentences, then the question.\n", markup=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("strategy", "answer", "K/V held meanwhile", "restored", "evicted"):
-        table.add_column(name, justify="left" if name in ("strategy", "answer") else "right", overflow="fold")
-    for one in found:
+    # Lines break between options of a strategy and not in one.
+    strategies = [one.strategy.replace(",", ", ") for one in found]
+    longest = max(len(word) for strategy in strategies for word in strategy.split())
+    table.add_column("strategy", width=longest)
+    table.add_column("answer", overflow="fold")
+    for name in ("K/V held meanwhile", "restored", "evicted"):
+        table.add_column(name, justify="right", overflow="fold")
+    for one, strategy in zip(found, strategies, strict=True):
         mark = "✓" if one.is_right else "✗"
         numbers = (decimal(one.held_bytes), str(one.restored_positions), str(one.evicted_positions))
-        table.add_row(one.strategy, f"{mark} {OPENING} {one.answer}", *numbers)
+        table.add_row(strategy, f"{mark} {OPENING} {one.answer}", *numbers)
     console.print(table)
 
 

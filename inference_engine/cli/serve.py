@@ -106,8 +106,6 @@ def _serve_model(
     parts = first_use.with_calibrations(parts, model, engine_config, server.calibrate)
 
     def ready(handle: ServerHandle) -> None:
-        if parts.components is None and parts.forward.indexes_keys:
-            logger.info("gather chooses by bounds of blocks: `kakeya train components` calibrates components of keys")
         print(ready_line(handle, engine), flush=True)
         if args.until_eof:
             threading.Thread(target=stop_at_eof, name="until-eof", daemon=True).start()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from inference_engine.cli.connection import add_connection, connect
 from inference_engine.config import ServerConfig
-from inference_engine.errors import ConfigError
+from inference_engine.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from kakeya import Client, HistoryPiece, SessionSummary
@@ -63,8 +63,8 @@ def run_show(args: argparse.Namespace) -> int:
             "label": info.label,
             "model": session.model_id,
             "strategy": str(info.strategy),
-            "history": f"{info.history_length} tokens{limit}",
-            "cached": f"{info.cached_tokens} tokens, {info.evicted_tokens} of them evicted",
+            "history": f"{counted(info.history_length, 'token')}{limit}",
+            "cached": f"{counted(info.cached_tokens, 'token')}, {info.evicted_tokens} of them evicted",
             "memory": f"{info.kv_live_bytes} bytes of KV, at most {info.peak_bytes}",
             "state": state if info.is_resident else f"{state}, on disk only",
             "durability": session.durability.value,
@@ -88,7 +88,7 @@ def run_close(args: argparse.Namespace) -> int:
         for session_id in [one.id for one in client.sessions()] if args.all else args.session_ids:
             length = _close(client, session_id, may_be_gone=args.all)
             if length is not None:
-                print(f"closed {session_id} with {length} tokens")
+                print(f"closed {session_id} with {counted(length, 'token')}")
     return 0
 
 

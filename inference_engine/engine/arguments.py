@@ -33,9 +33,16 @@ class Arguments:
     """The checks that depend on the model and the settings."""
 
     def __init__(
-        self, config: EngineConfig, geometry: Geometry, facts: ModelFacts, *, prefers_components: bool
+        self,
+        config: EngineConfig,
+        geometry: Geometry,
+        facts: ModelFacts,
+        *,
+        prefers_components: bool,
+        lacks_components: bool,
     ) -> None:
         """prefers_components: strategies that choose tokens do so by components of keys, unless they say how.
+        lacks_components: they would, and none are calibrated.
 
         Raises InvalidArgument if the model cannot be served with the default strategy.
         """
@@ -44,6 +51,7 @@ class Arguments:
         self._vocab_size = facts.vocab_size
         self._refused_strategies = dict(facts.refused_strategies)
         self._prefers_components = prefers_components
+        self._has_to_advise = lacks_components
         self.default_strategy = self._possible(parse_strategy(config.strategy))
 
     @property
@@ -63,6 +71,13 @@ class Arguments:
         if why := self._refused_strategies.get(resolved.name):
             raise InvalidArgument("strategy", f"{resolved.name} is not available with this model: {why}")
         check_strategy(resolved, self._geometry)
+        if self._has_to_advise and strategy.resolved(self._geometry, has_components=True) != resolved:
+            self._has_to_advise = False  # once, and only where someone asks for such a strategy
+            logger.info(
+                "%s chooses by bounds of blocks; `kakeya train components` calibrates components of keys, by which it "
+                "chooses from the next start on",
+                resolved.name,
+            )
         return resolved
 
     def limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:

@@ -105,9 +105,15 @@ class Engine:
             mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
         )
         # Without an operation for it, choosing by components is far slower than by blocks: then it has to be asked for.
-        prefers_components = bool(components) and forward.indexes_keys
+        indexes_keys = forward.indexes_keys
         check_registry()
-        self._arguments = Arguments(self.config, geometry, forward.facts, prefers_components=prefers_components)
+        self._arguments = Arguments(
+            self.config,
+            geometry,
+            forward.facts,
+            prefers_components=indexes_keys and bool(components),
+            lacks_components=indexes_keys and not components,
+        )
         default = self._arguments.default_strategy
         self._is_growing = grows(self.config, forward)
         self._context = open_memory(

@@ -258,7 +258,7 @@ def _new_transcript(
 ) -> Transcript:
     check_length(session, params.expected_history_length, metrics)
     if not len(session.history):
-        raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
+        raise InvalidArgument("history", "it is empty; append tokens to the session before generating")
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
     if call is None:
         return Transcript(session, params, seed, forced=forced)

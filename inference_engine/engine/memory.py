@@ -131,14 +131,14 @@ def check_one_session_fits(
                 _most_tokens(strategy, context, limit_tokens),
             )
         return
-    what = f"the first {tokens} tokens of a session" if is_growing else "a session"
+    what = f"a session's first {tokens} tokens of K/V" if is_growing else "the K/V of a session"
     remedy = (
         "give the server more kv_bytes"
         if is_growing
         else ("give the server more kv_bytes, set a smaller default_limit_tokens, or another strategy")
     )
     raise ConfigError(
-        f"{what} of the default strategy {strategy} needs {needed} bytes of K/V, there are {capacity} in all; {remedy}"
+        f"{what} with the default strategy {strategy} would take {needed} bytes, there are {capacity} in all; {remedy}"
     )
 
 

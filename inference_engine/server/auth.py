@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference_engine.errors import ConfigError, Unauthenticated
+from inference_engine.errors import ConfigError, Unauthenticated, counted
 from inference_engine.server.file_state import state_of
 
 MIN_KEY_CHARACTERS = 16
@@ -121,7 +121,7 @@ class KeyRing:
         try:
             keys, wrong = _read(ring._path)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the key file {path}: {type(error).__name__}") from error
+            raise ConfigError(f"cannot read the key file {path}: {why_unreadable(error)}") from error
         if wrong:
             number, complaint = min(wrong.items())
             raise ConfigError(f"{path}, line {number}: {complaint}")
@@ -179,26 +179,31 @@ class KeyRing:
             if seen != self._unreadable:
                 self._unreadable = seen
                 _log.error(
-                    "the key file %s cannot be read (%s); the keys stay unchanged", self._path, type(error).__name__
+                    "the key file %s cannot be read (%s); the keys stay unchanged", self._path, why_unreadable(error)
                 )
             return
         self._seen, self._unreadable = seen, ()
         for number, complaint in wrong.items():
             _log.error("%s, line %d is ignored: %s", self._path, number, complaint)
         self._take(keys)
-        _log.info("%s changed: %d keys are accepted now", self._path, len(keys))
+        _log.info("%s changed; accepted now: %s", self._path, counted(len(keys), "key"))
 
     def _take(self, keys: Sequence[Key]) -> None:
         self._keys = _by_digest(keys)
         self._changes += 1
         if plain := sum(key.is_plain for key in keys):
             _log.warning(
-                "%s holds %d keys in plain text; `kakeya keys hash --api-key-file %s` replaces them by their digests, "
-                "and the keys keep working",
+                "%s holds %s in plain text; `kakeya keys hash --api-key-file %s` puts digests in their place, and "
+                "every key keeps working",
                 self._path,
-                plain,
+                counted(plain, "key"),
                 self._path,
             )
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """In words, and without anything of the file."""
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
 
 
 def _warn_of_writers(path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from inference_engine.cli import first_use
 from inference_engine.cli.connection import add_connection, connect_async
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
@@ -92,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         target = args.target
         if target is None:
+            if not args.scripted:
+                first_use.before_start(model, engine)
             with Console(stderr=True).status("starting a server"):
                 server_config = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
                 child = stack.enter_context(

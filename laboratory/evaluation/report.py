@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +21,8 @@ INDEX = "README.md"
 HEADLINES = 12  # values shown of a record that does not name its own
 MOST_HEADLINES = 40  # of one that does
 LONGEST_TABLE = 60  # rows of the table
+NEAREST = 3  # names shown for one that is none
+LEAST_ALIKE = 0.6  # as difflib has it
 
 # The index shows one value of each record: the first whose name fits the earliest of these, else the first of all.
 # Values of what is compared come before those of the baseline.
@@ -85,14 +88,27 @@ def shown(results: Path = RESULTS, experiment: str | None = None) -> str:
     """Every record in full, or those of one experiment, the newest first. Raises KakeyaError for an unknown one."""
     found = experiments(results)
     if experiment is not None and experiment not in found:
-        near = [name for name in found if experiment in name]
-        known = ", ".join(near or found) or "none"
-        raise KakeyaError(f"no record of an experiment {experiment!r} in {results.name}; there are: {known}")
+        near = _nearest(experiment, found)
+        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise KakeyaError(
+            f"no record of an experiment {experiment!r}{meant}; `kakeya evaluate report` writes a list of all "
+            f"{len(found)} to {results / INDEX}"
+        )
     parts = []
     for name in found if experiment is None else (experiment,):
         parts.append(f"# {_words(name)}")
         parts += [_section(path, results) for path in found[name]]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _nearest(asked: str, names: Iterable[str]) -> list[str]:
+    """A few that read like it, in full or as far as it goes: names end with that of a model."""
+
+    def alike(name: str) -> float:
+        return max(SequenceMatcher(None, asked, name[:end]).ratio() for end in (len(asked), len(name)))
+
+    found = [name for name in names if asked in name or alike(name) >= LEAST_ALIKE]
+    return sorted(found, key=alike, reverse=True)[:NEAREST]
 
 
 def experiments(results: Path) -> dict[str, list[Path]]:

@@ -41,5 +41,5 @@ def _typed(default: object, takes: str) -> str:
         case int() if takes == "SIZE" and default and default % MIB == 0:
             return f"{default // MIB}MiB"
         case float():
-            return f"{default:g}"
+            return f"{default:.0f}" if default.is_integer() else f"{default:g}"
     return str(default)

@@ -6,10 +6,15 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from inference_engine.cli import chat as chat_command
+from inference_engine.cli import first_use
 from inference_engine.cli.main import main
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.errors import ConfigError
 from tests.processes import Server, warm_children
 from tests.tiny_folder import save_tiny_model
 
@@ -56,6 +61,23 @@ def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_report
     length = int(first[0]) + 3
     assert first[1:] == ("3", "max_tokens", str(length), "0")
     assert second[1:] == ("3", "max_tokens", str(length + int(second[0]) + 3), "0")
+
+
+def test_what_its_own_server_would_calibrate_is_made_before_and_not_behind_a_spinner(
+    chat: Chat, server: Server, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    def started(_model: ModelConfig, engine: EngineConfig) -> NoReturn:
+        happened.append(f"a server with {engine.strategy}")
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr(first_use, "before_start", lambda _, engine: happened.append(f"before {engine.strategy}"))
+    monkeypatch.setattr(chat_command, "child_server", started)
+    assert chat("", "--model", tiny_folder, "--strategy=gather")[0] == 1
+    assert happened == ["before gather", "a server with gather"]
+    assert chat("", "--model", tiny_folder, "--target", server.target)[0] == 0
+    assert len(happened) == 2, "a server that runs is another's"
 
 
 def test_the_same_seed_gives_the_same_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:

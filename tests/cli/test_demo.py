@@ -66,7 +66,9 @@ def test_what_was_recalled_is_shown_whole_however_narrow_the_terminal() -> None:
     )
     show([one], console)
     rows = console.export_text().split("─ \n")[1]
-    assert strategy in "".join(line[1:].split(" ")[0] for line in rows.splitlines() if line)
+    lines = [re.split(" {2,}|$", line[1:])[0] for line in rows.splitlines() if line.strip()]
+    assert "".join(lines).replace(" ", "") == strategy
+    assert all(line.endswith(",") for line in lines[:-1]), "no option is broken"
 
 
 def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.backends.base import Admitted
-from inference_engine.cli.doctor import CHECKS
+from inference_engine.cli.doctor import CHECKS, OF_THE_MODEL
 from inference_engine.cli.main import main
 from inference_engine.errors import BackendError
 from inference_engine.native import build
@@ -43,14 +43,18 @@ def test_a_model_that_is_not_here_fails_with_the_command_that_fetches_it(
 ) -> None:
     assert doctor("--cache-dir", tmp_path) == 1
     found = lines(capsys.readouterr().out)
-    assert {name: level for name, (level, _) in found.items() if level != "ok"} == {
-        "executor": "fail",
-        "family": "fail",
-        "model": "fail",
-        "tokenizer": "warn",
-        "self test": "fail",
-    }
+    assert {name: level for name, (level, _) in found.items() if level not in ("ok", "warn")} == {"model": "fail"}
     assert "kakeya models fetch smollm2-135m" in found["model"][1]
+
+
+def test_a_model_that_is_not_there_is_said_once_and_what_it_is_needed_for_is_not_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert doctor("--model", "nosuch") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("nosuch: neither a known model") == 1
+    assert list(lines(printed)) == [name for name in CHECKS if name not in OF_THE_MODEL]
+    assert lines(printed)["model"][1].endswith("; not checked without it: executor, family, tokenizer, self test")
 
 
 def test_what_is_ignored_of_a_folder_is_listed(

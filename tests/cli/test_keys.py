@@ -129,7 +129,10 @@ def test_what_cannot_be_done_changes_nothing_and_says_why(path: Path, capsys: py
     assert "no key and no owner 'unknown'" in capsys.readouterr().err
     assert path.read_bytes() == before
     assert keys(path.parent / "none", "list") == 1
-    assert "cannot read the key file" in capsys.readouterr().err
+    assert f"cannot read the key file {path.parent / 'none'}: No such file or directory\n" in capsys.readouterr().err
+    (path.parent / "none").write_bytes(b"\xff\xfe")
+    assert keys(path.parent / "none", "list") == 1
+    assert "none: it is not UTF-8 text\n" in capsys.readouterr().err
 
 
 def test_without_a_file_it_asks_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

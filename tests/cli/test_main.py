@@ -55,7 +55,19 @@ def test_version_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kakeya {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("no-such-command",), ("serve", "--no-such-flag"), ("chat", "--seed", "x")])
+@pytest.mark.parametrize("arguments", [(), ("models",), ("evaluate",), ("sessions",)], ids=" ".join)
+def test_a_command_of_commands_alone_shows_its_help(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*arguments, "--help") == 0
+    asked = capsys.readouterr().out
+    assert status_of(*arguments) == 2
+    assert capsys.readouterr() == ("", asked), "on standard error: who reads the output asked for something else"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--no-such-flag",), ("no-such-command",), ("serve", "--no-such-flag"), ("chat", "--seed", "x")]
+)
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(*arguments) == 2
     assert "usage: kakeya" in capsys.readouterr().err
@@ -66,6 +78,9 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
     [
         (("serve", "--modell", "x"), "kakeya serve: error: unrecognized arguments: --modell x; did you mean --model?"),
         (("serve", "--strategi=full"), "did you mean --strategy?"),
+        (("serve", "org/name"), "unrecognized arguments: org/name; did you mean --model org/name?"),
+        (("serve", "--port", "8000"), "unrecognized arguments: --port 8000; did you mean --bind HOST:PORT?"),
+        (("sessions", "list", "abc"), "kakeya sessions list: error: unrecognized arguments: abc\n"),
         (("journal", "list", "--state-dir", "x"), "kakeya journal list: error: unrecognized arguments: --state-dir\n"),
         (("bench", "serve", "--agnets=3"), "did you mean --agents?"),
     ],
@@ -88,6 +103,11 @@ def test_an_argument_that_a_command_does_not_know_is_answered_by_that_command(
         (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
         (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
         (("serve", "--bind=127.0.0.1:0", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),
+        (
+            ("serve", "--hibernate", "always"),
+            "hibernate=always: without effect, because sessions are kept in a state_dir",
+        ),
+        (("serve", "--bind=127.0.0.1:0", "--strategy", "layer_window"), "`kakeya evaluate backstop` finds those that"),
         (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),

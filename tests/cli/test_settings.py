@@ -82,6 +82,25 @@ def test_settings_written_as_flags_are_read_back_whatever_the_environment_says(
     assert settings(args, type(config)) == config
 
 
+OUT_OF_BOUNDS: list[tuple[type[Config], str, object, str]] = [
+    (EngineConfig, "kv_bytes", -5, "kv_bytes must be at least 0, got -5"),
+    (EngineConfig, "kv_bytes", 2**60, f"kv_bytes must be at most 1024TiB, got {2**60}"),
+    (EngineConfig, "max_running", 2**60, f"max_running must be at most 1125899906842624, got {2**60}"),
+    (EngineConfig, "session_idle_ttl_seconds", 0.0, "session_idle_ttl_seconds must be at least 0.001, got 0.0"),
+    (EngineConfig, "stall_seconds", 1e9, "stall_seconds must be at most 315360000, got 1000000000.0"),
+    (EngineConfig, "stall_seconds", float("nan"), "stall_seconds must be at least 2, got nan"),
+    (ServerConfig, "max_message_bytes", 3, "max_message_bytes must be at least 1KiB, got 3"),
+]
+
+
+def test_bounds_are_said_as_they_would_be_typed(subtests: pytest.Subtests) -> None:
+    for kind, name, value, said in OUT_OF_BOUNDS:
+        with subtests.test(said):
+            with pytest.raises(ConfigError) as refused:
+                resolve(kind, {name: value})
+            assert str(refused.value) == said
+
+
 YES_AND_NO: list[tuple[object, bool]] = [("true", True), ("False", False), (True, True), (False, False)]
 
 

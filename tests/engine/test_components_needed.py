@@ -46,6 +46,31 @@ def test_gather_chooses_by_components_where_they_are_calibrated_and_fast_else_by
     assert resolved(Gather(**SMALL, block=8), forward=tiny_native()) == bounds.replace("128", "8")
 
 
+def test_that_components_would_be_used_is_said_once_and_to_those_who_ask_for_gather(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    extras: dict[str, Any] = {"latent": tiny_latent(), "components": None}
+    with (
+        caplog.at_level("INFO"),
+        Engine(tiny_native(), EngineConfig(**SETTINGS), **extras) as engine,
+    ):
+        for strategy in (None, Gather(**SMALL, scorer="bounds"), Gather(**SMALL, block=8)):
+            engine.create_session(strategy=strategy)
+        assert "kakeya train components" not in caplog.text, "nothing would change"
+        for _ in range(2):
+            engine.create_session(strategy=Gather(**SMALL))
+        assert caplog.text.count("kakeya train components") == 1
+    caplog.clear()
+    with (
+        caplog.at_level("INFO"),
+        Engine(tiny_native(), EngineConfig(**SETTINGS, strategy="gather:window=16"), **extras),
+    ):
+        assert caplog.text.count("kakeya train components") == 1, "at the start, where it is the server's strategy"
+    caplog.clear()
+    with caplog.at_level("INFO"), tiny_engine(strategy="gather:window=16", components=None):
+        assert "kakeya train components" not in caplog.text, "torch has no operation for them"
+
+
 def test_select_says_every_number_in_force() -> None:
     chosen = Restored(sink=4, window=128, source="latent", mode="select", bytes_per_token=LATENT_BYTES)
 

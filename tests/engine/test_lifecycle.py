@@ -150,7 +150,7 @@ def test_what_is_wrong_with_a_call_is_said_before_anything_happens() -> None:
             engine.generate(session, GenerateParams(max_tokens=1, expected_history_length=21))
         with pytest.raises(InvalidArgument, match="50"):
             engine.generate(session, GenerateParams(max_tokens=51))
-        with pytest.raises(InvalidArgument, match="empty"):
+        with pytest.raises(InvalidArgument, match=r"^history: it is empty; append tokens to the session"):
             engine.generate(engine.create_session().session_id, GenerateParams(max_tokens=1))
         with pytest.raises(InvalidArgument, match="limit_tokens"):
             engine.create_session(limit_tokens=TRAINED_POSITIONS + 1)

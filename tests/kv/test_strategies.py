@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from inference_engine.cli.main import parser
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.strategies import check_registry, make_strategy, parse_strategy, read_strategy, strategy_names
@@ -76,6 +78,21 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Option], str]] = [
     ("mac", {"threshold": float("nan")}, "threshold"),
     ("mac", {"chain_limit": -2}, "chain_limit"),
 ]
+
+
+def test_without_layers_a_strategy_that_can_be_typed_is_named_and_the_command_that_finds_them() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_strategy("layer_window")
+    said = str(refusal.value)
+    (example,) = re.findall(r"layer_window:\S+[^,\s]", said)
+    assert parse_strategy(example) == make_strategy("layer_window", full_layers=(5, 11))
+    (command,) = re.findall("`(kakeya [^`]+)`", said)
+    assert parser().parse_args(command.split()[1:]).experiment == "backstop"
+
+
+def test_an_unknown_name_is_said_once() -> None:
+    with pytest.raises(ConfigError, match=r"^strategy 'nonsense': there is no strategy 'nonsense'; there are full, "):
+        parse_strategy("nonsense")
 
 
 def test_a_wrong_option_is_refused_by_name(subtests: pytest.Subtests) -> None:

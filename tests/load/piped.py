@@ -242,7 +242,8 @@ class Lives:
         metrics = EngineMetrics()
         kind: Callable[..., SQLiteJournal] = Early if self._is_early else SQLiteJournal
         journal = kind(self._folder, self._durability, weights="scripted", metrics=metrics)
-        with scripted_engine(journal=journal, metrics=metrics, script=Script(step_seconds=0.001), **FILES) as engine:
+        kept: dict[str, Any] = {"journal": journal, "metrics": metrics, "state_dir": str(self._folder)}
+        with scripted_engine(**kept, script=Script(step_seconds=0.001), **FILES) as engine:
             Life(engine, self._agents, pipe, is_last=is_last).run(f"{self._seed} {self._lives}")
 
     def _listen(self, pipe: int, life: int, seconds: float | None, *, is_from_fork: bool) -> None:

@@ -95,7 +95,7 @@ def test_a_plain_key_of_an_older_file_works_and_the_log_says_what_to_do(
         ring = KeyRing.from_file(str(file))
     assert opens(ring, ALICE)
     assert [record.levelname for record in records] == ["WARNING"]
-    assert "kakeya keys hash" in records[0].getMessage()
+    assert "holds 1 key in plain text; `kakeya keys hash" in records[0].getMessage()
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,13 @@ def test_a_new_key_works_and_a_removed_one_does_not_from_the_next_call_on(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ring = KeyRing.from_file(str(file))
-    with logged(caplog):
+    with logged(caplog) as records:
         write(file, Key.of(BOB, "bob").line, Key.of(CAROL, "carol").line)
         assert [opens(ring, key) for key in (ALICE, BOB, CAROL)] == [False, True, True]
+        write(file, Key.of(BOB, "bob").line)
+        assert not opens(ring, CAROL)
+    said = [record.getMessage() for record in records]
+    assert [line.rpartition("; ")[2] for line in said] == ["accepted now: 2 keys", "accepted now: 1 key"]
 
 
 def test_no_caller_is_let_in_after_the_last_key_is_removed(file: Path) -> None:

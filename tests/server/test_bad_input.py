@@ -129,6 +129,29 @@ async def test_a_number_out_of_range_is_refused_by_name(client: Client, subtests
             assert await client.length(session_id) == len(HISTORY)
 
 
+SAID: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 1e-9}, "temperature: must be 0, or from 2^-20 (about 0.000001) to 100, got 1e-09"),
+    ({"top_p": 1.1}, "top_p: must be in (0, 1], got 1.1"),
+    ({"logit_bias": {1: -1000.1}}, "logit_bias: must be finite and within ±1000, got -1000.1 for id 1"),
+]
+
+
+async def test_a_number_is_said_as_it_was_given_and_not_as_float32_holds_it(
+    client: Client, subtests: pytest.Subtests
+) -> None:
+    for fields, said in SAID:
+        with subtests.test(said):
+            details = await refused(client.generate(await client.open(), max_tokens=4, **fields))
+            assert details.text == said
+
+
+async def test_an_empty_history_is_named_and_not_the_session(client: Client) -> None:
+    session_id = await client.open(history=())
+    details = await refused(client.generate(session_id, 4))
+    assert details.fields == ["history"]
+    assert details.text == "history: it is empty; append tokens to the session before generating"
+
+
 WITHIN_RANGE: list[dict[str, Any]] = [
     {"temperature": 1e-6},
     {"temperature": 100.0, "top_k": 2**32 - 1},

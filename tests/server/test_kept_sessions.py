@@ -249,12 +249,27 @@ async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(tmp_
         ({"durability": "power"}, "needs a state_dir"),
         ({"durability": "none", "state_dir": "somewhere"}, "keeps no sessions"),
         ({"durability": "always"}, "auto, none, process or power"),
+        (
+            {"hibernate": "always"},
+            "hibernate=always: without effect.* set state_dir to a folder, or leave out hibernate$",
+        ),
+        ({"state_bytes": 1, "kept_tokens_per_owner": 9}, "leave out kept_tokens_per_owner, state_bytes$"),
+        ({"state_bytes_per_owner": 2**30}, "state_bytes_per_owner=1GiB: without effect"),
+        ({"kept_sessions_per_owner": 1}, "kept_sessions_per_owner=1: without effect"),
+        ({"session_keep_seconds": 60.0}, "session_keep_seconds=60: without effect"),
+        ({"hibernate_after_seconds": 60.0}, "hibernate_after_seconds=60: without effect"),
     ],
     ids=str,
 )
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, str], complaint: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        EngineConfig(**settings)  # type: ignore[arg-type]
+        EngineConfig(**settings)
+
+
+def test_what_kept_sessions_are_allowed_is_said_with_a_state_folder_and_that_nothing_is_copied_without_one() -> None:
+    asked: dict[str, Any] = {"hibernate": "always", "state_bytes": 1, "kept_tokens_per_owner": 9}
+    assert EngineConfig(state_dir="somewhere", **asked).hibernate == "always"
+    assert EngineConfig(hibernate="never").kept is Durability.NONE
 
 
 def test_a_state_folder_is_for_losses_of_power_where_nothing_else_is_chosen() -> None:

@@ -75,7 +75,8 @@ def parse_strategy(text: str) -> KVStrategy:
     try:
         return read_strategy(name.strip(), texts)
     except InvalidArgument as error:
-        raise ConfigError(f"strategy {text!r}: {error.message}") from error
+        problem = error.description if error.field == "strategy" else error.message
+        raise ConfigError(f"strategy {text!r}: {problem}") from error
 
 
 def option_types(name: str) -> dict[str, object]:

@@ -46,7 +46,8 @@ class LayerWindow(CodecStrategy):
         require(
             len(layers) >= 1,
             "full_layers",
-            "must name at least one layer, got none; a session that keeps no layer full is sink_window",
+            "must name at least one layer, such as layer_window:full_layers=5+11, got none; `kakeya evaluate backstop` "
+            "finds those that a model needs, and a session that keeps no layer full is sink_window",
             at_least=1,
         )
         require(min(layers) >= 0, "full_layers", f"layers are numbered from 0, got {_listed(layers)}", at_least=0)

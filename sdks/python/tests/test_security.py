@@ -142,11 +142,58 @@ async def test_a_server_that_asks_for_a_certificate_says_so(
     await do(client.close)
 
 
-async def test_certificates_that_are_none_are_reported_at_once(guarded: Guarded, do: Do, flavour: str) -> None:
-    tls = kakeya.TLS(root_certificates=b"no PEM at all")
-    client = make(flavour, guarded.target, tls=tls, retry=NEVER_IN_TIME)
-    with pytest.raises(kakeya.TLSFailed, match="cannot be used; each is PEM text"):
+def test_certificates_and_keys_that_are_none_are_refused_before_anything_is_sent(
+    authority: trustme.CA, tmp_path: Path, flavour: str, subtests: pytest.Subtests
+) -> None:
+    own = authority.issue_cert("localhost")
+    certificate, key = own.cert_chain_pems[0].bytes(), own.private_key_pem.bytes()
+    path = tmp_path / "ca.pem"
+    path.write_text("no PEM at all", encoding="utf-8")
+    wrapped = key.replace(b"PRIVATE KEY-----\n", b"PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n", 1)
+    needed = {"root_certificates": "a certificate", "certificate": "a certificate", "key": "an unencrypted key"}
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"root_certificates": path}, f"root_certificates must hold a certificate in PEM format, and {path} has none"),
+        ({"root_certificates": b""}, "root_certificates"),
+        ({"root_certificates": key}, "root_certificates"),
+        ({"root_certificates": certificate[:200] + certificate[-30:]}, "root_certificates"),
+        ({"certificate": b"no PEM at all", "key": key}, "certificate"),
+        ({"certificate": certificate, "key": certificate}, "key"),
+        ({"certificate": certificate, "key": b"-----BEGIN ENCRYPTED PRIVATE KEY-----\nMII=\n"}, "key"),
+        ({"certificate": certificate, "key": wrapped}, "key"),
+    ]
+    for given, wrong in refusals:
+        name = wrong.split(" ", 1)[0]
+        with subtests.test(wrong=wrong, given=sorted(given)):
+            with pytest.raises(kakeya.InvalidArgument, match=f"^tls {name} must hold {needed[name]} in PEM") as refused:
+                make(flavour, "127.0.0.1:1", tls=kakeya.TLS(**given))
+            assert wrong in str(refused.value) and refused.value.field == "tls"
+
+
+async def test_a_key_that_is_not_its_certificates_is_refused_of_files_and_reported_of_bytes(
+    authority: trustme.CA, run_grpc: Callable[..., str], tmp_path: Path, do: Do, flavour: str
+) -> None:
+    target = run_grpc(authority.issue_cert("127.0.0.1"))
+    certificate = authority.issue_cert("one").cert_chain_pems[0].bytes()
+    key = authority.issue_cert("another").private_key_pem.bytes()
+    files = {"certificate": tmp_path / "one.pem", "key": tmp_path / "another.pem"}
+    files["certificate"].write_bytes(certificate)
+    files["key"].write_bytes(key)
+    root = authority.cert_pem.bytes()
+    with pytest.raises(
+        kakeya.InvalidArgument, match=r"tls key must be that of the certificate, and .*another\.pem has"
+    ):
+        make(flavour, target, tls=kakeya.TLS(root_certificates=root, **files))
+    tls = kakeya.TLS(root_certificates=root, certificate=certificate, key=key)
+    client = make(flavour, target, tls=tls, retry=NEVER_IN_TIME)
+    with pytest.raises(kakeya.TLSFailed, match="the key in tls cannot be used, or is not its certificate's"):
         await do(client.server_info)
+    await do(client.close)
+
+
+async def test_a_bundle_may_have_other_text_in_it(guarded: Guarded, do: Do, flavour: str) -> None:
+    bundle = "# Főtanúsítvány\n".encode() + guarded.authority.read_bytes() + b"-----BEGIN CERTIFICATE-----\nAAAA\n"
+    client = make(flavour, guarded.target, api_key=KEY, tls=kakeya.TLS(root_certificates=bundle))
+    assert (await do(client.server_info)).model_id
     await do(client.close)
 
 

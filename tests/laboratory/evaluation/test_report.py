@@ -10,7 +10,7 @@ import pytest
 
 from inference_engine.errors import KakeyaError
 from laboratory.evaluation import record
-from laboratory.evaluation.report import experiments, page, rebuild, shown
+from laboratory.evaluation.report import INDEX, experiments, page, rebuild, shown
 
 ROOT = record.RESULTS.parent
 
@@ -92,11 +92,18 @@ def test_one_experiment_is_shown_alone(tmp_path: Path) -> None:
     assert "needle" not in text
 
 
-def test_an_unknown_experiment_is_refused_with_those_of_a_like_name(tmp_path: Path) -> None:
-    write(tmp_path, "needle_tiny")
-    write(tmp_path, "cost_tiny")
-    with pytest.raises(KakeyaError, match=r"'needle'.*there are: needle_tiny$"):
+def test_an_unknown_experiment_is_refused_with_a_few_of_a_like_name_and_where_all_are(tmp_path: Path) -> None:
+    for name in ("cost_tiny", "needle_tiny", "needle_4k_tiny", "needle_8k_tiny", "needle_16k_tiny"):
+        write(tmp_path, name)
+    with pytest.raises(KakeyaError, match=r"'needle_tyni' \(did you mean needle_tiny or [^)]*\?\); `kakeya") as refused:
+        shown(tmp_path, "needle_tyni")
+    assert str(refused.value).endswith(f"`kakeya evaluate report` writes a list of all 5 to {tmp_path / INDEX}")
+    with pytest.raises(KakeyaError, match=r"'needle' \(did you mean needle_\w+ or needle_\w+ or needle_\w+\?\)"):
         shown(tmp_path, "needle")
+    with pytest.raises(KakeyaError, match=r"'needel' \(did you mean needle_"):
+        shown(tmp_path, "needel")
+    with pytest.raises(KakeyaError, match="an experiment 'nosuch'; `kakeya evaluate report`"):
+        shown(tmp_path, "nosuch")
 
 
 def test_making_it_again_changes_nothing_and_depends_on_records_alone(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 
@@ -41,8 +44,13 @@ _LOOPBACK = re.compile(
 
 
 _URL = re.compile(r"(?:https?|grpcs?|tcp)://", re.IGNORECASE)
+# The head of a key, unless lines behind it say that it is encrypted.
+_PLAIN_KEY = re.compile(rb"-----BEGIN (?:[A-Z]+ )?(?<!ENCRYPTED )PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYPTED)")
 # A name or an IPv4 address alone, and what gRPC takes for a name in IPv6.
 _NO_PORT = re.compile(r"[^:/]+ | \[[^\]]*\]", re.VERBOSE)
+
+
+_Pem: TypeAlias = "bytes | str | os.PathLike[str] | None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +82,8 @@ class Address:
 
 
 def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
-    """Check the pieces and read certificate files. Raises InvalidArgument; an unreadable file raises OSError.
+    """Check the pieces, and read certificate files and check them. Raises InvalidArgument; an unreadable file raises
+    OSError.
 
     A key would cross an unencrypted connection in the clear, so it is refused for a target beyond this machine.
     """
@@ -109,12 +118,45 @@ def _spaces(api_key: object) -> str:
 
 
 def _credentials(tls: TLS) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(
-        root_certificates=_pem(tls.root_certificates),
-        private_key=_pem(tls.key),
-        certificate_chain=_pem(tls.certificate),
-    )
+    """gRPC would report PEM that is none with the first call, as a connection that failed, and log lines of its own."""
+    roots, certificate, key = _pem(tls.root_certificates), _pem(tls.certificate), _pem(tls.key)
+    for name, source, pem in (
+        ("root_certificates", tls.root_certificates, roots),
+        ("certificate", tls.certificate, certificate),
+    ):
+        if pem is not None and not _has_certificate(pem):
+            raise invalid("tls", f"{name} must hold a certificate in PEM format, and {_shown(source)} has none")
+    if key is not None and _PLAIN_KEY.search(key) is None:
+        raise invalid("tls", f"key must hold an unencrypted key in PEM format, and {_shown(tls.key)} has none")
+    if not _belong_together(tls.certificate, tls.key):
+        raise invalid("tls", f"key must be that of the certificate, and {_shown(tls.key)} has another")
+    return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=certificate)
 
 
-def _pem(source: bytes | str | os.PathLike[str] | None) -> bytes | None:
+def _has_certificate(pem: bytes) -> bool:
+    """Can at least one be read? That is as many as gRPC needs."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with suppress(ssl.SSLError, ValueError):
+        # Text around the blocks, such as an authority's name, is in any alphabet.
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    return context.cert_store_stats()["x509"] > 0
+
+
+def _belong_together(certificate: _Pem, key: _Pem) -> bool:
+    """Can be said of files; of bytes gRPC says it with the first call."""
+    if certificate is None or key is None or isinstance(certificate, bytes) or isinstance(key, bytes):
+        return True
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, password=lambda: b"")
+    except ssl.SSLError as error:  # of other reasons some are none for gRPC, such as a short key
+        return error.reason != "KEY_VALUES_MISMATCH"
+    return True
+
+
+def _shown(source: _Pem) -> str:
+    """The path of a file; of the bytes themselves nothing is said."""
+    return "what was given" if source is None or isinstance(source, bytes) else str(source)
+
+
+def _pem(source: _Pem) -> bytes | None:
     return source if source is None or isinstance(source, bytes) else Path(source).read_bytes()

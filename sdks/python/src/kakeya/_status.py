@@ -31,7 +31,7 @@ _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _TLS_SIGNS = {
     "Hostname Verification Check failed": "its certificate is for another name than this target's",
     "WRONG_VERSION_NUMBER": "it does not speak TLS; leave out tls, or ask for a port that does",
-    "Failed to create security handshaker": "the certificates or the key in tls cannot be used; each is PEM text",
+    "Failed to create security handshaker": "the key in tls cannot be used, or is not its certificate's",
 }
 
 _BY_REASON: dict[str, type[errors.KakeyaError]] = {
