@@ -63,10 +63,14 @@ CAUGHT = "kills until the control is caught"
 OUTCOMES = {
     "whole": "all that was sent to a client is there",
     "last": "only the last commit of the log is missing",
-    "shorter": "history is shorter",
+    "uncopied": "only a file with K/V is forgotten",
+    "forgotten": "answer is forgotten",
+    "shorter": "history is shorter, or a closed session is back",
+    "torn": "what is there is of no one moment",
     "corrupt": "session is refused",
     "refused": "start is refused",
-    "wrong": "history is wrong",
+    "failed": "journal fails, and the process ends",
+    "wrong": "history or answer is wrong",
 }
 BASELINE = {
     "kill": "the scripted model's law, token for token; one that answers before it records has to be caught",
@@ -366,8 +370,9 @@ def faults(count: int, seed: int, soak: Soak) -> None:
     if not control["wrong"]:
         soak.faults.append("the control was not caught")
     said(flips, "flips", soak, "flips")
-    if flips["shorter"]:
-        soak.faults.append(f"{flips['shorter']} of {flips.total()} flips made a history shorter")
+    soak.faults += [
+        f"{flips[name]} of {flips.total()} flips: {OUTCOMES[name]}" for name in ("shorter", "torn") if flips[name]
+    ]
     for kind in kinds:
         failed = soak.summed(kind)
         said(failed, kind, soak, "looks")
