@@ -54,6 +54,13 @@ FORMS = {
     "python": ("a server under agents of the Python SDK", 1),
     "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
+# Counts of kills that a record has beside those of kills and tokens, with their units.
+BY_AGENTS = {"sessions": "sessions", "fork": "forks", "close": "closes", "came back": "times"}
+COUNTED = {
+    "pipe": {**BY_AGENTS, "asked again": "calls", "from a file": "Generates"},
+    "python": BY_AGENTS,
+    "typescript": BY_AGENTS,
+}
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
 Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, its counts, what is wrong, agents that gave up
 # Of the journal, below inference_engine/session/.
@@ -324,9 +331,8 @@ def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
         for durability in durabilities:
             counts = soak.summed(f"{form}, {durability}")
             total += counts["kills"]
-            for name in ("kills", "tokens", "sessions", *(["from a file"] if form == "pipe" else [])):
+            for name, unit in {"kills": "kills", "tokens": "tokens", **COUNTED[form]}.items():
                 if counts:
-                    unit = "Generates" if name == "from a file" else name
                     soak.count(f"{name}, {durability}, {what}", counts[name], unit)
     soak.count("kills, in all", total, "kills")
     soak.count("agents that gave up without an answer", len(soak.gave_up), "agents")
