@@ -21,7 +21,7 @@ from tests.load.kills import (
     nurseries,
 )
 
-KILLS, PIPED_KILLS = 10, 100
+KILLS, PIPED_KILLS = 10, 180
 
 
 @pytest.fixture(params=[Agents, NodeAgents], ids=["python", "typescript"])

@@ -30,7 +30,7 @@ from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
-from tests.session.faulty_disk import FaultyDisk
+from tests.session.faulty_disk import FaultyDisk, unsynced
 
 OWNER = "alice"
 SESSIONS, MOST_SESSIONS = 3, 5  # that are open at first, and at once
@@ -244,7 +244,7 @@ class Talk:
         """What is found in a copy of the folder: nothing wrong, nothing doubled, all that was confirmed, and of what
         was not only what was recorded until some moment."""
         try:
-            journal = open_journal(folder, metrics=METRICS)
+            journal = open_journal(folder, metrics=METRICS, vfs=unsynced())
         except ConfigError:
             assert may_refuse
             return "refused"
