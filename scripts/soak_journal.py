@@ -5,7 +5,19 @@
     python scripts/soak_journal.py faults --count 1000    flipped bits, errors of the first calls of the disk, disks
                                                           that fill up, folders that cannot be written
 
-Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. Each of
+Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. What
+happens in the lives that they end:
+
+    all kills         sessions are made, appended to, generated from, forked and closed; a fork and the session that it
+                      was made from go on by turns, and they leave memory and come back
+    with a pipe       each owner has more sessions than may be in memory, K/V comes from files, and in the next life
+                      some answered calls are made again with their request ids: their answers are the same
+    under an SDK      sessions leave memory when they rest, in the lives that are long; others are made again by the SDK
+    power and faults  a journal alone: replies to calls of every kind, Generates with request ids and without, forks,
+                      closes, rows of copies of K/V, sessions that leave memory and come back
+
+After each, the sessions are those that their owners know, with the histories and the answers that they were told; one
+that was closed is gone; and what was not confirmed is there until some moment, and nothing later. Each of
 `--processes` does parts of its own. Writes results/soak_<what>/<date>-<machine>/record.json with the sums, also of a
 run that `--minutes` or SIGTERM ends. Exits with 1 if anything that was sent to a client is lost, doubled or wrong, or
 if a control is not caught. A machine that is too busy for a server to answer anything before it is killed lets agents
