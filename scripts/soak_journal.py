@@ -16,7 +16,7 @@ happens in the lives that they end:
     power and faults  a journal alone: replies to calls of every kind, Generates with request ids and without, forks,
                       closes, rows of copies of K/V, sessions that leave memory and come back
 
-After each, the sessions are those that their owners know, with the histories and the answers that they were told; one
+After each, the sessions are those that their owners know, with the histories and the answers that they were sent; one
 that was closed is gone; and what was not confirmed is there until some moment, and nothing later. Each of
 `--processes` does parts of its own. Writes results/soak_<what>/<date>-<machine>/record.json with the sums, also of a
 run that `--minutes` or SIGTERM ends. Exits with 1 if anything that was sent to a client is lost, doubled or wrong, or
@@ -66,10 +66,19 @@ FORMS = {
     "python": ("a server under agents of the Python SDK", 1),
     "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
-# Counts of kills that a record has beside those of kills and tokens, with their units.
-BY_AGENTS = {"sessions": "sessions", "fork": "forks", "close": "closes", "came back": "times"}
+# Counts of kills that a record has beside those of kills and tokens: what they are called, and their units.
+BY_AGENTS = {
+    "sessions": ("sessions", "sessions"),
+    "fork": ("forks", "forks"),
+    "close": ("closes", "closes"),
+    "came back": ("came back into memory", "times"),
+}
 COUNTED = {
-    "pipe": {**BY_AGENTS, "asked again": "calls", "from a file": "Generates"},
+    "pipe": {
+        **BY_AGENTS,
+        "asked again": ("answered calls made again", "calls"),
+        "from a file": ("from a file", "Generates"),
+    },
     "python": BY_AGENTS,
     "typescript": BY_AGENTS,
 }
@@ -343,9 +352,10 @@ def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
         for durability in durabilities:
             counts = soak.summed(f"{form}, {durability}")
             total += counts["kills"]
-            for name, unit in {"kills": "kills", "tokens": "tokens", **COUNTED[form]}.items():
+            both = {name: (name, name) for name in ("kills", "tokens")}
+            for name, (called, unit) in (both | COUNTED[form]).items():
                 if counts:
-                    soak.count(f"{name}, {durability}, {what}", counts[name], unit)
+                    soak.count(f"{called}, {durability}, {what}", counts[name], unit)
     soak.count("kills, in all", total, "kills")
     soak.count("agents that gave up without an answer", len(soak.gave_up), "agents")
 

@@ -154,7 +154,7 @@ class Life:
         self._asleep = {session for agent in agents for session in agent.sessions}
         self._seen = set[str]()
         self._made: dict[int, set[str]] = {}
-        self._asked_again = Counter[int]()  # told with the next line
+        self._asked_again = Counter[int]()  # sent with the next line
 
     def run(self, seed: str) -> None:
         threads = [
@@ -206,7 +206,7 @@ class Life:
         listed = {one.session_id for one in self._engine.list_sessions(owner=owner)}
         gone, made = agent.sessions.keys() - listed, listed - agent.sessions.keys()
         assert gone <= ({session} if kind == "close" else set()), f"of {len(agent.sessions)} sessions {gone} are gone"
-        assert len(made) <= (kind in ("create", "fork")), f"{len(made)} sessions that nobody asked for, {kind} waits"
+        assert len(made) <= (kind in ("create", "fork")), f"{len(made)} sessions that no call has made, {kind} waits"
         self._made[agent.number] = made
         for one in sorted(agent.sessions.keys() - gone):
             if one == session or rng.random() < 0.5:
@@ -287,7 +287,7 @@ class Life:
         )
 
     def _made_by(self, agent: Agent, call: dict[str, Any]) -> dict[str, Any]:
-        """Make a call: the line that tells of its answer, which is saved. A Generate's tokens are told before."""
+        """Make a call: the line with its answer, which is saved. A Generate's tokens are sent before."""
         engine, kind, session = self._engine, call["kind"], call["session"]
         request_id = bytes.fromhex(call["id"])
         named: dict[str, Any] = {"owner": agent.owner, "request_id": request_id}

@@ -76,11 +76,11 @@ class Found:
     """What is left of a talk, as units: all that is there was recorded until `least`, and of each kind of thing that
     was recorded until `most` nothing is missing."""
 
-    TOLD, ANSWERS, COPIES = "sessions and their histories", "replies and Generates", "files with K/V"
+    HISTORIES, ANSWERS, COPIES = "sessions and their histories", "replies and Generates", "files with K/V"
 
     def __init__(self, units: int) -> None:
         self.least = 0
-        self.most = dict.fromkeys((self.TOLD, self.ANSWERS, self.COPIES), units)
+        self.most = dict.fromkeys((self.HISTORIES, self.ANSWERS, self.COPIES), units)
 
     def there(self, unit: int) -> None:
         self.least = max(self.least, unit)
@@ -90,14 +90,14 @@ class Found:
         self.most[kind] = min(self.most[kind], unit - 1)
 
     def outcome(self, confirmed: int, confirmed_before: int) -> str:
-        told, answers, copies = self.most.values()
+        histories, answers, copies = self.most.values()
         for most, least, name in (
-            (told, confirmed_before, "shorter"),
+            (histories, confirmed_before, "shorter"),
             (answers, confirmed_before, "forgotten"),
-            (told, confirmed, "last"),
+            (histories, confirmed, "last"),
             (answers, confirmed, "forgotten"),
             (copies, confirmed, "uncopied"),
-            (min(told, answers, copies), self.least, "torn"),
+            (min(histories, answers, copies), self.least, "torn"),
         ):
             if most < least:
                 return name
@@ -282,11 +282,11 @@ class Talk:
             if one.closed is not None and (one.opened <= self.confirmed or answers):
                 found.there(one.closed)
             else:
-                found.missing(Found.TOLD, one.opened)
+                found.missing(Found.HISTORIES, one.opened)
             self._look_at_replies(one, answers, found, is_open=False)
             return None
         if one.closed is not None:
-            found.missing(Found.TOLD, one.closed)
+            found.missing(Found.HISTORIES, one.closed)
         assert kept.record == one.record, "a session of another kind"
         ids = [token for row in kept.tokens for token in row.token_ids.tolist()]
         length = len(ids)
@@ -298,7 +298,7 @@ class Talk:
             if at <= length:
                 found.there(unit)
             else:
-                found.missing(Found.TOLD, unit)
+                found.missing(Found.HISTORIES, unit)
         self._look_at_generates(one, kept.generates, length, found)
         self._look_at_replies(one, kept.replies, found, is_open=True)
         return length
