@@ -377,7 +377,8 @@ def power(count: int, seed: int, soak: Soak) -> None:
 
 def faults(count: int, seed: int, soak: Soak) -> None:
     if not soak.of("flips control"):
-        soak.in_parts(iter([("flips control", seed, CONTROL_FLIPS, {"is_checked": False})]), "flips")
+        of_both = [(seed + number, {"is_checked": False, "is_at_rest": bool(number)}) for number in range(2)]
+        soak.in_parts(iter([("flips control", one, CONTROL_FLIPS // 2, options) for one, options in of_both]), "flips")
     parts: Iterator[Call] = (
         ("flips", number, size, {"is_at_rest": bool(number % 2)})
         for number, size in soak.batches("flips", count, FLIPS_AT_ONCE, seed)
@@ -395,7 +396,7 @@ def faults(count: int, seed: int, soak: Soak) -> None:
     soak.in_parts(calls, "looks")
     control, flips = soak.summed("flips control"), soak.summed("flips")
     said(control, "flips, control", soak, "flips")
-    if not control["wrong"]:
+    if not control["wrong"] or not control["shorter"]:
         soak.faults.append("the control was not caught")
     said(flips, "flips", soak, "flips")
     soak.faults += [
