@@ -19,6 +19,7 @@ from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability
 from kakeya.v1 import runtime_pb2 as pb
+from tests.facade import let_leave
 from tests.kept import WEIGHTS, after_a_kill, keeping
 from tests.load.scripted import scripted_engine
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until
@@ -129,13 +130,12 @@ async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with keeping(tmp_path) as engine:
-        is_elsewhere, recall, store, leaves = engine.is_elsewhere, engine.recall, engine._store, list[str]()
+        is_elsewhere, recall, leaves = engine.is_elsewhere, engine.recall, list[str]()
 
         def leave(session_id: str) -> None:
             if session_id in leaves:
                 leaves.remove(session_id)
-                with store.locked():
-                    store._evict(store.find(session_id, ""), "ttl")
+                let_leave(engine, session_id)
 
         def look(session_id: str, **named: Any) -> bool:
             if found := is_elsewhere(session_id, **named):
