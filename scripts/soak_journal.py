@@ -55,7 +55,7 @@ from inference_engine.errors import ConfigError
 from laboratory.evaluation import record
 from tests.session.talks import cut_power, fail_calls, fill_disk, flip_bits, start_read_only
 
-STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 50, 10
+STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 100, 10
 CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 500, 6
 SAY_SECONDS = 5.0
 FAILED_CALLS = 150  # of each kind, one after another
