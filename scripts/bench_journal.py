@@ -1,13 +1,17 @@
 """What it costs that sessions outlive the process: servers with each durability side by side, and a folder of many.
 
     make bench-journal                 writes results/journal_cost/<date>-<machine>/
-    make bench-journal ARGS=--sizes    the bytes of the database for turns of some sizes: results/journal_sizes/…
+    make bench-journal ARGS=--sizes    the bytes of the database for turns of some sizes, and of the log for a commit:
+                                       results/journal_sizes/…
 
 Three servers on the scripted model, which differ in `durability` only, are measured in turns, round by round; a ratio
 is of two values of the same round. Streams at a model's pace, a step in 33 ms, and as fast as the machinery goes, a
 step in 10 ms; a token's delay from single Generates, against a bare fsync in the same folder between them. Then a
 folder of sessions is made: how long a server takes to start with it and without, and what the first call of a session
 takes that has to be read, with none of its files in the system's memory.
+
+A commit of a step adds rows at the end of one table. The bytes that it writes into the log are counted, and those of
+the same rows in their places by session, where each is on a page of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import apsw
 import numpy as np
 import psutil
 
@@ -33,6 +38,7 @@ from inference_engine.cli.child import ChildServer
 from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import GenerateRecord, ReplyRecord, SessionRecord
+from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.replies import DIGEST_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
@@ -60,7 +66,11 @@ GOALS = {
     "start, kept sessions - none": ("at most", 0.5),
     "first call of a kept session, p99": ("at most", 50.0),
     "database ÷ ids": ("at most", 1.1),
+    "log of a commit": ("at most", 14.0),
 }
+STEPS = 100  # whose commits are counted
+STEPPED_IDS = 1000  # of each session before
+FRAME_BYTES = PAGE_BYTES + 24  # of the log
 SERVER = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0, max_connection_calls=1024)
 
 
@@ -369,6 +379,79 @@ def sizes(folder: Path) -> dict[str, dict[str, Any]]:
     return values
 
 
+def logs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bytes of the log for a commit of a step, a token of each stream: as they are written, and by session instead."""
+    values = {}
+    for count in STREAMS:
+        for what, find in (("log of a commit", added_at_the_end), ("log of a commit by session", added_by_session)):
+            pages = find(folder / f"{find.__name__}-{count}", count)
+            name = f"{what}, {count} streams, a token each"
+            values[name] = record.summarize([one * FRAME_BYTES / 1024 for one in pages], "KiB")
+    return values
+
+
+def added_at_the_end(folder: Path, count: int) -> list[int]:
+    """The pages that each step of `count` sessions adds to a journal's log."""
+    sessions = [SessionRecord(f"session-{number:04}", "", "full", None, (0,)) for number in range(count)]
+    rng, pages = np.random.default_rng(3), []
+    with journal_of(folder) as journal:
+        for one in sessions:
+            journal.open(one)
+            ids = rng.integers(0, TURNED_VOCABULARY, STEPPED_IDS).astype(np.uint32)
+            journal.append(one.session_id, 0, ids, Mark.APPENDED)
+            journal.rest(one.session_id)
+        folded(journal)
+        for step in range(-1, STEPS):
+            before = journal._wal_pages
+            with journal.unit():  # that a step is recorded at once is the engine's doing
+                for one in sessions:
+                    began = GenerateRecord(STEPPED_IDS, rng.bytes(16), rng.bytes(DIGEST_BYTES), 1) if step < 0 else None
+                    token = rng.integers(0, TURNED_VOCABULARY, 1).astype(np.uint32)
+                    position = STEPPED_IDS + 1 + step
+                    journal.append(one.session_id, position, token, Mark.GENERATED, began=began)
+            assert journal._writer.flush(60.0)
+            if step >= 0 and journal._wal_pages > before:  # else there was a checkpoint
+                pages.append(journal._wal_pages - before)
+    return pages
+
+
+def added_by_session(folder: Path, count: int) -> list[int]:
+    """The same rows in a table that is ordered by session and position."""
+    folder.mkdir()
+    db = apsw.Connection(str(folder / FILE))
+    rng, seen, pages = np.random.default_rng(3), 0, []
+    for pragma in (f"page_size={PAGE_BYTES}", "journal_mode=WAL", "wal_autocheckpoint=0", "synchronous=NORMAL"):
+        db.execute(f"pragma {pragma}").fetchall()
+    db.execute(
+        "create table rows (session integer, position integer, mark integer, ids blob, logprobs blob, crc integer, "
+        "primary key (session, position)) without rowid"
+    )
+
+    def note(_db: apsw.Connection, _name: str, logged: int) -> int:
+        nonlocal seen
+        pages.append(logged - seen)
+        seen = logged
+        return apsw.SQLITE_OK
+
+    def add(positions: Sequence[int]) -> None:
+        with db:
+            db.executemany(
+                "insert into rows values (?, ?, 1, ?, null, ?)",
+                [
+                    (number, position, rng.bytes(4), int(rng.integers(2**32)))
+                    for position in positions
+                    for number in range(count)
+                ],
+            )
+
+    db.set_wal_hook(note)
+    add(range(STEPPED_IDS))
+    for step in range(STEPS):
+        add([STEPPED_IDS + step])
+    db.close()
+    return pages[1:]
+
+
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +468,7 @@ def verdicts(values: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def only_sizes(commit: str, results: Path) -> int:
     with TemporaryDirectory() as name:
-        values = sizes(Path(name))
+        values = sizes(Path(name)) | logs(Path(name))
     for name, value in values.items():
         print(f"{name:64} {value['median']:12,.3f}")
     path = record.write_record(
@@ -401,7 +484,7 @@ def only_sizes(commit: str, results: Path) -> int:
             },
             "seeds": [2],
             "values": values,
-            "baseline": "four bytes for each id",
+            "baseline": "four bytes for each id; of a commit, the same rows in their places by session",
             "tables": {"goals": verdicts(values)},
         },
         results_dir=results,
@@ -431,6 +514,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values = streams(args.seconds, args.rounds, folder)
         print("streams are done", flush=True)
         values |= many(args.sessions, min(args.rounds, 5), args.calls, folder)
+        values |= logs(folder)
     rows = verdicts(values)
     for name, value in values.items():
         print(f"{name:64} {value['median']:12,.3f} [{value['low']:,.3f}, {value['high']:,.3f}] {value['unit']}")

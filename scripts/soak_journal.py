@@ -5,7 +5,19 @@
     python scripts/soak_journal.py faults --count 1000    flipped bits, errors of the first calls of the disk, disks
                                                           that fill up, folders that cannot be written
 
-Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. Each of
+Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. What
+happens in the lives that they end:
+
+    all kills         sessions are made, appended to, generated from, forked and closed; a fork and the session that it
+                      was made from go on by turns, and they leave memory and come back
+    with a pipe       each owner has more sessions than may be in memory, K/V comes from files, and in the next life
+                      some answered calls are made again with their request ids: their answers are the same
+    under an SDK      sessions leave memory when they rest, in the lives that are long; others are made again by the SDK
+    power and faults  a journal alone: replies to calls of every kind, Generates with request ids and without, forks,
+                      closes, rows of copies of K/V, sessions that leave memory and come back
+
+After each, the sessions are those that their owners know, with the histories and the answers that they were sent; one
+that was closed is gone; and what was not confirmed is there until some moment, and nothing later. Each of
 `--processes` does parts of its own. Writes results/soak_<what>/<date>-<machine>/record.json with the sums, also of a
 run that `--minutes` or SIGTERM ends. Exits with 1 if anything that was sent to a client is lost, doubled or wrong, or
 if a control is not caught. A machine that is too busy for a server to answer anything before it is killed lets agents
@@ -43,7 +55,7 @@ from inference_engine.errors import ConfigError
 from laboratory.evaluation import record
 from tests.session.talks import cut_power, fail_calls, fill_disk, flip_bits, start_read_only
 
-STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 50, 10
+STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 100, 10
 CONTROL_KILLS, CONTROL_STATES, CONTROL_FLIPS, AGENTS = 20, 150, 500, 6
 SAY_SECONDS = 5.0
 FAILED_CALLS = 150  # of each kind, one after another
@@ -54,6 +66,22 @@ FORMS = {
     "python": ("a server under agents of the Python SDK", 1),
     "typescript": ("a server under agents of the TypeScript SDK", 1),
 }
+# Counts of kills that a record has beside those of kills and tokens: what they are called, and their units.
+BY_AGENTS = {
+    "sessions": ("sessions", "sessions"),
+    "fork": ("forks", "forks"),
+    "close": ("closes", "closes"),
+    "came back": ("came back into memory", "times"),
+}
+COUNTED = {
+    "pipe": {
+        **BY_AGENTS,
+        "asked again": ("answered calls made again", "calls"),
+        "from a file": ("from a file", "Generates"),
+    },
+    "python": BY_AGENTS,
+    "typescript": BY_AGENTS,
+}
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
 Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, its counts, what is wrong, agents that gave up
 # Of the journal, below inference_engine/session/.
@@ -63,10 +91,14 @@ CAUGHT = "kills until the control is caught"
 OUTCOMES = {
     "whole": "all that was sent to a client is there",
     "last": "only the last commit of the log is missing",
-    "shorter": "history is shorter",
+    "uncopied": "only a file with K/V is forgotten",
+    "forgotten": "answer is forgotten",
+    "shorter": "history is shorter, or a closed session is back",
+    "torn": "what is there is of no one moment",
     "corrupt": "session is refused",
     "refused": "start is refused",
-    "wrong": "history is wrong",
+    "failed": "journal fails, and the process ends",
+    "wrong": "history or answer is wrong",
 }
 BASELINE = {
     "kill": "the scripted model's law, token for token; one that answers before it records has to be caught",
@@ -320,10 +352,10 @@ def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
         for durability in durabilities:
             counts = soak.summed(f"{form}, {durability}")
             total += counts["kills"]
-            for name in ("kills", "tokens", "sessions", *(["from a file"] if form == "pipe" else [])):
+            both = {name: (name, name) for name in ("kills", "tokens")}
+            for name, (called, unit) in (both | COUNTED[form]).items():
                 if counts:
-                    unit = "Generates" if name == "from a file" else name
-                    soak.count(f"{name}, {durability}, {what}", counts[name], unit)
+                    soak.count(f"{called}, {durability}, {what}", counts[name], unit)
     soak.count("kills, in all", total, "kills")
     soak.count("agents that gave up without an answer", len(soak.gave_up), "agents")
 
@@ -345,7 +377,8 @@ def power(count: int, seed: int, soak: Soak) -> None:
 
 def faults(count: int, seed: int, soak: Soak) -> None:
     if not soak.of("flips control"):
-        soak.in_parts(iter([("flips control", seed, CONTROL_FLIPS, {"is_checked": False})]), "flips")
+        of_both = [(seed + number, {"is_checked": False, "is_at_rest": bool(number)}) for number in range(2)]
+        soak.in_parts(iter([("flips control", one, CONTROL_FLIPS // 2, options) for one, options in of_both]), "flips")
     parts: Iterator[Call] = (
         ("flips", number, size, {"is_at_rest": bool(number % 2)})
         for number, size in soak.batches("flips", count, FLIPS_AT_ONCE, seed)
@@ -363,11 +396,12 @@ def faults(count: int, seed: int, soak: Soak) -> None:
     soak.in_parts(calls, "looks")
     control, flips = soak.summed("flips control"), soak.summed("flips")
     said(control, "flips, control", soak, "flips")
-    if not control["wrong"]:
+    if not control["wrong"] or not control["shorter"]:
         soak.faults.append("the control was not caught")
     said(flips, "flips", soak, "flips")
-    if flips["shorter"]:
-        soak.faults.append(f"{flips['shorter']} of {flips.total()} flips made a history shorter")
+    soak.faults += [
+        f"{flips[name]} of {flips.total()} flips: {OUTCOMES[name]}" for name in ("shorter", "torn") if flips[name]
+    ]
     for kind in kinds:
         failed = soak.summed(kind)
         said(failed, kind, soak, "looks")

@@ -116,6 +116,13 @@ def end_the_thread(engine: Engine) -> None:
     engine._scheduler.stop()
 
 
+def let_leave(engine: Engine, session_id: str, owner: str = "") -> None:
+    """The session leaves memory, as one that was idle for too long."""
+    store = engine._store
+    with store.locked():
+        store._evict(store.find(session_id, owner), "ttl")
+
+
 def drop_entries(engine: Engine, session_id: str, owner: str = "") -> None:
     """As if another session had needed the memory."""
     engine._store._admission._drop(session_of(engine, session_id, owner))

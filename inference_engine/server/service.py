@@ -19,8 +19,8 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
-from inference_engine.engine.results import HistoryLength, SessionForked
-from inference_engine.errors import InvalidArgument, SessionBusy
+from inference_engine.engine.results import HistoryLength, HistoryPiece, SessionForked, SessionInfo
+from inference_engine.errors import InvalidArgument, SessionBusy, SessionNotFound
 from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.incoming import MessageLimits, TransportError
@@ -40,6 +40,9 @@ STALL_SECONDS = 30.0
 # the typed error still reaches the client.
 DEADLINE_MARGIN = 0.1
 MAX_DEADLINE_MARGIN_SECONDS = 0.1
+
+# So often may a session leave memory between a call's look for it and the call itself.
+MOST_LEAVING = 8
 
 T = TypeVar("T")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -94,51 +97,57 @@ class RuntimeService:
             token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
             # The call may have to wait, and a message takes three times the memory of its ids.
             del request
-            if self._engine.is_elsewhere(session_id, owner=owner):
-                # Perhaps it was closed, and its appends are remembered for a while.
-                await self._recall(session_id, request_id)
 
             def append() -> HistoryLength:
                 return self._engine.append_once(
                     session_id, token_ids, request_id=request_id, expected_history_length=expected, owner=owner
                 )
 
-            return convert.appended_to_wire(await self._when_free(session_id, append))
+            async def call() -> HistoryLength:
+                if self._engine.is_elsewhere(session_id, owner=owner):
+                    # Perhaps it was closed, and its appends are remembered for a while.
+                    await self._recall(session_id, request_id)
+                return await self._when_free(session_id, append)
+
+            return convert.appended_to_wire(await self._while_it_leaves(session_id, call))
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
-        await self._recall(request.session_id)
-        params = self._params(request, owner)
         resume_from = convert.optional(request, "resume_from")
 
         def start() -> Generation:
             return self._engine.generate(
                 request.session_id,
-                params,
+                self._params(request, owner),
                 request_id=request.request_id,
                 resume_from=resume_from,
                 owner=owner,
                 refuse_late=True,
             )
 
-        generation = await self._when_free(request.session_id, start)
+        async def call() -> Generation:
+            await self._recall(request.session_id)
+            return await self._when_free(request.session_id, start)
+
+        generation = await self._while_it_leaves(request.session_id, call)
         feed = Feed(generation, self._loop_waker())
         with self._supervised(generation, feed, context) as stall:
             await self._send(feed, convert.framer_for(request), context, stall)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
-        await self._recall(request.session_id, request.request_id, to_close=True)
-        length = self._engine.close_once(
-            request.session_id,
-            request_id=request.request_id,
-            expected_history_length=convert.optional(request, "expected_history_length"),
-            owner=caller(),
-        )
-        return convert.closed_to_wire(length)
+        async def call() -> HistoryLength:
+            await self._recall(request.session_id, request.request_id, to_close=True)
+            return self._engine.close_once(
+                request.session_id,
+                request_id=request.request_id,
+                expected_history_length=convert.optional(request, "expected_history_length"),
+                owner=caller(),
+            )
+
+        return convert.closed_to_wire(await self._while_it_leaves(request.session_id, call, to_close=True))
 
     async def fork_session(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
         owner = caller()
-        await self._recall(request.session_id, request.request_id)
 
         def fork() -> SessionForked:
             return self._engine.fork_session(
@@ -150,12 +159,19 @@ class RuntimeService:
                 request_id=request.request_id,
             )
 
-        forked = await self._when_free(request.session_id, fork)
+        async def call() -> SessionForked:
+            await self._recall(request.session_id, request.request_id)
+            return await self._when_free(request.session_id, fork)
+
+        forked = await self._while_it_leaves(request.session_id, call)
         return convert.forked_to_wire(forked, mode=self._mode, model_id=self._model_id, durability=self._durability)
 
     async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
-        await self._recall(request.session_id)
-        return convert.session_info_to_wire(self._engine.session_info(request.session_id, owner=caller()))
+        async def call() -> SessionInfo:
+            await self._recall(request.session_id)
+            return self._engine.session_info(request.session_id, owner=caller())
+
+        return convert.session_info_to_wire(await self._while_it_leaves(request.session_id, call))
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return convert.server_info_to_wire(
@@ -178,10 +194,15 @@ class RuntimeService:
         return page() if is_short else await asyncio.to_thread(page)
 
     async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
-        await self._recall(request.session_id)
         most = request.max_tokens or MAX_PIECE_TOKENS
-        piece = self._engine.read_history(request.session_id, first=request.first_position, most=most, owner=caller())
-        return convert.history_to_wire(piece)
+
+        async def call() -> HistoryPiece:
+            await self._recall(request.session_id)
+            return self._engine.read_history(
+                request.session_id, first=request.first_position, most=most, owner=caller()
+            )
+
+        return convert.history_to_wire(await self._while_it_leaves(request.session_id, call))
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The RPCs by their names on the wire."""
@@ -223,6 +244,18 @@ class RuntimeService:
             await asyncio.to_thread(
                 self._engine.recall, session_id, owner=caller(), request_id=request_id, to_close=to_close
             )
+
+    async def _while_it_leaves(self, session_id: str, call: Callable[[], Awaitable[T]], *, to_close: bool = False) -> T:
+        """Make a call that brings back what it needs: again if its session left memory before the call had it."""
+        for _ in range(MOST_LEAVING):
+            try:
+                return await call()
+            except SessionNotFound:
+                if not self._keeps:
+                    raise
+                await self._recall(session_id, to_close=to_close)
+                self._engine.session_info(session_id, owner=caller())  # raises: it is not there
+        return await call()
 
     def _loop_waker(self) -> LoopWaker:
         """The waker of the loop, which all streams share."""

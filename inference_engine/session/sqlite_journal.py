@@ -132,9 +132,7 @@ class SQLiteJournal:
             self._db.close()
             self._folder_lock.release()
             if isinstance(error, DAMAGE):
-                raise ConfigError(
-                    f"the journal {folder / FILE} is damaged: {error!r}; restore {folder} from a backup"
-                ) from error
+                raise _damaged(folder, error) from error
             raise
         self._db_lock = threading.Lock()
         self._open: dict[str, _Open] = {}
@@ -242,12 +240,16 @@ class SQLiteJournal:
     def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
         """The copies that are recorded, of the session used longest ago first. Waits for the disk.
 
-        on_gone: called with the name of a file that was removed for any reason, from any thread.
+        on_gone: called with the name of a file that was removed for any reason, from any thread. Raises ConfigError if
+        their table is damaged: a server could not record others.
         """
         self._flush()
         self._on_copy_gone = on_gone
         with self._db_lock:
-            return self._reader.copies()
+            try:
+                return self._reader.copies()
+            except DAMAGE as error:
+                raise _damaged(self.copies_folder.parent, error) from error
 
     def put_copy(self, record: CopyRecord) -> None:
         """Record a file that is whole and safe. The one that the session had before is removed."""
@@ -478,3 +480,7 @@ class SQLiteJournal:
         if not self._writer.flush(_FLUSH_SECONDS):
             self.refuse_when_full()
             raise EngineStalled
+
+
+def _damaged(folder: Path, error: BaseException) -> ConfigError:
+    return ConfigError(f"the journal {folder / FILE} is damaged: {error!r}; restore {folder} from a backup")

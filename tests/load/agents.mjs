@@ -1,14 +1,17 @@
 // Agents of the TypeScript SDK, which talk on while their server is killed; `kills.py` holds what they say against the law.
 //
-//     node tests/load/agents.mjs <target> <agents> <seed> <seconds of patience>
+//     node tests/load/agents.mjs <target> <agents> <seed> <seconds of patience> <seconds of rest>
 //
 // Each line on standard output is what an agent received. The end of standard input lets each end its session.
-import { Client, DeadlineExceeded, TransportError } from "../../sdks/typescript/dist/index.js";
+import { setTimeout as sleep } from "node:timers/promises";
+import { Client, DeadlineExceeded, SessionNotFound, TransportError } from "../../sdks/typescript/dist/index.js";
 
 const MOST_TOKENS = 250; // of one session
+const FORKING = 30; // of a hundred turns
+const RESTING = 5;
 
 const target = process.argv[2];
-const [agents, seed, patienceSeconds] = process.argv.slice(3).map(Number);
+const [agents, seed, patienceSeconds, restSeconds] = process.argv.slice(3).map(Number);
 let isOver = false;
 process.stdin.on("end", () => (isOver = true)).resume();
 
@@ -27,25 +30,66 @@ function tell(agent, line) {
   process.stdout.write(`${JSON.stringify({ agent, ...line })}\n`);
 }
 
-/** One session, from its creation to its end. */
+/** A session and a fork of it, by turns, from its creation to their end. */
 async function talk(client, agent, below) {
-  const session = await client.createSession();
-  tell(agent, { created: session.id });
-  let length = 0;
-  while (length < MOST_TOKENS && !isOver) {
-    const ids = Array.from({ length: 1 + below(29) }, () => below(256));
-    tell(agent, { appended: ids, length: (length = await session.append(ids)) });
-    const most = 1 + below(39);
-    const isDrawn = below(2) === 1;
-    const stream = session.generate(most, isDrawn ? { temperature: 1 } : {});
-    const received = [];
-    for await (const token of stream) received.push(token);
-    const done = await stream.result();
-    length = done.historyLength;
-    tell(agent, { received, most, seed: isDrawn ? String(done.seed) : null, length });
+  const created = await client.createSession();
+  tell(agent, { session: created.id, created: true });
+  const sessions = [created];
+  while (sessions.length > 0) {
+    const at = below(sessions.length);
+    const session = sessions[at];
+    if (session.historyLength >= MOST_TOKENS || isOver) {
+      sessions.splice(at, 1);
+      await end(client, agent, session);
+      continue;
+    }
+    if (session.historyLength > 0 && sessions.length === 1 && below(100) < FORKING) {
+      const fork = await session.fork();
+      tell(agent, { session: session.id, forked: fork.id, length: fork.historyLength });
+      sessions.push(fork);
+    }
+    if (below(100) < RESTING) await rest(client, agent, session);
+    await turn(agent, session, below);
   }
-  tell(agent, { length: (await session.info()).historyLength });
-  tell(agent, { closed: await session.close() });
+}
+
+async function turn(agent, session, below) {
+  const ids = Array.from({ length: 1 + below(29) }, () => below(256));
+  tell(agent, { session: session.id, appended: ids, length: await session.append(ids) });
+  const most = 1 + below(39);
+  const isDrawn = below(2) === 1;
+  const stream = session.generate(most, isDrawn ? { temperature: 1 } : {});
+  const received = [];
+  for await (const token of stream) received.push(token);
+  const done = await stream.result();
+  const seed = isDrawn ? String(done.seed) : null;
+  tell(agent, { session: session.id, received, most, seed, length: done.historyLength });
+}
+
+/** Long enough to leave memory; then the history comes back as it was. */
+async function rest(client, agent, session) {
+  await sleep(1000 * restSeconds);
+  let resident = false;
+  let length;
+  for await (const one of client.sessions()) {
+    if (one.id === session.id) [resident, length] = [one.isResident, one.historyLength];
+  }
+  const history = [];
+  for await (const piece of session.history()) history.push(...piece.tokenIds);
+  tell(agent, { session: session.id, history, resident, length });
+}
+
+async function end(client, agent, session) {
+  tell(agent, { session: session.id, length: (await session.info()).historyLength });
+  const closed = await session.close();
+  let gone = false;
+  try {
+    await client.session(session.id);
+  } catch (error) {
+    if (!(error instanceof SessionNotFound)) throw error;
+    gone = true;
+  }
+  tell(agent, { session: session.id, closed, gone });
 }
 
 async function run(agent) {

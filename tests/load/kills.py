@@ -22,7 +22,7 @@ from typing import Any
 
 from inference_engine.config import child_environment
 from inference_engine.kv.strategies.full import Full
-from kakeya import Client, DeadlineExceeded, RetryPolicy, TransportError
+from kakeya import Client, DeadlineExceeded, RetryPolicy, Session, SessionNotFound, TransportError
 from tests.load.scripted import solo_of
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,12 @@ PATIENCE_SECONDS = 600.0  # of any machine, however busy
 NO_ANSWER = (TransportError, DeadlineExceeded)
 MOST_TOKENS = 250  # of one session
 LONGEST_SECONDS = 0.5  # until a kill; most come sooner, when much is new
+# A life in so many is long, so that sessions leave memory in it.
+LONG_LIVES, LONG_SECONDS = 12, 2.0
+# A session that is idle for so long leaves memory: long enough for a call that found it to begin on a busy machine.
+IDLE_TTL_SECONDS = 0.6
+# Shares of turns: before which an agent forks, and before which it rests until its session may have left memory.
+FORKING, RESTING = 0.3, 0.05
 
 
 class Nursery:
@@ -45,7 +51,7 @@ class Nursery:
         self.target = f"127.0.0.1:{port}"
         self._life = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("serve_lives.py")), str(port)],
+            [sys.executable, str(Path(__file__).with_name("serve_lives.py")), str(port), str(IDLE_TTL_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -149,27 +155,60 @@ class Agents:
             self.wrong.append(f"{type(error).__name__}: {error}")
 
     def _talk(self, client: Client, rng: random.Random) -> None:
-        """One session, from its creation to its end."""
-        history = list[int]()
+        """A session and a fork of it, by turns, from its creation to their end. One rests meanwhile, and may leave
+        memory."""
         session = client.create_session()
         self.counts["sessions"] += 1
-        while len(history) < MOST_TOKENS and not self._is_over.is_set():
-            ids = [rng.randrange(256) for _ in range(rng.randrange(1, 30))]
-            length = session.append(ids)
-            history += ids
-            assert length == len(history), f"an append is answered with {length}, and {len(history)} were appended"
-            first, most, is_drawn = len(history), rng.randrange(1, 40), rng.random() < 0.5
-            stream = session.generate(most, temperature=1.0 if is_drawn else None)
-            received = list(stream)
-            done = stream.result()
-            history += received
-            found = (len(received), done.history_length)
-            assert found == (most, len(history)), (found, most)
-            expected = LAW.tokens(history[:-1], first, seed=done.seed if is_drawn else None)
-            assert received == expected, f"from {first}: {received}, and the law says {expected}"
-            self.counts["tokens"] += len(received)
+        talks: list[tuple[Session, list[int]]] = [(session, [])]
+        while talks:
+            session, history = rng.choice(talks)
+            if len(history) >= MOST_TOKENS or self._is_over.is_set():
+                self._end(client, session, history)
+                talks.remove((session, history))
+                continue
+            if history and len(talks) == 1 and rng.random() < FORKING:
+                fork = session.fork()
+                assert fork.history_length == len(history), f"a fork of {len(history)} has {fork.history_length}"
+                talks.append((fork, list(history)))
+                self.counts["fork"] += 1
+            if rng.random() < RESTING:
+                self._rest(client, session, history)
+            self._turn(session, history, rng)
+
+    def _turn(self, session: Session, history: list[int], rng: random.Random) -> None:
+        ids = [rng.randrange(256) for _ in range(rng.randrange(1, 30))]
+        length = session.append(ids)
+        history += ids
+        assert length == len(history), f"an append is answered with {length}, and {len(history)} were appended"
+        first, most, is_drawn = len(history), rng.randrange(1, 40), rng.random() < 0.5
+        stream = session.generate(most, temperature=1.0 if is_drawn else None)
+        received = list(stream)
+        done = stream.result()
+        history += received
+        found = (len(received), done.history_length)
+        assert found == (most, len(history)), (found, most)
+        expected = LAW.tokens(history[:-1], first, seed=done.seed if is_drawn else None)
+        assert received == expected, f"from {first}: {received}, and the law says {expected}"
+        self.counts["tokens"] += len(received)
+
+    def _rest(self, client: Client, session: Session, history: list[int]) -> None:
+        """Long enough to leave memory; then the history comes back as it was."""
+        time.sleep(1.5 * IDLE_TTL_SECONDS)
+        listed = {one.id: one for one in client.sessions()}
+        assert listed[session.id].history_length == len(history), listed[session.id]
+        self.counts["came back"] += not listed[session.id].is_resident
+        found = [token for piece in session.history() for token in piece.token_ids]
+        assert found == history, f"a history of {len(history)} has come back as another one of {len(found)}"
+
+    def _end(self, client: Client, session: Session, history: list[int]) -> None:
         assert session.info().history_length == len(history)
         assert session.close() == len(history)
+        try:
+            client.session(session.id)
+        except SessionNotFound:
+            self.counts["close"] += 1
+        else:
+            raise AssertionError("a session that was closed is there")
 
 
 class NodeAgents:
@@ -179,11 +218,11 @@ class NodeAgents:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.gave_up: list[str] = []
-        self._histories: dict[int, list[int]] = {}
+        self._histories: dict[str, list[int]] = {}  # by session
         self._is_over = False
         assert has_node_agents(), f"{SDK} is not built: npm ci && npm run build there, with Node.js 20 or newer"
         command = [NODE, str(Path(__file__).with_name("agents.mjs")), target, str(count), str(seed)]
-        command.append(str(patience_seconds))
+        command += [str(patience_seconds), str(1.5 * IDLE_TTL_SECONDS)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment()
         )
@@ -224,11 +263,15 @@ class NodeAgents:
             assert not self._is_over, line["unanswered"]
             self.gave_up.append(f"agent {agent} of Node.js: {line['unanswered']}")
             return
+        session = line["session"]
         if "created" in line:
-            self._histories[agent] = []
+            self._histories[session] = []
             self.counts["sessions"] += 1
             return
-        history = self._histories[agent]
+        if "forked" in line:
+            self._histories[line["forked"]] = list(self._histories[session])
+            self.counts["fork"] += 1
+        history = self._histories[session]
         if "received" in line:
             first, received = len(history), line["received"]
             history += received
@@ -237,8 +280,15 @@ class NodeAgents:
             assert received == law, f"from {first}: {received}, and the law says {law}"
             self.counts["tokens"] += len(received)
         history += line.get("appended", ())
+        if "history" in line:
+            assert line["history"] == history, f"a history of {len(history)} has come back as {line['history']}"
+            self.counts["came back"] += not line["resident"]
         length = line.get("closed", line.get("length"))
         assert length == len(history), f"the server says {length}, and the history has {len(history)}"
+        if "closed" in line:
+            assert line["gone"], "a session that was closed is there"
+            del self._histories[session]
+            self.counts["close"] += 1
 
 
 def has_node_agents() -> bool:
@@ -293,10 +343,11 @@ def kill_often(
         while talking.counts["sessions"] < agents and not talking.wrong:
             assert time.monotonic() < until, "an agent has no session"
             time.sleep(0.01)
-        for _ in range(kills):
+        for number in range(kills):
             if talking.wrong or talking.gave_up or is_over():
                 break
-            time.sleep(0.02 + (LONGEST_SECONDS - 0.02) * rng.random() ** 2)
+            is_long = number % LONG_LIVES == LONG_LIVES // 2
+            time.sleep(LONG_SECONDS if is_long else 0.02 + (LONGEST_SECONDS - 0.02) * rng.random() ** 2)
             server.kill()
             server.begin()
             talking.counts["kills"] += 1

@@ -5,8 +5,10 @@
                             before they make it, and of each answer once the engine says that it is saved
     SIGKILL, at any moment  also while the life opens the folder; what was written into the pipe by then counts
 
-A call that was sent and not answered is made again in the next life, with its request id. The process that forks
-must have no threads, and no engine of its own.
+A call that was sent and not answered is made again in the next life, with its request id, and some of those that were
+answered, too: the answer is the same, and nothing is done twice. An agent goes on with a session and with forks of it,
+by turns; it has more of them than may be in memory, so each leaves it now and then, and comes back. What it closed
+stays closed. The process that forks must have no threads, and no engine of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import select
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 
 from inference_engine.engine import Engine
+from inference_engine.errors import QuotaExceeded, SessionNotFound
 from inference_engine.kv.strategies.full import Full
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.sqlite_journal import SQLiteJournal
@@ -37,70 +40,108 @@ from tests.load.scripted import scripted_engine, solo_of
 
 MOST_TOKENS = 250  # of one session
 LONGEST_SECONDS = 0.2  # until a kill; most come sooner, when much is new
-PATIENT_KILLS = 25  # after as many without K/V from a file, lives become twice as long: the machine is busy
+# After as many kills without some of that, lives become twice as long: the machine is busy. A session has to have left
+# memory, and K/V to have come from a file.
+PATIENT_KILLS, LATE = 25, ("came back", "from a file")
 IDLE_SECONDS = 0.03  # between some calls, so that there are copies of K/V
+MOST_SESSIONS = 3  # of an agent, and how many of them may be in memory: one can be forked, and the third leaves
+IN_MEMORY = 2
+ASKED_AGAIN = 8  # answered calls that an agent remembers: as many Generates of a session can be named
+PATIENCE_SECONDS = 30.0
 LAW = solo_of(Full())
-# Copies of K/V are written and read as often as can be.
-FILES: dict[str, Any] = {"hibernate": "always", "hibernate_after_seconds": 0.0}
+SETTINGS: dict[str, Any] = {
+    # Copies of K/V are written and read as often as can be.
+    "hibernate": "always",
+    "hibernate_after_seconds": 0.0,
+    "max_sessions_per_owner": IN_MEMORY,
+    "session_evictable_seconds": 0.0,
+}
 
 
 @dataclass
 class Agent:
-    """What an agent knows: its session, what it received, and the call that it waits for."""
+    """What an agent knows: its sessions, what it received of each, and the call that it waits for."""
 
     number: int
-    session: str = ""
-    history: list[int] = field(default_factory=list)
+    sessions: dict[str, list[int]] = field(default_factory=dict)  # their histories
     call: dict[str, Any] | None = None
     received: list[int] = field(default_factory=list)  # of the Generate that it waits for
+    # Calls with their answers.
+    answered: deque[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=ASKED_AGAIN))
+    closed: str = ""  # the session that it closed last
 
     @property
     def owner(self) -> str:
         return f"agent-{self.number}"
 
     @property
-    def known(self) -> list[int]:
-        return self.history + self.received
+    def waiting(self) -> dict[str, Any]:
+        """The call that has no answer; an empty one: there is none."""
+        return {} if self.call is None or self.call.get("is_answered") else self.call
+
+    def known(self, session: str) -> list[int]:
+        return self.sessions[session] + (self.received if self.waiting.get("session") == session else [])
 
     def next_call(self, rng: random.Random) -> dict[str, Any]:
-        request_id = rng.randbytes(16).hex()
-        if not self.session:
-            return {"kind": "create", "id": request_id}
-        if len(self.history) >= MOST_TOKENS:
-            return {"kind": "close", "id": request_id}
-        if self.call is not None and self.call["kind"] == "append":
-            return {"kind": "generate", "id": request_id, "most": rng.randrange(1, 40), "drawn": rng.random() < 0.5}
-        return {"kind": "append", "id": request_id, "ids": [rng.randrange(256) for _ in range(rng.randrange(1, 30))]}
+        call: dict[str, Any] = {"id": rng.randbytes(16).hex()}
+        before = self.call or {"kind": ""}
+        if not self.sessions:
+            return call | {"kind": "create", "session": ""}
+        if before["kind"] == "append":
+            most = rng.randrange(1, 40)
+            return call | {
+                "kind": "generate",
+                "session": before["session"],
+                "most": most,
+                "drawn": rng.random() < 0.5,
+            }
+        session = rng.choice(list(self.sessions))
+        call |= {"session": session}
+        is_one_of_many = len(self.sessions) == MOST_SESSIONS and rng.random() < 0.15
+        if is_one_of_many or len(self.sessions[session]) >= MOST_TOKENS:
+            return call | {"kind": "close"}
+        if self.sessions[session] and len(self.sessions) < MOST_SESSIONS and rng.random() < 0.6:
+            return call | {"kind": "fork"}
+        return call | {"kind": "append", "ids": [rng.randrange(256) for _ in range(rng.randrange(1, 30))]}
 
     def learn(self, line: dict[str, Any], counts: Counter[str]) -> None:
         """What a life has sent. Raises AssertionError if it cannot be."""
         if "wrong" in line:
             raise AssertionError(line["wrong"])
+        counts["asked again"] += line.pop("asked_again", 0)
         if "call" in line:
             self.call, self.received = line["call"], []
             return
         assert self.call is not None
-        kind = self.call["kind"]
+        kind, session = self.call["kind"], self.call["session"]
         if "token" in line:
-            assert line["position"] == len(self.known), f"position {line['position']} after {len(self.known)} tokens"
+            known = len(self.known(session))
+            assert line["position"] == known, f"position {line['position']} after {known} tokens"
             self.received.append(line["token"])
             counts["tokens"] += 1
             return
         if kind == "create":
-            self.session, self.history = line["session"], []
+            session = line["session"]
+            self.sessions[session] = []
             counts["sessions"] += 1
+        elif kind == "fork":
+            self.sessions[line["session"]] = list(self.sessions[session])
         elif kind == "append":
-            self.history += self.call["ids"]
+            self.sessions[session] += self.call["ids"]
         elif kind == "generate":
-            first, received = len(self.history), self.received
-            self.history, self.received = self.known, []
+            first, received = len(self.sessions[session]), self.received
+            self.sessions[session], self.received = self.known(session), []
             assert len(received) == self.call["most"], f"{len(received)} tokens of {self.call['most']}"
-            law = LAW.tokens(self.history[:-1], first, seed=line["seed"] if self.call["drawn"] else None)
+            law = LAW.tokens(self.sessions[session][:-1], first, seed=line["seed"] if self.call["drawn"] else None)
             assert received == law, f"from {first}: {received}, and the law says {law}"
             counts["from a file"] += line["from_file"]
-        assert line["length"] == len(self.history), f"{kind} is answered with {line['length']}, not {len(self.history)}"
+        length = len(self.sessions[session])
+        assert line["length"] == length, f"{kind} is answered with {line['length']}, not {length}"
         if kind == "close":
-            self.session, self.history = "", []
+            del self.sessions[session]
+            self.closed = session
+        self.answered.append((self.call, line))
+        counts["came back"] += line["came_back"]
         counts[kind] += 1
 
 
@@ -109,7 +150,11 @@ class Life:
 
     def __init__(self, engine: Engine, agents: list[Agent], pipe: int, *, is_last: bool) -> None:
         self._engine, self._agents, self._pipe, self._is_last = engine, agents, pipe, is_last
-        self._asleep = {agent.session for agent in agents}  # they had no Generate in this life yet
+        # Sessions that had no Generate since they came into memory; those that were there; and what a call has made.
+        self._asleep = {session for agent in agents for session in agent.sessions}
+        self._seen = set[str]()
+        self._made: dict[int, set[str]] = {}
+        self._asked_again = Counter[int]()  # sent with the next line
 
     def run(self, seed: str) -> None:
         threads = [
@@ -122,6 +167,7 @@ class Life:
             thread.join()
 
     def _tell(self, agent: Agent, **line: Any) -> None:
+        line |= {"asked_again": self._asked_again.pop(agent.number)} if agent.number in self._asked_again else {}
         text = json.dumps({"agent": agent.number, **line}) + "\n"
         assert len(text) < select.PIPE_BUF, "a longer line could be torn by a kill"
         os.write(self._pipe, text.encode())
@@ -134,76 +180,156 @@ class Life:
 
     def _talk(self, agent: Agent, rng: random.Random) -> None:
         try:
-            self._check(agent)
-            is_new = agent.call is None or self._answered(agent)
+            self._check(agent, rng)
+            is_new = not agent.waiting
             while not (is_new and self._is_last):
                 if is_new:
                     if rng.random() < 0.3:
                         time.sleep(IDLE_SECONDS)
                     self._tell(agent, call=agent.next_call(rng))
-                self._make(agent)
-                is_new = True
+                assert agent.call is not None
+                answer = self._made_by(agent, agent.call)
+                made = self._made.pop(agent.number, set())  # by the same call before
+                assert made <= {answer.get("session")}, f"{agent.call} was done twice"
+                self._tell(agent, **answer)
+                agent.call["is_answered"] = is_new = True
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what the test is for
             text = f"{agent.owner}: {type(error).__name__}: {error}"
             os.write(self._pipe, (json.dumps({"agent": agent.number, "wrong": text[:1000]}) + "\n").encode())
 
-    @staticmethod
-    def _answered(agent: Agent) -> bool:
-        assert agent.call is not None
-        return bool(agent.call.get("is_answered"))
+    def _check(self, agent: Agent, rng: random.Random) -> None:
+        """The agent has the sessions that it knows, and their histories are those that it knows: no call that has no
+        answer has done more than it may. Some calls that have answers are made again, and their answers are the same.
+        """
+        waiting, owner = agent.waiting, agent.owner
+        kind, session = waiting.get("kind"), waiting.get("session", "")
+        listed = {one.session_id for one in self._engine.list_sessions(owner=owner)}
+        gone, made = agent.sessions.keys() - listed, listed - agent.sessions.keys()
+        assert gone <= ({session} if kind == "close" else set()), f"of {len(agent.sessions)} sessions {gone} are gone"
+        assert len(made) <= (kind in ("create", "fork")), f"{len(made)} sessions that no call has made, {kind} waits"
+        self._made[agent.number] = made
+        for one in sorted(agent.sessions.keys() - gone):
+            if one == session or rng.random() < 0.5:
+                self._check_history(agent, one, waiting if one == session else {})
+        for one in made:
+            self._bring_back(agent, one)
+            ids = self._engine.read_history(one, owner=owner).token_ids.tolist()
+            assert ids == (agent.sessions[session] if kind == "fork" else []), f"{kind} has made another history: {ids}"
+        if agent.closed:
+            self._engine.recall(agent.closed, owner=owner)
+            try:
+                self._engine.session_info(agent.closed, owner=owner)
+                raise AssertionError("a session that was closed is there again")
+            except SessionNotFound:
+                pass
+        if agent.answered and rng.random() < 0.5:
+            call, answer = rng.choice(agent.answered)
+            if call["kind"] != "generate":
+                self._ask_again(agent, call, answer)
+            elif call["session"] in agent.sessions.keys() - gone:  # else it is forgotten
+                self._generate_again(agent, call, answer)
+            self._asked_again[agent.number] += 1
 
-    def _check(self, agent: Agent) -> None:
-        """The history begins with what the agent knows, and has nothing behind it but what its call may have added."""
-        if not agent.session:
-            return
-        call = agent.call or {"kind": ""}
-        self._engine.recall(agent.session, owner=agent.owner)
-        if call["kind"] == "close" and not self._engine.list_sessions(owner=agent.owner):
-            return  # it was closed, and the answer lost
-        ids = self._engine.read_history(agent.session, owner=agent.owner).token_ids.tolist()
-        known, more = agent.known, ids[len(agent.known) :]
+    def _check_history(self, agent: Agent, session: str, waiting: dict[str, Any]) -> None:
+        """It begins with what the agent knows, and has nothing behind it but what its call may have added."""
+        self._bring_back(agent, session)
+        ids = self._engine.read_history(session, owner=agent.owner).token_ids.tolist()
+        known, more = agent.known(session), ids[len(agent.known(session)) :]
         assert ids[: len(known)] == known, f"{len(known)} tokens received; the history of {len(ids)} has others"
-        is_waiting = not call.get("is_answered")
-        if is_waiting and call["kind"] == "append":
-            assert more in ([], call["ids"]), f"{len(more)} tokens more than received, of an append of {call['ids']}"
+        if waiting.get("kind") == "append":
+            assert more in ([], waiting["ids"]), f"{len(more)} tokens more than received, of an append of {waiting}"
         else:
-            most = call["most"] - len(agent.received) if is_waiting and call["kind"] == "generate" else 0
+            most = waiting["most"] - len(agent.received) if waiting.get("kind") == "generate" else 0
             assert len(more) <= most, f"{len(more)} tokens more than received, at most {most} were asked for"
 
-    def _make(self, agent: Agent) -> None:
-        engine, owner, session = self._engine, agent.owner, agent.session
-        call = agent.call
-        assert call is not None
+    def _ask_again(self, agent: Agent, call: dict[str, Any], answer: dict[str, Any]) -> None:
+        """Make a call that was answered: it has the same answer, and does nothing."""
+        found = self._made_by(agent, call)
+        for name in answer.keys() & {"session", "length"}:
+            assert found[name] == answer[name], f"asked again, {call} is answered {found}, not {answer}"
+        assert found["replayed"], f"{call} was done again"
+
+    def _generate_again(self, agent: Agent, call: dict[str, Any], answer: dict[str, Any]) -> None:
+        """The same for a Generate, whose history may have grown since."""
+        self._bring_back(agent, call["session"])
+        *tokens, ended = self._generate(agent, call, None)
+        received = [event.token_id for event in tokens if isinstance(event, TokenCommitted)]
+        assert isinstance(ended, Finished), ended
+        assert ended.is_replayed, "a Generate that had ended ran again"
+        end = answer["length"]
+        known = agent.sessions[call["session"]][end - call["most"] : end]
+        assert received == known, f"asked again, a Generate has {received}, not {known}"
+        assert ended.seed == answer["seed"], f"asked again, a Generate has the seed {ended.seed}"
+
+    def _bring_back(self, agent: Agent, session: str, request_id: bytes = b"") -> bool:
+        """As a server does before each call. Had the session left memory in this life?"""
+        named: dict[str, Any] = {"owner": agent.owner}
+        has_left = session in self._seen and self._engine.is_elsewhere(session, **named)
+        patiently(lambda: self._engine.recall(session, request_id=request_id, **named))
+        if session:
+            self._seen.add(session)
+        if has_left:
+            self._asleep.add(session)
+        return has_left
+
+    def _generate(self, agent: Agent, call: dict[str, Any], resume_from: int | None) -> Iterator[Any]:
+        sampling = Sampling(temperature=1.0) if call["drawn"] else Sampling()
+        params = GenerateParams(max_tokens=call["most"], sampling=sampling)
+        return iter(
+            self._engine.generate(
+                call["session"],
+                params,
+                request_id=bytes.fromhex(call["id"]),
+                resume_from=resume_from,
+                wait_seconds=10.0,
+                owner=agent.owner,
+            )
+        )
+
+    def _made_by(self, agent: Agent, call: dict[str, Any]) -> dict[str, Any]:
+        """Make a call: the line with its answer, which is saved. A Generate's tokens are sent before."""
+        engine, kind, session = self._engine, call["kind"], call["session"]
         request_id = bytes.fromhex(call["id"])
-        named: dict[str, Any] = {"owner": owner, "request_id": request_id}
-        engine.recall(session, **named)
-        if call["kind"] == "create":
-            found = engine.create_session(**named).session_id
-            self._saved()
-            self._tell(agent, session=found, length=0)
-        elif call["kind"] == "append":
-            length = engine.append_once(session, call["ids"], wait_seconds=10.0, **named).tokens
-            self._saved()
-            self._tell(agent, length=length)
-        elif call["kind"] == "generate":
-            sampling = Sampling(temperature=1.0) if call["drawn"] else Sampling()
-            params = GenerateParams(max_tokens=call["most"], sampling=sampling)
-            known = len(agent.known) if agent.received else None  # before its first token it is the whole call again
-            for event in engine.generate(session, params, resume_from=known, wait_seconds=10.0, **named):
+        named: dict[str, Any] = {"owner": agent.owner, "request_id": request_id}
+        came_back = self._bring_back(agent, session, request_id if kind != "generate" else b"")
+        line: dict[str, Any] = {"came_back": came_back}
+        if kind == "generate":
+            known = len(agent.known(session)) if agent.received else None  # before its first token it is the whole call
+            for event in self._generate(agent, call, known):
                 if isinstance(event, TokenCommitted):
                     self._tell(agent, token=event.token_id, position=event.position)
                 elif isinstance(event, Failed):
                     raise event.error
                 elif isinstance(event, Finished):
-                    self._saved()
                     from_file = bool(event.cached_tokens) and session in self._asleep
-                    self._tell(agent, length=event.history_length, seed=event.seed, from_file=from_file)
+                    line |= {"length": event.history_length, "seed": event.seed, "from_file": from_file}
             self._asleep.discard(session)
-        else:
-            length = engine.close_once(session, **named).tokens
             self._saved()
-            self._tell(agent, length=length)
-        call["is_answered"] = True
+            return line
+        made: Callable[[], Any] = {
+            "create": lambda: engine.create_session(**named),
+            "fork": lambda: engine.fork_session(session, wait_seconds=10.0, **named),
+            "append": lambda: engine.append_once(session, call.get("ids", []), wait_seconds=10.0, **named),
+            "close": lambda: engine.close_once(session, **named),
+        }[kind]
+        found = patiently(made)
+        self._saved()
+        line |= {"replayed": found.is_replayed}
+        if kind in ("append", "close"):
+            return line | {"length": found.tokens}
+        self._seen.add(found.session_id)
+        return line | {"session": found.session_id, "length": found.history_length if kind == "fork" else 0}
+
+
+def patiently(call: Callable[[], Any]) -> Any:
+    """Call again while there is no place: what could leave memory is in use while it is forked, or copied to a file."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return call()
+        except QuotaExceeded:
+            assert time.monotonic() < until, "no session leaves memory"
+            time.sleep(0.001)
 
 
 class Lives:
@@ -243,7 +369,7 @@ class Lives:
         kind: Callable[..., SQLiteJournal] = Early if self._is_early else SQLiteJournal
         journal = kind(self._folder, self._durability, weights="scripted", metrics=metrics)
         kept: dict[str, Any] = {"journal": journal, "metrics": metrics, "state_dir": str(self._folder)}
-        with scripted_engine(**kept, script=Script(step_seconds=0.001), **FILES) as engine:
+        with scripted_engine(**kept, script=Script(step_seconds=0.001), **SETTINGS) as engine:
             Life(engine, self._agents, pipe, is_last=is_last).run(f"{self._seed} {self._lives}")
 
     def _listen(self, pipe: int, life: int, seconds: float | None, *, is_from_fork: bool) -> None:
@@ -296,7 +422,8 @@ def kill_engines(
     lives, longest = Lives(folder, durability, agents, seed, is_early=is_early), LONGEST_SECONDS
     while lives.counts["kills"] < kills and not lives.wrong and not is_over():
         lives.live(longest * rng.random() ** 2, is_from_fork=rng.random() < 0.25)
-        if not lives.counts["from a file"] and not lives.counts["kills"] % PATIENT_KILLS:
+        is_too_short = not all(lives.counts[name] for name in LATE)
+        if is_too_short and not lives.counts["kills"] % PATIENT_KILLS:
             longest *= 2
     if not lives.wrong:
         lives.live(None)

@@ -1,6 +1,8 @@
 """A server that is killed again and again: lives forked from one process that has imported everything.
 
-usage: serve_lives.py <port>
+usage: serve_lives.py <port> <seconds>
+
+Sessions that are idle for so many seconds leave memory, and come back when they are used.
 
 A line on standard input begins a life: a list of its state folder, its durability, and whether it is the control, which
 answers before anything is recorded. Its process id and its readiness are lines on standard output. The input's end ends
@@ -11,6 +13,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +26,8 @@ from laboratory.scripted import Script
 from tests.load.early import Early
 from tests.load.scripted import scripted_engine
 
-port = int(sys.argv[1])
+port, idle_seconds = int(sys.argv[1]), float(sys.argv[2])
+settings: dict[str, Any] = {"session_idle_ttl_seconds": idle_seconds, "hibernate_after_seconds": idle_seconds / 2}
 torch.set_num_threads(1)
 
 
@@ -31,7 +35,7 @@ def live(folder: str, durability: str, is_early: bool) -> None:
     metrics = EngineMetrics()
     kind = Early if is_early else SQLiteJournal
     journal = kind(Path(folder), Durability(durability), weights="scripted", metrics=metrics)
-    with scripted_engine(journal=journal, metrics=metrics, script=Script(step_seconds=0.002)) as engine:
+    with scripted_engine(journal=journal, metrics=metrics, script=Script(step_seconds=0.002), **settings) as engine:
         serve(
             engine,
             ServerConfig(bind=f"127.0.0.1:{port}", drain_seconds=5.0),

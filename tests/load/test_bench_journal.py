@@ -9,7 +9,7 @@ import pytest
 from inference_engine.session.journal import SessionRecord
 from laboratory.evaluation.record import exact
 from scripts import bench_journal
-from scripts.bench_journal import fill, journal_of, sizes, verdicts
+from scripts.bench_journal import FRAME_BYTES, fill, journal_of, logs, sizes, verdicts
 
 
 def test_a_database_of_short_turns_is_hardly_larger_than_its_ids(
@@ -34,6 +34,18 @@ def test_sessions_that_are_added_to_a_folder_are_like_the_one_that_is_there(tmp_
         assert sum(len(row.token_ids) for row in kept.tokens) == bench_journal.IDS
         assert len(journal.everyone()) == 4
         assert not journal._tables.tail.sessions(), "no turn of theirs goes on"
+
+
+def test_the_log_of_a_step_is_counted_and_rows_by_session_take_many_times_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("STEPS", 20), ("STEPPED_IDS", 200), ("STREAMS", (32,))):
+        monkeypatch.setattr(bench_journal, name, value)
+    values = logs(tmp_path)
+    as_written, by_session = (value["median"] for value in values.values())
+    assert [row["value"] for row in verdicts(values)] == ["log of a commit, 32 streams, a token each"]
+    assert FRAME_BYTES <= 1024 * as_written <= 4 * FRAME_BYTES
+    assert by_session > 4 * as_written
 
 
 def test_a_goal_that_is_missed_is_said() -> None:

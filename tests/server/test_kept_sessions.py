@@ -19,6 +19,7 @@ from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability
 from kakeya.v1 import runtime_pb2 as pb
+from tests.facade import let_leave
 from tests.kept import WEIGHTS, after_a_kill, keeping
 from tests.load.scripted import scripted_engine
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until
@@ -126,6 +127,59 @@ async def test_a_client_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path: Pa
             repeated = pb.AppendTokensRequest(session_id=session_id, token_ids=HISTORY, request_id=request_id)
             assert (await client.call("AppendTokens", repeated)).replayed
             assert (await refused(client.append(session_id, [1]))).reason == "NOT_FOUND SESSION_NOT_FOUND"
+
+
+async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_call_is_brought_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with keeping(tmp_path) as engine:
+        is_elsewhere, recall, leaves = engine.is_elsewhere, engine.recall, list[str]()
+
+        def leave(session_id: str) -> None:
+            if session_id in leaves:
+                leaves.remove(session_id)
+                let_leave(engine, session_id)
+
+        def look(session_id: str, **named: Any) -> bool:
+            if found := is_elsewhere(session_id, **named):
+                return found
+            leave(session_id)
+            return False
+
+        def bring_back(session_id: str, **named: Any) -> None:
+            recall(session_id, **named)
+            leave(session_id)
+
+        monkeypatch.setattr(engine, "is_elsewhere", look)
+        monkeypatch.setattr(engine, "recall", bring_back)
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+            calls: list[tuple[str, Any]] = [
+                ("AppendTokens", pb.AppendTokensRequest(token_ids=[1, 2], request_id=os.urandom(16))),
+                ("Generate", pb.GenerateRequest(max_tokens=3, request_id=os.urandom(16))),
+                ("GetSessionInfo", pb.GetSessionInfoRequest()),
+                ("ReadHistory", pb.ReadHistoryRequest()),
+                ("ForkSession", pb.ForkSessionRequest(request_id=os.urandom(16))),
+                ("CloseSession", pb.CloseSessionRequest(request_id=os.urandom(16))),
+            ]
+            answers: dict[str, Any] = {}
+            for name, asked in calls:
+                asked.session_id = session_id
+                leaves.append(session_id)
+                answers[name] = await client.call(name, asked)
+                assert not leaves, f"{name} did not look"
+            assert answers["AppendTokens"].history_length == len(HISTORY) + 2
+            assert len(ids_of(answers["Generate"])) == 3
+            lengths = (
+                answers["GetSessionInfo"].history_length,
+                len(answers["ReadHistory"].token_ids),
+                answers["ForkSession"].history_length,
+                answers["CloseSession"].final_history_length,
+            )
+            assert lengths == (len(HISTORY) + 5,) * 4
+            for asked in (session_id, "no-session"):
+                found = await refused(client.length(asked))
+                assert found.reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
 async def test_a_full_disk_pauses_streams_refuses_new_work_and_loses_nothing(tmp_path: Path) -> None:

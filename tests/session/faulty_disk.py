@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,35 @@ def _apply(files: dict[str, bytearray], event: Event) -> None:
     _, _, offset, written = event
     data.extend(b"\0" * (offset + len(written) - len(data)))
     data[offset : offset + len(written)] = written
+
+
+@cache
+def unsynced() -> str:
+    """The name of a disk that syncs nothing, for looks at what is left: a sync changes nothing of it, and takes most of
+    the time."""
+
+    class File(apsw.VFSFile):
+        def __init__(self, name: Any, flags: list[int]) -> None:
+            super().__init__("", name, flags)
+
+        def xSync(self, flags: int) -> None:
+            pass
+
+    class Disk(apsw.VFS):
+        def __init__(self) -> None:
+            super().__init__("unsynced", "")
+
+        def xOpen(self, name: Any, flags: list[int]) -> Any:
+            return File(name, flags)
+
+        def xDelete(self, name: str, sync: bool) -> None:
+            super().xDelete(name, False)
+
+    _kept.append(Disk())
+    return "unsynced"
+
+
+_kept: list[apsw.VFS] = []  # as long as the process
 
 
 def _vfs_of(disk: FaultyDisk) -> apsw.VFS:

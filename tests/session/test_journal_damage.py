@@ -13,7 +13,7 @@ import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.session import sqlite_journal, wal_scan
-from inference_engine.session.journal import GenerateRecord, Kept, ReplyRecord
+from inference_engine.session.journal import CopyRecord, GenerateRecord, Kept, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
@@ -36,14 +36,14 @@ def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_wo
     """The log's end is the exception: the last commit may look like what a crash left half written."""
     outcomes = flip_bits(tmp_path, seed=seed, count=100)
     assert outcomes["whole"] < 100, "no flip did anything"
-    assert not outcomes["shorter"], outcomes
+    assert not outcomes["shorter"] + outcomes["torn"], outcomes
     assert outcomes["last"] <= 4, outcomes
 
 
 def test_no_flipped_bit_of_a_database_whose_log_is_empty_shortens_a_history_without_a_word(tmp_path: Path) -> None:
     outcomes = flip_bits(tmp_path, seed=2, count=100, is_at_rest=True)
     assert outcomes["corrupt"], outcomes
-    assert not outcomes["shorter"] + outcomes["last"], outcomes
+    assert not outcomes["shorter"] + outcomes["last"] + outcomes["torn"], outcomes
 
 
 def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
@@ -259,6 +259,20 @@ def test_a_tail_whose_page_lost_its_last_row_is_refused_at_the_start(tmp_path: P
     (killed / FILE).write_bytes(data)
     with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
         open_journal(killed)
+
+
+def test_a_table_of_copies_that_is_damaged_is_refused_by_type(tmp_path: Path) -> None:
+    """One flipped bit of the schema gives a column another name."""
+    journal = open_journal(tmp_path)
+    journal.open(record_of(0))
+    journal.put_copy(CopyRecord("session-0", "alice", "a file", 1, 2, 3))
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute("alter table copies rename column header_crc to header_cra")
+    journal = open_journal(tmp_path)
+    with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
+        journal.copies(lambda _: None)
+    journal.stop()
 
 
 @pytest.mark.parametrize("change", ["facts set value", "sessions set owner"])

@@ -115,15 +115,15 @@ def test_turns_that_a_full_disk_has_no_room_to_fold_are_folded_when_it_has(tmp_p
 def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path: Path) -> None:
     now = 1000.0
     journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
-    talk = Talk(journal)
-    talk.step()
-    journal.leave("session-0")
-    journal.leave("session-1")
-    talk.wait()
+    for number in range(2):
+        journal.open(record_of(number))
+        journal.append(f"session-{number}", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+        journal.leave(f"session-{number}")
+    assert journal._writer.flush(20)
     now += 40
     assert journal.load("session-1", "alice") is not None  # it is in memory again, however long
     journal.rest("session-1")
-    talk.wait()
+    assert journal._writer.flush(20)
     now += 40
     journal.stop()
     journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
