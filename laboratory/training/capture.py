@@ -39,9 +39,9 @@ class LayerStates:
 def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int]) -> Iterator[list[LayerStates]]:
     """Run the model over each batch of token ids [sequences, T] and yield its states, one item for each of `layers`.
 
-    Only its body runs, for logits are not needed. N is sequences × T, sequence after sequence. The states stay on the model's device, in its dtype.
-    Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj, NonFiniteEntries for one
-    that overflows.
+    Only its body runs, for logits are not needed. N is sequences × T, sequence after sequence. The states stay on the
+    model's device, in its dtype. Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj,
+    NonFiniteEntries for one that overflows.
     """
     body = getattr(model, "base_model", model)
     device = next(model.parameters()).device
