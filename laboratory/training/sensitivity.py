@@ -36,9 +36,9 @@ def measure_sensitivity(
 ) -> Importances:
     """Importances of the layers' KV entries over token ids, each batch [sequences, T] with T > sink + window.
 
-    sink, window: entries outside them count as restored. On the model's device, float64. Sequences go one by one; the
-    backward costs twice the forward and holds every layer's T × T scores some six times, so take short ones: on SmolLM2
-    fourteen of 512 tokens did, with the model in float32. The model comes back as it was.
+    sink, window: entries outside them count as restored. On the model's device, float64. Sequences go one by one, and
+    on a GPU the scores of all layers are held meanwhile, so take short ones: on SmolLM2 fourteen of 512 tokens did. The
+    model comes back as it was.
     """
     sums: dict[int, Tensor] = {}
     positions = 0
