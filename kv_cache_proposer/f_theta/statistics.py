@@ -14,8 +14,8 @@ from torch import Tensor
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.layout import Group, LayerShape, join, make_groups
 
-# Of the columns of a product with itself, worked out one by one: what lies below the diagonal is a copy.
-_BLOCKS = 6
+# Of the rows of a product with itself, summed one by one: what lies left of them is not, for it is the same again.
+_BLOCKS = 12
 
 
 class Statistics:
@@ -49,7 +49,7 @@ class Statistics:
         for index, vectors in enumerate(joined):
             centred = vectors - self._shifts[index]
             self._sums[index] += centred.sum(0)
-            self._products[index] += _products(centred)
+            _add_products(self._products[index], centred)
         for shape, vectors in zip(self.shapes, queries, strict=True):
             # Query heads of one group are neighbours: [n, Hq, D] → [Hkv, n · group, D].
             grouped = vectors.to(self._device).float().reshape(len(vectors), shape.kv_heads, -1, shape.head_dim)
@@ -66,7 +66,8 @@ class Statistics:
         """[W, W] float64."""
         self._check()
         offset = self._sums[group] / self.tokens
-        return self._products[group] / self.tokens - torch.outer(offset, offset)
+        products = self._products[group].triu()
+        return (products + products.triu(1).T) / self.tokens - torch.outer(offset, offset)
 
     def query_moment(self, layer: int) -> Tensor:
         """Σ over the group's query heads of E[q qᵀ], [Hkv, D, D] float64."""
@@ -81,12 +82,10 @@ class Statistics:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
 
-def _products(vectors: Tensor) -> Tensor:
-    """[n, W] → vectorsᵀ vectors, with little more than half of the multiplications."""
-    found = vectors.new_empty((vectors.shape[1], vectors.shape[1]))
-    size = max(1, -(-vectors.shape[1] // _BLOCKS))
-    for start in range(0, vectors.shape[1], size):
+def _add_products(sums: Tensor, vectors: Tensor) -> None:
+    """Adds vectorsᵀ vectors to sums [W, W], on and above the diagonal, with little more than half of the
+    multiplications. What is below means nothing."""
+    size = max(1, -(-len(sums) // _BLOCKS))
+    for start in range(0, len(sums), size):
         own = slice(start, start + size)
-        found[own, start:] = vectors[:, own].T @ vectors[:, start:]
-        found[start:, own] = found[own, start:].T
-    return found
+        sums[own, start:] += vectors[:, own].T @ vectors[:, start:]

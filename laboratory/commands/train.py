@@ -43,7 +43,7 @@ _TOKENS, _SENSITIVITY_SEQUENCES, _GROUP_LAYERS = 75_000, 16, 15
 # Of `--quick`. Importances of half as many sequences are surer when they are pulled further towards equal ones.
 _QUICK_TOKENS, _QUICK_SENSITIVITY_SEQUENCES = 16_384, 8
 _SHRINKAGE, _QUICK_SHRINKAGE = 0.1, 0.3
-_DIVERGENCE_SEQUENCES = 4  # of _SENSITIVITY_TOKENS: what is lost is printed as KL, too
+_DIVERGENCE_SEQUENCES, _QUICK_DIVERGENCE_SEQUENCES = 4, 1  # of _SENSITIVITY_TOKENS: what is lost is printed as KL, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.compose import latent_folder, open_backend
     from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
     from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest
+    from kv_cache_proposer.f_theta.fit import components_sought
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
     from laboratory.evaluation.models import load_tokenizer, open_target
     from laboratory.evaluation.record import running_commit
@@ -183,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
             conversations=conversations_in(args.tokens, sequence) if target is not None and target.can_chat else 0,
             conversation_tokens=sequence,
             group_layers=args.group_layers,
+            components=components_sought(bytes_per_token, -(-len(layers) // args.group_layers)) if args.quick else None,
         )
         console.print(f"a latent for {checked.model_id}: {cost}", highlight=False)
         began = time.monotonic()
@@ -242,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
                 advance=partial(progress.advance, task),
             )
         far = [ids for ids in test.unfold(1, length, length).flatten(0, 1) if len(ids) > _SINK + _WINDOW]
-        far = far[:_DIVERGENCE_SEQUENCES]
+        far = far[: _QUICK_DIVERGENCE_SEQUENCES if args.quick else _DIVERGENCE_SEQUENCES]
         rates = {rate: through(codec.at(rate)) for rate in _rates(codec)[:2]}
         task = progress.add_task("measuring on text held out", total=sum(map(len, far)))
         kl = measure_divergence(

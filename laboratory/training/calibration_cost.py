@@ -13,8 +13,8 @@ from torch import nn
 from inference_engine.kv.geometry import Geometry
 
 _TRIAL_TOKENS, _TRIAL_WIDTH = 256, 512
-# In forwards: statistics of what a forward gave cost a quarter of it; a gradient over T x T scores costs several.
-_READING, _SENSITIVITY = 1.3, 5.0
+# In forwards: with statistics of what it gave; with a gradient, and the predictions that it is of.
+_READING, _SENSITIVITY = 1.3, 3.0
 # Of `fit`: numbers of eight bytes held for one group of W, in W squared.
 _SQUARES = 6
 
@@ -46,10 +46,12 @@ class CalibrationCost:
         conversations: int,
         conversation_tokens: int,
         group_layers: int,
+        components: int | None,
     ) -> CalibrationCost:
         """By a forward of some tokens, a step of `conversations` tokens and a small eigen-decomposition, each timed.
 
-        conversations: held side by side, `conversation_tokens` each; 0 for none.
+        conversations: held side by side, `conversation_tokens` each; 0 for none. components: how many of each group are
+        looked for; None: all. To find some takes about as long as to decompose a matrix of so many rows.
         """
         device = next(model.parameters()).device
         body = getattr(model, "base_model", model)
@@ -66,7 +68,7 @@ class CalibrationCost:
         each_layer = [2 * geometry.layers[layer].kv_heads * geometry.layers[layer].head_dim for layer in layers]
         widths = [sum(each_layer[at : at + group_layers]) for at in range(0, len(layers), group_layers)]
         seconds = each * (_READING * tokens + _SENSITIVITY * sensitivity_tokens) + step * conversation_tokens
-        seconds += sum(decomposed * (width / _TRIAL_WIDTH) ** 3 for width in widths)
+        seconds += sum(decomposed * (min(width, components or width) / _TRIAL_WIDTH) ** 3 for width in widths)
         held = sum(parameter.nbytes for parameter in model.parameters())
         held += 8 * (sum(width**2 for width in widths) + _SQUARES * max(widths, default=0) ** 2)
         return cls(seconds=seconds, memory_bytes=held, codec_bytes=sum(2 * width**2 for width in widths))

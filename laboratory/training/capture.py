@@ -3,12 +3,13 @@
     q_proj k_proj v_proj            the projections; what they give is already per head, only flat
     q_norm k_norm v_norm            where a model has them, their output counts: it is what the model rotates
 
-Only the model's body runs: logits are not needed. Nothing of the model changes, and the hooks are gone afterwards.
+Nothing of the model changes, and the hooks are gone afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,23 +39,37 @@ class LayerStates:
 def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int]) -> Iterator[list[LayerStates]]:
     """Run the model over each batch of token ids [sequences, T] and yield its states, one item for each of `layers`.
 
-    N is sequences × T, sequence after sequence. The states stay on the model's device, in its dtype.
-    Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj, NonFiniteEntries for one
-    that overflows.
+    Only its body runs, for logits are not needed. N is sequences × T, sequence after sequence. The states stay on the
+    model's device, in its dtype. Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj,
+    NonFiniteEntries for one that overflows.
+    """
+    body = getattr(model, "base_model", model)
+    device = next(model.parameters()).device
+    with recording(model, layers=layers) as take:
+        for tokens in batches:
+            with torch.no_grad():
+                body(input_ids=tokens.to(device), use_cache=False)
+            yield take()
+
+
+@contextmanager
+def recording(model: nn.Module, *, layers: Sequence[int]) -> Iterator[Callable[[], list[LayerStates]]]:
+    """Gives `take`, which returns the states of the model's last forward, and forgets them.
+
+    It raises NonFiniteEntries. Raises ModelError as `capture` does.
     """
     attentions = attention_modules(model)
     if missing := [layer for layer in layers if layer not in attentions]:
         raise ModelError(f"{type(model).__name__} has no attention with q_proj, k_proj and v_proj in layers {missing}")
     recorders = [_Recorder(layer, attentions[layer]) for layer in layers]
-    body = getattr(model, "base_model", model)
-    device = next(model.parameters()).device
+
+    def take() -> list[LayerStates]:
+        states = [recorder.take() for recorder in recorders]
+        _require_finite(states)
+        return states
+
     try:
-        for tokens in batches:
-            with torch.no_grad():
-                body(input_ids=tokens.to(device), use_cache=False)
-            states = [recorder.take() for recorder in recorders]
-            _require_finite(states)
-            yield states
+        yield take
     finally:
         for recorder in recorders:
             recorder.remove()

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
 from inference_engine.backends.twin import admit_config
@@ -25,6 +27,11 @@ from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from laboratory.training.capture import attention_modules
 
 ATTENTION = "kakeya_distant"
+
+# Queries that attend together: what none of them reads is not computed.
+_BLOCK_TOKENS = 128
+# Those whose gradients are the same again, to the bit: on a GPU, the plain one.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 # What the layers of a model do to their keys, by its class and configuration. A twin is run for it, which takes long.
 _ROTARIES: dict[tuple[type[PreTrainedModel], str], tuple[str, ...]] = {}
@@ -110,30 +117,87 @@ def _attend(
             f"{type(module).__name__} gives attention a mask, dropout, soft-capping or sinks; none can be honoured here"
         )
     layer: Any = module.layer_idx
-    query_heads_per_kv_head = query.shape[1] // key.shape[1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    position = torch.arange(query.shape[2], device=query.device)
-    distance = position[:, None] - position[None, :]
-    visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-
-    def spread(states: Tensor) -> Tensor:
-        return states.float().repeat_interleave(query_heads_per_kv_head, dim=1)
-
-    queries = query.float() * scale
-    scores = queries @ spread(key).transpose(-1, -2)
-    if layer not in distant.layers:
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        return (weights @ spread(value)).to(query.dtype).transpose(1, 2), None
-    exact = (position[None, :] < distant.sink) | (distance < distant.window)
 
     def rotate(states: Tensor) -> Tensor:
         return states if layer in distant.unrotated else _rotate(module, states, distant.angles[layer])
 
-    far_keys, far_values = distant.far(layer, key, value, rotate)
-    far_scores = queries @ spread(far_keys).transpose(-1, -2)
-    weights = torch.where(exact, scores, far_scores).masked_fill(~visible, -torch.inf).softmax(-1)
-    out = (weights * exact) @ spread(value) + (weights * ~exact) @ spread(far_values)
-    return out.to(query.dtype).transpose(1, 2), None
+    length, window = query.shape[2], distant.window
+    if layer in distant.layers:
+        far_keys, far_values = distant.far(layer, key, value, rotate)
+    else:
+        far_keys, far_values, window = key, value, length
+    # Query heads that read the same KV head are neighbours: [B, Hkv, group, T, D].
+    queries = query.float().view(len(query), key.shape[1], -1, *query.shape[2:])
+    blocks = [
+        _attend_block(
+            queries[:, :, :, first : first + _BLOCK_TOKENS],
+            (key, value),
+            (far_keys, far_values),
+            _Read(first=first, last=min(first + _BLOCK_TOKENS, length), sink=distant.sink, window=window),
+            sliding_window,
+            scaling,
+        )
+        for first in range(0, length, _BLOCK_TOKENS)
+    ]
+    return torch.cat(blocks, dim=3).flatten(1, 2).to(query.dtype).transpose(1, 2), None
+
+
+def _attend_block(
+    queries: Tensor,
+    exact: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    read: _Read,
+    sliding_window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """queries [B, Hkv, group, n, D]; keys and values, exact ones and far ones, [B, Hkv, T, D]. As queries."""
+    keys, values = (read.entries(*pair) for pair in zip(exact, far, strict=True))
+    mask = read.mask(sliding_window, queries.device).repeat(queries.shape[2], 1)
+    with sdpa_kernel(_KERNELS):
+        out = F.scaled_dot_product_attention(queries.flatten(2, 3), keys, values, attn_mask=mask, scale=scaling)
+    return out.view(queries.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """What queries `first` … `last` − 1 of a sequence read: of exact entries the sink, and what is in the window of
+    one of them; of far ones those that are not in the window of all.
+    """
+
+    first: int
+    last: int
+    sink: int
+    window: int
+
+    def entries(self, exact: Tensor, far: Tensor) -> Tensor:
+        """[B, Hkv, T, D] each, as float32 [B, Hkv, n, D]."""
+        parts = (exact[:, :, : self._sunk], exact[:, :, self._near : self.last], far[:, :, self.sink : self._stop])
+        return torch.cat([part.float() for part in parts], dim=2)
+
+    def mask(self, sliding_window: int | None, device: torch.device) -> Tensor:
+        """[queries, n]: who reads which."""
+        parts = ((0, self._sunk), (self._near, self.last), (self.sink, self._stop))
+        places = torch.cat([torch.arange(*part, device=device) for part in parts])
+        is_far = torch.arange(len(places), device=device) >= len(places) - (self._stop - self.sink)
+        distance = torch.arange(self.first, self.last, device=device)[:, None] - places
+        is_exact = (places < self.sink) | (distance < self.window)
+        visible = (distance >= 0) & (is_exact != is_far)
+        return visible if sliding_window is None else visible & (distance < sliding_window)
+
+    @property
+    def _near(self) -> int:
+        """Where the window of the first query begins."""
+        return max(0, self.first - self.window + 1)
+
+    @property
+    def _sunk(self) -> int:
+        """How many entries of the sink are before it."""
+        return min(self.sink, self._near)
+
+    @property
+    def _stop(self) -> int:
+        """Where the window of the last query begins, and far entries end."""
+        return max(self.sink, self.last - self.window)
 
 
 AttentionInterface.register(ATTENTION, _attend)

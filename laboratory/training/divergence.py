@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from inference_engine.kv.context import TokenCodec
 from kv_cache_proposer.f_theta.errors import LatentError
-from laboratory.training.capture import LayerStates, capture
+from laboratory.training.capture import LayerStates, recording
 from laboratory.training.distant import Distant, Rotate, seeing
 
 # Tokens [T] and their entries, to the entries that replace them when seen from afar: keys and values [T, Hkv, D] by
@@ -70,8 +70,9 @@ def measure_divergence(
         if len(tokens) <= sink + window:
             raise LatentError(f"a sequence of {len(tokens)} tokens has no entry outside sink {sink}, window {window}")
         ids = tokens[None].to(model.device)
-        exact = log_probabilities(model(input_ids=ids, use_cache=False).logits, sink + window)
-        (states,) = capture(model, [ids], layers=layers)
+        with recording(model, layers=layers) as take:
+            exact = log_probabilities(model(input_ids=ids, use_cache=False).logits, sink + window)
+            states = take()
         for name, restore in variants.items():
             keys, values = restore(ids[0], states)
             with seeing(model, layers) as forward:

@@ -74,8 +74,7 @@ def refine(
     """A codec of the same bytes that restores better, or `codec` itself if none was found.
 
     training, held_out: token ids [sequences, T]; one sequence of `training` a step, at one of `rates`, bytes per token,
-    in turn. The model must be on the codec's device; its parameters stay. Holds every layer's T × T scores some eight
-    times.
+    in turn. The model must be on the codec's device; its parameters stay. On a GPU all layers' scores are held.
     """
     if not rates or any(rate > codec.bytes_per_token for rate in rates):
         raise LatentError(f"rates must be at most the codec's {codec.bytes_per_token} bytes, got {list(rates)}")
