@@ -202,7 +202,7 @@ def test_what_flash_attention_3_does_not_take_is_left_to_the_other_operation(pac
 
 
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
-def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
+def test_an_operation_that_is_missing_or_wrong_is_logged_and_not_used(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def right(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -312,7 +312,7 @@ def test_flash_attention_3_that_fails_later_is_not_used_again(
     assert package.asked == []
 
 
-def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_operation_that_fails_later_is_logged_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
     asked = 0
 
     def failing(*_: object) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ class Life:
 
     def __init__(self, engine: Engine, agents: list[Agent], pipe: int, *, is_last: bool) -> None:
         self._engine, self._agents, self._pipe, self._is_last = engine, agents, pipe, is_last
-        self._asleep = {agent.session for agent in agents}  # they had no Generate in this life yet
+        self._idle = {agent.session for agent in agents}  # they had no Generate in this life yet
 
     def run(self, seed: str) -> None:
         threads = [
@@ -196,9 +196,9 @@ class Life:
                     raise event.error
                 elif isinstance(event, Finished):
                     self._saved()
-                    from_file = bool(event.cached_tokens) and session in self._asleep
+                    from_file = bool(event.cached_tokens) and session in self._idle
                     self._tell(agent, length=event.history_length, seed=event.seed, from_file=from_file)
-            self._asleep.discard(session)
+            self._idle.discard(session)
         else:
             length = engine.close_once(session, **named).tokens
             self._saved()

@@ -32,7 +32,7 @@ def test_a_record_says_what_was_measured_and_what_did_not_fit(tmp_path: Path, mo
     assert "--results" not in found["command"]
 
 
-def test_steps_are_told_beside_their_baselines_and_their_floors(
+def test_steps_are_shown_beside_their_baselines_and_their_floors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = "--shapes tiny --device cpu --dtype float32 --cells 1x700 1x700/sink_window:sink=4,window=256 2x24 1x100000"
@@ -55,7 +55,7 @@ def test_steps_are_told_beside_their_baselines_and_their_floors(
     assert [row["cell"] for row in found["tables"]["prefills"]] == ["full, 2 x 24", "in chunks of the default, 1 x 64"]
 
 
-def test_operations_are_told_beside_the_best_other_and_wrong_ones_are_left_out(
+def test_operations_are_shown_beside_the_best_other_and_wrong_ones_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = "--device cpu --attention 2x48 --topk 2x300 --mac 40 --rounds 2"

@@ -256,7 +256,7 @@ def test_a_stretch_takes_no_copy_of_whole_leaves() -> None:
     assert len(stretch.ids(LEAF_TOKENS - 10, 40 * LEAF_TOKENS + 10)) == 39 * LEAF_TOKENS + 20
 
 
-def test_want_of_memory_changes_nothing() -> None:
+def test_a_lack_of_memory_changes_nothing() -> None:
     history = History()
     history.extend(some(LEAF_TOKENS + 100), Mark.APPENDED)
     before = history.ids().tolist()
