@@ -32,7 +32,7 @@ from inference_engine.session.store import SessionStore, holding
 from inference_engine.types import Mode, ModelFacts
 
 if TYPE_CHECKING:  # servers of the tests' own start in half the time without it
-    from transformers import PreTrainedModel
+    from inference_engine.models.seam import Seam
 
 LIMIT_SECONDS = 60.0
 
@@ -242,8 +242,8 @@ class WatchedForward:
         return None
 
     @property
-    def torch_model(self) -> PreTrainedModel | None:
-        return self._forward.torch_model
+    def seam(self) -> Seam | None:
+        return self._forward.seam
 
     @property
     def program(self) -> Program | None:

@@ -78,7 +78,23 @@ def code_from_data(tree: ast.AST, path: Path) -> Iterator[str]:
             yield f"trust_remote_code (line {node.lineno})"
 
 
-RULES: tuple[Rule, ...] = (environment_access, engine_reached_into, mlx_outside_its_place, code_from_data)
+def backend_known_by_class(tree: ast.AST, path: Path) -> Iterator[str]:
+    """What a backend can do, asked of its class: its protocol says it, with None where it cannot."""
+    del path
+    for node in _judged(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "isinstance":
+            continue
+        if re.search(r"\w+Forward\b", kind := ast.unparse(node.args[1])):
+            yield f"isinstance(…, {kind}) (line {node.lineno})"
+
+
+RULES: tuple[Rule, ...] = (
+    environment_access,
+    engine_reached_into,
+    mlx_outside_its_place,
+    code_from_data,
+    backend_known_by_class,
+)
 
 
 # All that a rule looks at, and what has no parts of these kinds, in which none needs to look.
@@ -168,6 +184,10 @@ def test_nothing_we_ship_turns_data_into_code() -> None:
     assert violations(code_from_data, SHIPPED) == []
 
 
+def test_what_a_backend_can_do_is_not_asked_of_its_class() -> None:
+    assert violations(backend_known_by_class, (*SHIPPED, "scripts")) == []
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert circles(imports_of(("inference_engine", "kv_cache_proposer", "laboratory"))) == []
 
@@ -200,6 +220,8 @@ FORBIDDEN: list[tuple[Rule, str]] = [
     (code_from_data, "from torch import load"),
     (code_from_data, "eval(text)"),
     (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=True)"),
+    (backend_known_by_class, "isinstance(target.forward, TorchForward)"),
+    (backend_known_by_class, "isinstance(forward, torch_forward.TorchForward | NativeForward)"),
 ]
 
 
@@ -214,6 +236,7 @@ HARMLESS: list[tuple[Rule, str]] = [
     (engine_reached_into, "engine.session_info(session_id)"),
     (code_from_data, "model.eval()"),
     (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=False)"),
+    (backend_known_by_class, "isinstance(launched, Tensor)"),
 ]
 
 
