@@ -25,6 +25,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.scheduler.transcript import Transcript
 from inference_engine.session.hibernation import Hibernation
+from inference_engine.session.history import Leaves
 from inference_engine.session.journal import SessionRecord, TokensRecord
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.sqlite_journal import COPIES
@@ -191,6 +192,13 @@ def remembered_generates(engine: Engine) -> list[Transcript]:
 def refusing_requests(engine: Engine, error: Exception) -> Iterator[None]:
     """No Generate gets into the queue meanwhile."""
     with patch.object(engine._scheduler, "submit", side_effect=error):
+        yield
+
+
+@contextmanager
+def no_memory_for_histories() -> Iterator[None]:
+    """As if the system gave no history another leaf meanwhile."""
+    with patch.object(Leaves, "_new", side_effect=MemoryError):
         yield
 
 

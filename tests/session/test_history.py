@@ -28,6 +28,7 @@ from inference_engine.session.history import (
 )
 from inference_engine.session.journal import MemoryJournal, SessionRecord
 from inference_engine.types import Mark
+from tests.facade import no_memory_for_histories
 
 VOCABULARY = 700
 
@@ -260,7 +261,7 @@ def test_a_lack_of_memory_changes_nothing() -> None:
     history = History()
     history.extend(some(LEAF_TOKENS + 100), Mark.APPENDED)
     before = history.ids().tolist()
-    with mock.patch.object(Leaves, "_new", side_effect=MemoryError), pytest.raises(MemoryError):
+    with no_memory_for_histories(), pytest.raises(MemoryError):
         history.extend(some(LEAF_TOKENS), Mark.APPENDED)
     assert history.ids().tolist() == before
     history.extend(some(LEAF_TOKENS, 1), Mark.APPENDED)
