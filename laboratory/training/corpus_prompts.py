@@ -1,7 +1,7 @@
 """How texts of a corpus begin: where a turn of the chat template begins, or with a piece of a document.
 
     user        the template up to where the user's words go: the model writes the question, too
-    assistant   the template with a question in it: one of `OPENINGS`, or made of parts (`questions.py`)
+    assistant   the template with a question in it: one of `OPENINGS`, or made of parts (`made_text.py`)
     text        some ids cut from a document, to be continued
 
 A model asked to write the user's words gives questions of its own distribution, at no cost.
@@ -19,8 +19,8 @@ from typing import Literal
 
 from kv_cache_proposer.errors import DrafterError
 from laboratory.conversations import ChatTokenizer, between_turns
+from laboratory.training.made_text import questions
 from laboratory.training.openings import OPENINGS
-from laboratory.training.questions import questions
 
 Speaker = Literal["user", "assistant", "text"]
 

@@ -28,8 +28,8 @@ from laboratory.training.corpus_store import (
     read_manifest,
     read_texts,
 )
+from laboratory.training.made_text import questions
 from laboratory.training.openings import OPENINGS
-from laboratory.training.questions import questions
 from tests.kv_cache_proposer.small_models import gemma3
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_folder import tiny_tokenizer
