@@ -391,7 +391,7 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         return None
     if model.drafter == "ngram":
         return NgramDrafter()
-    if model.drafter == "auto" and forward.torch_model is None:
+    if model.drafter == "auto" and forward.seam is None:
         return NgramDrafter()
     target = _target_of(forward)
     if target is None:
@@ -421,7 +421,7 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
         return {}
     is_named, target = model.drafter in ("auto", "trained"), _target_of(forward)
     folder = None if is_named or model.drafter == "ngram" else Path(model.drafter).expanduser()
-    if target is not None and (model.drafter == "trained" or (is_named and forward.torch_model is not None)):
+    if target is not None and (model.drafter == "trained" or (is_named and forward.seam is not None)):
         folder = _trained_folder(model, target)
     if folder is None:
         return asdict(NgramDrafter())
@@ -452,9 +452,9 @@ def _target_of(forward: Forward) -> _Target | None:
         return _Target(hidden=program.steps.hidden, layers=len(program.steps.layers))
     if (words := forward.words) is not None:
         return _Target(hidden=words.hidden, layers=words.layers)
-    if (model := forward.torch_model) is None:
+    if (seam := forward.seam) is None:
         return None
-    config = model.config.get_text_config()
+    config = seam.model.config.get_text_config()
     return _Target(hidden=config.hidden_size, layers=config.num_hidden_layers)
 
 
@@ -475,8 +475,8 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Dr
     if (shared := forward.words) is not None:
         words = words_in(*shared.matrices())
     else:
-        assert forward.torch_model is not None
-        words = words_of(forward.torch_model)
+        assert forward.seam is not None
+        words = words_of(forward.seam.model)
     if model.linear != "plain" and can_shortlist(words):
         assert words.head_weight is not None
         words = replace(words, shortlist=Shortlist(words.head_weight))

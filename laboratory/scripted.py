@@ -204,7 +204,7 @@ class ScriptedForward:
         return None
 
     @property
-    def torch_model(self) -> None:
+    def seam(self) -> None:
         return None
 
     @property

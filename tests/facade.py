@@ -25,6 +25,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.scheduler.transcript import Transcript
 from inference_engine.session.hibernation import Hibernation
+from inference_engine.session.history import Leaves
 from inference_engine.session.journal import SessionRecord, TokensRecord
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.sqlite_journal import COPIES
@@ -32,7 +33,7 @@ from inference_engine.session.store import SessionStore, holding
 from inference_engine.types import Mode, ModelFacts
 
 if TYPE_CHECKING:  # servers of the tests' own start in half the time without it
-    from transformers import PreTrainedModel
+    from inference_engine.models.seam import Seam
 
 LIMIT_SECONDS = 60.0
 
@@ -201,6 +202,13 @@ def refusing_requests(engine: Engine, error: Exception) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def no_memory_for_histories() -> Iterator[None]:
+    """As if the system gave no history another leaf meanwhile."""
+    with patch.object(Leaves, "_new", side_effect=MemoryError):
+        yield
+
+
 class WatchedForward:
     """Any forward, that reports each step before it runs it. What `on_step` raises, the step fails with."""
 
@@ -249,8 +257,8 @@ class WatchedForward:
         return None
 
     @property
-    def torch_model(self) -> PreTrainedModel | None:
-        return self._forward.torch_model
+    def seam(self) -> Seam | None:
+        return self._forward.seam
 
     @property
     def program(self) -> Program | None:

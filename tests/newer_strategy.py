@@ -41,11 +41,13 @@ class NewerWindow(KVStrategy):
 
 
 @contextmanager
-def registered(*kinds: type[KVStrategy]) -> Iterator[None]:
-    """The strategies are known while the context lasts."""
-    strategies._STRATEGIES.update({kind.name: kind for kind in kinds})
+def registered(*kinds: type[KVStrategy], without: str = "", **under: type[KVStrategy]) -> Iterator[None]:
+    """The strategies are known while the context lasts, each by its name, or by the one it is given `under`."""
+    known = strategies.strategy_kinds()
+    strategies._STRATEGIES.update({kind.name: kind for kind in kinds} | under)
+    strategies._STRATEGIES.pop(without, None)
     try:
         yield
     finally:
-        for kind in kinds:
-            del strategies._STRATEGIES[kind.name]
+        strategies._STRATEGIES.clear()
+        strategies._STRATEGIES.update(known)

@@ -18,6 +18,9 @@ GENERATED = ROOT / "sdks/python/src/kakeya/v1"
 ENVIRONMENT_READER = ROOT / "inference_engine/config.py"
 FACADE = ROOT / "tests/facade.py"
 
+MLX_LINES = 1200  # of the executor: what it takes to run another framework's arrays stays small
+PRIVATE_PATCHES = 29  # in tests, of private names: lower it with each that goes
+PATCHES = {"setattr", "delattr", "setitem", "delitem", "multiple", "dict"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 UNSAFE_FORMATS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Words that say when, for whom or where a file was made instead of what it is. `window` and `cuda` are not among them.
@@ -54,6 +57,23 @@ def engine_reached_into(tree: ast.AST, path: Path) -> Iterator[str]:
             yield f"engine.{node.attr} (line {node.lineno})"
 
 
+def private_patch(tree: ast.AST, path: Path) -> Iterator[str]:
+    """What code of ours keeps to itself, replaced by a test outside the facade."""
+    if path == FACADE:
+        return
+    for node in _judged(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+            continue
+        called = node.func.attr
+        if called not in PATCHES and not (called == "object" and ast.unparse(node.func.value).endswith("patch")):
+            continue
+        names = ast.unparse(node.args[0]).strip("'")
+        if called in {"setattr", "delattr", "object"} and not isinstance(node.args[0], ast.Constant):
+            names += "." + ast.unparse(node.args[1]).strip("'")
+        if any(name.startswith("_") and not name.startswith("__") for name in names.split(".")):
+            yield f"{names} (line {node.lineno})"
+
+
 def mlx_outside_its_place(tree: ast.AST, path: Path) -> Iterator[str]:
     """Imports of mlx in files that neither are named mlx nor lie in a folder of that name."""
     if "mlx" in path.relative_to(ROOT).with_suffix("").parts:
@@ -78,7 +98,24 @@ def code_from_data(tree: ast.AST, path: Path) -> Iterator[str]:
             yield f"trust_remote_code (line {node.lineno})"
 
 
-RULES: tuple[Rule, ...] = (environment_access, engine_reached_into, mlx_outside_its_place, code_from_data)
+def backend_known_by_class(tree: ast.AST, path: Path) -> Iterator[str]:
+    """What a backend can do, asked of its class: its protocol says it, with None where it cannot."""
+    del path
+    for node in _judged(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "isinstance":
+            continue
+        if re.search(r"\w+Forward\b", kind := ast.unparse(node.args[1])):
+            yield f"isinstance(…, {kind}) (line {node.lineno})"
+
+
+RULES: tuple[Rule, ...] = (
+    environment_access,
+    engine_reached_into,
+    private_patch,
+    mlx_outside_its_place,
+    code_from_data,
+    backend_known_by_class,
+)
 
 
 # All that a rule looks at, and what has no parts of these kinds, in which none needs to look.
@@ -160,12 +197,26 @@ def test_tests_reach_into_an_engine_in_one_place() -> None:
     assert violations(engine_reached_into, ("tests",)) == []
 
 
+def test_tests_replace_no_more_private_names_than_they_did() -> None:
+    found = violations(private_patch, ("tests", "sdks/python/tests"))
+    assert len(found) <= PRIVATE_PATCHES, "\n".join(found)
+
+
 def test_mlx_is_imported_only_where_the_name_says_so() -> None:
     assert violations(mlx_outside_its_place, OURS) == []
 
 
+def test_the_executor_on_mlx_stays_small() -> None:
+    files = source_files(("inference_engine/backends/mlx",))
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MLX_LINES
+
+
 def test_nothing_we_ship_turns_data_into_code() -> None:
     assert violations(code_from_data, SHIPPED) == []
+
+
+def test_what_a_backend_can_do_is_not_asked_of_its_class() -> None:
+    assert violations(backend_known_by_class, (*SHIPPED, "scripts")) == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -193,6 +244,11 @@ FORBIDDEN: list[tuple[Rule, str]] = [
     (environment_access, "import os; os.environ['HOME']"),
     (environment_access, "from os import getenv"),
     (engine_reached_into, "session = engine._store.find(session_id, owner)"),
+    (private_patch, "monkeypatch.setattr(Leaves, '_new', None)"),
+    (private_patch, "monkeypatch.setattr('kakeya._append.INQUIRY_SECONDS', 0.3)"),
+    (private_patch, "patch.object(engine._scheduler, 'submit')"),
+    (private_patch, "mock.patch.object(hibernation, '_read_seconds', 1)"),
+    (private_patch, "monkeypatch.setitem(strategies._STRATEGIES, 'full', Full)"),
     (mlx_outside_its_place, "import mlx.core as mx"),
     (mlx_outside_its_place, "from mlx_lm import load"),
     (code_from_data, "import pickle"),
@@ -200,6 +256,8 @@ FORBIDDEN: list[tuple[Rule, str]] = [
     (code_from_data, "from torch import load"),
     (code_from_data, "eval(text)"),
     (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=True)"),
+    (backend_known_by_class, "isinstance(target.forward, TorchForward)"),
+    (backend_known_by_class, "isinstance(forward, torch_forward.TorchForward | NativeForward)"),
 ]
 
 
@@ -212,8 +270,12 @@ def test_a_rule_finds_what_it_forbids(subtests: pytest.Subtests) -> None:
 HARMLESS: list[tuple[Rule, str]] = [
     (environment_access, "import os; os.replace(a, b)"),
     (engine_reached_into, "engine.session_info(session_id)"),
+    (private_patch, "monkeypatch.setattr(fidelity, 'measure', measured)"),
+    (private_patch, "monkeypatch.setattr(Client, '__init__', refused)"),
+    (private_patch, "object.__setattr__(self, '_total', 3)"),
     (code_from_data, "model.eval()"),
     (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=False)"),
+    (backend_known_by_class, "isinstance(launched, Tensor)"),
 ]
 
 

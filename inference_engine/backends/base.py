@@ -23,9 +23,8 @@ from inference_engine.native.library import usable_cores
 from inference_engine.types import Mode, ModelFacts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from inference_engine.backends.native.program import Program
+    from inference_engine.models.seam import Seam
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,8 @@ class Forward(Protocol):
         """What starts steps without waiting for them; None where a step is done when it returns."""
 
     @property
-    def torch_model(self) -> PreTrainedModel | None:
-        """The model, for a drafter that shares weights with it; None where it does not run on torch."""
+    def seam(self) -> Seam | None:
+        """Of the model on torch, for what shares its weights or replaces its attention; None elsewhere."""
 
     @property
     def program(self) -> Program | None:
@@ -158,7 +157,7 @@ class Forward(Protocol):
 
     @property
     def words(self) -> SharedWords | None:
-        """The model's embedding and head; None where `torch_model` or `program` has them, or there is none."""
+        """The model's embedding and head; None where `seam` or `program` has them, or there is none."""
 
     @property
     def records_graphs(self) -> bool:

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.device_indexes import DeviceIndexes, can_index
@@ -93,10 +92,6 @@ class TorchForward:
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.seam.dtype
-
-    @property
-    def torch_model(self) -> PreTrainedModel:
-        return self.seam.model
 
     @property
     def program(self) -> None:

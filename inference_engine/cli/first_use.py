@@ -70,7 +70,7 @@ def run(model: ModelConfig, stages: Sequence[str]) -> None:
         # A second server that starts meanwhile waits, and finds what the first one made.
         with _locked(model, stage):
             if not _is_cached(model, stage):
-                _calibrate(model, stage)
+                make(model, stage)
 
 
 @contextmanager
@@ -131,7 +131,8 @@ def _is_cached(model: ModelConfig, stage: str) -> bool:
     return folder(check_model(model.model, cache=model.cache_path).model_id, model.cache_path).is_dir()
 
 
-def _calibrate(model: ModelConfig, stage: str) -> None:
+def make(model: ModelConfig, stage: str) -> None:
+    """In a process of the laboratory's. Raises BackendError with the way out."""
     command = ("-P", "-m", "inference_engine.cli.main", "train", *_COMMANDS[stage], *as_flags(model))
     done = subprocess.run(
         [sys.executable, *command],

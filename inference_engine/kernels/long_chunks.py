@@ -63,7 +63,7 @@ PIECES = (32768, 16384, 8192, 4096)  # entries
 _CHUNK = 1024  # queries
 _LEAST = 128  # queries, as many as a tile of FlashAttention-3 has
 # Queries, and entries before them, of the trial: those of most prefills, and odd ones.
-_TRIED = ((4096, 0), (4096, PIECES[-1]), (4096, sum(PIECES) + 101), (3001, 7083))
+TRIED = ((4096, 0), (4096, PIECES[-1]), (4096, sum(PIECES) + 101), (3001, 7083))
 _WORST = 2e-2  # in half precision: of the largest number; of an lse itself, which is the exponent of a weight
 # What an operation raises that is missing, or that was built for another torch.
 _FAULTS = (RuntimeError, ImportError, OSError, AttributeError, TypeError, ValueError, AssertionError)
@@ -246,43 +246,18 @@ def _part(entries: Tensor, first: int, end: int) -> Tensor:
     return entries[None, :, first:end].contiguous()
 
 
-def open_long_chunks(
-    device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]], merge: MergeTwo = merge_two
-) -> LongAttention | None:
-    """What attends to long chunks on this device: tried once for each shape (Hq, Hkv, D) of the model's layers.
-
-    FlashAttention-3, or cuDNN; None where neither is there and right: torch's own. The log says which, and why not a
-    faster one. merge: of the states of pieces.
-    """
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return None
-    if absent := why_absent(device, dtype):
-        logger.debug("%s does not attend to long chunks: %s", Flash3.name, absent)
-    cudnn = LongChunks(
-        partial(by_cudnn, is_causal=False),
-        partial(by_cudnn, is_causal=True),
-        partial(by_flash, is_causal=False),
-        merge=merge,
-    )
-    tried: tuple[LongAttention, ...] = (cudnn,) if absent else (Flash3(), cudnn)
-    shapes, refused, chosen = tuple(dict.fromkeys(shapes)), "", None
-    for found in tried:
-        faults = ((shape, _fault(found, device, dtype, *shape)) for shape in shapes)
-        fault = next((each for each in faults if each[1]), None)
-        if fault is None:
-            chosen = found
-            break
-        refused += f"; not {found.name}, with heads {fault[0]}: {fault[1]}"
-    torch.cuda.empty_cache()  # what the trial took is room for entries
-    name = "torch's flash attention" if chosen is None else chosen.name
-    logger.log(logging.INFO if refused else logging.DEBUG, "%s attends to long chunks%s", name, refused)
-    return chosen
-
-
-def _fault(found: LongAttention, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> str:
-    """What is wrong; nothing: it is right."""
+def fault_of(
+    found: LongAttention,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    *,
+    tried: Iterable[tuple[int, int]] = TRIED,
+) -> str:
+    """What is wrong with an operation for heads of this shape; nothing: it is right. tried: queries, entries before."""
+    heads, kv_heads, dim = shape
     generator, scaling = torch.Generator(device).manual_seed(0), dim**-0.5
-    for count, history in _TRIED:
+    for count, history in tried:
         length = history + count
         queries, keys, values = (
             torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -306,6 +281,44 @@ def _fault(found: LongAttention, device: torch.device, dtype: torch.dtype, heads
             if not worst < _WORST:
                 return f"of {count} queries behind {history} entries it differs by a share of {worst:.2g}"
     return ""
+
+
+def open_long_chunks(
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Iterable[tuple[int, int, int]],
+    merge: MergeTwo = merge_two,
+    *,
+    trial: Callable[[LongAttention, torch.device, torch.dtype, tuple[int, int, int]], str] = fault_of,
+) -> LongAttention | None:
+    """What attends to long chunks on this device: tried once for each shape (Hq, Hkv, D) of the model's layers.
+
+    FlashAttention-3, or cuDNN; None where neither is there and right: torch's own. The log says which, and why not a
+    faster one. merge: of the states of pieces. trial: what is wrong with an operation.
+    """
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if absent := why_absent(device, dtype):
+        logger.debug("%s does not attend to long chunks: %s", Flash3.name, absent)
+    cudnn = LongChunks(
+        partial(by_cudnn, is_causal=False),
+        partial(by_cudnn, is_causal=True),
+        partial(by_flash, is_causal=False),
+        merge=merge,
+    )
+    tried: tuple[LongAttention, ...] = (cudnn,) if absent else (Flash3(), cudnn)
+    shapes, refused, chosen = tuple(dict.fromkeys(shapes)), "", None
+    for found in tried:
+        faults = ((shape, trial(found, device, dtype, shape)) for shape in shapes)
+        fault = next((each for each in faults if each[1]), None)
+        if fault is None:
+            chosen = found
+            break
+        refused += f"; not {found.name}, with heads {fault[0]}: {fault[1]}"
+    torch.cuda.empty_cache()  # what the trial took is room for entries
+    name = "torch's flash attention" if chosen is None else chosen.name
+    logger.log(logging.INFO if refused else logging.DEBUG, "%s attends to long chunks%s", name, refused)
+    return chosen
 
 
 def _shares(found: State, expected: State) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ def _fetch(model: HubModel, cache: Path, admit: Callable[[Path], object], shows:
 def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stall_seconds: float) -> None:
     entry = model.entry(here)
     before = set(entry.glob(_INCOMPLETE))
-    process = _started((model.name, f"--revision={model.revision}", f"--cache={here}", "--", *files), shows=shows)
+    process = start((model.name, f"--revision={model.revision}", f"--cache={here}", "--", *files), shows=shows)
     try:
         _wait(process, model, entry, stall_seconds)
         assert process.stdout is not None
@@ -99,18 +99,19 @@ def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stal
         raise ModelError(said or f"fetching {model} ended with exit status {process.returncode} and no output")
 
 
-def _started(arguments: Sequence[str], *, shows: bool) -> subprocess.Popen[str]:
+def start(arguments: Sequence[str], *, shows: bool) -> subprocess.Popen[str]:
+    """A process that downloads. shows: its progress is seen."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "inference_engine.models.hub_download", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=None if shows else subprocess.DEVNULL,
         text=True,
-        env=_environment(shows=shows),
+        env=download_environment(shows=shows),
     )
 
 
-def _environment(*, shows: bool) -> dict[str, str]:
+def download_environment(*, shows: bool) -> dict[str, str]:
     return child_environment(
         HF_HUB_OFFLINE="0",
         HF_HUB_VERBOSITY="error",

@@ -85,7 +85,8 @@ def _attend(
         raise ModelError(f"{type(module).__name__} passes an attention mask or dropout; neither can be honoured")
     for name, given in others.items():
         if given is not None and given is not False and name not in WITHOUT_EFFECT:
-            raise ModelError(f"{type(module).__name__} passes {name}={given!r} to attention, which cannot be honoured")
+            says = f"{name}={given!r}" if isinstance(given, bool | int | float | str) else name  # arrays say nothing
+            raise ModelError(f"{type(module).__name__} passes {says} to attention, which cannot be honoured")
     layer = cast("int", module.layer_idx)
     now = cast("_Now", module._kakeya_now)
     geometry = now.layers[layer]

@@ -71,11 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     """Try out every family; returns the payload of a record."""
-    found = [
-        try_out(config, kind, sizes=1 if arguments.quick else arguments.sizes, seed=arguments.seed)
-        for config, kind in families(arguments.only or ("",))
-        if kind.__name__ not in _LEFT_OUT
-    ]
+    found: list[Family] = []
+    left_out: dict[str, str] = {}
+    for config, kind in families(arguments.only or ("",)):
+        if (why := _LEFT_OUT.get(kind.__name__)) is not None:
+            left_out[kind.__name__] = why
+        elif config is None:
+            left_out[kind.__name__] = "its configuration has no values that it accepts by default"
+        else:
+            found.append(try_out(config, kind, sizes=1 if arguments.quick else arguments.sizes, seed=arguments.seed))
     admitted = [family for family in found if family.admitted is not None]
     worst: dict[str, float] = {}
     for family in admitted:
@@ -92,7 +96,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     return {
         "what": "Which decoders of transformers are served, and with which strategies: small random twins of each "
         "class, run through the attention seam.",
-        "config": {"sizes": arguments.sizes, "left_out": _LEFT_OUT},
+        "config": {"sizes": arguments.sizes},
         "seeds": {"sizes, weights, tokens": arguments.seed},
         "values": values,
         "headlines": ["families admitted", "faults"],
@@ -101,13 +105,14 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
         "tables": {
             "admitted": [family.row() for family in admitted],
             "refused": [family.row() for family in found if family.admitted is None],
+            "left out": [{"family": name, "why": why} for name, why in left_out.items()],
             "faults": [{"fault": fault} for fault in faults],
         },
     }
 
 
-def families(parts: Sequence[str] = ("",)) -> Iterator[tuple[PretrainedConfig, type[PreTrainedModel]]]:
-    """Each class that generates text, once, with its default configuration; those without one are left out.
+def families(parts: Sequence[str] = ("",)) -> Iterator[tuple[PretrainedConfig | None, type[PreTrainedModel]]]:
+    """Each class that generates text, once, with its default configuration; None if that is refused by itself.
 
     parts: of names. A class with none of them is not even imported.
     """
@@ -123,12 +128,12 @@ def families(parts: Sequence[str] = ("",)) -> Iterator[tuple[PretrainedConfig, t
         for kind in classes if isinstance(classes, (list, tuple)) else (classes,):
             if kind in seen or not any(part in kind.__name__ for part in parts):
                 continue
+            seen.add(kind)
             try:
                 config = kind_of_config()
             except Exception:
                 logger.debug("%s has no default configuration", kind.__name__, exc_info=True)
-                continue
-            seen.add(kind)
+                config = None
             yield config, kind
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.geometry import IMMOVABLE
 from inference_engine.models.seam import Seam
@@ -38,9 +37,9 @@ _CALIBRATION_TOKENS = 2048
 
 def seam_of(target: Target) -> Seam:
     """Raises InvalidArgument for a target that is not on torch."""
-    if not isinstance(target.forward, TorchForward):
+    if (seam := target.forward.seam) is None:
         raise InvalidArgument("published", "methods of papers run on torch: give --backend torch, or a GPU")
-    return target.forward.seam
+    return seam
 
 
 def calibrate(target: Target, methods: Sequence[Method], kind: str, seed: int) -> None:

@@ -4,7 +4,7 @@
     {"name": "forecast.hourly", "arguments": {"place": "Tromsø", "hours": 6}}
     {"place": "Tromsø", "hours": [{"at": "07:00", "celsius": -3.5}, …]}
 
-Calibration has calls of its own (laboratory/training/tool_calls.py): of other tools, other fields and another
+Calibration has calls of its own (laboratory/training/made_text.py): of other tools, other fields and another
 layout, for what is tested is whether restoring holds up on calls that no format anticipates.
 """
 

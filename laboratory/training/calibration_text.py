@@ -82,8 +82,7 @@ def _with_plain(
     found: dict[str, list[list[int]]], tokenizer: Any, *, tokens: int, files: Sequence[Path], seed: int
 ) -> CalibrationText:
     from laboratory.evaluation.haystack import calibration_texts
-    from laboratory.training.languages import paragraphs
-    from laboratory.training.tool_calls import tool_calls
+    from laboratory.training.made_text import paragraphs, tool_calls
 
     found["tool calls"] = _take(tokenizer, tool_calls(seed), int(tokens * _TOOL_CALLS))
     found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES))

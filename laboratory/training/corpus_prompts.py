@@ -1,7 +1,7 @@
 """How texts of a corpus begin: where a turn of the chat template begins, or with a piece of a document.
 
     user        the template up to where the user's words go: the model writes the question, too
-    assistant   the template with a question in it: one of `OPENINGS`, or made of parts (`questions.py`)
+    assistant   the template with a question in it: one of `OPENINGS`, or made of parts (`made_text.py`)
     text        some ids cut from a document, to be continued
 
 A model asked to write the user's words gives questions of its own distribution, at no cost.
@@ -19,8 +19,8 @@ from typing import Literal
 
 from kv_cache_proposer.errors import DrafterError
 from laboratory.conversations import ChatTokenizer, between_turns
+from laboratory.training.made_text import questions
 from laboratory.training.openings import OPENINGS
-from laboratory.training.questions import questions
 
 Speaker = Literal["user", "assistant", "text"]
 
@@ -30,7 +30,7 @@ _MARKER = "Kqzwxjvbm"
 # Of all texts, where the model can chat; of the chats; of the answers and of the continued texts.
 _CHATS, _OWN_QUESTIONS, _GREEDY_ANSWERS, _GREEDY_TEXTS = 0.7, 0.5, 0.5, 0.15
 # Drawn beside the openings, made of parts: so many that few of a corpus begin alike, and are answered alike.
-_QUESTIONS, _QUESTIONS_SEED = 24_000, 0
+QUESTIONS, _QUESTIONS_SEED = 24_000, 0
 _TEMPERATURES = (0.6, 0.7, 0.8, 1.0)
 _SHORTEST_CUT, _LONGEST_CUT = 16, 96
 _HELD_OUT_ONE_IN = 20
@@ -80,7 +80,7 @@ def read_chat(tokenizer: ChatTokenizer, *, longest: int) -> Chat:
     opened = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False).split(_MARKER)[0]
     asked = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in dict.fromkeys([*OPENINGS, *islice(questions(_QUESTIONS_SEED), _QUESTIONS)])
+        for text in dict.fromkeys([*OPENINGS, *islice(questions(_QUESTIONS_SEED), QUESTIONS)])
     ]
     encoded = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in asked]
     return Chat(

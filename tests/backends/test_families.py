@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 # Words of a training library's error messages, which ours must not have.
 _INTERNAL = re.compile(
-    r"Error\b|Exception|Traceback|_attend|index_copy_|NoneType|size of tensor|has no setter|kwarg|\(\)"
+    r"Error\b|Exception|Traceback|_attend|index_copy_|NoneType|tensor\(|size of tensor|has no setter|kwarg|\(\)"
 )
 
 

@@ -105,7 +105,7 @@ def test_what_cannot_be_recorded_is_tried_once_and_computed_without_a_recording(
     assert [shapes[0][0] for shapes in tried] == [(8, 3), (32, 3)]
 
 
-def test_a_want_of_memory_passes(made: list[Shapes]) -> None:
+def test_a_lack_of_memory_passes(made: list[Shapes]) -> None:
     tries = 0
 
     def record(*asked: Any) -> Any:

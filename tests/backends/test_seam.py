@@ -31,6 +31,8 @@ from transformers import (
     Gemma4TextConfig,
     GlmConfig,
     GlmForCausalLM,
+    GotOcr2Config,
+    GotOcr2ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -117,6 +119,13 @@ REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (Gemma4ForCausalLM, Gemma4TextConfig(), "of its own in each layer"),
     (BartForCausalLM, BartConfig(), "encoder"),
     (GPT2LMHeadModel, GPT2Config(), "in 0 of them"),
+    (
+        GotOcr2ForConditionalGeneration,
+        GotOcr2Config(
+            vision_config={"num_hidden_layers": 1, "hidden_size": 32, "mlp_dim": 32, "global_attn_indexes": [0]}
+        ),
+        "passes logits_to_keep to attention",
+    ),
 ]
 
 

@@ -27,7 +27,7 @@ def parts(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was asked of the laboratory; nothing is made."""
     found: list[str] = []
-    monkeypatch.setattr(first_use, "_calibrate", lambda _model, stage: found.append(stage))
+    monkeypatch.setattr(first_use, "make", lambda _model, stage: found.append(stage))
     return found
 
 
@@ -96,7 +96,7 @@ def test_a_codec_that_was_chosen_is_not_replaced(
 def test_a_calibration_that_fails_says_what_else_to_do(tiny_folder: Path, tmp_path: Path) -> None:
     model = ModelConfig(model=str(tiny_folder / "nowhere"), cache_dir=str(tmp_path))
     with pytest.raises(BackendError, match="--calibrate never"):
-        first_use._calibrate(model, "components")
+        first_use.make(model, "components")
 
 
 def test_a_start_that_waits_for_the_calibration_of_another_says_so(
@@ -127,6 +127,6 @@ def test_components_are_made_once_and_the_next_start_finds_them(
     assert capfd.readouterr().out == "", "a server's own output is one line"
     with after.engine(engine) as running:
         assert running.info().default_strategy.options()["scorer"] == "components"
-    monkeypatch.setattr(first_use, "_calibrate", lambda *_: pytest.fail("made a second time"))
+    monkeypatch.setattr(first_use, "make", lambda *_: pytest.fail("made a second time"))
     found = open_parts(model)
     assert first_use.with_calibrations(found, model, engine, "auto") is found

@@ -110,7 +110,7 @@ class Player:
         self._tokens[step.get("as", "")] = list(result.token_ids)
         # A seed that the server drew is another each time.
         seed = str(result.seed) if "seed" in options else None
-        return {**_facts(result), "seed": seed, "told_history_length": session.history_length}
+        return {**_facts(result), "seed": seed, "session_history_length": session.history_length}
 
     async def _leave(self, stream: Any, count: int) -> list[int]:
         is_async = hasattr(stream, "__aiter__")

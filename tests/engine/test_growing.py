@@ -305,7 +305,7 @@ def test_an_owner_that_forks_and_closes_leaves_addresses_for_all_others(share_fo
         assert len(drain(engine.generate(session, GenerateParams(max_tokens=2), owner="other"))) > 2
 
 
-def test_want_of_addresses_is_reported_apart_from_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_address_space_is_reported_apart_from_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bytes_for()
     monkeypatch.setattr(memory, "MOST_BYTES", whole)  # of each buffer, so that both hold two of the longest sessions
     with served_engine(kv_bytes=whole, max_sessions=64) as engine:

@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ from inference_engine.engine.generation import Generation
 from inference_engine.errors import HistoryLimit, Overloaded, QuotaExceeded, RequestError
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.scheduler.transcript import Reader
-from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS, Leaves
+from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
-from tests.facade import remembered_appends, session_of, store_of
+from tests.facade import no_memory_for_histories, remembered_appends, session_of, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
@@ -86,7 +85,7 @@ def test_tokens_are_in_the_journal_before_the_history_and_in_neither_if_one_fail
         engine.append(session, text(5))
         assert lengths == [0, 10]
         history = [*text(10), *text(5)]
-        with mock.patch.object(Leaves, "_new", side_effect=MemoryError), pytest.raises(MemoryError):
+        with no_memory_for_histories(), pytest.raises(MemoryError):
             engine.append(session, text(2 * LEAF_TOKENS))
         assert lengths == [0, 10]  # room is made first
         journal.fails = True

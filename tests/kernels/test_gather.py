@@ -138,7 +138,7 @@ def test_no_entry_counts_twice_and_none_is_lost_whatever_the_edges(data: st.Data
     torch.testing.assert_close(out[:, 0], seen / seen.sum(-1, keepdim=True))
 
 
-def test_entries_outside_the_keep_set_are_not_touched() -> None:
+def test_entries_that_are_not_selected_are_not_touched() -> None:
     count, block = 300, 16
     keys, values = draw(2, KV_HEADS, count, DIM)
     kept = torch.tensor([[[3, 7], [3, -1]]])

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels import flash3, long_chunks
+from inference_engine.kernels import long_chunks
 from inference_engine.kernels.attention import CausalAttention, attend_causal
 from inference_engine.kernels.flash3 import why_absent
-from inference_engine.kernels.long_chunks import Flash3, LongAttention, LongChunks, open_long_chunks
+from inference_engine.kernels.long_chunks import Flash3, LongAttention, LongChunks, fault_of, open_long_chunks
 from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ops import open_ops
 from tests.kernels.own_process import run_with_triton
@@ -203,7 +203,7 @@ def test_what_flash_attention_3_does_not_take_is_left_to_the_other_operation(pac
 
 
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
-def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
+def test_an_operation_that_is_missing_or_wrong_is_logged_and_not_used(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def right(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -215,16 +215,15 @@ def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
         out, lse = right(queries, keys, values, scaling)
         return out, lse / 0.69  # as a logarithm of two would be
 
-    monkeypatch.setattr(long_chunks, "_TRIED", ((8, 0), (8, 80)))
+    asked = torch.device("cpu"), torch.bfloat16, (4, 2, 16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     found = LongChunks(faulty, square, rest, pieces=(64,), chunk=4)
-    wrong = long_chunks._fault(found, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+    wrong = fault_of(found, *asked, tried=((8, 0), (8, 80)))
     assert wrong == "RuntimeError: no plan for it" or "differs" in wrong
     works = LongChunks(right, square, rest, pieces=(64,), chunk=4)
-    assert not long_chunks._fault(works, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
-    monkeypatch.setattr(long_chunks, "_fault", lambda *_: wrong)
+    assert not fault_of(works, *asked, tried=((8, 0), (8, 80)))
     with caplog.at_level(logging.INFO):
-        assert open_long_chunks(CUDA, torch.bfloat16, [(4, 2, 16)]) is None
+        assert open_long_chunks(CUDA, torch.bfloat16, [(4, 2, 16)], trial=lambda *_: wrong) is None
     assert wrong in caplog.text
     assert open_long_chunks(torch.device("cpu"), torch.bfloat16, [(4, 2, 16)]) is None
     assert open_long_chunks(CUDA, torch.float32, [(4, 2, 16)]) is None
@@ -232,9 +231,8 @@ def test_an_operation_that_is_missing_or_wrong_is_told_and_not_used(
 
 def test_each_form_of_flash_attention_3_is_tried(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(found: LongAttention) -> str:
-        return long_chunks._fault(found, torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+        return fault_of(found, torch.device("cpu"), torch.bfloat16, (4, 2, 16), tried=((8, 0), (7, 13)))
 
-    monkeypatch.setattr(long_chunks, "_TRIED", ((8, 0), (7, 13)))
     assert fault(Flash3(least=3)) == ""
     assert {(8, 8, True), (7, 20, True), (7, 13, False)} <= set(package.asked)
     package.lse_factor = 1 / 0.69  # as a logarithm of two would be: out alone does not show it
@@ -252,9 +250,9 @@ def test_the_trial_finds_keys_that_are_aligned_to_their_beginning(
         tokens = q.shape[1] if causal else k.shape[1]
         return package.flash_attn_func(q, k[:, :tokens], v[:, :tokens], causal=causal, **more)
 
-    monkeypatch.setattr(long_chunks, "_TRIED", ((8, 0), (7, 13)))
     monkeypatch.setattr(sys.modules["fa3_fwd_interface"], "flash_attn_func", to_the_beginning)
-    fault = long_chunks._fault(Flash3(least=3), torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+    asked = torch.device("cpu"), torch.bfloat16, (4, 2, 16)
+    fault = fault_of(Flash3(least=3), *asked, tried=((8, 0), (7, 13)))
     assert fault.startswith("of 7 queries behind 13 entries")
 
 
@@ -262,13 +260,15 @@ def test_the_fastest_operation_that_is_there_and_right_is_chosen(
     package: Package, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong: set[type[LongAttention]] = set()
-    monkeypatch.setattr(long_chunks, "_fault", lambda found, *_: "it differs" if type(found) in wrong else "")
+
+    def trial(found: LongAttention, *_: object) -> str:
+        return "it differs" if type(found) in wrong else ""
 
     def chosen(dtype: torch.dtype = torch.bfloat16) -> tuple[type | None, str, str]:
         """And what the log says to an operator, and to one who asks for more."""
         caplog.clear()
         with caplog.at_level(logging.DEBUG, long_chunks.__name__):
-            found = open_long_chunks(CUDA, dtype, [(4, 2, 16)])
+            found = open_long_chunks(CUDA, dtype, [(4, 2, 16)], trial=trial)
         info = [each.getMessage() for each in caplog.records if each.levelno >= logging.INFO]
         return None if found is None else type(found), " ".join(info), caplog.text
 
@@ -289,8 +289,7 @@ def test_the_fastest_operation_that_is_there_and_right_is_chosen(
     found, info, debug = chosen()
     assert (found, info) == (LongChunks, "") and "it is for Hopper" in debug
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.delitem(sys.modules, "fa3_fwd_interface")
-    monkeypatch.setattr(flash3, "_MODULE", "no_such_package")
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)  # as where it is not installed
     found, info, debug = chosen()
     assert (found, info) == (LongChunks, "") and "fa3-fwd is not installed" in debug
     assert package.asked == []
@@ -313,7 +312,7 @@ def test_flash_attention_3_that_fails_later_is_not_used_again(
     assert package.asked == []
 
 
-def test_an_operation_that_fails_later_is_told_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_operation_that_fails_later_is_logged_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
     asked = 0
 
     def failing(*_: object) -> tuple[Tensor, Tensor]:

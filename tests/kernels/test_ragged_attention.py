@@ -234,7 +234,7 @@ def forks(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int, int, int]) -> None:
+def test_the_reference_reads_the_blocks_that_gathering_reads(shape: tuple[int, int, int]) -> None:
     queries, keys, values, regions, alone = selections(shape, torch.float32)
 
     for attention in REFERENCES:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from inference_engine.kv.compressors import make_compressor
-from inference_engine.kv.compressors.hadamard import rotate
 from inference_engine.kv.compressors.lattice import D4, E8, Lattice, even_points
+from inference_engine.kv.compressors.rotated import rotate
 from inference_engine.kv.compressors.scales import load_scales
 from tests.kv.codec_cases import KINDS, gaussian, vectors_of
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from inference_engine.kv.compressors import make_compressor
-from inference_engine.kv.compressors.hadamard import rotate
-from inference_engine.kv.compressors.rotated import _GAUSSIAN_LEVELS, Lloyd
+from inference_engine.kv.compressors.rotated import _GAUSSIAN_LEVELS, Lloyd, rotate
 from tests.kv.codec_cases import gaussian, lengths
 
 

@@ -151,7 +151,7 @@ class Life:
     def __init__(self, engine: Engine, agents: list[Agent], pipe: int, *, is_last: bool) -> None:
         self._engine, self._agents, self._pipe, self._is_last = engine, agents, pipe, is_last
         # Sessions that had no Generate since they came into memory; those that were there; and what a call has made.
-        self._asleep = {session for agent in agents for session in agent.sessions}
+        self._idle = {session for agent in agents for session in agent.sessions}
         self._seen = set[str]()
         self._made: dict[int, set[str]] = {}
         self._asked_again = Counter[int]()  # sent with the next line
@@ -269,7 +269,7 @@ class Life:
         if session:
             self._seen.add(session)
         if has_left:
-            self._asleep.add(session)
+            self._idle.add(session)
         return has_left
 
     def _generate(self, agent: Agent, call: dict[str, Any], resume_from: int | None) -> Iterator[Any]:
@@ -301,9 +301,9 @@ class Life:
                 elif isinstance(event, Failed):
                     raise event.error
                 elif isinstance(event, Finished):
-                    from_file = bool(event.cached_tokens) and session in self._asleep
+                    from_file = bool(event.cached_tokens) and session in self._idle
                     line |= {"length": event.history_length, "seed": event.seed, "from_file": from_file}
-            self._asleep.discard(session)
+            self._idle.discard(session)
             self._saved()
             return line
         made: Callable[[], Any] = {

@@ -35,7 +35,7 @@ def test_a_record_says_what_was_measured_and_what_did_not_fit(tmp_path: Path, mo
     assert "--results" not in found["command"]
 
 
-def test_steps_are_told_beside_their_baselines_and_their_floors(
+def test_steps_are_shown_beside_their_baselines_and_their_floors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = "--shapes tiny --device cpu --dtype float32 --cells 1x700 1x700/sink_window:sink=4,window=256 2x24 1x100000"
@@ -58,7 +58,7 @@ def test_steps_are_told_beside_their_baselines_and_their_floors(
     assert [row["cell"] for row in found["tables"]["prefills"]] == ["full, 2 x 24", "in chunks of the default, 1 x 64"]
 
 
-def test_steps_of_many_sessions_are_told_with_the_bytes_of_each_beside_as_many_of_the_baseline_as_fit_these(
+def test_steps_of_many_sessions_are_shown_with_the_bytes_of_each_beside_as_many_of_the_baseline_as_fit_these(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windowed = "sink_window:sink=4,window=64"
@@ -124,7 +124,7 @@ def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
     assert costs.step_ms(1000, 0, ceilings) == pytest.approx(1e3 * 2 * read / 1e12, rel=1e-6)
 
 
-def test_operations_are_told_beside_the_best_other_and_wrong_ones_are_left_out(
+def test_operations_are_shown_beside_the_best_other_and_wrong_ones_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = "--device cpu --attention 2x48 --topk 2x300 --mac 40 --rounds 2"

@@ -43,7 +43,7 @@ def test_a_run_does_what_is_missing_with_seeds_that_were_not_used() -> None:
     assert not list(soak.batches("states", 150, 200, 6))
 
 
-def test_agents_that_gave_up_are_told_from_tokens_that_were_lost(
+def test_agents_that_gave_up_are_kept_apart_from_tokens_that_were_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = Part("pipe, power", "kills", 1, {"kills": 30, "tokens": 9}, [], 2.5, HERE)

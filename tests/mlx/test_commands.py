@@ -103,7 +103,7 @@ def test_a_drafter_is_trained_on_torch_where_mlx_is_the_device_and_drafts_there(
     own = tmp_path / "own.txt"
     own.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     shared = ("--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx")
-    monkeypatch.setattr(corpus_prompts, "_QUESTIONS", 100)
+    monkeypatch.setattr(corpus_prompts, "QUESTIONS", 100)
     few = ("--tokens", "3000", "--texts-at-once", "25", "--length", "160", "--text", str(own))
     assert main(["train", "corpus", *shared, *few]) == 0
     small = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "4")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +226,7 @@ def test_a_tokenizer_is_made_once(file: Path, cache: Path, monkeypatch: pytest.M
     assert tokenizer("\n\n2").input_ids == [two_line_breaks, tokenizer.convert_tokens_to_ids("2")]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a"
-    monkeypatch.setattr(gguf_model, "_make_in_child", None)
+    monkeypatch.setattr(subprocess, "run", None)
     assert tokenizer_folder(str(file), cache) == folder
 
 
@@ -235,11 +237,12 @@ def test_a_tokenizer_beside_the_file_comes_first_if_the_folder_was_named(
     assert tokenizer_folder(str(file.parent), cache) == file.parent
     asked: list[Path] = []
 
-    def make(path: Path, folder: Path) -> None:
-        asked.append(path)
-        folder.mkdir()
+    def make(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(Path(command[-2]))
+        Path(command[-1]).mkdir()
+        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(gguf_model, "_make_in_child", make)
+    monkeypatch.setattr(subprocess, "run", make)
     tokenizer_folder(str(file), cache)
     assert asked == [file]
 

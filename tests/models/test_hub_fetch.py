@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("admitting_once", "forks")
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 NAME = "some-org/tiny"
-EXECUTED = hub_fetch._started
+EXECUTED = hub_fetch.start
 
 
 @pytest.fixture(autouse=True)
@@ -48,17 +48,17 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start(arguments: Sequence[str], *, shows: bool) -> Forked:
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-            environment = hub_fetch._environment(shows=shows)
+            environment = hub_fetch.download_environment(shows=shows)
             return Forked(hub_download.__name__, *arguments, stderr=nowhere, environment=environment)
 
     if CAN_FORK:
-        monkeypatch.setattr(hub_fetch, "_started", start)
+        monkeypatch.setattr(hub_fetch, "start", start)
 
 
 @pytest.fixture
 def executed(forks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloads by new processes, as users have them."""
-    monkeypatch.setattr(hub_fetch, "_started", EXECUTED)
+    monkeypatch.setattr(hub_fetch, "start", EXECUTED)
 
 
 @pytest.fixture

@@ -177,8 +177,8 @@ def test_a_quantised_checkpoint_gives_the_logits_of_its_numbers(layout: str, tmp
     history = text(60)
     config = settings(tmp_path / "model")
     forward = open_backend(config)
-    model = forward.torch_model
-    assert model is not None
+    assert forward.seam is not None
+    model = forward.seam.model
 
     for name, module in own.named_modules():
         if isinstance(module, nn.Linear):

@@ -415,7 +415,7 @@ def read_by_any(case: Case) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_nobody_sees_has_no_effect(poison: float, dtype: torch.dtype) -> None:
+def test_what_no_query_sees_has_no_effect(poison: float, dtype: torch.dtype) -> None:
     case = case_of(MIX, dtype=dtype, seed=8)
     expected = run(case)
     unread = torch.ones(len(case.keys), dtype=torch.bool)

@@ -172,7 +172,7 @@ def test_a_router_that_is_not_a_number_gives_none(spoilt: float) -> None:
     np.testing.assert_array_equal(found[[0, 2]][:, others], expected[[0, 2]][:, others])
 
 
-def test_a_step_without_memory_counts_as_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_memory_counts_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = tiny_native()
     monkeypatch.setattr(type(library()), "run", lambda *_: False)
     with pytest.raises(Overloaded, match="no memory is left for a step of 3 tokens") as caught:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends.native import key_indexes
 from inference_engine.backends.native.coding import NativeCoder
 from inference_engine.backends.native.decoders import Turns, native_decoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
@@ -107,9 +106,17 @@ def decode(decoder: LayerDecoder, codes: list[list[int]], identity: Identity) ->
 class Archived(Session):
     """A session whose entries between the sink and GONE are codes, and whose others lie in a ring buffer."""
 
-    def __init__(self, decoder: LayerDecoder, *, slots: int = KEPT, identity: Identity = Identity.EXACT) -> None:
+    def __init__(
+        self,
+        decoder: LayerDecoder,
+        *,
+        slots: int = KEPT,
+        identity: Identity = Identity.EXACT,
+        has_series: bool = True,
+    ) -> None:
         self.sink = 3
-        super().__init__(IndexShape(rank=9, bits=3, run=1), self.sink, 2, length=LENGTH, kept=KEPT, identity=identity)
+        shape = IndexShape(rank=9, bits=3, run=1)
+        super().__init__(shape, self.sink, 2, length=LENGTH, kept=KEPT, identity=identity, has_series=has_series)
         width = decoder.first_byte + 1 + -(-int(decoder.widths.sum()) // 8)
         half = -(-width // 2)
         codes = torch.randint(0, 256, (GONE - self.sink, 2 * half), generator=torch.Generator().manual_seed(1))
@@ -153,11 +160,8 @@ class Archived(Session):
 
 @pytest.mark.parametrize("identity", [Identity.EXACT, Identity.QUANTISED])
 @pytest.mark.parametrize(("count", "chains"), [(5, 1), (37, 2), (37, 37), (300, 2)])
-def test_chosen_tokens_are_read_as_the_decoder_gives_them(
-    count: int, chains: int, identity: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(key_indexes, "_SLOW", 0.0)
-    session = Archived(make_decoder(count, chains), identity=identity)
+def test_chosen_tokens_are_read_as_the_decoder_gives_them(count: int, chains: int, identity: Identity) -> None:
+    session = Archived(make_decoder(count, chains), identity=identity, has_series=False)
     queries = session.queries(len(POSITIONS))
 
     found = session.attend(queries, session.lines(POSITIONS), threads=2)

@@ -132,7 +132,7 @@ def test_places_are_given_as_admission_gives_them(
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from("ab")), max_size=12), st.integers(0, 40))
-def test_another_call_of_the_same_owner_is_told_what_it_would_be_told_alone(
+def test_another_call_of_the_same_owner_gets_the_estimate_that_it_would_get_alone(
     queue: list[tuple[int, str]], prefill: int
 ) -> None:
     running, line = [decoding(5, "a"), decoding(3, "b")], [waiting(tokens, owner) for tokens, owner in queue]

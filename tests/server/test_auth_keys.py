@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from inference_engine.errors import ConfigError, Unauthenticated
-from inference_engine.server import auth
 from inference_engine.server.auth import Key, KeyRing, owner_of_certificate
 
 pytestmark = pytest.mark.hostile
@@ -169,13 +168,13 @@ def test_a_file_that_cannot_be_read_leaves_the_keys_as_they_were_and_says_so_onc
 def test_a_file_that_could_not_be_read_for_a_moment_counts_from_the_next_call_on(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def out_of_descriptors(_path: Path) -> None:
+    def out_of_descriptors(_path: Path, **_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     ring = KeyRing.from_file(str(file))
     with logged(caplog) as records:
         with monkeypatch.context() as patched:
-            patched.setattr(auth, "_read", out_of_descriptors)
+            patched.setattr(Path, "read_text", out_of_descriptors)
             write(file, Key.of(BOB, "bob").line)
             assert opens(ring, ALICE) and opens(ring, ALICE)
         assert [opens(ring, key) for key in (ALICE, BOB)] == [False, True]
@@ -184,7 +183,7 @@ def test_a_file_that_could_not_be_read_for_a_moment_counts_from_the_next_call_on
 
 def test_a_file_that_did_not_change_is_not_read_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = KeyRing.from_file(str(file))
-    monkeypatch.setattr(auth, "_read", lambda _path: pytest.fail("it was read again"))
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("it was read again"))
     assert opens(ring, ALICE)
 
 

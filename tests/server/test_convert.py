@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from inference_engine.errors import ConfigError, InvalidArgument
-from inference_engine.kv import strategies
-from inference_engine.kv.strategies import make_strategy, strategy_names
+from inference_engine.kv.strategies import make_strategy, strategy_kinds, strategy_names
 from inference_engine.server.convert import (
     check_strategies,
     framer_for,
@@ -76,10 +75,9 @@ def test_an_option_that_was_not_given_stays_absent() -> None:
     assert (arm.sink, arm.window) == (4, 1024)
 
 
-def test_an_arm_that_this_server_has_no_strategy_for_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer = {name: kind for name, kind in strategies._STRATEGIES.items() if name != "restored"}
-    monkeypatch.setattr(strategies, "_STRATEGIES", fewer)
-    with pytest.raises(InvalidArgument, match="no strategy 'restored'; there are full, sink_window") as refusal:
+def test_an_arm_that_this_server_has_no_strategy_for_is_refused_by_name() -> None:
+    refused = pytest.raises(InvalidArgument, match="no strategy 'restored'; there are full, sink_window")
+    with registered(without="restored"), refused as refusal:
         strategy_from_wire(pb.Strategy(restored=pb.RestoredStrategy()))
     assert refusal.value.field == "strategy"
 
@@ -150,16 +148,14 @@ def test_what_is_asked_for_by_name_is_refused_by_its_path(subtests: pytest.Subte
         ("sink", tuple[int, ...], (), "option sink is tuple"),
     ],
 )
-def test_an_option_that_its_arm_cannot_carry_is_found_at_start(
-    monkeypatch: pytest.MonkeyPatch, option: str, hint: Any, default: Any, said: str
-) -> None:
-    kind = strategies._STRATEGIES["sink_window"]
+def test_an_option_that_its_arm_cannot_carry_is_found_at_start(option: str, hint: Any, default: Any, said: str) -> None:
+    kind = strategy_kinds()["sink_window"]
     other: Any = dataclass(frozen=True, kw_only=True)(
         type("Other", (kind,), {"__annotations__": {option: hint}, option: default})
     )
     check_strategies(make_strategy("full"))
-    monkeypatch.setitem(strategies._STRATEGIES, "sink_window", other)
-    with pytest.raises(ConfigError, match=f"sink_window does not fit its arm.*{said}"):
+    refused = pytest.raises(ConfigError, match=f"sink_window does not fit its arm.*{said}")
+    with registered(sink_window=other), refused:
         check_strategies(make_strategy("full"))
 
 
@@ -168,9 +164,8 @@ def test_a_default_that_its_arm_has_no_room_for_is_found_at_start() -> None:
         check_strategies(make_strategy("mac", ring=2**32))
 
 
-def test_the_arm_for_all_strategies_is_no_strategys_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(strategies._STRATEGIES, "named", NewerWindow)
-    with pytest.raises(ConfigError, match="cannot be named named"):
+def test_the_arm_for_all_strategies_is_no_strategys_own() -> None:
+    with registered(named=NewerWindow), pytest.raises(ConfigError, match="cannot be named named"):
         check_strategies(make_strategy("full"))
 
 

@@ -95,7 +95,7 @@ async def test_a_step_without_memory_drops_its_sessions_to_tokens_and_says_when_
     assert await generated(client, await client.open(HISTORY)) == expected
 
 
-async def test_what_is_generated_after_want_of_memory_is_what_would_have_been(client: Client, script: Script) -> None:
+async def test_what_is_generated_after_a_lack_of_memory_is_what_would_have_been(client: Client, script: Script) -> None:
     history = (*HISTORY, POISON)
     expected = await generated(client, await client.open(history))
     session_id = await client.open(history)
@@ -105,7 +105,7 @@ async def test_what_is_generated_after_want_of_memory_is_what_would_have_been(cl
     assert await generated(client, session_id) == expected
 
 
-async def test_want_of_memory_in_one_step_leaves_sessions_of_other_steps_alone(
+async def test_a_lack_of_memory_in_one_step_leaves_sessions_of_other_steps_alone(
     engine: Engine, client: Client, script: Script
 ) -> None:
     calm = await client.open(HISTORY)
@@ -117,7 +117,7 @@ async def test_want_of_memory_in_one_step_leaves_sessions_of_other_steps_alone(
     assert engine.is_alive()
 
 
-async def test_want_of_memory_again_and_again_is_not_a_sick_device(
+async def test_a_lack_of_memory_again_and_again_is_not_a_sick_device(
     engine: Engine, client: Client, script: Script
 ) -> None:
     """Else one client with too large a request would take the server away from all."""
@@ -162,7 +162,7 @@ CAUSES: list[tuple[Exception, bool]] = [
 ]
 
 
-def test_want_of_memory_is_reported_from_other_errors_also_as_their_cause(subtests: pytest.Subtests) -> None:
+def test_out_of_memory_is_reported_from_other_errors_also_as_their_cause(subtests: pytest.Subtests) -> None:
     for error, expected in CAUSES:
         with subtests.test(str(error)):
             assert is_out_of_memory(error) is expected

@@ -145,7 +145,7 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
             session.record(ids[:missing], Mark.APPENDED)
 
 
-def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting() -> None:
+def test_no_call_on_a_session_at_the_cap_keeps_others_waiting() -> None:
     # In a process of its own, as a server is: what freeing memory takes depends on all that a process did before.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         longest, too_long = process.submit(longest_pauses).result(timeout=240)

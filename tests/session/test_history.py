@@ -28,6 +28,7 @@ from inference_engine.session.history import (
 )
 from inference_engine.session.journal import MemoryJournal, SessionRecord
 from inference_engine.types import Mark
+from tests.facade import no_memory_for_histories
 
 VOCABULARY = 700
 
@@ -256,11 +257,11 @@ def test_a_stretch_takes_no_copy_of_whole_leaves() -> None:
     assert len(stretch.ids(LEAF_TOKENS - 10, 40 * LEAF_TOKENS + 10)) == 39 * LEAF_TOKENS + 20
 
 
-def test_want_of_memory_changes_nothing() -> None:
+def test_a_lack_of_memory_changes_nothing() -> None:
     history = History()
     history.extend(some(LEAF_TOKENS + 100), Mark.APPENDED)
     before = history.ids().tolist()
-    with mock.patch.object(Leaves, "_new", side_effect=MemoryError), pytest.raises(MemoryError):
+    with no_memory_for_histories(), pytest.raises(MemoryError):
         history.extend(some(LEAF_TOKENS), Mark.APPENDED)
     assert history.ids().tolist() == before
     history.extend(some(LEAF_TOKENS, 1), Mark.APPENDED)

@@ -73,7 +73,7 @@ class MlxForward:
         return self._dtype
 
     @property
-    def torch_model(self) -> None:
+    def seam(self) -> None:
         return None
 
     @property

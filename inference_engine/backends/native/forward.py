@@ -97,7 +97,7 @@ class NativeForward:
         return None
 
     @property
-    def torch_model(self) -> None:
+    def seam(self) -> None:
         return None
 
     @property

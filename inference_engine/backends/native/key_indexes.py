@@ -61,8 +61,16 @@ class _Matrices:
 class NativeIndexes:
     """What `KVContext.open_index` needs of a native model."""
 
-    def __init__(self, rotaries: Mapping[str, Rotation], turns: Mapping[str, Turns], identity: Identity) -> None:
-        self._turns, self._identity = turns, identity
+    def __init__(
+        self,
+        rotaries: Mapping[str, Rotation],
+        turns: Mapping[str, Turns],
+        identity: Identity,
+        *,
+        slow: float = _SLOW,
+    ) -> None:
+        """slow: radians up to which a frequency is taken as slow; 0: none is, and each has a table."""
+        self._turns, self._identity, self._slow = turns, identity, slow
         self._frequencies = {name: np.asarray(table.frequencies, np.float64) for name, table in rotaries.items()}
         # Sessions share them: they are in no bound. As long as an index has them, the components they are of live.
         self._matrices: WeakValueDictionary[tuple[int, IndexShape], _Matrices] = WeakValueDictionary()
@@ -73,7 +81,7 @@ class NativeIndexes:
         if found is None or index.components.mean.shape[-1] % LANES:
             return None
         tiles = index.capacity // index.shape.tile
-        tables = run_tables(tuple(found.tolist()), index.shape.run, tiles, slow=_SLOW, crawling=_CRAWLING)
+        tables = run_tables(tuple(found.tolist()), index.shape.run, tiles, slow=self._slow, crawling=_CRAWLING)
         kind = (id(index.components), index.shape)
         matrices = self._matrices.get(kind)
         if matrices is None:

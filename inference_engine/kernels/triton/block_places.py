@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.block_selection import candidates
 from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.line import in_line, in_record
 
 _FOUND = 64  # listed blocks, and places, that are compared at once
 
@@ -55,22 +56,22 @@ def _find_blocks(
     query = tl.program_id(1).to(tl.int64)
     p_line = p_regions + query * FIELDS
     size, first, end = candidates(p_line)
-    sink = tl.load(p_line + 3).to(tl.int32)
-    ring = tl.maximum(tl.load(p_line + 4).to(tl.int32), 1)
-    by_tokens = tl.load(p_line + 13) != 0
-    record = tl.load(p_line + 14)
-    offloaded_end = tl.load(p_line + 15).to(tl.int32)
-    kept = tl.minimum(tl.load(p_line + 10).to(tl.int32), end - first)
-    has_record = (tl.load(p_line + 9) > 0) & (record != 0)
+    sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
+    ring = tl.maximum(tl.load(p_line + in_line("RING")).to(tl.int32), 1)
+    by_tokens = tl.load(p_line + in_line("CHOOSER")) != 0
+    record = tl.load(p_line + in_line("RECORD"))
+    offloaded_end = tl.load(p_line + in_line("OFFLOADED_END")).to(tl.int32)
+    kept = tl.minimum(tl.load(p_line + in_line("KEPT")).to(tl.int32), end - first)
+    has_record = (tl.load(p_line + in_line("BLOCK")) > 0) & (record != 0)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     if has_record & (by_tokens == 0) & (kept > 0):
         p_record = record.to(tl.pointer_type(tl.int64))
-        count = tl.load(p_record + 4).to(tl.int32)
-        p_places = tl.load(p_record + 3).to(tl.pointer_type(tl.int32)) + head * count
-        fetched_from = tl.load(p_record + 5).to(tl.int32)
-        p_counts = tl.load(p_record + 6).to(tl.pointer_type(tl.int64)) + head * 2
+        count = tl.load(p_record + in_record("PLACE_COUNT")).to(tl.int32)
+        p_places = tl.load(p_record + in_record("PLACES")).to(tl.pointer_type(tl.int32)) + head * count
+        fetched_from = tl.load(p_record + in_record("FETCHED_FROM")).to(tl.int32)
+        p_counts = tl.load(p_record + in_record("COUNTS")).to(tl.pointer_type(tl.int64)) + head * 2
         p_list = p_listed + (query * heads + head) * WIDTH
         p_source = p_sources + (query * heads + head) * WIDTH
         away = tl.abs(offloaded_end)

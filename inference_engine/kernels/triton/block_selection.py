@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.topk import in_order, lowest_of, of_order, places_of
 
 LEAST = 16  # rows and columns that a matrix product of Triton has at least
@@ -122,10 +123,10 @@ def candidates(p_line):
 
     A line that selects tokens (`triton/components.py`) selects no block; the size is one that its sink may be cut at.
     """
-    sink = tl.load(p_line + 3)
-    block = tl.load(p_line + 9)
-    local = tl.load(p_line + 11)
-    by_tokens = (block > 0) & (tl.load(p_line + 13) != 0)
+    sink = tl.load(p_line + in_line("SINK"))
+    block = tl.load(p_line + in_line("BLOCK"))
+    local = tl.load(p_line + in_line("LOCAL"))
+    by_tokens = (block > 0) & (tl.load(p_line + in_line("CHOOSER")) != 0)
     size = tl.where(by_tokens, 1024, tl.maximum(block, 1))
     first = sink // size
     end = tl.where((block > 0) & (sink < local) & ~by_tokens, tl.cdiv(local, size), first)
@@ -136,15 +137,15 @@ def candidates(p_line):
 def reads_of(p_line, SERVES_ALL: tl.constexpr):
     """How a line's reads are counted through: those of the sink, then of listed blocks, and all. See the module."""
     size, first, end = candidates(p_line)
-    count = tl.load(p_line + 2)
-    sink = tl.load(p_line + 3)
-    block = tl.load(p_line + 9)
-    local = tl.load(p_line + 11)
-    seen = tl.load(p_line + 6) + 1
+    count = tl.load(p_line + in_line("COUNT"))
+    sink = tl.load(p_line + in_line("SINK"))
+    block = tl.load(p_line + in_line("BLOCK"))
+    local = tl.load(p_line + in_line("LOCAL"))
+    seen = tl.load(p_line + in_line("UPTO")) + 1
     # Of a ring buffer, positions are counted; it has fewer slots.
-    seen = tl.where((block > 0) & (tl.load(p_line + 4) > 0), seen, tl.minimum(count, seen))
+    seen = tl.where((block > 0) & (tl.load(p_line + in_line("RING")) > 0), seen, tl.minimum(count, seen))
     before = tl.where(block > 0, tl.minimum(tl.minimum(sink, local), seen), count if SERVES_ALL else 0).to(tl.int32)
-    listed = tl.minimum(tl.load(p_line + 10).to(tl.int32), end - first) * size
+    listed = tl.minimum(tl.load(p_line + in_line("KEPT")).to(tl.int32), end - first) * size
     behind = tl.where(block > 0, tl.maximum(seen - local, 0), 0).to(tl.int32)
     return before, before + listed, before + listed + behind
 
@@ -173,9 +174,9 @@ def _score_blocks(
     query = tl.program_id(2).to(tl.int64)
     p_line = p_regions + query * FIELDS
     _, first, end = candidates(p_line)
-    start = tl.load(p_line) + head * tl.load(p_line + 1) + tl.load(p_line + 12)
+    start = tl.load(p_line) + head * tl.load(p_line + in_line("HEAD_SLOTS")) + tl.load(p_line + in_line("BOUNDS"))
     # Where all candidates are read, scores do not matter.
-    end = tl.where(tl.load(p_line + 10) < end - first, end, first)
+    end = tl.where(tl.load(p_line + in_line("KEPT")) < end - first, end, first)
 
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
@@ -233,7 +234,7 @@ def _select_blocks(
     query = tl.program_id(1).to(tl.int64)
     p_line = p_regions + query * FIELDS
     _, first, end = candidates(p_line)
-    kept = tl.load(p_line + 10).to(tl.int32)
+    kept = tl.load(p_line + in_line("KEPT")).to(tl.int32)
     row = query * tl.num_programs(0) + head
     o_row = row * BLOCKS
     count = end - first

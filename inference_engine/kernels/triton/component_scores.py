@@ -18,12 +18,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.gather import attend_reads
+from inference_engine.kernels.triton.line import in_line
 
 
 @triton.jit
 def chooses_by(p_line, SHAPE: tl.constexpr):
     """Whether a line chooses tokens by this shape of index."""
-    return (tl.load(p_line + 9) > 0) & (tl.load(p_line + 13) != 0) & (tl.load(p_line + 12) == SHAPE)
+    return (
+        (tl.load(p_line + in_line("BLOCK")) > 0)
+        & (tl.load(p_line + in_line("CHOOSER")) != 0)
+        & (tl.load(p_line + in_line("BOUNDS")) == SHAPE)
+    )
 
 
 @triton.jit
@@ -31,9 +36,9 @@ def choices_of(p_line, SHAPE: tl.constexpr):
     """A line's candidates are the positions [first, end), and how many of them it keeps; none if it does not choose
     tokens, or by another shape of index, which is another launch's.
     """
-    sink = tl.load(p_line + 3).to(tl.int32)
-    local = tl.load(p_line + 11).to(tl.int32)
-    kept = tl.load(p_line + 10).to(tl.int32)
+    sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
+    local = tl.load(p_line + in_line("LOCAL")).to(tl.int32)
+    kept = tl.load(p_line + in_line("KEPT")).to(tl.int32)
     end = tl.where(chooses_by(p_line, SHAPE), tl.maximum(local, sink), sink)
     kept = tl.minimum(kept, end - sink)
     return sink, tl.where(kept > 0, end, sink), kept
@@ -271,7 +276,7 @@ def _score_part(
     chunk_begin = first_chunk + part * each
     chunk_end = tl.minimum(chunk_begin + each, end_chunk)
     if chunk_begin < chunk_end:
-        p_index = tl.load(p_line + 13).to(tl.pointer_type(tl.int64))
+        p_index = tl.load(p_line + in_line("CHOOSER")).to(tl.pointer_type(tl.int64))
         p_even = tl.load(p_index).to(tl.pointer_type(tl.int32))
         p_odd = tl.load(p_index + 1).to(tl.pointer_type(tl.int32))
         p_rows = table_of(p_index, 2) + head * 2 * (R + 1) * H

@@ -31,6 +31,7 @@ from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.component_index import half_width, rank_width
 from inference_engine.kernels.triton.component_scores import choices_of, chooses_by
 from inference_engine.kernels.triton.gather import with_tile
+from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.restoring import restored_before
 
 _PARTS = 128  # that a history is scored in
@@ -361,9 +362,9 @@ def _read(
     row = query * tl.num_programs(1) + head
     p_line = p_regions + query * FIELDS
     _, _, kept = choices_of(p_line, SHAPE)
-    own = tl.load(p_line) + head * tl.load(p_line + 1)
-    sink = tl.load(p_line + 3).to(tl.int32)
-    ring = tl.load(p_line + 4).to(tl.int32)
+    own = tl.load(p_line) + head * tl.load(p_line + in_line("HEAD_SLOTS"))
+    sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
+    ring = tl.load(p_line + in_line("RING")).to(tl.int32)
     _, before = restored_before(p_line, SHAPE)
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)

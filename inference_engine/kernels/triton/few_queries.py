@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.block_selection import LEAST, Tile, candidates, reads_of, width_of
 from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
 # Programs, if no run were rounded up: one for each processor of a large GPU where there is one query, else two.
@@ -114,11 +115,15 @@ def _ends_of(p_line, SELECTS: tl.constexpr):
     """How many reads the query of a line has, or those of lines have."""
     if SELECTS:
         _, _, end = reads_of(p_line, True)
-        reads_slots = (tl.load(p_line + 9) == 0) & (tl.load(p_line + 4) == 0)
-        return tl.where(reads_slots, tl.minimum(end, tl.load(p_line + 6).to(tl.int32) + 1), end)
-    count = tl.where(tl.load(p_line + 9) == 0, tl.load(p_line + 2), 0).to(tl.int32)
+        reads_slots = (tl.load(p_line + in_line("BLOCK")) == 0) & (tl.load(p_line + in_line("RING")) == 0)
+        return tl.where(reads_slots, tl.minimum(end, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1), end)
+    count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
     # Where slots are positions, none after its own is seen.
-    return tl.where(tl.load(p_line + 4) > 0, count, tl.minimum(count, tl.load(p_line + 6).to(tl.int32) + 1))
+    return tl.where(
+        tl.load(p_line + in_line("RING")) > 0,
+        count,
+        tl.minimum(count, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1),
+    )
 
 
 @triton.jit
@@ -194,15 +199,15 @@ def _attend_run(
         runs = tl.sum(tl.where(o_n == query, b_runs, 0), axis=0)
         part = number - tl.sum(tl.where(o_n < query, b_runs, 0), axis=0)
         p_line = p_regions + query * FIELDS
-        sink = tl.load(p_line + 3).to(tl.int32)
-        ring = tl.load(p_line + 4).to(tl.int32)
-        last = tl.load(p_line + 5).to(tl.int32)
-        upto = tl.load(p_line + 6).to(tl.int32)
-        floor = tl.load(p_line + 7).to(tl.int32)
-        sink_floor = tl.load(p_line + 8).to(tl.int32)
-        prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
-        begin = tl.load(p_line + 15)
-        own = tl.load(p_line) + head * tl.load(p_line + 1) - begin
+        sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
+        ring = tl.load(p_line + in_line("RING")).to(tl.int32)
+        last = tl.load(p_line + in_line("LAST")).to(tl.int32)
+        upto = tl.load(p_line + in_line("UPTO")).to(tl.int32)
+        floor = tl.load(p_line + in_line("FLOOR")).to(tl.int32)
+        sink_floor = tl.load(p_line + in_line("SINK_FLOOR")).to(tl.int32)
+        prefix = tl.load(p_line + in_line("PREFIX_START")) + head * tl.load(p_line + in_line("PREFIX_HEAD_SLOTS"))
+        begin = tl.load(p_line + in_line("BASE"))
+        own = tl.load(p_line) + head * tl.load(p_line + in_line("HEAD_SLOTS")) - begin
         behind = (prefix - own) * D
         first = part * tiles * BLOCK_S
         end = tl.minimum(_ends_of(p_line, SELECTS), first + tiles * BLOCK_S)
@@ -218,8 +223,8 @@ def _attend_run(
         m_out = m_q[:, None] & m_d[None, :]
         o_tile = o_i[:, None] * D + o_d[None, :]
         o_h = (query * heads + head) * GROUP + o_q
-        is_selecting = tl.load(p_line + 9) > 0
-        local = tl.load(p_line + 11).to(tl.int32)
+        is_selecting = tl.load(p_line + in_line("BLOCK")) > 0
+        local = tl.load(p_line + in_line("LOCAL")).to(tl.int32)
         size, _, _ = candidates(p_line)
         to_listed, to_local, _ = reads_of(p_line, True)
         p_list = p_listed + (query * heads + head) * LISTED
@@ -252,7 +257,7 @@ def _attend_run(
         if SELECTS:
             # Where a tile is a run of slots, one number says where it is: that is most of the time.
             is_whole = (ring == 0) & (size % BLOCK_S == 0) & (to_listed % BLOCK_S == 0)
-            own = tl.load(p_line) + head * tl.load(p_line + 1)
+            own = tl.load(p_line) + head * tl.load(p_line + in_line("HEAD_SLOTS"))
             for r in range(tl.where(is_selecting & is_whole, first, end), end, BLOCK_S):
                 in_list = (r >= to_listed) & (r < to_local)
                 block = tl.load(p_list + (r - to_listed) // size, mask=in_list, other=0)

@@ -37,6 +37,7 @@ from inference_engine.kernels.triton.block_selection import (
 )
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.few_queries import attend_few
+from inference_engine.kernels.triton.line import in_line, in_record
 
 _PARTS = 80  # of one query and KV head
 _PARTS_OF_MANY = 8  # where queries beside them make up a chunk of some prefill
@@ -267,20 +268,20 @@ def attend_reads(
     query = tl.program_id(2).to(tl.int64)
     p_line = p_regions + query * FIELDS
     start = tl.load(p_line)
-    region = tl.load(p_line + 1)
-    sink = tl.load(p_line + 3).to(tl.int32)
-    ring = tl.load(p_line + 4).to(tl.int32)
-    last = tl.load(p_line + 5).to(tl.int32)
-    upto = tl.load(p_line + 6).to(tl.int32)
-    floor = tl.load(p_line + 7).to(tl.int32)
-    sink_floor = tl.load(p_line + 8).to(tl.int32)
-    local = tl.load(p_line + 11).to(tl.int32)
-    prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
-    begin = tl.load(p_line + 15)
-    block = tl.load(p_line + 9)
+    region = tl.load(p_line + in_line("HEAD_SLOTS"))
+    sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
+    ring = tl.load(p_line + in_line("RING")).to(tl.int32)
+    last = tl.load(p_line + in_line("LAST")).to(tl.int32)
+    upto = tl.load(p_line + in_line("UPTO")).to(tl.int32)
+    floor = tl.load(p_line + in_line("FLOOR")).to(tl.int32)
+    sink_floor = tl.load(p_line + in_line("SINK_FLOOR")).to(tl.int32)
+    local = tl.load(p_line + in_line("LOCAL")).to(tl.int32)
+    prefix = tl.load(p_line + in_line("PREFIX_START")) + head * tl.load(p_line + in_line("PREFIX_HEAD_SLOTS"))
+    begin = tl.load(p_line + in_line("BASE"))
+    block = tl.load(p_line + in_line("BLOCK"))
     is_away = False
     if OFFLOADED:
-        is_away = (block > 0) & (tl.load(p_line + 13) == 0) & (tl.load(p_line + 14) != 0)
+        is_away = (block > 0) & (tl.load(p_line + in_line("CHOOSER")) == 0) & (tl.load(p_line + in_line("RECORD")) != 0)
         begin = tl.where(is_away, 0, begin)
     size, _, _ = candidates(p_line)
     to_listed, to_local, end = reads_of(p_line, SERVES_ALL)
@@ -307,10 +308,10 @@ def attend_reads(
         gdc_wait()
         gdc_launch_dependents()
     if is_away:
-        p_record = tl.load(p_line + 14).to(tl.pointer_type(tl.int64))
+        p_record = tl.load(p_line + in_line("RECORD")).to(tl.pointer_type(tl.int64))
         p_table = tl.load(p_record).to(tl.pointer_type(tl.int64))
-        chunk = tl.load(p_record + 1).to(tl.int32)
-        layer_bytes = tl.load(p_record + 2)
+        chunk = tl.load(p_record + in_record("CHUNK_TOKENS")).to(tl.int32)
+        layer_bytes = tl.load(p_record + in_record("LAYER_BYTES"))
         p_source = p_sources + (query * heads + head) * BLOCKS
         ITEM: tl.constexpr = p_keys.dtype.element_ty.primitive_bitwidth // 8
         for r in range(part * BLOCK_S, end, PARTS * BLOCK_S):
@@ -421,7 +422,7 @@ def _merge_parts(
     m_p = (o_p < PARTS) & (o_p * BLOCK_S < end)
     m_d = o_d < D
     if not SERVES_ALL:
-        m_d = m_d & (tl.load(p_line + 9) > 0)
+        m_d = m_d & (tl.load(p_line + in_line("BLOCK")) > 0)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

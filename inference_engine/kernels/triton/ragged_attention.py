@@ -31,6 +31,7 @@ from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.components import attend_choosing
 from inference_engine.kernels.triton.few_queries import attend_few
 from inference_engine.kernels.triton.gather import attend_selecting
+from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
 _PROGRAMS = 128  # tiles and heads that fill a GPU; of fewer, parts are served by programs of their own
@@ -235,8 +236,12 @@ def _attend_all(
 @triton.jit
 def _part_of(p_line, PARTS: tl.constexpr, LEAST_PART: tl.constexpr):
     """Slots of a part for the query of a line: the same whenever it sees the same slots."""
-    ring = tl.load(p_line + 4).to(tl.int32)
-    slots = tl.where(ring > 0, tl.load(p_line + 3).to(tl.int32) + ring, tl.load(p_line + 6).to(tl.int32) + 1)
+    ring = tl.load(p_line + in_line("RING")).to(tl.int32)
+    slots = tl.where(
+        ring > 0,
+        tl.load(p_line + in_line("SINK")).to(tl.int32) + ring,
+        tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1,
+    )
     part = slots * 0 + LEAST_PART
     while part * PARTS < slots:
         part *= 2
@@ -251,7 +256,11 @@ def _is_shared(p_regions, o_first, o_last, FIELDS: tl.constexpr, PARTS: tl.const
     """
     p_first = p_regions + o_first * FIELDS
     p_last = p_regions + o_last * FIELDS
-    is_one = (tl.load(p_first) == tl.load(p_last)) & (tl.load(p_first + 2) > 0) & (tl.load(p_first + 9) == 0)
+    is_one = (
+        (tl.load(p_first) == tl.load(p_last))
+        & (tl.load(p_first + in_line("COUNT")) > 0)
+        & (tl.load(p_first + in_line("BLOCK")) == 0)
+    )
     return is_one & (_part_of(p_first, PARTS, LEAST_PART) == _part_of(p_last, PARTS, LEAST_PART))
 
 
@@ -301,17 +310,17 @@ def _attend_rows(
     CHAINED: the kernel before wrote the queries, and some of the keys and values; lines were there before.
     """
     head = tl.program_id(1)
-    region = tl.load(p_line + 1)
-    sink = tl.load(p_line + 3).to(tl.int32)
-    ring = tl.load(p_line + 4).to(tl.int32)
-    last = tl.load(p_line + 5).to(tl.int32)
-    prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
-    begin = tl.load(p_line + 15)
+    region = tl.load(p_line + in_line("HEAD_SLOTS"))
+    sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
+    ring = tl.load(p_line + in_line("RING")).to(tl.int32)
+    last = tl.load(p_line + in_line("LAST")).to(tl.int32)
+    prefix = tl.load(p_line + in_line("PREFIX_START")) + head * tl.load(p_line + in_line("PREFIX_HEAD_SLOTS"))
+    begin = tl.load(p_line + in_line("BASE"))
     own = tl.load(p_line) + head * region - begin
     behind = (prefix - own) * D
-    b_upto = tl.load(p_regions + o_query * FIELDS + 6, mask=m_q, other=-1).to(tl.int32)
-    b_floor = tl.load(p_regions + o_query * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
-    b_sink_floor = tl.load(p_regions + o_query * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
+    b_upto = tl.load(p_regions + o_query * FIELDS + in_line("UPTO"), mask=m_q, other=-1).to(tl.int32)
+    b_floor = tl.load(p_regions + o_query * FIELDS + in_line("FLOOR"), mask=m_q, other=0).to(tl.int32)
+    b_sink_floor = tl.load(p_regions + o_query * FIELDS + in_line("SINK_FLOOR"), mask=m_q, other=0).to(tl.int32)
     b_floor = tl.where(ring > 0, tl.maximum(b_floor, sink), tl.maximum(b_floor, 0))
     # Where slots are positions: no query reads those after the last query's own, and between these two all are seen.
     end = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))
@@ -435,7 +444,7 @@ def _attend_one(
         o_last = tl.minimum(o_first + TILE, query_count) - 1
         is_own = not _is_shared(p_regions, o_first, o_last, FIELDS, PARTS, LEAST_PART)
     if is_own:
-        count = tl.where(tl.load(p_line + 9) == 0, tl.load(p_line + 2), 0).to(tl.int32)
+        count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
         o_q = tl.arange(0, BLOCK_Q)
         o_h = (query * tl.num_programs(1) + tl.program_id(1)) * GROUP + o_q
         _attend_rows(
@@ -484,7 +493,7 @@ def _attend_tile(
         o_h = (o_query * tl.num_programs(1) + tl.program_id(1)) * GROUP + o_q % GROUP
         _attend_rows(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, o_query, o_h,
-            (o_q < TILE * GROUP) & (o_query <= o_last), tl.load(p_line + 2).to(tl.int32),
+            (o_q < TILE * GROUP) & (o_query <= o_last), tl.load(p_line + in_line("COUNT")).to(tl.int32),
             _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP, D, HAS_CAP, BLOCK_D,
             BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
@@ -512,8 +521,12 @@ def _merge_parts(
     head = tl.program_id(0).to(tl.int64)
     p_line = p_regions + head // HEADS * FIELDS
     part = _part_of(p_line, PARTS, LEAST_PART)
-    count = tl.where(tl.load(p_line + 9) == 0, tl.load(p_line + 2), 0).to(tl.int32)
-    count = tl.where(tl.load(p_line + 4) > 0, count, tl.minimum(count, tl.load(p_line + 6).to(tl.int32) + 1))
+    count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
+    count = tl.where(
+        tl.load(p_line + in_line("RING")) > 0,
+        count,
+        tl.minimum(count, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1),
+    )
     parts = tl.cdiv(count, part)
     o_d = tl.arange(0, BLOCK_D)
     o_sums = query_count.to(tl.int64) * HEADS * PARTS

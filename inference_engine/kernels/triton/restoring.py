@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_engine.kernels.triton.codes import blocks_of, codes_of, numbers_of_codes, places_of_codes, put_numbers
 from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.component_scores import choices_of
+from inference_engine.kernels.triton.line import in_line
 
 
 @triton.jit
@@ -29,9 +30,9 @@ def restored_before(p_line, SHAPE: tl.constexpr):
     """The archive of a line's index, and the position before which its tokens have to be restored; 0 if none has to."""
     archive = tl.full((), 0, tl.int64)
     _, _, kept = choices_of(p_line, SHAPE)
-    if (kept > 0) & (tl.load(p_line + 4) > 0):
-        archive = tl.load(tl.load(p_line + 13).to(tl.pointer_type(tl.int64)) + 10)
-    return archive, tl.where(archive != 0, tl.load(p_line + 7), 0).to(tl.int32)
+    if (kept > 0) & (tl.load(p_line + in_line("RING")) > 0):
+        archive = tl.load(tl.load(p_line + in_line("CHOOSER")).to(tl.pointer_type(tl.int64)) + 10)
+    return archive, tl.where(archive != 0, tl.load(p_line + in_line("FLOOR")), 0).to(tl.int32)
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def restore(
         p_matrix = tl.multiple_of(tl.load(p_own + 13).to(tl.pointer_type(p_numbers.dtype.element_ty)), 16)
         p_factors = tl.load(p_own + 14).to(tl.pointer_type(tl.float32))
         p_means = tl.load(p_own + 15).to(tl.pointer_type(tl.float32))
-        p_index = tl.load(p_line + 13).to(tl.pointer_type(tl.int64))
+        p_index = tl.load(p_line + in_line("CHOOSER")).to(tl.pointer_type(tl.int64))
         turned = tl.load(p_index + 9).to(tl.int32)
         is_value = kind % 2
         o_f = kind // 2 * PAIRS + tl.arange(0, PAIRS)

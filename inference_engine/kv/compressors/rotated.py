@@ -24,8 +24,28 @@ from torch import Tensor
 from inference_engine.kv.compressor import LARGEST_HEAD, Coding, require_head
 from inference_engine.kv.compressors.bits import pack, packed_bytes, unpack
 from inference_engine.kv.compressors.columns import ColumnCompressor, sum_channels
-from inference_engine.kv.compressors.hadamard import is_power_of_two, rotate
 from inference_engine.kv.compressors.scales import SCALE_BYTES, load_scales, round_scales, store_scales
+
+
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def rotate(columns: Tensor) -> Tensor:
+    """The Hadamard rotation: [D, N] -> H · columns, H with elements ±1 in Sylvester's order. Twice gives D · columns.
+
+    Sums and differences of halves: log2(D) steps, each element by element, so that a column's result does not depend
+    on its neighbours. Integers stay integers.
+    """
+    head_dim, count = columns.shape
+    assert is_power_of_two(head_dim), head_dim
+    span = 1
+    while span < head_dim:
+        pairs = columns.reshape(head_dim // (2 * span), 2, span * count)
+        first, second = pairs[:, 0], pairs[:, 1]
+        columns = torch.stack((first + second, first - second), dim=1).view(head_dim, count)
+        span *= 2
+    return columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,7 +97,7 @@ class OffloadedEntries:
         self._inbound = context.tier.inbound
         self._expected: deque[tuple[int, range]] = deque()  # layer and positions of what is asked for next
         self._kept: torch.cuda.Event | None = None  # when all that was kept is stored
-        self._told = 0  # chunks whose addresses the record has
+        self._recorded = 0  # chunks whose addresses the record has
         self._counted = [0, 0]  # of the record's counts, what the transfers have
         self._is_by_numbers = False  # does the operation fill the places?
 
@@ -166,10 +166,10 @@ class OffloadedEntries:
     def _tell(self) -> None:
         """Write the addresses of new chunks to the record."""
         chunks = -(-(self.end - self.layout.sink) // self._tier.chunk)
-        if self._record is not None and chunks > self._told:
-            fresh = [self._store.lend(chunk).data_ptr() for chunk in range(self._told, chunks)]
-            self._record.table[self._told : chunks] = torch.tensor(fresh)
-            self._told = chunks
+        if self._record is not None and chunks > self._recorded:
+            fresh = [self._store.lend(chunk).data_ptr() for chunk in range(self._recorded, chunks)]
+            self._record.table[self._recorded : chunks] = torch.tensor(fresh)
+            self._recorded = chunks
 
     def _count_fetched(self) -> None:
         """Count what the operation fetched since the last time. Waits for the device."""
@@ -286,7 +286,7 @@ class OffloadedEntries:
         was_by_numbers = self._is_by_numbers
         self._read_by_views()
         self.end = self.layout.sink
-        self._told = 0
+        self._recorded = 0
         for layer, places in self._places.items():
             # What the operation fetched is not known: every place is wiped.
             before = np.zeros_like(places) if was_by_numbers else places

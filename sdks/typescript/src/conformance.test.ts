@@ -162,7 +162,7 @@ class Player {
     this.#tokens.set(step.as ?? "", result.tokenIds);
     // A seed that the server drew is another each time.
     const seed = given.seed === undefined ? null : String(result.seed);
-    return { ...factsOf(result), seed, told_history_length: session.historyLength };
+    return { ...factsOf(result), seed, session_history_length: session.historyLength };
   }
 
   #session(name: string): Session {

@@ -16,7 +16,7 @@ from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, save_codec
 from laboratory.commands import evaluate
 from laboratory.commands.evaluate import EXPERIMENTS, command
-from laboratory.evaluation import record, restoration
+from laboratory.evaluation import fidelity, record
 from laboratory.evaluation.record import ROOT
 from tests.tiny import LATENT_BYTES, tiny_latent
 
@@ -146,14 +146,14 @@ def test_a_length_that_is_done_is_on_disk_whatever_becomes_of_the_next(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that is taken away gives no notice."""
-    measure = restoration._measure
+    measure = fidelity.measure
 
-    def measured(target: Any, matches: Any, passages: Any, **options: Any) -> Any:
+    def measured(engine: Any, strategies: Any, passages: Any, **options: Any) -> Any:
         if len(passages[0].prefix) == 150:
             raise SystemExit("the machine is gone")
-        return measure(target, matches, passages, **options)
+        return measure(engine, strategies, passages, **options)
 
-    monkeypatch.setattr(restoration, "_measure", measured)
+    monkeypatch.setattr(fidelity, "measure", measured)
     kept = save_tiny_latent(tiny_folder, tmp_path)
     words = ("--lengths", "130", "150", "--kinds=code", "--rates=120", "--window=16", "--count=5", "--texts=1")
     few = ("--trials=0", "--families=window", "--latent", str(kept), "--results", str(tmp_path / "results"))

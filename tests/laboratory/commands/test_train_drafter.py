@@ -124,7 +124,7 @@ def test_a_training_reads_all_corpora_it_is_given(
     tiny_folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "commit", lambda: "none")
-    monkeypatch.setattr(corpus_prompts, "_QUESTIONS", 100)
+    monkeypatch.setattr(corpus_prompts, "QUESTIONS", 100)
     shared = ("--model", str(tiny_folder), "--cache-dir", str(made))
     first, second = corpus_folder(tiny_folder.name, made), tmp_path / "corpus"
     few = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 
 from inference_engine.kv.strategies import strategy_names
-from laboratory.evaluation.families import add_arguments, main
+from laboratory.evaluation.families import add_arguments, families, main
 
 
 def run(*options: str) -> dict[str, list[dict[str, object]]]:
@@ -27,7 +28,15 @@ def test_a_family_is_listed_with_the_strategies_it_can_have() -> None:
     assert rows["SmolLM3ForCausalLM"]["unrotated_layers"] == 9
     assert rows["HunYuanDenseV1ForCausalLM"]["not_had"] == "sink_window, layer_window, mac"
     assert [row["family"] for row in tables["refused"]] == ["GPTJForCausalLM"]
-    assert tables["faults"] == []
+    assert tables["faults"] == [] == tables["left out"]
+
+
+def test_a_family_that_is_not_tried_out_is_named_with_the_reason() -> None:
+    tables = run("--only", "Gemma4Assistant", "Phi4Multimodal", "SmolLM3", "--sizes", "1")
+    why = {row["family"]: str(row["why"]) for row in tables["left out"]}
+    assert set(why) == {"Gemma4AssistantForCausalLM", "Phi4MultimodalForCausalLM"}
+    assert "by default" in why["Gemma4AssistantForCausalLM"] and "a minute" in why["Phi4MultimodalForCausalLM"]
+    assert [row["family"] for row in tables["admitted"]] == ["SmolLM3ForCausalLM"]
 
 
 @pytest.mark.long
@@ -36,4 +45,8 @@ def test_every_decoder_that_is_admitted_is_served_rightly_at_random_sizes() -> N
     assert tables["faults"] == []
     assert len(tables["admitted"]) > 60
     for row in tables["refused"]:
-        assert "Error" not in str(row["refusal"]), row
+        # In words: no exception of a library, and no value that only a program can read.
+        assert not re.search(r"Error|Exception|tensor\(|<[a-z_]+\.|object at 0x", str(row["refusal"])), row
+    rows = [row["family"] for name in ("admitted", "refused", "left out") for row in tables[name]]
+    assert sorted(map(str, rows)) == sorted({kind.__name__ for _, kind in families()})
+    assert len(tables["left out"]) < 5

@@ -17,7 +17,7 @@ from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.commands.evaluate import ended_as_interrupted
-from laboratory.evaluation import passages, restoration
+from laboratory.evaluation import fidelity, passages, restoration
 from laboratory.evaluation.arguments import geometry_of
 from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
@@ -147,7 +147,7 @@ def python_handles(number: signal.Signals) -> Iterator[None]:
 def test_what_is_ended_early_keeps_the_lengths_that_were_done(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
 ) -> None:
-    measure = restoration._measure
+    measure = fidelity.measure
 
     def measured(*arguments: Any, **options: Any) -> Any:
         found = measure(*arguments, **options)
@@ -155,7 +155,7 @@ def test_what_is_ended_early_keeps_the_lengths_that_were_done(
             signal.raise_signal(ending)
         return found
 
-    monkeypatch.setattr(restoration, "_measure", measured)
+    monkeypatch.setattr(fidelity, "measure", measured)
     words = (
         "--kinds", "code", "--rates", "120", "--window", str(WINDOW), "--count", "5", "--texts", "1", "--trials", "0",
         "--families", "window",
@@ -179,7 +179,7 @@ def test_a_length_without_enough_text_is_refused_before_another_is_measured(
         return passages.text_passage(texts, kind, length, *others)
 
     monkeypatch.setattr(restoration, "text_passage", text_passage)
-    monkeypatch.setattr(restoration, "_measure", None)
+    monkeypatch.setattr(fidelity, "measure", None)
     with pytest.raises(InvalidArgument, match="there are 149 ids"):
         run(target, "--lengths", "130", "150", "--kinds", "code", "--rates", "120", "--window", str(WINDOW))
 

@@ -17,7 +17,7 @@ from laboratory.evaluation import self_talk, tool_json
 from laboratory.evaluation.haystack import CHAT, Texts, documents
 from laboratory.evaluation.self_talk import SelfTalk
 from laboratory.training import openings as calibration
-from laboratory.training.tool_calls import tool_calls
+from laboratory.training.made_text import tool_calls
 from tests.tiny import tiny_engine
 from tests.tiny_folder import END, START, tiny_tokenizer
 

@@ -87,7 +87,7 @@ def test_a_token_reads_the_entries_its_strategy_lets_it_see(strategy: KVStrategy
     assert bytes_read(strategy, GEOMETRY, 100) == entries * ENTRY_BYTES
 
 
-def test_gather_reads_its_keep_set_and_the_bounds_of_whole_blocks() -> None:
+def test_gather_reads_its_selected_blocks_and_the_bounds_of_whole_blocks() -> None:
     gather = Gather(budget=40, block=8, sink=8, window=16)
     # At 99: the sink's block, the window from 80 on, one distant block, and the bounds of twelve whole blocks.
     layer = 8 + 20 + 8 + 12

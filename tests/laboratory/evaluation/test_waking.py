@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from laboratory.evaluation.idle import fill
 from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
 from laboratory.evaluation.saved_entries import CAN_DROP, SavedEntries, filesystem
+from laboratory.evaluation.timing import Watch, start
 from laboratory.evaluation.waking import ANEW, CACHED, KEPT, STORED, add_arguments, draw, main, wake_all
 from tests.tiny import SMALL, VOCABULARY, tiny_latent
 from tests.tiny_folder import save_tiny_chat_model
@@ -112,34 +114,31 @@ def test_a_session_that_is_given_everything_again_gets_what_full_holds(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every round all of them give the token that full's session gives, from as long a history."""
-    said: dict[str, list[int]] = {"session": [], "anew": [], "saved": []}
+    started: list[tuple[str, Watch]] = []
     lengths: list[int] = []
-    go_on, begin, first_token = waking._go_on, waking._begin, SavedEntries.first_token
+    saved_say: list[int] = []
+    first_token = SavedEntries.first_token
 
-    def going_on(engine: Any, session: str, ids: Any, **rest: Any) -> tuple[int, float]:
-        reported = go_on(engine, session, ids, **rest)
-        if not rest:
-            said["session"].append(reported[0])
-        lengths.append(engine.session_info(session).history_length)
-        return reported
-
-    def beginning(engine: Any, ids: Any) -> tuple[int, float]:
-        reported = begin(engine, ids)
-        said["anew"].append(reported[0])
-        return reported
+    def starting(engine: Any, sessions: Any, **rest: Any) -> list[Watch]:
+        lengths.append(engine.session_info(sessions[0]).history_length + 1)  # with the token it will give
+        watches = start(engine, sessions, **rest)
+        started.append((sessions[0], watches[0]))
+        return watches
 
     def reading(saved: SavedEntries, ids: Any, **rest: Any) -> tuple[int, float]:
         reported = first_token(saved, ids, **rest)
-        said["saved"].append(reported[0])
+        saved_say.append(reported[0])
         return reported
 
-    monkeypatch.setattr(waking, "_go_on", going_on)
-    monkeypatch.setattr(waking, "_begin", beginning)
+    monkeypatch.setattr(waking, "start", starting)
     monkeypatch.setattr(SavedEntries, "first_token", reading)
     wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
-    assert said["session"][1:] == said["anew"]
+    kept = started[0][0]
+    session_says = [watch.token_ids[0] for session, watch in started if session == kept]
+    anew = [watch.token_ids[0] for session, watch in started if session != kept]
+    assert session_says[1:] == anew
     methods = 2 if CAN_DROP else 1
-    assert said["saved"] == [token for token in said["anew"] for _ in range(methods)]
+    assert saved_say == [token for token in anew for _ in range(methods)]
     assert sorted(lengths) == [91, 97, 97, 103, 103, 109, 109, 115, 115]
 
 
@@ -147,17 +146,16 @@ def test_the_cache_is_dropped_for_what_is_read_from_storage_and_only_for_that(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    drop, first_token = SavedEntries._drop_cache, SavedEntries.first_token
+    first_token = SavedEntries.first_token
 
-    def dropping(saved: SavedEntries) -> None:
+    def dropping(*_: object) -> None:
         events.append("dropped")
-        drop(saved)
 
     def reading(saved: SavedEntries, ids: Any, *, drop_cache: bool) -> tuple[int, float]:
         events.append(STORED if drop_cache else CACHED)
         return first_token(saved, ids, drop_cache=drop_cache)
 
-    monkeypatch.setattr(SavedEntries, "_drop_cache", dropping)
+    monkeypatch.setattr(os, "posix_fadvise", dropping, raising=False)
     monkeypatch.setattr(SavedEntries, "first_token", reading)
     wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=2, appended=5, folder=tmp_path)
     assert events.count("dropped") == events.count(STORED) == (3 if CAN_DROP else 0)

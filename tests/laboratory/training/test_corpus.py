@@ -28,8 +28,8 @@ from laboratory.training.corpus_store import (
     read_manifest,
     read_texts,
 )
+from laboratory.training.made_text import questions
 from laboratory.training.openings import OPENINGS
-from laboratory.training.questions import questions
 from tests.kv_cache_proposer.small_models import gemma3
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_folder import tiny_tokenizer
@@ -139,7 +139,7 @@ def test_a_text_that_is_no_chat_ends_with_its_first_stop_id() -> None:
 
 
 def test_a_template_is_read_as_it_renders_a_talk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_prompts, "_QUESTIONS", 2400)
+    monkeypatch.setattr(corpus_prompts, "QUESTIONS", 2400)
     tokenizer = tiny_tokenizer()
     chat = read_chat(tokenizer, longest=1000)
     talk = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from laboratory.training.languages import languages, paragraphs
+from laboratory.training.made_text import languages, paragraphs
 
 
 def test_the_same_seed_writes_the_same_and_another_seed_other_paragraphs() -> None:
