@@ -28,6 +28,8 @@ _NOT_HTTP = b"\r\n".join(_LINES)
 
 # uvicorn has no time limit for a first request, nor for the rest of one that has begun.
 HEAD_SECONDS = 20.0
+# So much of further requests is read while one is answered.
+_AHEAD_BYTES = 16 * 1024
 
 
 class Connection(H11Protocol):
@@ -48,8 +50,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.door.receives(self._peer, len(data)):
-            super().data_received(data)
+        if not self.door.receives(self._peer, len(data)):
+            return
+        super().data_received(data)
+        # uvicorn stops reading where the next request begins, and would not see that the client leaves.
+        is_answering = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if is_answering and len(self.conn.trailing_data[0]) < _AHEAD_BYTES:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP like every other error: with the envelope and the deprecation headers."""
@@ -60,7 +67,8 @@ class Connection(H11Protocol):
 
     def _look(self) -> None:
         self.door.drop_excess()
-        is_quiet = self.cycle is None or self.cycle.response_complete
+        # A transport that closes still waits for the client to read; its answer will not be completed.
+        is_quiet = self.cycle is None or self.cycle.response_complete or self.transport.is_closing()
         if is_quiet and self.cycle is self._quiet_since:
             # Not `close`, which would wait for a client that does not read.
             self.transport.abort()
