@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import ClassVar
+import ssl
+from asyncio.sslproto import SSLProtocol
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -75,3 +77,37 @@ class Connection(H11Protocol):
             return
         self._quiet_since = self.cycle if is_quiet else self
         self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
+
+
+class SecuredConnection(SSLProtocol):
+    """The TLS layer of a `Connection`. asyncio's own begins a connection once its handshake is over; the door counts
+    this one from the start, and the handshake has HEAD_SECONDS.
+    """
+
+    door: ClassVar[HttpDoor]
+    connection: ClassVar[type[Connection]]
+    context: ClassVar[ssl.SSLContext]
+
+    def __init__(self, **given: Any) -> None:
+        """given: as uvicorn gives it to a `Connection`."""
+        # Nobody waits for the handshake, and it may take fractions of a second: typeshed allows neither.
+        waiter: Any = None
+        seconds: Any = HEAD_SECONDS
+        super().__init__(
+            asyncio.get_running_loop(),
+            self.connection(**given),
+            self.context,
+            waiter,
+            server_side=True,
+            ssl_handshake_timeout=seconds,
+        )
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self._peer: Peer = transport.get_extra_info("peername")[:2]
+        self.door.opened(self._peer, transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.door.closed(self._peer)
+        super().connection_lost(exc)
