@@ -461,10 +461,7 @@ class SQLiteJournal:
         """Delete a session, damaged or not."""
         self._flush()
         with self._db_lock:
-            found = list(
-                self._db.execute("select session from sessions where id = ? and owner = ?", (session_id, owner))
-            )
-            self._transact([(self._tables.end_session, (number,)) for (number,) in found])
+            self._transact([(self._tables.end_session, (number,)) for number in self._reader.named(session_id, owner)])
 
     def held_bytes(self, session_id: str | None = None) -> int:
         return 0  # histories are in memory once, with their sessions; what waits to be written is bounded
