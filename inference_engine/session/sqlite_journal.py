@@ -19,6 +19,8 @@ lose this one. Checkpoints are made here, not by SQLite, which does not report w
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -453,9 +455,15 @@ class SQLiteJournal:
             raise ConfigError(f"{folder} is there already; name a folder that is not") from error
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}") from error
-        with self._db_lock:
-            self._db.execute("vacuum into ?", (str(folder / FILE),))  # without copies of K/V, which the start notices
-        (folder / FILE).chmod(0o600)
+        try:
+            with self._db_lock:
+                self._db.execute("vacuum into ?", (str(folder / FILE),))  # without copies of K/V, which a start notices
+            (folder / FILE).chmod(0o600)
+            for path in (folder / FILE, folder, folder.absolute().parent):  # SQLite does not sync such a file
+                _sync(path)
+        except (apsw.Error, OSError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError(f"{folder}: the copy cannot be written: {error}") from error
 
     def purge(self, session_id: str, owner: str) -> None:
         """Delete a session, damaged or not."""
@@ -475,3 +483,11 @@ class SQLiteJournal:
         if not self._writer.flush(_FLUSH_SECONDS):
             self.refuse_when_full()
             raise EngineStalled
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
