@@ -286,7 +286,11 @@ class Admission:
         return [
             session
             for session in sessions
-            if session.owner == owner and session.operation is None and not session.pins and session.used_at <= horizon
+            if session.owner == owner
+            and session.operation is None
+            and not session.pins
+            and not session.is_transient  # its call goes on
+            and session.used_at <= horizon
         ]
 
 

@@ -380,6 +380,21 @@ def test_entries_that_made_room_are_computed_again_and_nothing_else_is_lost() ->
         assert engine.session_info(other).history_length == 20
 
 
+def test_a_session_of_a_call_that_goes_on_makes_no_room() -> None:
+    """It is idle between the pieces of its prompt."""
+    with served_engine(
+        growth="guaranteed", kv_bytes=bytes_for(1.5), max_sessions=2, session_evictable_seconds=0
+    ) as engine:
+        for_a_call = opened(engine, is_transient=True)
+        with pytest.raises(NoCapacity):
+            engine.create_session()
+        small = opened(engine, strategy=SinkWindow(sink=1, window=8))
+        engine.create_session(strategy=SinkWindow(sink=1, window=8))
+        with pytest.raises(SessionEvicted):
+            engine.session_info(small)
+        assert engine.session_info(for_a_call).history_length == 20
+
+
 def test_the_sessions_of_one_owner_never_make_room_for_those_of_another() -> None:
     clock = Clock()
     with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5), max_sessions=2) as engine:
