@@ -369,12 +369,19 @@ class SQLiteJournal:
         elif (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_SECONDS
             with self._db_lock:
-                self._transact([(self._expire, ())])
+                self._delete_old()
                 for owner, length in self._expired:
                     self._count_kept(owner, -1, -length)
                     self._metrics.sessions_forgotten.inc()
                 self._metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
                 self._metrics.journal_bytes.set(self._reader.value("pragma page_count") * PAGE_BYTES)
+
+    def _delete_old(self) -> None:
+        self._expired = []
+        try:
+            self._transact([(self._expire, ())])
+        except apsw.CorruptError:  # they may stay: nobody waits for it, and after a restart it would be the same
+            logger.exception("old records cannot be deleted, because the journal is damaged: run kakeya journal check")
 
     def _expire(self) -> None:
         self._expired = self._tables.expire(self._keep_seconds, {known.number for known in list(self._open.values())})

@@ -296,6 +296,36 @@ def test_a_session_is_purged_as_it_is_listed_whatever_its_indexes_say(tmp_path: 
     journal.stop()
 
 
+def test_pages_of_old_records_that_cannot_be_read_end_no_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is to be deleted is deleted at no one's request, and again after each start."""
+    journal = open_journal(tmp_path)
+    for number in range(100):
+        journal.open(record_of(number))
+        journal.close(f"session-{number}")
+        journal.reply(ReplyRecord(f"session-{number}", "alice", "closed", bytes([number]) * 16, bytes(8), 0, "{}"))
+    journal.open(record_of(100))
+    journal.leave("session-100")
+    assert journal._writer.flush(20)
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        pages = [page for (page,) in db.execute("select pageno from dbstat where name = 'replies' and path != '/'")]
+    assert pages
+    data = bytearray((tmp_path / FILE).read_bytes())
+    for page in pages:
+        data[(page - 1) * PAGE_BYTES] ^= 0xFF  # the page's type
+    (tmp_path / FILE).write_bytes(data)
+    later = time.time() + DAY
+    journal = open_journal(tmp_path, keep_seconds=10 * DAY, wall_clock=lambda: later)
+    looked_through(journal)
+    assert "old records cannot be deleted" in caplog.text
+    assert journal.load("session-100", "alice") is not None
+    journal.append("session-100", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20), journal.failure
+    journal.stop()
+
+
 def two_sessions_killed(folder: Path) -> Path:
     """Of three tokens each, in the tail: the last row is of the second."""
     journal = open_journal(folder)
