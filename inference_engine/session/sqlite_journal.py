@@ -380,7 +380,7 @@ class SQLiteJournal:
         self._expired = []
         try:
             self._transact([(self._expire, ())])
-        except apsw.CorruptError:  # they may stay: nobody waits for it, and after a restart it would be the same
+        except apsw.CorruptError:  # they may stay: no call waits for it, and after a restart it would be the same
             logger.exception("old records cannot be deleted, because the journal is damaged: run kakeya journal check")
 
     def _expire(self) -> None:

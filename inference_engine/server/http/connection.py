@@ -90,7 +90,7 @@ class SecuredConnection(SSLProtocol):
 
     def __init__(self, **given: Any) -> None:
         """given: as uvicorn gives it to a `Connection`."""
-        # Nobody waits for the handshake, and it may take fractions of a second: typeshed allows neither.
+        # No task waits for the handshake, and its limit may be a fraction of a second: typeshed allows neither.
         waiter: Any = None
         seconds: Any = HEAD_SECONDS
         super().__init__(
