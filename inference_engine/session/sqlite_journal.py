@@ -360,9 +360,7 @@ class SQLiteJournal:
             with self._db_lock:
                 numbers = self._tables.next_to_fold()
                 try:
-                    self._transact(
-                        [(self._tables.fold, (number,)) for number in numbers if number in self._tables.tail]
-                    )
+                    self._fold(numbers)
                 except DiskFull:
                     self._tables.to_fold.extend(numbers)
                     raise
@@ -375,6 +373,17 @@ class SQLiteJournal:
                     self._metrics.sessions_forgotten.inc()
                 self._metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
                 self._metrics.journal_bytes.set(self._reader.value("pragma page_count") * PAGE_BYTES)
+
+    def _fold(self, numbers: Sequence[int]) -> None:
+        """In one commit, or one each if some rows are damaged: those stay in the tail, which is read as well."""
+        try:
+            self._transact([(self._tables.fold, (number,)) for number in numbers if number in self._tables.tail])
+        except apsw.CorruptError as damage:
+            if len(numbers) == 1:
+                logger.error("a session's turns cannot be folded, because the journal is damaged: %s", damage)
+                return
+            for number in numbers:
+                self._fold([number])
 
     def _delete_old(self) -> None:
         self._expired = []

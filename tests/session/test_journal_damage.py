@@ -28,6 +28,7 @@ from tests.session.talks import (
     Talk,
     flip_bits,
     record_of,
+    until_folded,
 )
 
 
@@ -324,6 +325,37 @@ def test_pages_of_old_records_that_cannot_be_read_end_no_journal(
     journal.append("session-100", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
     assert journal._writer.flush(20), journal.failure
     journal.stop()
+
+
+def test_turns_that_cannot_be_folded_stay_where_they_are_and_end_no_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start would fold them again."""
+    journal = open_journal(tmp_path / "state")
+    ids = np.arange(5, dtype=np.uint32)
+    for number in range(2):
+        journal.open(record_of(number))
+        began = GenerateRecord(0, bytes([number]) * 16, bytes(8), 0)
+        journal.append(f"session-{number}", 0, ids, Mark.GENERATED, began=began)
+    assert journal._writer.flush(20)
+    folder = after_a_kill(tmp_path / "state")
+    journal.stop()
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'generates'"))
+    data = bytearray((folder / FILE).read_bytes())
+    data[(page - 1) * PAGE_BYTES] ^= 0xFF  # the page's type
+    (folder / FILE).write_bytes(data)
+    for _ in range(2):
+        caplog.clear()
+        journal = open_journal(folder)
+        until_folded(journal)
+        assert caplog.text.count("cannot be folded") == 2
+        for number in range(2):
+            _, (tokens,) = journal.read(f"session-{number}")
+            assert tokens.token_ids.tolist() == ids.tolist()
+        assert not journal.failure
+        journal.stop()
 
 
 def two_sessions_killed(folder: Path) -> Path:
