@@ -54,8 +54,8 @@ BUGS = (
     Bug(
         "eviction takes sessions that are in use",
         "inference_engine/session/capacity.py",
-        "session.owner == owner and session.operation is None and not session.pins and",
-        "session.owner == owner and not session.pins and",
+        "            and session.operation is None\n            and not session.pins\n",
+        "            and not session.pins\n",
         (ISOLATION,),
     ),
     Bug(

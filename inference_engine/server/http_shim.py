@@ -25,7 +25,7 @@ from inference_engine.server.auth import KeyRing
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
-from inference_engine.server.http.connection import Connection
+from inference_engine.server.http.connection import Connection, SecuredConnection
 from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
@@ -98,9 +98,12 @@ async def start_http(
         given_up=asyncio.get_running_loop().create_future(),
     )
     state = State()
-    context = None if certificates is None else _renewing_context(certificates)
+    connection: type[asyncio.Protocol] = type("Connection", (Connection,), {"door": door})
+    if certificates is not None:
+        given = {"context": _renewing_context(certificates), "connection": connection, "door": door}
+        connection = type("SecuredConnection", (SecuredConnection,), given)
     app = create_app(desk, keys, address, state, door)
-    server = _Server(_settings(app, context, type("Connection", (Connection,), {"door": door})))
+    server = _Server(_settings(app, connection))
     server.config.load()
     sock = _listen(address)
     host, port = sock.getsockname()[:2]
@@ -118,7 +121,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _settings(app: Any, context: ssl.SSLContext | None, connection: type[Connection]) -> uvicorn.Config:
+def _settings(app: Any, connection: type[asyncio.Protocol]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=connection,
@@ -130,7 +133,6 @@ def _settings(app: Any, context: ssl.SSLContext | None, connection: type[Connect
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=LEAVE_SECONDS,
-        ssl_context_factory=None if context is None else lambda _config, _default: context,
     )
 
 

@@ -84,7 +84,7 @@ class Admission:
         """Memory for a new session. With `parent` it is a fork, which reads the parent's entries where it can.
 
         tokens: the length of its history, if its memory grows with it; None: it gets all memory that it may need.
-        Raises NoCapacity or QuotaExceeded; then no session was dropped.
+        Raises NoCapacity or QuotaExceeded; then no session was evicted or dropped.
         """
         prefixes = parent.share() if parent is not None and self._limits.share_forks else ()
         base, limit = prefixes[0].end if prefixes else 0, limit_tokens
@@ -96,7 +96,7 @@ class Admission:
             whole = bound_of(strategy, self._context, limit_tokens, base=base)
             needed = replace(needed, tier_bytes=whole.tier_bytes)
         self._refuse_what_can_never_fit(needed)
-        self._make_place(sessions, owner)
+        self._make_place(sessions, owner, needed)
         kv: list[SessionKV] = []
         self._make_room(
             sessions,
@@ -155,12 +155,29 @@ class Admission:
 
     # -- places -----------------------------------------------------------------------------------------------------
 
-    def _make_place(self, sessions: Collection[Session], owner: str) -> None:
+    def _make_place(self, sessions: Collection[Session], owner: str, needed: Bound | None = None) -> None:
+        """needed: bytes of the session that is to have the place; None: it is given them later."""
         while (refusal := self._no_place(sessions, owner)) is not None:
             idle = self.idle(sessions, owner)
             if not idle:
                 raise refusal
+            if needed is not None:
+                self._refuse_without(idle, sessions, needed, owner)
             self._evict(idle[0])
+
+    def _refuse_without(
+        self, idle: Collection[Session], sessions: Collection[Session], needed: Bound, owner: str
+    ) -> None:
+        """Raise NoCapacity or QuotaExceeded if there were no memory even without these: then none ends for nothing."""
+        going = frozenset(idle)
+        others = [session for session in sessions if session not in going]
+        self._check_quota(others, needed, owner)
+        self._keep_room_to_wake(others, needed)
+        pool = self._context.pool
+        # At most: forks that stay keep what they read of sessions that go.
+        freed = sum(session.kv.reserved.sustained_bytes for session in idle) + orphaned_bytes(idle)
+        if pool.capacity_bytes - pool.reserved_bytes + freed < needed.sustained_bytes:
+            raise no_capacity(self._context, needed)
 
     def _no_place(self, sessions: Collection[Session], owner: str) -> NoCapacity | QuotaExceeded | None:
         limits, most = self._limits, self._limits.max_sessions_per_owner
@@ -269,7 +286,11 @@ class Admission:
         return [
             session
             for session in sessions
-            if session.owner == owner and session.operation is None and not session.pins and session.used_at <= horizon
+            if session.owner == owner
+            and session.operation is None
+            and not session.pins
+            and not session.is_transient  # its call goes on
+            and session.used_at <= horizon
         ]
 
 

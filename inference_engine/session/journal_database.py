@@ -79,6 +79,10 @@ def open_database(
             if damage is not None or was != durability.value:
                 raise
         db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
+        # The schema is never written here. With this alone SQLite goes on where a row that changes is not found in an
+        # index, by a flipped bit in one of them; else one damaged session would end the journal, each time it is used
+        # or deleted.
+        db.execute("pragma writable_schema=on").fetchall()
     except BaseException as error:
         db.close()
         if isinstance(error, DAMAGE):

@@ -6,6 +6,7 @@ Every row is held against its checksum, and a history must be without a hole.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -183,7 +184,7 @@ class Reader:
         """The sessions of all owners, by their ids. For tools."""
         rows = self._db.execute(
             "select cast(owner as blob), session, cast(id as blob), cast(body as blob), length, used_at, crc "
-            "from sessions order by id"
+            "from sessions not indexed order by id"
         )
         return [self._entry(_text(owner), *row, committed=committed, now=now) for owner, *row in rows]
 
@@ -251,6 +252,39 @@ class Reader:
             (number, json.dumps(list(entries))),
         )
         return [(_text(owner), tokens) for owner, tokens in rows]
+
+    def used_at(self, number: int) -> float:
+        """When the session was used, by its row and not by an index; infinite if there is no such session."""
+        rows = self._db.execute("select cast(used_at as real) from sessions where session = ?", (number,))
+        return next((float(used_at) for (used_at,) in rows if used_at is not None), math.inf)
+
+    def is_indexed(self, number: int) -> bool:
+        """Is the session in all indexes as it is in its row?"""
+        for session_id, owner, used_at in self._db.execute(
+            "select id, owner, used_at from sessions where session = ?", (number,)
+        ):
+            for condition, values in (
+                ("where id = ?", (session_id,)),
+                ("indexed by sessions_by_owner where owner = ? and id = ?", (owner, session_id)),
+                ("indexed by sessions_by_use where used_at = ?", (used_at,)),
+            ):
+                found = self._db.execute(f"select session from sessions {condition}", values)  # noqa: S608 - texts of ours
+                if (number,) not in found.fetchall():
+                    return False
+        return True
+
+    def named(self, session_id: str, owner: str) -> list[int]:
+        """The numbers of sessions that `everyone` shows so, by their rows alone. For tools: it reads all rows."""
+        found = []
+        for number, *texts in self._db.execute(
+            "select session, cast(id as blob), cast(owner as blob), cast(body as blob) from sessions not indexed"
+        ):
+            name, of, body = map(_text, texts)
+            with suppress(*DAMAGE_OF_ROWS, LookupError):
+                name = session_id if session_record(body).session_id == session_id else name
+            if (name, of) == (session_id, owner):
+                found.append(number)
+        return found
 
     def last_number(self) -> int:
         """The highest number that a session has, or had while its replies are remembered."""

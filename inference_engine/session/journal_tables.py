@@ -252,8 +252,12 @@ class Tables:
             ):
                 for record in unpacked_appends(session_id, owner, self._reader.packed_appends(number)):
                     self.put_reply(number, record)
+        is_indexed = self._reader.is_indexed(number)
         for table in ("sessions", "tokens", "ends", "generates", "appends"):
             self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the five above
+        if not is_indexed:  # else its entries would stay, and name a row that is gone
+            with suppress(apsw.ConstraintError):
+                self._db.execute("reindex sessions")
         self._delete_tail(number, self.tail.of(number))
         self._forget_copy(number)
         self._db.execute("update replies set ended_at = ? where session = ?", (self._wall_clock(), number))
@@ -361,6 +365,8 @@ class Tables:
             (now - keep_seconds, _EXPIRE_SESSIONS + len(resident)),
         )
         for number in [number for (number,) in old if number not in resident][:_EXPIRE_SESSIONS]:
+            if self._reader.used_at(number) >= now - keep_seconds:  # the index is damaged
+                continue
             expired += self._reader.kept_by_session(number, self.tail.of(number))
             self.end_session(number)
         return expired

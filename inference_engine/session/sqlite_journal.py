@@ -19,6 +19,8 @@ lose this one. Checkpoints are made here, not by SQLite, which does not report w
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -360,21 +362,37 @@ class SQLiteJournal:
             with self._db_lock:
                 numbers = self._tables.next_to_fold()
                 try:
-                    self._transact(
-                        [(self._tables.fold, (number,)) for number in numbers if number in self._tables.tail]
-                    )
+                    self._fold(numbers)
                 except DiskFull:
                     self._tables.to_fold.extend(numbers)
                     raise
         elif (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_SECONDS
             with self._db_lock:
-                self._transact([(self._expire, ())])
+                self._delete_old()
                 for owner, length in self._expired:
                     self._count_kept(owner, -1, -length)
                     self._metrics.sessions_forgotten.inc()
                 self._metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
                 self._metrics.journal_bytes.set(self._reader.value("pragma page_count") * PAGE_BYTES)
+
+    def _fold(self, numbers: Sequence[int]) -> None:
+        """In one commit, or one each if some rows are damaged: those stay in the tail, which is read as well."""
+        try:
+            self._transact([(self._tables.fold, (number,)) for number in numbers if number in self._tables.tail])
+        except apsw.CorruptError as damage:
+            if len(numbers) == 1:
+                logger.error("a session's turns cannot be folded, because the journal is damaged: %s", damage)
+                return
+            for number in numbers:
+                self._fold([number])
+
+    def _delete_old(self) -> None:
+        self._expired = []
+        try:
+            self._transact([(self._expire, ())])
+        except apsw.CorruptError:  # they may stay: no call waits for it, and after a restart it would be the same
+            logger.exception("old records cannot be deleted, because the journal is damaged: run kakeya journal check")
 
     def _expire(self) -> None:
         self._expired = self._tables.expire(self._keep_seconds, {known.number for known in list(self._open.values())})
@@ -455,18 +473,21 @@ class SQLiteJournal:
             raise ConfigError(f"{folder} is there already; name a folder that is not") from error
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}") from error
-        with self._db_lock:
-            self._db.execute("vacuum into ?", (str(folder / FILE),))  # without copies of K/V, which the start notices
-        (folder / FILE).chmod(0o600)
+        try:
+            with self._db_lock:
+                self._db.execute("vacuum into ?", (str(folder / FILE),))  # without copies of K/V, which a start notices
+            (folder / FILE).chmod(0o600)
+            for path in (folder / FILE, folder, folder.absolute().parent):  # SQLite does not sync such a file
+                _sync(path)
+        except (apsw.Error, OSError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError(f"{folder}: the copy cannot be written: {error}") from error
 
     def purge(self, session_id: str, owner: str) -> None:
         """Delete a session, damaged or not."""
         self._flush()
         with self._db_lock:
-            found = list(
-                self._db.execute("select session from sessions where id = ? and owner = ?", (session_id, owner))
-            )
-            self._transact([(self._tables.end_session, (number,)) for (number,) in found])
+            self._transact([(self._tables.end_session, (number,)) for number in self._reader.named(session_id, owner)])
 
     def held_bytes(self, session_id: str | None = None) -> int:
         return 0  # histories are in memory once, with their sessions; what waits to be written is bounded
@@ -484,3 +505,11 @@ class SQLiteJournal:
 
 def _damaged(folder: Path, error: BaseException) -> ConfigError:
     return ConfigError(f"the journal {folder / FILE} is damaged: {error!r}; restore {folder} from a backup")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -380,6 +380,21 @@ def test_entries_that_made_room_are_computed_again_and_nothing_else_is_lost() ->
         assert engine.session_info(other).history_length == 20
 
 
+def test_a_session_of_a_call_that_goes_on_makes_no_room() -> None:
+    """It is idle between the pieces of its prompt."""
+    with served_engine(
+        growth="guaranteed", kv_bytes=bytes_for(1.5), max_sessions=2, session_evictable_seconds=0
+    ) as engine:
+        for_a_call = opened(engine, is_transient=True)
+        with pytest.raises(NoCapacity):
+            engine.create_session()
+        small = opened(engine, strategy=SinkWindow(sink=1, window=8))
+        engine.create_session(strategy=SinkWindow(sink=1, window=8))
+        with pytest.raises(SessionEvicted):
+            engine.session_info(small)
+        assert engine.session_info(for_a_call).history_length == 20
+
+
 def test_the_sessions_of_one_owner_never_make_room_for_those_of_another() -> None:
     clock = Clock()
     with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5), max_sessions=2) as engine:
@@ -459,6 +474,27 @@ def test_no_session_is_evicted_for_one_that_would_not_fit_even_then() -> None:
         with pytest.raises(NoCapacity):
             engine.create_session(strategy=Full())
         assert engine.session_info(mine).history_length == 20
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_sessions": 2}, {"max_sessions_per_owner": 1}, {"max_sessions": 2, "kv_bytes_per_owner": bytes_for(0.5)}],
+    ids=str,
+)
+def test_no_session_gives_its_place_to_one_that_there_is_no_memory_for(limits: dict[str, Any]) -> None:
+    clock = Clock()
+    with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5), **limits) as engine:
+        is_small = "kv_bytes_per_owner" in limits
+        engine.create_session(owner="another", strategy=SinkWindow(sink=1, window=8) if is_small else Full())
+        mine = opened(engine, strategy=SinkWindow(sink=1, window=8))
+        clock.now += 1000
+        for _ in range(2):
+            with pytest.raises((NoCapacity, QuotaExceeded)):
+                engine.create_session(strategy=Full())
+        assert engine.session_info(mine).history_length == 20
+        assert engine.create_session(strategy=SinkWindow(sink=1, window=8)).session_id
+        with pytest.raises(SessionEvicted):
+            engine.session_info(mine)
 
 
 def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import socket
 import ssl
@@ -20,6 +22,7 @@ import trustme
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, EngineStalled, Overloaded
+from inference_engine.server.http import connection
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle, start_server
 from tests.server import certificates
@@ -237,6 +240,43 @@ async def test_with_a_certificate_it_speaks_tls_only(engine: Engine, chat: ChatT
                 await client.post(COMPLETIONS, json=asking())
             with pytest.raises(httpx2.HTTPError):
                 await client.get(site(handle).replace("https:", "http:") + HEALTH)
+
+
+@pytest.mark.hostile
+async def test_connections_that_begin_no_handshake_are_as_few_as_others_without_a_key(
+    engine: Engine, chat: ChatText, key_file: str, tmp_path: Path
+) -> None:
+    authority, most = Authority(tmp_path), 8
+    settings = {"api_key_file": key_file, "max_connections": most, **authority.settings}
+    async with serving_http(engine, chat, **settings) as handle:
+        host, port = site(handle).removeprefix("https://").split(":")
+        streams = [await asyncio.open_connection(host, int(port)) for _ in range(2 * most)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in streams]
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            for end in itertools.islice(asyncio.as_completed(ends), len(ends) - most // 2):
+                with contextlib.suppress(ConnectionError):
+                    await end
+        async with http_client(handle, verify=authority.trust()) as client:
+            answer = await client.get(site(handle) + MODELS, headers={"authorization": f"Bearer {KEY}"})
+            assert answer.status_code == 200
+        for _, writer in streams:
+            writer.close()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+@pytest.mark.hostile
+async def test_a_handshake_that_does_not_end_is_ended(
+    engine: Engine, chat: ChatText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    async with serving_http(engine, chat, **Authority(tmp_path).settings) as handle:
+        host, port = site(handle).removeprefix("https://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"\x16\x03\x01\x02\x00\x01")  # the first bytes of one
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
 
 
 async def peer_certificate(handle: ServerHandle, context: ssl.SSLContext) -> Any:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,9 @@ class Caller:
     def send(self, data: bytes) -> None:
         self._writer.write(data)
 
+    def stop_reading(self) -> None:
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
     async def status(self) -> bytes:
         """The first line of an answer."""
         return await asyncio.wait_for(self._reader.readline(), TIMEOUT_SECONDS)
@@ -163,11 +167,24 @@ class Caller:
             await self._writer.wait_closed()
 
 
+def posted(body: Any) -> bytes:
+    """A request for a completion, as it is sent."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
 @contextlib.asynccontextmanager
-async def calling(server: ServerHandle) -> AsyncIterator[Caller]:
+async def calling(server: ServerHandle, *, receives_bytes: int = 0) -> AsyncIterator[Caller]:
+    """receives_bytes: what the system receives before the caller reads it; 0: as usual."""
     assert server.http_url is not None
     host, _, port = server.http_url.removeprefix("http://").removesuffix("/v1").partition(":")
-    caller = Caller(*await asyncio.open_connection(host, int(port)))
+    sock = socket.socket()
+    sock.setblocking(False)
+    if receives_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives_bytes)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    caller = Caller(*await asyncio.open_connection(sock=sock))
     try:
         yield caller
     finally:
@@ -528,6 +545,41 @@ async def test_a_client_that_does_not_read_loses_its_session(
     assert ended(engine, "closed") == 1
     with desk.slots.one(""), desk.slots.one("other"):
         pass
+
+
+async def test_a_client_that_does_not_read_loses_its_connection(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    made, lost = connection.Connection.connection_made, asyncio.Event()
+
+    def connection_made(of: connection.Connection, transport: asyncio.Transport) -> None:
+        # So that little is on its way before a write has to wait.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(of, transport)
+
+    monkeypatch.setattr(connection.Connection, "connection_made", connection_made)
+    monkeypatch.setattr(HttpDoor, "closed", lambda _door, _peer: lost.set())
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        async with calling(server, receives_bytes=4096) as caller:
+            caller.stop_reading()
+            caller.send(posted({**FOREVER, "stream": True}))
+            await lost.wait()
+    assert ended(engine, "closed") == 1
+
+
+async def test_a_client_that_leaves_after_the_next_request_began_frees_the_engine(
+    engine: Engine, server: ServerHandle, called: Callable[[Engine, str], asyncio.Event]
+) -> None:
+    is_asked = called(engine, "generate")
+    async with calling(server) as caller:
+        caller.send(posted(FOREVER))
+        await is_asked.wait()
+        caller.send(b"GET /v1/models HTTP/1.1\r\n")
+        await asyncio.sleep(0.1)  # so that the server reads it alone
+    assert await left_nothing(engine)
+    assert ended(engine, "closed") == 1
 
 
 async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(chat: ChatText) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -217,6 +218,169 @@ def stopped_and_damaged(journal: SQLiteJournal, folder: Path, table: str, values
         db.execute(f"update {table} set {values} where session = 1")
         assert db.changes()
     return left
+
+
+DAY = 24 * 3600.0
+
+
+def at_rest(folder: Path, count: int) -> list[float]:
+    """So many sessions of three tokens, in a database whose log is empty. Returns when each was used."""
+    journal = open_journal(folder)
+    for number in range(count):
+        journal.open(record_of(number))
+        journal.append(f"session-{number}", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+        journal.leave(f"session-{number}")
+        assert journal._writer.flush(20)
+    journal.stop()
+    with closing(apsw.Connection(str(folder / FILE), flags=apsw.SQLITE_OPEN_READONLY)) as db:
+        return [used_at for (used_at,) in db.execute("select used_at from sessions order by session")]
+
+
+def flip_row(folder: Path, used_at: float, column: str) -> None:
+    """Flip a bit of the first session's row, which its indexes do not know then."""
+    data = bytearray((folder / FILE).read_bytes())
+    row = data.index(b'session-0alice{"')
+    if column == "used_at":
+        at = data.index(struct.pack(">d", used_at), row) + 3
+    else:
+        at = row + {"id": 3, "owner": 12}[column]
+    data[at] ^= 1
+    (folder / FILE).write_bytes(data)
+
+
+def looked_through(journal: SQLiteJournal) -> None:
+    """Let it delete what is old, until it found nothing more."""
+    for _ in range(2):
+        with journal._db_lock:
+            journal._expire_at = 0.0
+        journal._writer.kick()
+        ends = time.monotonic() + 20
+        while not journal._expire_at:
+            assert not journal.failure, journal.failure
+            assert time.monotonic() < ends
+            time.sleep(0.001)
+    with journal._db_lock:  # while it does
+        pass
+
+
+@pytest.mark.parametrize("column", ["id", "owner", "used_at"])
+def test_a_row_that_is_not_in_its_indexes_stops_no_journal_when_it_is_used_or_deleted(
+    tmp_path: Path, column: str
+) -> None:
+    flip_row(tmp_path, at_rest(tmp_path, 2)[0], column)
+    journal = open_journal(tmp_path)
+    for number in range(2):
+        try:
+            assert journal.load(f"session-{number}", "alice") is not None
+        except HistoryCorrupt:
+            assert number == 0
+            continue
+        journal.append(f"session-{number}", 3, np.ones(1, dtype=np.uint32), Mark.APPENDED)
+        journal.leave(f"session-{number}")
+        assert journal._writer.flush(20), journal.failure
+    journal.stop()
+    later = time.time() + DAY
+    journal = open_journal(tmp_path, keep_seconds=DAY / 2, wall_clock=lambda: later)
+    looked_through(journal)
+    assert not journal.everyone()
+    assert not journal.page("alice", after="", most=10)
+    journal.open(record_of(0))
+    journal.leave("session-0")
+    assert journal._writer.flush(20), journal.failure
+    # An entry that was not found, because the time in the row was another one, stays.
+    assert bool(journal.check()) == (column == "used_at")
+    journal.stop()
+
+
+@pytest.mark.parametrize("names_another", [False, True])
+def test_no_session_is_deleted_before_its_time_because_an_index_is_damaged(
+    tmp_path: Path, *, names_another: bool
+) -> None:
+    _, used_at, _ = at_rest(tmp_path, 3)
+    journal = open_journal(tmp_path)
+    journal.purge("session-0", "alice")
+    journal.stop()
+    data = bytearray((tmp_path / FILE).read_bytes())
+    found = struct.pack(">d", used_at) + b"\x02"  # with the session's number behind it: the index's first entry
+    entry = data.index(found)
+    data[entry : entry + len(found)] = struct.pack(">d", 1.5) + (b"\x03" if names_another else b"\x02")
+    (tmp_path / FILE).write_bytes(data)
+    journal = open_journal(tmp_path, keep_seconds=DAY)
+    looked_through(journal)
+    assert len(journal.everyone()) == 2
+    journal.stop()
+
+
+@pytest.mark.parametrize("column", ["id", "owner"])
+def test_a_session_is_purged_as_it_is_listed_whatever_its_indexes_say(tmp_path: Path, column: str) -> None:
+    flip_row(tmp_path, at_rest(tmp_path, 2)[0], column)
+    journal = open_journal(tmp_path)
+    damaged, whole = (one.record for one in journal.everyone())
+    journal.purge(damaged.session_id, damaged.owner)
+    assert [one.record.session_id for one in journal.everyone()] == [whole.session_id]
+    assert not journal.check()
+    journal.stop()
+
+
+def test_pages_of_old_records_that_cannot_be_read_end_no_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is to be deleted is deleted at no one's request, and again after each start."""
+    journal = open_journal(tmp_path)
+    for number in range(100):
+        journal.open(record_of(number))
+        journal.close(f"session-{number}")
+        journal.reply(ReplyRecord(f"session-{number}", "alice", "closed", bytes([number]) * 16, bytes(8), 0, "{}"))
+    journal.open(record_of(100))
+    journal.leave("session-100")
+    assert journal._writer.flush(20)
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        pages = [page for (page,) in db.execute("select pageno from dbstat where name = 'replies' and path != '/'")]
+    assert pages
+    data = bytearray((tmp_path / FILE).read_bytes())
+    for page in pages:
+        data[(page - 1) * PAGE_BYTES] ^= 0xFF  # the page's type
+    (tmp_path / FILE).write_bytes(data)
+    later = time.time() + DAY
+    journal = open_journal(tmp_path, keep_seconds=10 * DAY, wall_clock=lambda: later)
+    looked_through(journal)
+    assert "old records cannot be deleted" in caplog.text
+    assert journal.load("session-100", "alice") is not None
+    journal.append("session-100", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20), journal.failure
+    journal.stop()
+
+
+def test_turns_that_cannot_be_folded_stay_where_they_are_and_end_no_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start would fold them again."""
+    journal = open_journal(tmp_path / "state")
+    ids = np.arange(5, dtype=np.uint32)
+    for number in range(2):
+        journal.open(record_of(number))
+        began = GenerateRecord(0, bytes([number]) * 16, bytes(8), 0)
+        journal.append(f"session-{number}", 0, ids, Mark.GENERATED, began=began)
+    assert journal._writer.flush(20)
+    folder = after_a_kill(tmp_path / "state")
+    journal.stop()
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'generates'"))
+    data = bytearray((folder / FILE).read_bytes())
+    data[(page - 1) * PAGE_BYTES] ^= 0xFF  # the page's type
+    (folder / FILE).write_bytes(data)
+    for _ in range(2):
+        caplog.clear()
+        journal = open_journal(folder)
+        until_folded(journal)
+        assert caplog.text.count("cannot be folded") == 2
+        for number in range(2):
+            _, (tokens,) = journal.read(f"session-{number}")
+            assert tokens.token_ids.tolist() == ids.tolist()
+        assert not journal.failure
+        journal.stop()
 
 
 def two_sessions_killed(folder: Path) -> Path:

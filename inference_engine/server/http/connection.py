@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import ClassVar
+import ssl
+from asyncio.sslproto import SSLProtocol
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -28,6 +30,8 @@ _NOT_HTTP = b"\r\n".join(_LINES)
 
 # uvicorn has no time limit for a first request, nor for the rest of one that has begun.
 HEAD_SECONDS = 20.0
+# So much of further requests is read while one is answered.
+_AHEAD_BYTES = 16 * 1024
 
 
 class Connection(H11Protocol):
@@ -48,8 +52,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.door.receives(self._peer, len(data)):
-            super().data_received(data)
+        if not self.door.receives(self._peer, len(data)):
+            return
+        super().data_received(data)
+        # uvicorn stops reading where the next request begins, and would not see that the client leaves.
+        is_answering = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if is_answering and len(self.conn.trailing_data[0]) < _AHEAD_BYTES:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP like every other error: with the envelope and the deprecation headers."""
@@ -60,10 +69,45 @@ class Connection(H11Protocol):
 
     def _look(self) -> None:
         self.door.drop_excess()
-        is_quiet = self.cycle is None or self.cycle.response_complete
+        # A transport that closes still waits for the client to read; its answer will not be completed.
+        is_quiet = self.cycle is None or self.cycle.response_complete or self.transport.is_closing()
         if is_quiet and self.cycle is self._quiet_since:
             # Not `close`, which would wait for a client that does not read.
             self.transport.abort()
             return
         self._quiet_since = self.cycle if is_quiet else self
         self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
+
+
+class SecuredConnection(SSLProtocol):
+    """The TLS layer of a `Connection`. asyncio's own begins a connection once its handshake is over; the door counts
+    this one from the start, and the handshake has HEAD_SECONDS.
+    """
+
+    door: ClassVar[HttpDoor]
+    connection: ClassVar[type[Connection]]
+    context: ClassVar[ssl.SSLContext]
+
+    def __init__(self, **given: Any) -> None:
+        """given: as uvicorn gives it to a `Connection`."""
+        # No task waits for the handshake, and its limit may be a fraction of a second: typeshed allows neither.
+        waiter: Any = None
+        seconds: Any = HEAD_SECONDS
+        super().__init__(
+            asyncio.get_running_loop(),
+            self.connection(**given),
+            self.context,
+            waiter,
+            server_side=True,
+            ssl_handshake_timeout=seconds,
+        )
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self._peer: Peer = transport.get_extra_info("peername")[:2]
+        self.door.opened(self._peer, transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.door.closed(self._peer)
+        super().connection_lost(exc)

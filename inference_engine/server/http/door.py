@@ -30,6 +30,7 @@ class HttpDoor:
         self._bars.guard(port, lambda address: self._drop(*self._unauthenticated.of_address(address)))
 
     def opened(self, peer: Peer, transport: asyncio.Transport) -> None:
+        """Also again, with the transport above the first one."""
         self._open[peer] = transport
         if len(self._open) > self._most:
             self._drop(self._unauthenticated.oldest() or peer)
