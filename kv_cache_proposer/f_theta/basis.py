@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kv_cache_proposer.f_theta.components import Components
 from kv_cache_proposer.f_theta.layout import Group
+from kv_cache_proposer.f_theta.leading import leading
 
 # Components whose variance is below this share of the largest count as constant.
 _RANK_FLOOR = 1e-12
@@ -129,21 +130,23 @@ class Basis:
         )
 
 
-def fit_basis(
-    group: Group,
-    mean: Tensor,
-    covariance: Tensor,
-    importances: Sequence[Tensor],
-    dtype: torch.dtype = torch.float64,
-) -> Basis:
+def fit_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Sequence[Tensor]) -> Basis:
     """All W components of a group. mean [W], covariance [W, W], importances per layer [2, Hkv, D, D]; all float64.
 
-    Importances must be positive definite, and in one unit for all groups whose components will share bits. dtype: of
-    the decomposition; in float32 components of a ten-millionth of the largest variance are lost in rounding.
+    Importances must be positive definite, and in one unit for all groups whose components will share bits.
     """
     space = WeightedSpace(group, importances)
-    eigenvalues, eigenvectors = torch.linalg.eigh(space.covariance(covariance).to(dtype))
+    eigenvalues, eigenvectors = torch.linalg.eigh(space.covariance(covariance))
     return space.basis(mean, eigenvectors.flip(1), eigenvalues.flip(0))
+
+
+def fit_leading(
+    group: Group, mean: Tensor, covariance: Tensor, importances: Sequence[Tensor], count: int
+) -> Basis | None:
+    """As `fit_basis`, at most the leading `count` components, and nearly those. None where there are not so many."""
+    space = WeightedSpace(group, importances)
+    found = leading(space.covariance(covariance), [shape.width for shape in group.shapes], count)
+    return None if found is None else space.basis(mean, found[1], found[0])
 
 
 class WeightedSpace:

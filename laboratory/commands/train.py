@@ -143,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.compose import latent_folder, open_backend
     from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
     from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest
+    from kv_cache_proposer.f_theta.fit import components_sought
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
     from laboratory.evaluation.models import load_tokenizer, open_target
     from laboratory.evaluation.record import running_commit
@@ -183,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
             conversations=conversations_in(args.tokens, sequence) if target is not None and target.can_chat else 0,
             conversation_tokens=sequence,
             group_layers=args.group_layers,
-            is_rough=args.quick,
+            components=components_sought(bytes_per_token, -(-len(layers) // args.group_layers)) if args.quick else None,
         )
         console.print(f"a latent for {checked.model_id}: {cost}", highlight=False)
         began = time.monotonic()

@@ -46,11 +46,12 @@ class CalibrationCost:
         conversations: int,
         conversation_tokens: int,
         group_layers: int,
-        is_rough: bool,
+        components: int | None,
     ) -> CalibrationCost:
         """By a forward of some tokens, a step of `conversations` tokens and a small eigen-decomposition, each timed.
 
-        conversations: held side by side, `conversation_tokens` each; 0 for none. is_rough: as for `fit`.
+        conversations: held side by side, `conversation_tokens` each; 0 for none. components: how many of each group are
+        looked for; None: all. To find some takes about as long as to decompose a matrix of so many rows.
         """
         device = next(model.parameters()).device
         body = getattr(model, "base_model", model)
@@ -58,8 +59,7 @@ class CalibrationCost:
         def forward(shape: tuple[int, int]) -> None:
             body(input_ids=torch.ones(shape, dtype=torch.long, device=device), use_cache=False)
 
-        dtype = torch.float32 if is_rough else torch.float64
-        small = torch.rand(_TRIAL_WIDTH, _TRIAL_WIDTH, dtype=dtype, device=device)
+        small = torch.rand(_TRIAL_WIDTH, _TRIAL_WIDTH, dtype=torch.float64, device=device)
         trained = min(_TRIAL_TOKENS, geometry.trained_positions)
         with torch.no_grad():
             each = _seconds(lambda: forward((1, trained)), device) / trained
@@ -68,7 +68,7 @@ class CalibrationCost:
         each_layer = [2 * geometry.layers[layer].kv_heads * geometry.layers[layer].head_dim for layer in layers]
         widths = [sum(each_layer[at : at + group_layers]) for at in range(0, len(layers), group_layers)]
         seconds = each * (_READING * tokens + _SENSITIVITY * sensitivity_tokens) + step * conversation_tokens
-        seconds += sum(decomposed * (width / _TRIAL_WIDTH) ** 3 for width in widths)
+        seconds += sum(decomposed * (min(width, components or width) / _TRIAL_WIDTH) ** 3 for width in widths)
         held = sum(parameter.nbytes for parameter in model.parameters())
         held += 8 * (sum(width**2 for width in widths) + _SQUARES * max(widths, default=0) ** 2)
         return cls(seconds=seconds, memory_bytes=held, codec_bytes=sum(2 * width**2 for width in widths))
