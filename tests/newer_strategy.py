@@ -41,11 +41,12 @@ class NewerWindow(KVStrategy):
 
 
 @contextmanager
-def registered(*kinds: type[KVStrategy], without: str = "", **under: type[KVStrategy]) -> Iterator[None]:
+def registered(*kinds: type[KVStrategy], without: str | None = None, **under: type[KVStrategy]) -> Iterator[None]:
     """The strategies are known while the context lasts, each by its name, or by the one it is given `under`."""
     known = strategies.strategy_kinds()
     strategies._STRATEGIES.update({kind.name: kind for kind in kinds} | under)
-    strategies._STRATEGIES.pop(without, None)
+    if without is not None:
+        strategies._STRATEGIES.pop(without)
     try:
         yield
     finally:

@@ -22,8 +22,8 @@ from kv_cache_proposer.f_theta.layout import Group
 from kv_cache_proposer.f_theta.statistics import Statistics
 
 # Components that are looked for, for each byte of a token. In SmolLM2's groups 0.8 and 0.9 of them get bits.
-_PER_BYTE = 3
-_NARROW = 1024  # a group of so many numbers is decomposed as a whole in a second
+COMPONENTS_PER_BYTE = 3
+NARROW = 1024  # a group of so many numbers is decomposed as a whole in a second
 # Of the largest variance of the first layer's components: what is added to each before it is divided by.
 _RIDGE = 1e-6
 
@@ -120,11 +120,11 @@ def fit(
 
 def components_sought(bytes_per_token: int, groups: int) -> int:
     """How many components of each group a rough decomposition looks for."""
-    return _PER_BYTE * bytes_per_token // groups
+    return COMPONENTS_PER_BYTE * bytes_per_token // groups
 
 
 def _is_wide(group: Group, count: int) -> bool:
-    return group.width > max(count, _NARROW)
+    return group.width > max(count, NARROW)
 
 
 def _is_cut_off(used: Basis, found: Basis) -> bool:

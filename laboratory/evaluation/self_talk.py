@@ -35,7 +35,7 @@ OPENINGS = (
     "Write a class in JavaScript for a shopping basket, then explain each method.",
 )
 CONVERSATIONS = 8  # a round
-_TURNS, _TURN_TOKENS, _TOKENS = 12, 256, 1536
+_TURNS, _TURN_TOKENS, TOKENS = 12, 256, 1536
 _TEMPERATURE = 0.7  # as models are commonly used; a small one strays further the hotter it runs
 _FIRST_SEED = 2**32  # far from those of calibration
 
@@ -87,6 +87,6 @@ class SelfTalk:
             stop_ids=self._stop_ids,
             turns=_TURNS,
             turn_tokens=_TURN_TOKENS,
-            tokens=min(_TOKENS, self._engine.info().facts.trained_positions),
+            tokens=min(TOKENS, self._engine.info().facts.trained_positions),
             temperature=_TEMPERATURE,
         )

@@ -29,7 +29,7 @@ from laboratory.training.capture import attention_modules
 ATTENTION = "kakeya_distant"
 
 # Queries that attend together: what none of them reads is not computed.
-_BLOCK_TOKENS = 128
+BLOCK_TOKENS = 128
 # Those whose gradients are the same again, to the bit: on a GPU, the plain one.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
@@ -130,14 +130,14 @@ def _attend(
     queries = query.float().view(len(query), key.shape[1], -1, *query.shape[2:])
     blocks = [
         _attend_block(
-            queries[:, :, :, first : first + _BLOCK_TOKENS],
+            queries[:, :, :, first : first + BLOCK_TOKENS],
             (key, value),
             (far_keys, far_values),
-            _Read(first=first, last=min(first + _BLOCK_TOKENS, length), sink=distant.sink, window=window),
+            _Read(first=first, last=min(first + BLOCK_TOKENS, length), sink=distant.sink, window=window),
             sliding_window,
             scaling,
         )
-        for first in range(0, length, _BLOCK_TOKENS)
+        for first in range(0, length, BLOCK_TOKENS)
     ]
     return torch.cat(blocks, dim=3).flatten(1, 2).to(query.dtype).transpose(1, 2), None
 

@@ -210,8 +210,8 @@ def test_rounded_components_take_less_and_lose_little(precision: str, itemsize: 
 
 
 def test_a_rough_decomposition_loses_no_more_and_gives_way_where_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "_NARROW", 8)
-    monkeypatch.setattr(fitting, "_PER_BYTE", 4)
+    monkeypatch.setattr(fitting, "NARROW", 8)
+    monkeypatch.setattr(fitting, "COMPONENTS_PER_BYTE", 4)
     entries = make_entries(400, seed=5)
     statistics = make_statistics(group_layers=5)
     importances = from_projections(statistics, make_projections())
@@ -220,11 +220,11 @@ def test_a_rough_decomposition_loses_no_more_and_gives_way_where_it_would(monkey
     assert relative_error(rough, entries) == pytest.approx(relative_error(exact, entries), rel=NEARLY)
     assert not all(_is_same(*pair) for pair in zip(exact.coders, rough.coders, strict=True))
     # Too few are looked for, and all of them would get bits.
-    monkeypatch.setattr(fitting, "_PER_BYTE", 1)
+    monkeypatch.setattr(fitting, "COMPONENTS_PER_BYTE", 1)
     rough = fit(statistics, importances, bytes_per_token=12, is_rough=True)
     assert all(_is_same(*pair) for pair in zip(exact.coders, rough.coders, strict=True))
     # One cause that dwarfs all others: what else there is would be lost in rounding.
-    monkeypatch.setattr(fitting, "_PER_BYTE", 4)
+    monkeypatch.setattr(fitting, "COMPONENTS_PER_BYTE", 4)
     dwarfed = make_entries(400, seed=5)
     dwarfed.keys[0][:, 0, 0] *= 1e5
     statistics = make_statistics(dwarfed, group_layers=5)

@@ -35,7 +35,8 @@ def live(folder: str, durability: str, is_early: bool) -> None:
     metrics = EngineMetrics()
     kind = Early if is_early else SQLiteJournal
     journal = kind(Path(folder), Durability(durability), weights="scripted", metrics=metrics)
-    with scripted_engine(journal=journal, metrics=metrics, script=Script(step_seconds=0.002), **settings) as engine:
+    kept = settings | {"journal": journal, "metrics": metrics, "state_dir": folder}
+    with scripted_engine(script=Script(step_seconds=0.002), **kept) as engine:
         serve(
             engine,
             ServerConfig(bind=f"127.0.0.1:{port}", drain_seconds=5.0),

@@ -99,7 +99,7 @@ def test_no_opening_is_one_of_calibration() -> None:
 def test_chat_is_made_once_goes_on_without_repeating_and_is_the_same_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_talk, "_TOKENS", 200)  # of a conversation; it goes on in a second one
+    monkeypatch.setattr(self_talk, "TOKENS", 200)  # of a conversation; it goes on in a second one
     texts = Texts(TOKENIZER, SelfTalk(engine, TOKENIZER, (STOP,), conversations=1))
     short = texts.filler(CHAT, 100, seed=1)
     made = texts.digest(CHAT)

@@ -46,7 +46,7 @@ def test_queries_that_attend_together_read_what_each_reads_alone(
     logits = {}
     with torch.no_grad(), seeing(model, LAYERS) as forward:
         for size in (1, 7, 24):
-            monkeypatch.setattr(distant, "_BLOCK_TOKENS", size)
+            monkeypatch.setattr(distant, "BLOCK_TOKENS", size)
             logits[size] = forward(ids, Distant(2, 5, frozenset(LAYERS), far))
         exactly = forward(ids, Distant(2, 24, frozenset(LAYERS), far))
     for size in (7, 24):
