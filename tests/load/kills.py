@@ -187,8 +187,7 @@ class Agents:
         history += received
         found = (len(received), done.history_length)
         assert found == (most, len(history)), (found, most)
-        expected = LAW.tokens(history[:-1], first, seed=done.seed if is_drawn else None)
-        assert received == expected, f"from {first}: {received}, and the law says {expected}"
+        LAW.check(history, first, done.seed if is_drawn else None)
         self.counts["tokens"] += len(received)
 
     def _rest(self, client: Client, session: Session, history: list[int]) -> None:
@@ -276,8 +275,7 @@ class NodeAgents:
             first, received = len(history), line["received"]
             history += received
             assert len(received) == line["most"], f"{len(received)} tokens of {line['most']}"
-            law = LAW.tokens(history[:-1], first, seed=None if line["seed"] is None else int(line["seed"]))
-            assert received == law, f"from {first}: {received}, and the law says {law}"
+            LAW.check(history, first, None if line["seed"] is None else int(line["seed"]))
             self.counts["tokens"] += len(received)
         history += line.get("appended", ())
         if "history" in line:

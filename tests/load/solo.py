@@ -74,6 +74,11 @@ class Solo:
             return logits.argmax(dim=1).tolist()
         return [_drawn(one, seed, first + number) for number, one in enumerate(logits)]
 
+    def check(self, history: Sequence[int], first: int, seed: int | None) -> None:
+        """The history's tokens from `first` on are those that belong there. The error has all that gives them again."""
+        found, law = list(history[first:]), self.tokens(history[:-1], first, seed=seed)
+        assert found == law, f"{found}, and the law says {law}, behind {list(history[:first])}, with the seed {seed}"
+
     def continued(self, history: Sequence[int], count: int, *, seed: int | None = None) -> list[int]:
         """The `count` tokens that follow."""
         ids = list(history)
