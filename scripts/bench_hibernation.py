@@ -5,6 +5,9 @@
 A session talks and the engine stops in order, which copies its K/V into a file. Two engines in turn then open the same
 folder, one that reads files and one that does not; each appends some ids and generates one token. What the system keeps
 of the file in memory is given up first.
+
+On a GPU (`--device cuda`) a prefill may be faster than the disk. What `hibernate=auto` does there is in the record:
+an engine that has measured both, by a prefill as long as the session, opens the folder last.
 """
 
 from __future__ import annotations
@@ -42,6 +45,21 @@ def first_token(parts: Parts, settings: dict[str, Any], session: str) -> tuple[f
         return seconds, cached
 
 
+def reads_file(parts: Parts, settings: dict[str, Any], session: str, length: int) -> bool:
+    """Does an engine that has computed a session of so many tokens read the file of the other one?"""
+    with parts.engine(EngineConfig(**{**settings, "hibernate": "auto"})) as engine:
+        for seed in (3, 4):  # the first one may be slow
+            other = engine.create_session().session_id
+            engine.append(other, ids(length, seed=seed))
+            list(engine.generate(other, GenerateParams(max_tokens=1)))
+            engine.close_session(other)
+        engine.recall(session)
+        engine.append(session, ids(APPENDED, seed=1))
+        end = list(engine.generate(session, GenerateParams(max_tokens=1)))[-1]
+        assert isinstance(end, Finished)
+        return end.cached_tokens > 0
+
+
 def ids(count: int, *, seed: int) -> list[int]:
     return [int(one) for one in np.random.default_rng(seed).integers(20, 120, count)]
 
@@ -60,6 +78,7 @@ def forget_files(folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="First token from a file against a prefill.")
     parser.add_argument("--model", default=None)
+    parser.add_argument("--device", help="default: the server's")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 7900])
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -68,13 +87,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     arguments = parser.parse_args()
     commit = record.running_commit(arguments.commit)
-    config = resolve(ModelConfig, {"model": arguments.model, "threads": arguments.threads})
+    config = resolve(ModelConfig, {"model": arguments.model, "threads": arguments.threads, "device": arguments.device})
     parts = open_parts(config)
     values: dict[str, dict[str, Any]] = {}
     for strategy in arguments.strategies:
         for length in arguments.lengths:
             times: dict[str, list[float]] = {"file": [], "prefill": []}
-            nbytes = 0
+            nbytes, read = 0, 0
             for number in range(arguments.rounds):
                 with TemporaryDirectory() as folder:
                     settings: dict[str, Any] = {"state_dir": folder, "strategy": strategy, "hibernate": "always"}
@@ -90,14 +109,20 @@ def main() -> None:
                     seconds, cached = first_token(parts, {**settings, "hibernate": "never"}, session)
                     assert not cached, f"{cached} tokens were not prefilled"
                     times["prefill"].append(seconds)
+                    forget_files(Path(folder) / COPIES)
+                    read += reads_file(parts, settings, session, length)
             where = f"{strategy} at {length:,}"
             ratios = [one / other for one, other in zip(times["file"], times["prefill"], strict=True)]
             values[f"first token, file ÷ prefill, {where}"] = record.summarize(ratios, "ratio")
             for name, seconds_of in times.items():
                 values[f"first token, {name}, {where}"] = record.summarize(seconds_of, "seconds")
             values[f"bytes of the file ÷ tokens, {where}"] = record.exact(nbytes / length, "bytes")
+            values[f"rounds in which auto reads the file, {where}"] = record.exact(read, "rounds")
             ratio = values[f"first token, file ÷ prefill, {where}"]
-            print(f"{where}: {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})", flush=True)
+            print(
+                f"{where}: {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}), auto reads it in {read}",
+                flush=True,
+            )
     path = record.write_record(
         f"hibernation_{Path(config.model).name}",
         {
@@ -108,6 +133,7 @@ def main() -> None:
                 "rounds": arguments.rounds,
                 "appended_tokens": APPENDED,
                 "threads": arguments.threads,
+                "device": parts.forward.facts.device,
             },
             "seeds": [1, 2],
             "values": values,

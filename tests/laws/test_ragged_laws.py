@@ -7,7 +7,8 @@ with graphs and without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,20 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.views import StagedQueries, StepReads, View
+from inference_engine.metrics import EngineMetrics
 from inference_engine.native.library import KVType
-from inference_engine.types import GenerateParams, Mode, Sampling
+from inference_engine.session.journal import Journal
+from inference_engine.types import Finished, GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.facade import WatchedForward
-from tests.further import FURTHER
+from tests.facade import WatchedForward, drop_entries, save_copies
+from tests.further import FURTHER, further
+from tests.kept import keeping
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.test_engine_laws import opened
-from tests.laws.variants import drain, each_strategy, each_strategy_with, same, text, tokens
+from tests.laws.variants import drain, each_mechanism, each_strategy, each_strategy_with, same, text, tokens
 from tests.tiny import SMALL, tiny_components, tiny_forward_on, tiny_latent
 from tests.tiny_native import tiny_native
 
@@ -98,10 +102,18 @@ def forward_on_torch(variant: str) -> TorchForward:
     )
 
 
-def engine_on(variant: str, *, drafter: Drafter | None = None, **settings: Any) -> Engine:
+def engine_on(
+    variant: str,
+    *,
+    drafter: Drafter | None = None,
+    journal: Journal | None = None,
+    metrics: EngineMetrics | None = None,
+    **settings: Any,
+) -> Engine:
     latent = tiny_latent().to(forward(variant).device)
     config = EngineConfig(**{**SMALL, "overlap": "on" if variant == "ahead" else "off", **settings})
-    return Engine(forward(variant), config, latent=latent, components=tiny_components(), drafter=drafter)
+    calibrated: dict[str, Any] = {"latent": latent, "components": tiny_components()}
+    return Engine(forward(variant), config, **calibrated, drafter=drafter, journal=journal, metrics=metrics)
 
 
 def conversation(
@@ -332,6 +344,25 @@ def test_a_drafter_whose_work_is_recorded_drafts_what_it_drafted_before(
                 [fact.accepted_tokens for fact in facts],
             )
     assert len({str(answer) for answer in found.values()}) == 1
+
+
+@each_mechanism
+@pytest.mark.parametrize("variant", VARIANTS if ON_GPU else [further("regions")])
+def test_entries_that_come_back_from_a_file_are_to_the_bit_those_that_stayed(
+    tmp_path: Path, strategy: KVStrategy, variant: str
+) -> None:
+    """Elsewhere `test_hibernation_laws.py` holds more to that."""
+    params = GenerateParams(max_tokens=20, sampling=SAMPLED, logprobs=True)
+    with keeping(tmp_path / "state", make=partial(engine_on, variant), hibernate="always") as engine:
+        sessions = [opened(engine, strategy, text(90)) for _ in range(2)]
+        for session in sessions:
+            drain(engine.generate(session, GenerateParams(max_tokens=20)))
+        assert len(save_copies(engine, tmp_path / "state")) == 2
+        drop_entries(engine, sessions[1])
+        stayed, came_back = ([*engine.generate(session, params)] for session in sessions)
+    assert tokens(came_back) == tokens(stayed)
+    ends = [stayed[-1], came_back[-1]]
+    assert all(isinstance(end, Finished) and end.cached_tokens >= 90 for end in ends), ends
 
 
 @pytest.mark.parametrize("variant", EVERYWHERE)
