@@ -5,7 +5,9 @@
 A server on the scripted model, whose steps take as long as a model's would, in a process of its own; clients in this
 one. First `--streams` Generates at the same time, each as fast as the steps are, in rounds with two baselines: one
 stream alone, and as many bare streams of grpc.aio, a frame for each in every step. Then agents, open loop, at 0.8, 1,
-2, 5 and 10 times a load that the steps could just carry if nothing but the model took time.
+2, 5 and 10 times a load that the steps could just carry if nothing but the model took time. They are of `--owners`
+owners, each with a key: the first has half of the agents, and the others share the rest. No owner is starved if each
+receives its fair part of the tokens: what it asked for, or as much as any other (`least_received_over_fair_part`).
 
 Goodput is the tokens that came in a second of a phase, of turns that were finished then or later; capacity is a token
 of each Generate that may run in every step, at the measured median of steps. A first token counts from the call
@@ -18,18 +20,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
 from inference_engine.config import EngineConfig, ServerConfig
+from inference_engine.server.auth import Key
 from kakeya import AsyncClient
 from laboratory.commands.scripted_server import VOCABULARY, scripted_child
 from laboratory.evaluation import record
@@ -129,7 +134,9 @@ def side_by_side(count: int, seconds: float, server: ServerConfig) -> dict[str, 
     return {key: value for name, seen in zip(names, every, strict=True) for key, value in seen.values(name).items()}
 
 
-async def overload(target: str, loads: Sequence[float], seconds: float, seed: int) -> Sequence[Played]:
+async def overload(
+    target: str, keys: Sequence[str], loads: Sequence[float], seconds: float, seed: int
+) -> Sequence[Played]:
     turns_per_second = BATCH / STEP_SECONDS / (SHAPE.generate_tokens * MEAN_OVER_MEDIAN)
     plan = Plan(
         shape=SHAPE,
@@ -140,8 +147,11 @@ async def overload(target: str, loads: Sequence[float], seconds: float, seed: in
         seed=seed,
         limit_tokens=LIMIT_TOKENS,
     )
-    async with AsyncClient(target, retry=NO_RETRIES, generate_timeout=120.0) as client:
-        return (await play(plan, client))[1]
+    async with AsyncExitStack() as stack:
+        clients = [AsyncClient(target, api_key=key, retry=NO_RETRIES, generate_timeout=120.0) for key in keys]
+        for client in clients:
+            await stack.enter_async_context(client)
+        return (await play(plan, *clients))[1]
 
 
 def over_capacity(played: Sequence[Played]) -> dict[str, dict[str, Any]]:
@@ -158,18 +168,24 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=128, metavar="N")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each part (default: %(default)g)")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 2.0, 5.0, 10.0], metavar="X")
+    parser.add_argument("--owners", type=int, default=5, metavar="N", help="of the agents (default: %(default)d)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     parser.add_argument("--commit", help="that runs, where there is no repository")
     args = parser.parse_args()
     commit = record.running_commit(args.commit)
-    # One client stands for all agents, on one connection.
+    # One client stands for all agents of an owner, on one connection.
     server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0, max_connection_calls=1024)
     load_before = os.getloadavg()[0]
     values = side_by_side(args.streams, args.seconds, server)
     narrow = EngineConfig(max_batch=BATCH, max_running=BATCH, max_queued=2 * BATCH, max_sessions=2048, kv_bytes=2**31)
-    with scripted_child(narrow, server, step_seconds=STEP_SECONDS) as child:
-        played = asyncio.run(overload(child.wait_ready(), args.loads, args.seconds, args.seed))
+    keys = [secrets.token_urlsafe(24) for _ in range(args.owners)]
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "keys"
+        file.write_text("".join(f"{Key.of(key, f'owner-{number}').line}\n" for number, key in enumerate(keys)))
+        guarded = replace(server, api_key_file=str(file))
+        with scripted_child(narrow, guarded, step_seconds=STEP_SECONDS) as child:
+            played = asyncio.run(overload(child.wait_ready(), keys, args.loads, args.seconds, args.seed))
     values |= report.values(played)
     values |= over_capacity(played)
     for name, value in values.items():
@@ -193,7 +209,8 @@ def main() -> int:
             "prompt_tokens": SHAPE.prompt_tokens,
             "append_tokens": SHAPE.append_tokens,
             "generate_tokens": SHAPE.generate_tokens,
-            "transport": "loopback, no TLS, no keys; all streams of one client on one channel",
+            "owners_under_overload": args.owners,
+            "transport": "loopback, no TLS; all streams of one client on one channel; keys under overload alone",
         },
         "seeds": [args.seed],
         "values": values,

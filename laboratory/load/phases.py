@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inference_engine.errors import ConfigError
 from kakeya import AsyncClient, ServerInfo, Strategy
 from laboratory.load.driver import Driver, Phase
 from laboratory.load.samples import Samples
-from laboratory.load.schedule import Shape, schedule
+from laboratory.load.schedule import Agent, Shape, schedule
+
+_CROWD = 0.5  # of all agents, the share of the first owner where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +38,26 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one owner asked for and received, in tokens a second. fair: its part of all that was received, if no owner
+    had more than another that asked for more (max-min fairness)."""
+
+    asked: float
+    received: float
+    fair: float
+
+
+@dataclass(frozen=True, slots=True)
 class Played:
     load: float
     agents: int
     seconds: float  # counted ones
     samples: Samples
+    parts: tuple[Part, ...] = ()  # of each owner
 
 
-async def play(plan: Plan, client: AsyncClient) -> tuple[ServerInfo, Sequence[Played]]:
-    """Every phase of `plan` on the client's server."""
+async def play(plan: Plan, client: AsyncClient, *others: AsyncClient) -> tuple[ServerInfo, Sequence[Played]]:
+    """Every phase of `plan` on the client's server. others: clients of other owners, who share half of the agents."""
     played = []
     server = await client.server_info()
     for load in plan.loads:
@@ -56,6 +70,40 @@ async def play(plan: Plan, client: AsyncClient) -> tuple[ServerInfo, Sequence[Pl
             vocab_size=server.vocab_size,
         )
         every = schedule(plan.shape, agents=agents, seconds=plan.seconds, seed=plan.seed)
-        samples = await Driver(client, phase).run(every)
-        played.append(Played(load, agents, plan.seconds - plan.warm_seconds, samples))
+        crews = _crews(every, agents, 1 + len(others))
+        found = await asyncio.gather(
+            *(Driver(one, phase).run(crew) for one, crew in zip((client, *others), crews, strict=True))
+        )
+        seconds = plan.seconds - plan.warm_seconds
+        parts = fair_parts(
+            [_asked(crew, plan) for crew in crews], [sum(one.goodput(seconds)) for one in found], seconds
+        )
+        played.append(Played(load, agents, seconds, Samples.together(found), parts))
     return server, played
+
+
+def _crews(every: Iterable[Agent], agents: int, owners: int) -> list[list[Agent]]:
+    """The agents of each owner: the first has a crowd of them, the others as many each as the next."""
+    crews: list[list[Agent]] = [[] for _ in range(owners)]
+    crowd = agents if owners == 1 else round(_CROWD * agents)
+    for agent in every:
+        slot = agent.number % agents
+        crews[0 if slot < crowd else 1 + slot % (owners - 1)].append(agent)
+    return crews
+
+
+def _asked(crew: Iterable[Agent], plan: Plan) -> float:
+    """Tokens of turns that are due after the warm-up."""
+    turns = [turn for agent in crew for turn in agent.turns if turn.due_seconds >= plan.warm_seconds]
+    return float(sum(turn.generate_tokens for turn in turns))
+
+
+def fair_parts(asked: Sequence[float], received: Sequence[float], seconds: float) -> tuple[Part, ...]:
+    """Of the owners' tokens in so many seconds."""
+    fair, left = [0.0] * len(asked), sum(received)
+    for place, owner in enumerate(sorted(range(len(asked)), key=lambda owner: asked[owner])):
+        fair[owner] = min(asked[owner], left / (len(asked) - place))
+        left -= fair[owner]
+    return tuple(
+        Part(*(tokens / seconds for tokens in of_owner)) for of_owner in zip(asked, received, fair, strict=True)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def values(played: Sequence[Played]) -> dict[str, dict[str, Any]]:
         found[f"turns_finished_{name}"] = record.exact(samples.finished, "turns")
         found[f"turns_refused_{name}"] = record.exact(samples.refused.total(), "turns")
         found[f"turns_failed_{name}"] = record.exact(samples.failed.total(), "turns")
+        if len(phase.parts) > 1:
+            least = min(part.received / part.fair for part in phase.parts if part.fair)
+            found[f"least_received_over_fair_part_{name}"] = record.exact(least, "ratio")
     peak = max(goodputs.values())
     for load, goodput in goodputs.items():
         found[f"goodput_over_peak_{load:g}x"] = record.exact(goodput / peak if peak else 0.0, "ratio")
@@ -48,7 +52,13 @@ def values(played: Sequence[Played]) -> dict[str, dict[str, Any]]:
 def tables(played: Sequence[Played]) -> dict[str, Any]:
     return {
         "phases": [
-            {"load": phase.load, "agents": phase.agents, "seconds": phase.seconds, **phase.samples.facts()}
+            {
+                "load": phase.load,
+                "agents": phase.agents,
+                "seconds": phase.seconds,
+                **phase.samples.facts(),
+                "tokens_a_second_of_each_owner": [asdict(part) for part in phase.parts],
+            }
             for phase in played
         ]
     }

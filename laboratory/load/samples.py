@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 PERCENTILES = (50, 90, 99)
@@ -29,6 +29,15 @@ class Samples:
     finished: int = 0
     # Of finished turns, by the second after the warm-up in which a token came; negative within it.
     tokens_by_second: collections.Counter[int] = field(default_factory=collections.Counter)
+
+    @staticmethod
+    def together(several: Sequence[Samples]) -> Samples:
+        """Those of clients that played side by side."""
+        found = Samples()
+        for each in several:
+            for spec in fields(Samples):
+                setattr(found, spec.name, getattr(found, spec.name) + getattr(each, spec.name))
+        return found
 
     def goodput(self, seconds: float) -> list[float]:
         """Tokens that came in each whole second of the phase after its warm-up, if their turn was finished, ever."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError
 from kakeya import AsyncClient
 from laboratory.load.driver import NO_RETRIES, Driver, Phase
+from laboratory.load.phases import Plan, Played, fair_parts, play
 from laboratory.load.samples import Samples, percentile
 from laboratory.load.schedule import Agent, Shape, Turn, schedule
 from laboratory.scripted import Script
@@ -75,7 +76,7 @@ def target() -> Iterator[str]:
         yield target
 
 
-def play(target: str, agents: list[Agent], *, warm_seconds: float = 0.0) -> Samples:
+def played(target: str, agents: list[Agent], *, warm_seconds: float = 0.0) -> Samples:
     phase = Phase(seconds=60.0, warm_seconds=warm_seconds, strategy=None, limit_tokens=300, vocab_size=256)
 
     async def drive() -> Samples:
@@ -91,7 +92,7 @@ def turn(due_seconds: float, *, tokens: int = 5) -> Turn:
 
 def test_a_turn_is_timed_from_when_it_was_due_not_from_when_it_could_begin(target: str) -> None:
     """Two turns of one agent at the same time: the second waits for the first, and its wait counts."""
-    samples = play(target, [Agent(number=0, turns=(turn(0.0, tokens=40), turn(0.0)))])
+    samples = played(target, [Agent(number=0, turns=(turn(0.0, tokens=40), turn(0.0)))])
     assert samples.finished == 2
     assert len(samples.first_token) == 2
     assert samples.first_token[1] > samples.turn[0]
@@ -100,12 +101,12 @@ def test_a_turn_is_timed_from_when_it_was_due_not_from_when_it_could_begin(targe
 
 
 def test_turns_of_the_warm_up_are_played_and_not_counted(target: str) -> None:
-    samples = play(target, [Agent(number=0, turns=(turn(0.0), turn(0.3)))], warm_seconds=0.2)
+    samples = played(target, [Agent(number=0, turns=(turn(0.0), turn(0.3)))], warm_seconds=0.2)
     assert (samples.due, samples.finished, len(samples.turn)) == (1, 1, 1)
 
 
 def test_tokens_that_come_after_the_warm_up_are_goodput_whenever_their_turn_was_due(target: str) -> None:
-    samples = play(target, [Agent(number=0, turns=(turn(0.0, tokens=250),))], warm_seconds=0.01)
+    samples = played(target, [Agent(number=0, turns=(turn(0.0, tokens=250),))], warm_seconds=0.01)
     assert samples.due == 0
     assert samples.tokens_by_second.total() == 250
     assert sum(samples.goodput(60.0)) == 250 - samples.tokens_by_second[-1] > 0
@@ -113,7 +114,7 @@ def test_tokens_that_come_after_the_warm_up_are_goodput_whenever_their_turn_was_
 
 def test_a_turn_may_be_tried_on_a_fork_that_changes_nothing_of_what_comes(target: str) -> None:
     forked = Turn(due_seconds=0.0, append_tokens=6, generate_tokens=5, is_forked=True)
-    samples = play(target, [Agent(number=0, turns=(forked, turn(0.0)))])
+    samples = played(target, [Agent(number=0, turns=(forked, turn(0.0)))])
     assert (samples.finished, len(samples.fork), len(samples.turn)) == (2, 1, 2)
     # The tokens of the fork count in no goodput.
     assert sum(samples.tokens_by_second.values()) == 10
@@ -122,12 +123,43 @@ def test_a_turn_may_be_tried_on_a_fork_that_changes_nothing_of_what_comes(target
 def test_refusals_are_counted_by_reason_and_end_their_turn_alone(target: str) -> None:
     """There is room for four sessions: turns of the other agents are refused, each anew."""
     many = [Agent(number=number, turns=(turn(0.0, tokens=40), turn(0.0, tokens=40))) for number in range(12)]
-    samples = play(target, many)
+    samples = played(target, many)
     assert samples.due == 24 == samples.finished + samples.refused.total()
     assert samples.refused.total() > 0
     assert set(samples.refused) <= {"NO_CAPACITY", "QUOTA_EXCEEDED"}
     assert not samples.failed
     assert len(samples.refusal) == samples.refused.total()
+
+
+def test_owners_who_ask_for_less_have_it_and_the_others_as_much_as_each_other(target: str) -> None:
+    plan = Plan(shape=SHAPE, agents=4, loads=(0.5, 1.0), seconds=4.0, warm_seconds=0.0, seed=1, limit_tokens=300)
+
+    async def drive() -> Sequence[Played]:
+        async with AsyncClient(target, retry=NO_RETRIES) as one, AsyncClient(target, retry=NO_RETRIES) as other:
+            return (await play(plan, one, other))[1]
+
+    few, all_agents = asyncio.run(drive())
+    for phase in (few, all_agents):
+        received = sum(part.received for part in phase.parts)
+        assert received == pytest.approx(sum(phase.samples.goodput(4.0)) / 4.0)
+        assert sum(part.fair for part in phase.parts) == pytest.approx(received)
+        assert all(part.fair <= part.asked for part in phase.parts)
+    assert sum(part.asked for part in all_agents.parts) > sum(part.asked for part in few.parts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "received", "fair"),
+    [
+        ((90.0, 10.0, 10.0), (40.0, 10.0, 10.0), (40.0, 10.0, 10.0)),
+        ((90.0, 50.0, 4.0), (50.0, 10.0, 0.0), (28.0, 28.0, 4.0)),
+        ((5.0,), (4.0,), (4.0,)),
+    ],
+    ids=str,
+)
+def test_a_fair_part_is_what_was_asked_for_or_as_much_as_others_have(
+    asked: tuple[float, ...], received: tuple[float, ...], fair: tuple[float, ...]
+) -> None:
+    assert tuple(part.fair for part in fair_parts(asked, received, 1.0)) == fair
 
 
 def test_the_command_plays_each_load_and_writes_a_record_with_images(
