@@ -4,9 +4,10 @@
     python scripts/test_gpu.py --sanitize     kernels under compute-sanitizer, and a record in results/memcheck_cuda/
 
 They run in `make test` too, by Triton's interpreter. Further arguments go to pytest. compute-sanitizer comes with the
-CUDA toolkit. It runs the comparisons of the kernels with their references, whose sizes are odd ones, with every tensor
-in an allocation of its own, so that what is read or written beside a tensor is an error. One that has not ended in time
-is stopped and counts as one that failed.
+CUDA toolkit. It runs the comparisons of the kernels with their references, whose sizes are odd ones. With its memcheck
+every tensor is in an allocation of its own, so that what is read or written beside a tensor is an error; `--sanitize
+racecheck` looks for threads of a block that use shared memory without waiting for each other, `synccheck` for barriers
+that not all of them reach. One that has not ended in time is stopped and counts as one that failed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SANITIZED = (
 )
 _AT_ONCE = 8
 _TOOL_FAILED = 97
-_SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
 class Recorder:
@@ -95,7 +97,8 @@ def sanitizer() -> str:
 
 def sanitize(arguments: argparse.Namespace) -> int:
     """Each of SANITIZED in a process of its own. Returns the exit status."""
-    command = (sanitizer(), "--tool", "memcheck", "--error-exitcode", str(_TOOL_FAILED), sys.executable, "-P", "-c")
+    tool = (sanitizer(), "--tool", arguments.sanitize, "--error-exitcode", str(_TOOL_FAILED))
+    command = (*tool, sys.executable, "-P", "-c")
     environment = child_environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
     waiting, running, rows = list(SANITIZED), dict[str, tuple[float, subprocess.Popen[str]]](), list[dict[str, Any]]()
     ends = time.monotonic() + arguments.seconds
@@ -126,33 +129,34 @@ def sanitize(arguments: argparse.Namespace) -> int:
                     printed, _ = child.communicate()
                 del running[name]
                 summary = _SUMMARY.search(printed)
-                row = {"comparison": name, "errors": int(summary[1]) if summary else -1, "status": child.returncode}
+                errors = int(summary[1] or summary[2]) if summary else -1
+                row = {"comparison": name, "errors": errors, "status": child.returncode}
                 rows.append({**row, "seconds": round(time.monotonic() - began, 1)})
                 print(rows[-1], flush=True)
                 if child.returncode:
                     print(printed[:6000], flush=True)  # the first error is what the others follow from
-                _write_memcheck(rows, len(SANITIZED), arguments)  # again after each: nothing is lost
+                _write_clean(rows, len(SANITIZED), arguments)  # again after each: nothing is lost
             if is_late:
                 break
     finally:
         for _, child in running.values():
             os.killpg(child.pid, signal.SIGKILL)
     failed = sum(bool(row["status"] or row["errors"]) for row in rows) + len(waiting)
-    path = _write_memcheck(rows, len(SANITIZED), arguments)
+    path = _write_clean(rows, len(SANITIZED), arguments)
     print(f"{path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path.name}")
     print(f"{len(SANITIZED) - failed} clean, {failed} with errors or not ended")
     return min(1, failed)
 
 
-def _write_memcheck(rows: list[dict[str, Any]], planned: int, arguments: argparse.Namespace) -> Path:
+def _write_clean(rows: list[dict[str, Any]], planned: int, arguments: argparse.Namespace) -> Path:
     clean = sum(not row["status"] and not row["errors"] for row in rows)
     return record.write_record(
-        "memcheck_cuda",
+        f"{arguments.sanitize}_cuda",
         {
-            "command": "python scripts/test_gpu.py --sanitize",
+            "command": f"python scripts/test_gpu.py --sanitize {arguments.sanitize}",
             "commit": arguments.commit,
             "machine": record.describe_machine(("torch", "triton")),
-            "config": {"tool": "compute-sanitizer memcheck", "device": torch.cuda.get_device_name()},
+            "config": {"tool": f"compute-sanitizer {arguments.sanitize}", "device": torch.cuda.get_device_name()},
             "seeds": [],
             "values": {
                 "comparisons without an error": record.exact(clean, "comparisons"),
@@ -169,7 +173,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The tests whose subject runs on a GPU.")
     parser.add_argument("--results", type=Path, default=None)
     parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
-    parser.add_argument("--sanitize", action="store_true", help="kernels under compute-sanitizer instead")
+    parser.add_argument(
+        "--sanitize",
+        nargs="?",
+        const=TOOLS[0],
+        choices=TOOLS,
+        help="kernels under this tool of compute-sanitizer instead (default: %(const)s)",
+    )
     parser.add_argument("--seconds", type=float, default=180.0, help="of --sanitize: what has not ended is stopped")
     arguments, others = parser.parse_known_args()
     if not torch.cuda.is_available():
