@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InternalError, InvariantViolated, NonFiniteLogits
@@ -20,10 +21,11 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling, StopReason, TokenCommitted
 from laboratory.scripted import Fault, Script, ScriptedForward, ScriptedModel
 from tests.facade import context_of, forward_of, kv_of
-from tests.load.scripted import LAYERS, scripted_engine, solo_of
+from tests.load.scripted import LAYERS, SEGMENT, scripted_engine, solo_of
 
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 250, 70)]
 TOKENS = 24
+FLOAT64_ERROR = 1e-13  # of an average of numbers below 1
 
 
 @pytest.fixture
@@ -70,6 +72,59 @@ def test_what_others_left_in_memory_reaches_no_session(strategy: KVStrategy, mod
             buffer.keys.fill_(torch.nan)
             buffer.values.fill_(torch.nan)
         assert generated(engine, opened(engine, strategy)) == solo_of(strategy).continued(PROMPT, TOKENS)
+
+
+class Noting(ScriptedModel):
+    """Keeps the averages that logits were made of."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=LAYERS)
+        self.averages: list[Tensor] = []
+
+    def logits(self, averages: Sequence[Tensor]) -> Tensor:
+        self.averages.append(torch.cat(list(averages), dim=1))
+        return super().logits(averages)
+
+
+def test_a_fork_reads_the_averages_of_the_closed_form_to_the_last_digits(engine: Engine) -> None:
+    """If they are read less exactly, one falls into another cell once in a while, and a right history is followed by a
+    wrong token."""
+    model = scripted(engine).model = Noting()
+    session, history = opened(engine), list(PROMPT)
+    history += generated(engine, session, 1)
+    for pieces in (1, 2):
+        fork = engine.fork_session(session)
+        assert fork.shared_bytes
+        ids = [int(token) for token in np.random.default_rng(pieces).integers(0, 256, 2 * SEGMENT)]
+        engine.append(fork.session_id, ids)
+        history += ids
+        model.averages.clear()
+        first, received = len(history), generated(engine, fork.session_id)
+        read, history = torch.cat(model.averages), history + received
+        model.averages.clear()
+        solo_of(Full(), model).logits(history[:-1], first)
+        torch.testing.assert_close(read, model.averages[0], atol=FLOAT64_ERROR, rtol=0)
+        session = fork.session_id
+
+
+# Of a prompt whose greedy token is followed by more of the same draw: the draw's seed, and a length where a number that
+# is read lies 1e-9 from the edge of a cell: further than float64 rounds, and nearer than float32 does.
+NEAR_AN_EDGE = [(268, 153), (677, 140), (2209, 158), (2589, 111), (2995, 184)]
+
+
+def test_a_fork_has_the_tokens_of_a_session_that_was_not_forked(engine: Engine, subtests: pytest.Subtests) -> None:
+    for seed, length in NEAR_AN_EDGE:
+        with subtests.test(seed=seed):
+            drawn = [int(token) for token in np.random.default_rng(seed).integers(0, 256, 200)]
+            prompt, rest = drawn[:64], drawn[65:length]
+            parent = opened(engine, None, prompt)
+            history = [*prompt, *generated(engine, parent, 1), *rest]
+            fork = engine.fork_session(parent)
+            assert fork.shared_bytes
+            engine.append(fork.session_id, rest)
+            expected = solo_of(Full()).continued(history, 1)
+            assert generated(engine, opened(engine, None, history), 1) == expected
+            assert generated(engine, fork.session_id, 1) == expected
 
 
 def test_tokens_of_a_stream_hardly_repeat_so_that_a_wrong_one_shows(engine: Engine) -> None:
@@ -164,10 +219,14 @@ def test_a_step_that_hangs_goes_on_when_it_is_let_go(engine: Engine) -> None:
     assert (ended.stop_reason, ended.generated_tokens) == (StopReason.CANCELLED, 0)
 
 
-def script_of(engine: Engine) -> Script:
+def scripted(engine: Engine) -> ScriptedForward:
     forward = forward_of(engine)
     assert isinstance(forward, ScriptedForward)
-    return forward.script
+    return forward
+
+
+def script_of(engine: Engine) -> Script:
+    return scripted(engine).script
 
 
 def _until_it_fails(engine: Engine, session_id: str) -> list[int]:
