@@ -16,7 +16,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.kernels.latents import PLAIN
 from inference_engine.kernels.ops import REFERENCE
-from inference_engine.kv.context import ArchivedCodes, KVContext, NoCoder, RestoredLayer
+from inference_engine.kv.context import ArchivedCodes, KVContext, NoCoder, RestoredLayer, open_no_archive
 from inference_engine.kv.geometry import UNROTATED, Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models.seam import ATTENTION, Seam
@@ -35,7 +35,7 @@ OPS = replace(REFERENCE, attends_together=True)
 
 class WithoutOperations(TorchForward):
     def open(self, geometry: Geometry, capacity_bytes: int, **others: Any) -> KVContext:
-        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder())
+        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder(), open_archive=open_no_archive)
 
 
 def made_forward(kind: type[TorchForward], config: PretrainedConfig) -> tuple[TorchForward, LatentCodec]:
