@@ -39,7 +39,8 @@ from inference_engine.kernels.triton.line import in_line
 _NUMBERS = 24  # of an archive, rounded up
 _UNPACKED, _THREADS = 8, 128  # tokens of a program that unpacks, and its threads; each has four codes of every token
 _FAR, _NEAR = 64, 32  # parts of what is in the archive, and of the region
-_TILE, _STEP = 128, 64  # tokens that a program restores at once, and numbers of each; wide entries have smaller tiles
+_TILE, _STEP = 128, 64  # tokens that a program restores at once, and numbers of each, where heads are narrow
+_WARPS, _STAGES = 8, 4
 _NEAR_SLOTS = 64  # that a program reads at once
 _MERGED, _MERGING_WARPS = 32, 4  # channels that a program merges
 
@@ -164,8 +165,8 @@ def _attend(
         HALF=head_dim // 2,
         STEP=_STEP // 2 if is_exact else _STEP,
         PRECISION="ieee" if is_exact else "tf32",
-        num_warps=8,
-        num_stages=2 if is_exact or head_dim > 128 else 3,
+        num_warps=_WARPS,
+        num_stages=_STAGES if is_narrow else 2 if is_exact or head_dim > 128 else 3,
         **shared,
         **line,
     )
