@@ -38,8 +38,7 @@ LAYERS, GROUP_LAYERS, KV_HEADS, GROUP, HEAD_DIM = (30, 15, 3, 3, 64) if HAS_GPU 
 ROOM, NEAR, CHAINS = (8192, 2064, 64) if HAS_GPU else (200, 70, 5)
 # Tokens of a tile, parts of what is in the archive, warps and stages.
 TRIES = [
-    (128, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 5), (128, 48, 8, 4), (128, 32, 8, 4), (128, 64, 4, 4),
-    (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 4), (64, 96, 4, 4),
+    (128, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 5), (128, 32, 8, 4), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 4),
 ] if HAS_GPU else [(32, 3, 4, 2)]  # fmt: skip
 
 
@@ -124,8 +123,8 @@ def timed(tokens: int, numbers: int) -> dict[str, Callable[[], float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention to entries that are restored as they are read.")
-    parser.add_argument("--old", type=int, nargs="+", default=[1008, 3056, 6128] if HAS_GPU else [90])
-    parser.add_argument("--numbers", type=int, nargs="+", default=[1408, 2880] if HAS_GPU else [70])
+    parser.add_argument("--old", type=int, nargs="+", default=[3056, 6128] if HAS_GPU else [90])
+    parser.add_argument("--numbers", type=int, nargs="+", default=[2880] if HAS_GPU else [70])
     arguments = parser.parse_args()
     for numbers in arguments.numbers:
         for tokens in arguments.old:
