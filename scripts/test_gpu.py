@@ -37,6 +37,7 @@ SANITIZED = (
     *(f"test_fused.compare_{each}" for each in ("products", "products_of_any_number", "heads")),
     *(f"test_quantised.compare_{each}" for each in ("products", "products_of_any_number", "numbers", "every_code")),
     *(f"test_choosing.compare_{each}" for each in ("choosing", "equals", "rounded", "tiles", "restoring")),
+    *(f"test_archived.compare_{each}" for each in ("archived", "rooms", "lengths", "broken")),
     *(f"test_ragged_attention.compare_{each}" for each in ("kernel", "chunks_and_selections", "selecting_steps")),
     "test_ragged_attention.compare_beside_selections",
     *(f"test_{each}.compare_kernel" for each in ("offloaded", "noise", "topk", "trellis")),

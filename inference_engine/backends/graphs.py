@@ -22,6 +22,7 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
+from inference_engine.kernels.archived import MOST_QUERIES, ReadFrom
 from inference_engine.kernels.components import ChosenBy, TokenChoice
 from inference_engine.kernels.ragged_attention import RaggedAttention
 from inference_engine.kernels.step_ends import PLAIN_ENDS, Peaks, StepEnds
@@ -33,13 +34,13 @@ from inference_engine.models.seam import Seam
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
-MOST_SELECTING = 64  # tokens of a step in which some read selected blocks or tokens
+MOST_SELECTING = MOST_QUERIES  # tokens of a step in which some read selected blocks or tokens, or archives
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
-# Tokens, tap layers, whether some read selected blocks, whether these may be off the device, and the indexes by which
-# some choose tokens.
-Kind = tuple[int, tuple[int, ...], bool, bool, tuple[ChosenBy, ...]]
+# Tokens, tap layers, whether some read selected blocks, whether these may be off the device, the indexes by which some
+# choose tokens, and what those need that read archives.
+Kind = tuple[int, tuple[int, ...], bool, bool, tuple[ChosenBy, ...], ReadFrom | None]
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -71,8 +72,8 @@ class StepGraphs:
         listed: ListedStep | None = None,
         ends: StepEnds = PLAIN_ENDS,
     ) -> None:
-        """Records all steps except those that read selected blocks or tokens, so that no request waits for a recording
-        later.
+        """Records all steps except those that read selected blocks or tokens, or archives, so that no request waits for
+        a recording later.
 
         tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules. ends:
         finds the largest logits.
@@ -85,7 +86,7 @@ class StepGraphs:
         self._refused: set[Kind] = set()
         # The largest first: the others reuse its temporary memory.
         self._recorded: dict[Kind, Recorded] = {
-            (size, taps, False, False, ()): self._record(pool, (size, taps, False, False, ()))
+            (size, taps, False, False, (), None): self._record(pool, (size, taps, False, False, (), None))
             for size in reversed(SIZES)
             for taps in self._taps
         }
@@ -93,7 +94,7 @@ class StepGraphs:
     def _record(self, pool: Pool, kind: Kind) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
-        size, taps, selects, reads_offloaded, chosen_by = kind
+        size, taps, selects, reads_offloaded, chosen_by, archived = kind
         choices = [
             TokenChoice(
                 shape=by.shape,
@@ -116,6 +117,7 @@ class StepGraphs:
                 selects=selects,
                 choices=choices,
                 reads_offloaded=reads_offloaded,
+                archived=archived,
             )
             logits, states = _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
             return logits, states, self._ends.peaks(logits)
@@ -130,13 +132,14 @@ class StepGraphs:
     def can_run(self, step: Step) -> bool:
         """Is the step recorded? Tokens past the trained positions are rotated by operations that are not.
 
-        The first step of its size with selected blocks or tokens is recorded now. If that fails, such steps run
-        unrecorded from then on, and the requests of this step are not affected.
+        The first step of its size with selected blocks or tokens, or with archives, is recorded now. If that fails,
+        such steps run unrecorded from then on, and the requests of this step are not affected.
         """
         plan = step.plan
         if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
             return False
-        if plan.query_count > (MOST_SELECTING if plan.selects or plan.chosen_by else SIZES[-1]):
+        is_selecting = plan.selects or plan.chosen_by or plan.archived is not None
+        if plan.query_count > (MOST_SELECTING if is_selecting else SIZES[-1]):
             return False
         return bool(plan.positions.max() < self._seam.trained_positions) and self._is_recorded(step)
 
@@ -178,7 +181,7 @@ def _copy(taps: Tensor | None, step: Step) -> Tensor | None:
 
 def _kind(step: Step) -> Kind:
     plan, size = step.plan, SIZES[bisect_left(SIZES, step.plan.query_count)]
-    return size, step.tap_layers, plan.selects, plan.reads_offloaded, plan.chosen_by
+    return size, step.tap_layers, plan.selects, plan.reads_offloaded, plan.chosen_by, plan.archived
 
 
 def _logits(size: int) -> int:

@@ -104,7 +104,7 @@ class TorchCoder:
         numbers = torch.zeros((count, padded(analyser.count)), device=self.device)
         found = torch.zeros((len(layers), 2), device=self.device)
         for layer, (matrix, means), broken in zip(layers, self._analyser(analyser).layers, found, strict=True):
-            turn = self._turn(layer.rotary, first, count)
+            turn = self.turn(layer.rotary, first, count)
             self.latents.analyse(layer.keys, layer.values, matrix, means, numbers, broken, turn=turn)
         return numbers[:, : analyser.count], found.T
 
@@ -119,13 +119,15 @@ class TorchCoder:
         low, high = (half[first - codes.first :][:count] for half in codes.halves)
         dtype = operand_dtype(layers[0].keys.dtype)
         units = self.latents.units(low, high, self._decoder_of(layers[0]).tables, dtype)
-        turn = self._turn(layers[0].rotary, first, count)
+        turn = self.turn(layers[0].rotary, first, count)
         for index, layer in enumerate(layers):
             keys, values = layer.keys[:, own], layer.values[:, own]
             self.latents.entries(units, self._decoder_of(layer).synthesis, keys, values, found[index], turn=turn)
 
-    def _turn(self, rotary: str, first: int, count: int) -> Turn | None:
-        """Layers turn alike, and old entries are restored in the same chunks again and again: those of the last calls
+    def turn(self, rotary: str, first: int, count: int) -> Turn | None:
+        """By which keys at `count` positions from `first` on are rotated; None: they are not.
+
+        Layers turn alike, and old entries are restored in the same chunks again and again: those of the last calls
         stay."""
         if rotary == UNROTATED:
             return None

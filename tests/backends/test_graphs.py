@@ -24,6 +24,7 @@ def step(pool: Pool, *, tokens: int, selects: bool) -> Any:
         query_count=tokens,
         selects=selects,
         chosen_by=(),
+        archived=None,
         reads_offloaded=False,
         is_numbers_only=True,
         positions=positions,

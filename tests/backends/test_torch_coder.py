@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, PretrainedConfig
 
+from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.torch_coder import TorchCoder
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.kernels.latents import PLAIN
-from inference_engine.kernels.ops import REFERENCE
-from inference_engine.kv.context import ArchivedCodes, KVContext, NoCoder, RestoredLayer
+from inference_engine.kernels.ops import REFERENCE, DeviceOps
+from inference_engine.kv.context import ArchivedCodes, KVContext, NoCoder, RestoredLayer, open_no_archive
 from inference_engine.kv.geometry import UNROTATED, Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models.seam import ATTENTION, Seam
@@ -35,10 +36,13 @@ OPS = replace(REFERENCE, attends_together=True)
 
 class WithoutOperations(TorchForward):
     def open(self, geometry: Geometry, capacity_bytes: int, **others: Any) -> KVContext:
-        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder())
+        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder(), open_archive=open_no_archive)
 
 
-def made_forward(kind: type[TorchForward], config: PretrainedConfig) -> tuple[TorchForward, LatentCodec]:
+def made_forward(
+    kind: type[TorchForward], config: PretrainedConfig, device: str = "cpu", ops: DeviceOps = OPS
+) -> tuple[TorchForward, LatentCodec]:
+    """A model of random weights, and a codec for it. On a GPU its steps are a list, and are recorded."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     # Sharper attention: entries matter.
@@ -48,11 +52,14 @@ def made_forward(kind: type[TorchForward], config: PretrainedConfig) -> tuple[To
                 parameter.mul_(3)
     codec = calibrate(model, [IDS], layers=range(3), bytes_per_token=96, group_layers=2)
     model.set_attn_implementation(ATTENTION)
-    seam = Seam(model)
+    seam = Seam(model.to(torch.device(device)))
     facts = ModelFacts(
-        model_id="tiny", vocab_size=64, trained_positions=512, device="cpu", dtype="float32", numerics="torch",
+        model_id="tiny", vocab_size=64, trained_positions=512, device=device, dtype="float32", numerics="torch",
     )  # fmt: skip
-    return kind(seam, facts, torch.device("cpu"), ops=OPS), codec
+    is_gpu = device != "cpu"
+    listed = ListedStep(seam, ops.open_fused()) if is_gpu else None
+    forward = kind(seam, facts, torch.device(device), ops=ops, records_graphs=is_gpu, listed=listed)
+    return forward, codec.to(torch.device(device))
 
 
 @pytest.mark.parametrize("rope", [None, YARN], ids=["default", "yarn"])

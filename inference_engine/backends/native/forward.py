@@ -29,6 +29,7 @@ from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.key_indexes import NativeIndexes
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
+from inference_engine.kernels.archived import Unpacked
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.few_candidates import Heavy
 from inference_engine.kernels.kept import as_kept
@@ -259,8 +260,10 @@ class NativeAttention:
         blocks: int = 0,
         choices: Sequence[TokenChoice] = (),
         reads_offloaded: bool = False,
+        unpacked: Unpacked | None = None,
     ) -> Tensor:
         assert not reads_offloaded, "it reads what is on the device"
+        assert unpacked is None, "it knows no archive"
         count, heads, head_dim = queries.shape
         queries, regions = queries.contiguous(), regions.contiguous()
         out = torch.empty_like(queries)

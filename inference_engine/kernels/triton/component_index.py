@@ -113,15 +113,8 @@ class TritonIndexes:
     def archive(
         self, halves: tuple[Tensor, Tensor], first: int, tables: CodeTables, synthesis: Synthesis, found: Tensor
     ) -> Tensor:
-        low, high = halves
-        assert low.stride() == high.stride() == (low.shape[1], 1)
-        assert synthesis.matrix.is_contiguous() and found.is_contiguous()
-        numbers = [low.data_ptr(), high.data_ptr(), low.shape[1], first]
-        numbers += [tables.first_byte, tables.count, tables.padded, tables.chains]
-        tensors = [tables.begins, tables.widths, tables.tables, tables.levels, tables.scales]
-        tensors += [synthesis.matrix, synthesis.factors, synthesis.means, found]
-        numbers += [tensor.data_ptr() for tensor in tensors]
-        return torch.tensor(numbers, dtype=torch.int64).to(low.device)
+        numbers = numbers_of_archive(halves, first, tables, synthesis, found)
+        return torch.tensor(numbers, dtype=torch.int64).to(found.device)
 
     def name_archive(self, numbers: Tensor, archive: Tensor | None) -> None:
         numbers[_ARCHIVE] = 0 if archive is None else archive.data_ptr()
@@ -162,6 +155,20 @@ class TritonIndexes:
 
 
 key_indexes = TritonIndexes()
+
+
+def numbers_of_archive(
+    halves: tuple[Tensor, Tensor], first: int, tables: CodeTables, synthesis: Synthesis, found: Tensor
+) -> list[int]:
+    """By which kernels know an archive: as `restoring.py` lists them."""
+    low, high = halves
+    assert low.stride() == high.stride() == (low.shape[1], 1)
+    assert synthesis.matrix.is_contiguous() and found.is_contiguous()
+    numbers = [low.data_ptr(), high.data_ptr(), low.shape[1], first]
+    numbers += [tables.first_byte, tables.count, tables.padded, tables.chains]
+    tensors = [tables.begins, tables.widths, tables.tables, tables.levels, tables.scales]
+    tensors += [synthesis.matrix, synthesis.factors, synthesis.means, found]
+    return [*numbers, *(tensor.data_ptr() for tensor in tensors)]
 
 
 def _turns(positions: Tensor, speeds: Tensor) -> Tensor:

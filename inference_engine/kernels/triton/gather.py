@@ -165,6 +165,12 @@ def attend_listed(
 def with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP: tl.constexpr):
     """Attention so far, to which a tile is added: its keys and values [slots, D], and which of them are seen."""
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+    return with_scores(b_top, b_sum, b_out, b_scores, b_v, m_s, softcap, HAS_CAP)
+
+
+@triton.jit
+def with_scores(b_top, b_sum, b_out, b_scores, b_v, m_s, softcap, HAS_CAP: tl.constexpr):
+    """As `with_tile`, by the scores of the tile's keys."""
     if HAS_CAP:
         b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
         b_tanh = (1.0 - b_power) / (1.0 + b_power)

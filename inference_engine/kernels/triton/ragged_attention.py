@@ -25,8 +25,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_engine.kernels.archived import Unpacked
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.triton.archived import attend_archived
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.components import attend_choosing
 from inference_engine.kernels.triton.few_queries import attend_few
@@ -57,6 +59,7 @@ def attend_ragged(
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
     reads_offloaded: bool = False,
+    unpacked: Unpacked | None = None,
 ) -> Tensor:
     """See `RaggedAttention`."""
     queries, regions = queries.contiguous(), regions.contiguous()
@@ -64,8 +67,10 @@ def attend_ragged(
     out = torch.empty_like(queries)
     is_few = query_count <= _FEW_QUERIES
     # Where some queries choose tokens, the operation that does it serves the others, too, if they are few.
-    chooses_alone = is_few and not blocks and len(choices) == 1
-    if not (blocks and is_few) and not chooses_alone:
+    chooses_alone = is_few and not blocks and len(choices) == 1 and unpacked is None
+    # Likewise where some read archives.
+    restores_alone = is_few and not blocks and not choices and unpacked is not None
+    if not (blocks and is_few) and not chooses_alone and not restores_alone:
         attend = attend_few if is_few else _attend_all
         attend(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
     if blocks:
@@ -95,6 +100,19 @@ def attend_ragged(
             choice=choice,
             serves_all=chooses_alone,
         )
+    if unpacked is not None:
+        attend_archived(
+            queries,
+            keys,
+            values,
+            regions,
+            out,
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            unpacked=unpacked,
+            serves_all=restores_alone,
+        )
     return out
 
 
@@ -110,8 +128,11 @@ def attend_invariant(
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
     reads_offloaded: bool = False,
+    unpacked: Unpacked | None = None,
 ) -> Tensor:
-    """As `attend_ragged`; queries that select blocks or tokens, too, are served in one way, however many there are."""
+    """As `attend_ragged`; queries that select blocks or tokens, or read archives, are served in one way, however many
+    there are.
+    """
     queries, regions = queries.contiguous(), regions.contiguous()
     out = torch.empty_like(queries)
     _attend_all(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
@@ -141,6 +162,19 @@ def attend_invariant(
             scaling=scaling,
             softcap=softcap,
             choice=choice,
+            serves_all=False,
+        )
+    if unpacked is not None:
+        attend_archived(
+            queries,
+            keys,
+            values,
+            regions,
+            out,
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            unpacked=unpacked,
             serves_all=False,
         )
     return out

@@ -5,6 +5,9 @@
 
 Attention reads the exact entries in their regions, which are always resident, and merges the decoded chunks in
 (`kv/views.py`). So waking costs nothing, and each step decodes every old entry again, in each layer.
+
+Where the device's operation over regions reads archives (`kernels/archived.py`), the query of a single token reads by
+numbers, and no decoded entry lies in memory. The chunks of several tokens are decoded once for all of them.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.errors import RestorationFailed
+from inference_engine.errors import NonFiniteEntries, RestorationFailed
+from inference_engine.kernels.archived import MOST_QUERIES, ReadFrom
 from inference_engine.kernels.kept import as_kept
+from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, chunk_demand
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import ArchivedLayer, KVContext, OpenArchive
 from inference_engine.kv.layout import Positions
+from inference_engine.kv.numbers import read_archives
 from inference_engine.kv.part import Held
-from inference_engine.kv.parts.archived import ArchivedEntries, ExactEntries
+from inference_engine.kv.parts.archived import ArchivedEntries, Asked, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
@@ -35,13 +42,37 @@ class StreamedReads(LayerPart):
     def __init__(self, slots: LayerSlots, source: EntrySource) -> None:
         self._slots = slots
         self._source = source
+        self._archives: NDArray[np.int64] | None = None  # as the device's operation knows them, by layer
+        self._read: ReadFrom | None = None  # what steps that read them have in common
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self._slots.layer_set.layers
+
+    def read_from(self, archives: Sequence[int], read: ReadFrom) -> None:
+        """From now on the device's operation reads these archives, by layer, where it can."""
+        self._archives, self._read = np.array(archives, dtype=np.int64), read
+
+    def read_no_more(self) -> None:
+        """The archives are about to be forgotten."""
+        self._archives, self._read = None, None
 
     @property
     def fits_numbers(self) -> bool:
         return False
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        return not self.chunks(queries.first)
+        if not self.chunks(queries.first):
+            return True
+        # Several tokens of a session read by a view: each would have every entry restored for itself.
+        is_one = queries.count == 1 and step.numbers.tokens <= MOST_QUERIES
+        return self._archives is not None and is_one and queries.end <= step.geometry.trained_positions
+
+    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+        if self._archives is None or self._read is None or not self.chunks(queries.first):
+            return
+        read_archives(step.numbers.regions, self._slots.layer_index, queries.real.start, self._archives)
+        step.archived = self._read.beside(step.archived)
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         chunks = self.chunks(queries.first)
@@ -79,8 +110,11 @@ class StreamedEntries(ArchivedEntries):
         assert not self._replays, "entries that are computed again are not local in position"
         self._set_of = {layer: exact for exact in sets for layer in exact.layers.layers}
         self._room: _ChunkRoom | None = None
-        for exact in sets:
-            exact.regions.parts.insert(0, self.READS(exact.regions, self))  # before what chooses among the entries
+        self._opened: OpenArchive | None = None  # while the device's operation knows the archive
+        self._finite = FiniteCheck()
+        self._reads = [self.READS(exact.regions, self) for exact in sets]
+        for exact, reads in zip(sets, self._reads, strict=True):
+            exact.regions.parts.insert(0, reads)  # before what chooses among the entries
 
     @property
     def regions(self) -> tuple[LayerEntries, ...]:
@@ -89,7 +123,34 @@ class StreamedEntries(ArchivedEntries):
     def wake(self, tokens: int, length: int) -> bool:
         placement = self._strategy.placement(self._context.geometry, tokens)
         self._room = _ChunkRoom.reserve(self._context, placement)
-        return self._room is not None
+        if self._room is None:
+            return False
+        try:
+            self._open_archive()
+        except Exception as error:
+            self._drop_room()
+            raise RestorationFailed(error) from error
+        return True
+
+    def _open_archive(self) -> None:
+        """Let the device's operation read the archive by itself, if it can."""
+        layers = []
+        for layer in self._layers:
+            codes = self._archive.decoded_by(layer)
+            if codes is None:
+                return
+            rotary = self._set_of[layer].layers.rotary
+            layers.append(ArchivedLayer(layer=layer, rotary=rotary, codes=codes))
+        self._opened = opened = self._context.open_archive(layers)
+        if opened is None:
+            return
+        numbers = dict(zip(self._layers, opened.numbers, strict=True))
+        for reads in self._reads:
+            reads.read_from([numbers[layer] for layer in reads.layers], opened.read)
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return tuple(sorted(self._set_of))
 
     def idle(self, length: int | None) -> None:
         self._drop_room()
@@ -97,6 +158,7 @@ class StreamedEntries(ArchivedEntries):
     def forget(self, floor: int, length: int) -> None:
         self._drop_room()
         super().forget(floor, length)
+        self._finite.forget()
 
     def release(self) -> None:
         try:
@@ -125,7 +187,35 @@ class StreamedEntries(ArchivedEntries):
     def _replace(self, leaving: Sequence[Positions]) -> None:
         """Nothing to do: entries that leave the regions are read from the archive."""
 
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        super().commit(before, length, rejected, is_replay=is_replay)
+        self._ask_finite()
+
+    def ask_finite(self) -> Asked:
+        return (*super().ask_finite(), self._ask_finite())
+
+    def _ask_finite(self) -> int:
+        for layers, found in self._found():
+            self._finite.note(layers, found, come_back=True)
+        return self._finite.send()
+
+    def _found(self) -> Sequence[tuple[tuple[int, ...], Tensor]]:
+        """By layers, what the device's operation found in entries that it restored by itself: [2, layers], not finite
+        where keys, or values, are not.
+        """
+        return () if self._opened is None else ((self._layers, self._opened.found.T),)
+
+    def require_finite(self, asked: Asked | None = None) -> None:
+        super().require_finite(asked)
+        try:
+            self._finite.require(None if asked is None else asked[1])
+        except NonFiniteEntries as error:
+            raise RestorationFailed(error) from error
+
     def _drop_room(self) -> None:
+        self._opened = None
+        for reads in self._reads:
+            reads.read_no_more()
         room, self._room = self._room, None
         if room is not None:
             room.release()

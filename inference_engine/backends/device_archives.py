@@ -1,0 +1,70 @@
+"""Codes of old entries as the operation over regions of a torch device knows them (`kernels/archived.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference_engine.backends.torch_coder import TorchCoder
+from inference_engine.kernels.archived import Archives, KnownArchives, LayerArchive, ReadFrom, fits
+from inference_engine.kernels.latents import Turn
+from inference_engine.kv.context import ArchivedLayer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceArchive:
+    """Implements OpenArchive."""
+
+    known: KnownArchives
+    read: ReadFrom
+    found: Tensor
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.known.numbers
+
+
+class DeviceArchives:
+    """What `KVContext.open_archive` needs of a model on a device."""
+
+    def __init__(
+        self, archives: Archives, coder: TorchCoder, dtype: torch.dtype, device: torch.device, *, trained_positions: int
+    ) -> None:
+        """coder: knows how codes become entries."""
+        self._archives, self._coder, self._dtype, self._device = archives, coder, dtype, device
+        self._trained = trained_positions
+        self._turns: dict[str, Turn | None] = {}  # of all trained positions
+
+    def open(self, layers: Sequence[ArchivedLayer]) -> DeviceArchive | None:
+        """None for keys that are rotated in another way, and for histories whose numbers have no room."""
+        if not all(self._coder.restores(layer.codes, layer.rotary) for layer in layers):
+            return None
+        decoding = [self._coder.decoding(layer.codes, self._dtype) for layer in layers]
+        numbers = max(tables.padded for tables, _ in decoding)
+        if not fits(numbers, tokens=self._trained, dtype=self._dtype):
+            return None
+        found = torch.zeros((len(layers), 2), device=self._device)
+        archives = [
+            LayerArchive(
+                halves=layer.codes.halves,
+                first=layer.codes.first,
+                tables=tables,
+                synthesis=synthesis,
+                turn=self._turn(layer.rotary),
+                found=own,
+            )
+            for layer, (tables, synthesis), own in zip(layers, decoding, found, strict=True)
+        ]
+        groups = [layer.codes.decoder.first_byte for layer in layers]
+        begins = tuple(
+            layer.layer for index, layer in enumerate(layers) if not index or groups[index] != groups[index - 1]
+        )
+        return DeviceArchive(self._archives(archives), ReadFrom(numbers=numbers, begins=begins), found)
+
+    def _turn(self, rotary: str) -> Turn | None:
+        if rotary not in self._turns:
+            self._turns[rotary] = self._coder.turn(rotary, 0, self._trained)
+        return self._turns[rotary]
