@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from inference_engine.kernels import ragged_attention as fields
 from inference_engine.kernels.archived import LayerArchive, ReadFrom, Unpacked, open_room
-from inference_engine.kernels.latents import CodeTables, Synthesis
+from inference_engine.kernels.latents import CodeTables, Synthesis, operand_dtype
 from inference_engine.kernels.triton import archived
 from inference_engine.kernels.triton.few_queries import attend_few
 from laboratory.evaluation.on_gpu import Timed, in_turns
@@ -70,7 +70,8 @@ def made_layers(tokens: int, numbers: int) -> tuple[list[LayerArchive], ReadFrom
                 found=torch.zeros(2, device=DEVICE),
             )
         )
-    return archives, ReadFrom(numbers=tables.padded, begins=tuple(range(0, LAYERS, GROUP_LAYERS)))
+    begins = tuple(range(0, LAYERS, GROUP_LAYERS))
+    return archives, ReadFrom(numbers=tables.padded, tokens=ROOM, dtype=operand_dtype(DTYPE), begins=begins)
 
 
 def lines_of(slots: int, *, position: int, floor: int, ring: int) -> Tensor:
@@ -95,7 +96,7 @@ def timed(tokens: int, numbers: int) -> dict[str, Callable[[], float]]:
     near = lines_of(NEAR, position=position, floor=16 + tokens, ring=NEAR)
     near[:, 0, fields.ARCHIVE] = torch.tensor(list(known.numbers))
     lines, whole = near.to(DEVICE), lines_of(slots, position=position, floor=0, ring=0).to(DEVICE)
-    units = open_room(read, queries=1, tokens=ROOM, dtype=DTYPE, device=DEVICE)
+    units = open_room(read, queries=1, device=DEVICE)
     out = torch.empty_like(queries)
     options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": HEAD_DIM**-0.5}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.torch_coder import TorchCoder
-from inference_engine.kernels.archived import Archives, KnownArchives, LayerArchive, ReadFrom, fits
-from inference_engine.kernels.latents import Turn
+from inference_engine.kernels.archived import Archives, KnownArchives, LayerArchive, ReadFrom, room_for
+from inference_engine.kernels.latents import Turn, operand_dtype
 from inference_engine.kv.context import ArchivedLayer
 
 
@@ -38,13 +38,20 @@ class DeviceArchives:
         self._trained = trained_positions
         self._turns: dict[str, Turn | None] = {}  # of all trained positions
 
-    def open(self, layers: Sequence[ArchivedLayer]) -> DeviceArchive | None:
+    def open(self, layers: Sequence[ArchivedLayer], tokens: int) -> DeviceArchive | None:
         """None for keys that are rotated in another way, and for histories whose numbers have no room."""
         if not all(self._coder.restores(layer.codes, layer.rotary) for layer in layers):
             return None
         decoding = [self._coder.decoding(layer.codes, self._dtype) for layer in layers]
-        numbers = max(tables.padded for tables, _ in decoding)
-        if not fits(numbers, tokens=self._trained, dtype=self._dtype):
+        groups = [layer.codes.decoder.first_byte for layer in layers]
+        begins = [layer.layer for index, layer in enumerate(layers) if not index or groups[index] != groups[index - 1]]
+        read = ReadFrom(
+            numbers=max(tables.padded for tables, _ in decoding),
+            tokens=room_for(min(tokens, self._trained)),
+            dtype=operand_dtype(self._dtype),
+            begins=tuple(begins),
+        )
+        if not read.fits:
             return None
         found = torch.zeros((len(layers), 2), device=self._device)
         archives = [
@@ -58,11 +65,7 @@ class DeviceArchives:
             )
             for layer, (tables, synthesis), own in zip(layers, decoding, found, strict=True)
         ]
-        groups = [layer.codes.decoder.first_byte for layer in layers]
-        begins = tuple(
-            layer.layer for index, layer in enumerate(layers) if not index or groups[index] != groups[index - 1]
-        )
-        return DeviceArchive(self._archives(archives), ReadFrom(numbers=numbers, begins=begins), found)
+        return DeviceArchive(self._archives(archives), read, found)
 
     def _turn(self, rotary: str) -> Turn | None:
         if rotary not in self._turns:

@@ -23,10 +23,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.latents import PLAIN, CodeTables, Synthesis, Turn, operand_dtype
+from inference_engine.kernels.latents import PLAIN, CodeTables, Synthesis, Turn
 
 MOST_QUERIES = 64  # of a step in which some read archives
 MOST_BYTES = 2**28  # of numbers that a step holds; with more queries than that, they take turns
+_LEAST_ROOM = 1024  # tokens
 
 _numbers = count(1)
 _known: WeakValueDictionary[int, LayerArchive] = WeakValueDictionary()
@@ -36,18 +37,32 @@ _known: WeakValueDictionary[int, LayerArchive] = WeakValueDictionary()
 class ReadFrom:
     """What steps whose queries read archives have in common, so that they are recorded once.
 
-    numbers: the most that a token's code has, padded. begins: the layers with which a group begins.
+    numbers: the most that a token's code has, padded, each a `dtype`. tokens: so many there is room for; a query behind
+    more cannot read so. begins: the layers with which a group begins.
     """
 
     numbers: int
+    tokens: int
+    dtype: torch.dtype
     begins: tuple[int, ...]
+
+    @property
+    def query_bytes(self) -> int:
+        """Of one query's numbers."""
+        return self.tokens * self.numbers * self.dtype.itemsize
+
+    @property
+    def fits(self) -> bool:
+        """Is there room for them?"""
+        return self.query_bytes <= MOST_BYTES
 
     def beside(self, other: ReadFrom | None) -> ReadFrom:
         """What both need."""
         if other is None or other == self:
             return self
         begins = tuple(sorted({*self.begins, *other.begins}))
-        return ReadFrom(numbers=max(self.numbers, other.numbers), begins=begins)
+        numbers, tokens = max(self.numbers, other.numbers), max(self.tokens, other.tokens)
+        return ReadFrom(numbers=numbers, tokens=tokens, dtype=self.dtype, begins=begins)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,16 +77,15 @@ class Unpacked:
     is_first: bool
 
 
-def open_room(read: ReadFrom, *, queries: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`Unpacked.units` of a step. dtype: of the entries."""
-    operand = operand_dtype(dtype)
-    rooms = max(1, min(queries, MOST_BYTES // (tokens * read.numbers * operand.itemsize)))
-    return torch.empty((rooms, tokens, read.numbers), dtype=operand, device=device)
+def open_room(read: ReadFrom, *, queries: int, device: torch.device) -> Tensor:
+    """`Unpacked.units` of a step."""
+    rooms = max(1, min(queries, MOST_BYTES // read.query_bytes))
+    return torch.empty((rooms, read.tokens, read.numbers), dtype=read.dtype, device=device)
 
 
-def fits(numbers: int, *, tokens: int, dtype: torch.dtype) -> bool:
-    """Is there room for a query's numbers?"""
-    return tokens * numbers * operand_dtype(dtype).itemsize <= MOST_BYTES
+def room_for(tokens: int) -> int:
+    """Of how many tokens the room for a history of `tokens` is: few sizes, since steps are recorded for each."""
+    return max(_LEAST_ROOM, 1 << (tokens - 1).bit_length())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)

@@ -339,10 +339,11 @@ class OpenArchive(Protocol):
         """float32 [layers, 2] on the device, becomes not finite where keys, or values, are read that are not."""
 
 
-OpenArchivedLayers = Callable[[Sequence[ArchivedLayer]], OpenArchive | None]
+# Of some layers, while the history has at most so many tokens; None where the operation cannot read them.
+OpenArchivedLayers = Callable[[Sequence[ArchivedLayer], int], OpenArchive | None]
 
 
-def open_no_archive(_layers: Sequence[ArchivedLayer]) -> None:
+def open_no_archive(_layers: Sequence[ArchivedLayer], _tokens: int) -> None:
     """For a device whose operation over regions reads no archived entries: queries read them by views."""
 
 

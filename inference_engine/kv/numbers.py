@@ -176,13 +176,7 @@ class StepTables:
         units = None
         if archived is not None:
             states = next(iter(pool.buffers.values())).keys
-            units = open_room(
-                archived,
-                queries=tokens,
-                tokens=geometry.trained_positions,
-                dtype=states.dtype,
-                device=states.device,
-            )
+            units = open_room(archived, queries=tokens, device=states.device)
         return StepTables(
             geometry=geometry,
             pool=pool,

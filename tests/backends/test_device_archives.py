@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from inference_engine.backends.device_archives import DeviceArchive, DeviceArchives
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels import archived
+from inference_engine.kernels.archived import ReadFrom
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.context import LayerDecoder
 from inference_engine.kv.parts import streamed
@@ -95,13 +97,12 @@ def test_sessions_of_other_lengths_and_strategies_in_the_same_steps_change_nothi
     events: dict[bool, list[list[TokenCommitted]]] = {}
     with opened() as engine:
         for is_alone in (True, False):
-            running = []
+            running: list[Iterator[Event]] = []
             for length, strategy in lengths:
                 session = engine.create_session(strategy=strategy, limit_tokens=400).session_id
                 engine.append(session, IDS.flatten()[:length].tolist())
-                running.append(engine.generate(session, GenerateParams(max_tokens=TOKENS, logprobs=True)))
-                if is_alone:
-                    running[-1] = iter(list(running[-1]))
+                events_of = engine.generate(session, GenerateParams(max_tokens=TOKENS, logprobs=True))
+                running.append(iter(list(events_of)) if is_alone else iter(events_of))
             events[is_alone] = [
                 [event for event in own if isinstance(event, TokenCommitted)] for own in interleaved(running)
             ]
@@ -140,6 +141,31 @@ def test_without_room_for_their_numbers_and_in_wide_steps_they_read_by_views(
         said(engine, turns=1)
 
     assert by_views.count(1) >= TOKENS - 1
+
+
+def test_the_room_is_for_the_sessions_history_and_not_for_the_models_longest(
+    by_views: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[ReadFrom] = []
+    open_archive = DeviceArchives.open
+
+    def watched(archives: DeviceArchives, *layers_and_tokens: Any) -> DeviceArchive | None:
+        opened = open_archive(archives, *layers_and_tokens)
+        found.extend([] if opened is None else [opened.read])
+        return opened
+
+    monkeypatch.setattr(DeviceArchives, "open", watched)
+    monkeypatch.setattr(archived, "_LEAST_ROOM", 16)
+    with opened() as engine:
+        said(engine, turns=1)
+    assert [read.tokens for read in found] == [128]
+    monkeypatch.setattr(archived, "MOST_BYTES", found[0].query_bytes)
+    by_views.clear()
+
+    with opened() as engine:
+        said(engine, turns=2)
+
+    assert TOKENS - 1 <= by_views.count(1) // 3 <= TOKENS, "the second turn alone, in each of the three layers"
 
 
 def test_an_entry_that_is_not_finite_ends_the_answer_and_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -59,9 +59,7 @@ class Step:
         return torch.tensor(lines, device=self.queries.device)
 
     def room(self, count: int) -> Tensor:
-        dtype, device = self.keys.dtype, self.keys.device
-        units = reference.open_room(self.read, queries=count, tokens=LENGTH, dtype=dtype, device=device)
-        return units.fill_(torch.nan)
+        return reference.open_room(self.read, queries=count, device=self.keys.device).fill_(torch.nan)
 
     def attended(
         self,
@@ -121,7 +119,8 @@ def made_step(
     keys, values = torch.randn((2, start, dim), generator=generator).to(device, dtype)
     queries = torch.randn((len(lines), heads * group, dim), generator=generator).to(device, dtype)
     options = {"kv_heads": heads, "scaling": dim**-0.5, "softcap": softcap}
-    read = ReadFrom(numbers=tables.padded + 64, begins=(0,))  # another session's have more
+    more = tables.padded + 64  # another session's have so many
+    read = ReadFrom(numbers=more, tokens=LENGTH, dtype=operand_dtype(dtype), begins=(0,))
     return Step(queries=queries, keys=keys, values=values, lines=lines, archives=archives, options=options, read=read)
 
 
@@ -228,19 +227,26 @@ def test_the_kernels_do_what_the_reference_does(compare: Callable[[], None]) -> 
 
 
 def test_a_room_has_at_most_so_many_bytes_and_at_least_one_query() -> None:
-    read = ReadFrom(numbers=1024, begins=(0,))
-    few = reference.open_room(read, queries=64, tokens=2**13, dtype=torch.bfloat16, device=torch.device("meta"))
-    one = reference.open_room(read, queries=64, tokens=2**20, dtype=torch.bfloat16, device=torch.device("meta"))
+    short = ReadFrom(numbers=1024, tokens=2**13, dtype=torch.float16, begins=(0,))
+    long = replace(short, tokens=2**20)
+    few, one = (reference.open_room(read, queries=64, device=torch.device("meta")) for read in (short, long))
 
     assert few.nbytes <= reference.MOST_BYTES < few.nbytes + few[0].nbytes
-    assert few.dtype == operand_dtype(torch.bfloat16)
+    assert few.dtype == torch.float16
     assert len(one) == 1
-    assert reference.fits(1024, tokens=2**13, dtype=torch.bfloat16)
-    assert not reference.fits(1024, tokens=2**20, dtype=torch.bfloat16)
+    assert short.fits and not long.fits
+
+
+def test_rooms_are_of_few_sizes_and_never_too_small() -> None:
+    sizes = {tokens: reference.room_for(tokens) for tokens in range(1, 9000)}
+
+    assert all(size >= tokens for tokens, size in sizes.items())
+    assert {*sizes.values()} == {1024, 2048, 4096, 8192, 16384}
 
 
 def test_steps_of_two_rates_have_room_for_the_larger_and_unpack_where_either_begins() -> None:
-    small, large = ReadFrom(numbers=64, begins=(0, 4)), ReadFrom(numbers=128, begins=(0, 3))
+    small = ReadFrom(numbers=64, tokens=2**13, dtype=torch.float16, begins=(0, 4))
+    large = replace(small, numbers=128, tokens=2**10, begins=(0, 3))
 
     assert small.beside(None) == small
-    assert small.beside(large) == large.beside(small) == ReadFrom(numbers=128, begins=(0, 3, 4))
+    assert small.beside(large) == large.beside(small) == replace(small, numbers=128, begins=(0, 3, 4))

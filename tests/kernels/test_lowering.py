@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference_engine.kernels.archived import ReadFrom, Unpacked, open_room
 from inference_engine.kernels.components import IndexShape, TokenChoice
-from inference_engine.kernels.latents import CodeTables, Synthesis
+from inference_engine.kernels.latents import CodeTables, Synthesis, operand_dtype
 
 HKV, GROUP, D, TOKENS = 2, 3, 64, 200
 TRANSLATED = set[tuple[Any, str]]()  # programs, by all that distinguishes them
@@ -194,9 +194,9 @@ def test_every_kernel_that_reads_archives_is_a_program_for_a_gpu(
 
     launched = launches_of(monkeypatch, archived)
     keys = torch.zeros(HKV * TOKENS, D, dtype=dtype)
-    read = ReadFrom(numbers=128, begins=(0,))
+    read = ReadFrom(numbers=128, tokens=TOKENS, dtype=operand_dtype(dtype), begins=(0,))
     for count, is_first in ((1, True), (3, False)):
-        units = open_room(read, queries=count, tokens=TOKENS, dtype=dtype, device=keys.device)
+        units = open_room(read, queries=count, device=keys.device)
         archived.attend_archived(
             torch.zeros(count, HKV * GROUP, D, dtype=dtype),
             keys,

@@ -89,7 +89,7 @@ class SelectedEntries(StreamedEntries):
         except Exception as error:
             raise RestorationFailed(error) from error
 
-    def _open_archive(self) -> None:
+    def _open_archive(self, tokens: int) -> None:
         """Nothing to do: the index restores what generated tokens choose, and appended ones read by views."""
 
     def _found(self) -> Sequence[tuple[tuple[int, ...], Tensor]]:

@@ -66,7 +66,9 @@ class StreamedReads(LayerPart):
             return True
         # Several tokens of a session read by a view: each would have every entry restored for itself.
         is_one = queries.count == 1 and step.numbers.tokens <= MOST_QUERIES
-        return self._archives is not None and is_one and queries.end <= step.geometry.trained_positions
+        if self._read is None or not is_one or not self._read.beside(step.archived).fits:
+            return False
+        return queries.end <= min(self._read.tokens, step.geometry.trained_positions)
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         if self._archives is None or self._read is None or not self.chunks(queries.first):
@@ -126,14 +128,14 @@ class StreamedEntries(ArchivedEntries):
         if self._room is None:
             return False
         try:
-            self._open_archive()
+            self._open_archive(tokens)
         except Exception as error:
             self._drop_room()
             raise RestorationFailed(error) from error
         return True
 
-    def _open_archive(self) -> None:
-        """Let the device's operation read the archive by itself, if it can."""
+    def _open_archive(self, tokens: int) -> None:
+        """Let the device's operation read the archive of a history of up to `tokens` by itself, if it can."""
         layers = []
         for layer in self._layers:
             codes = self._archive.decoded_by(layer)
@@ -141,7 +143,7 @@ class StreamedEntries(ArchivedEntries):
                 return
             rotary = self._set_of[layer].layers.rotary
             layers.append(ArchivedLayer(layer=layer, rotary=rotary, codes=codes))
-        self._opened = opened = self._context.open_archive(layers)
+        self._opened = opened = self._context.open_archive(layers, tokens)
         if opened is None:
             return
         numbers = dict(zip(self._layers, opened.numbers, strict=True))
