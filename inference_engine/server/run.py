@@ -141,7 +141,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
         messages = MessageLimits(
             max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
         )
-        bars = Bars(time.monotonic, engine.metrics.addresses_barred.inc)
+        bars = Bars(keys, time.monotonic, engine.metrics.addresses_barred.inc)
         door = GrpcDoor(
             _unauthenticated(keys, config, connections, address),
             engine.metrics.connections_dropped.labels("grpc").inc,
