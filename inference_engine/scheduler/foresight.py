@@ -27,7 +27,7 @@ from inference_engine.scheduler.step_time import StepPace
 _MEMORY = 0.98  # decay: the weight of an ended Generate when the next one of its kind has ended
 _MOST_OVER_MEAN = 4.0  # most tokens assumed for a Generate of a new size, over the mean of those before
 _LEAST_SHARE = 0.01
-_MOST_OWNERS = 1024  # whose lengths are remembered
+MOST_OWNERS = 1024  # whose lengths are remembered
 _MOST_PLAYS = 64  # owners whose predictions are kept until the queue changes
 _MOST_ENDS = 256  # simulated ends of Generates: bounds the time of a prediction to milliseconds, a lower bound then
 # Predictions of short waits are imprecise: one below this part of the limit is compared as if it were that long.
@@ -226,7 +226,7 @@ class Lengths:
             self._count(size, before, -1)
             sizes[size] = (_MEMORY * before[0] + each, _MEMORY * before[1] + generated)
             self._count(size, sizes[size], 1)
-        if len(self._owners) > _MOST_OWNERS:
+        if len(self._owners) > MOST_OWNERS:
             for size, used in self._owners.popitem(last=False)[1].items():
                 self._count(size, used, -1)
 

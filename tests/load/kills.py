@@ -69,7 +69,7 @@ class Nursery:
         assert life, "the process that forks lives has ended"
         self._life = int(life)
         if (said := self._line()) != "ready":
-            self._life = 0  # its end is told once
+            self._life = 0  # this line was that of its end
             raise AssertionError(f"a life has not begun: it {said or 'is gone with the process that forks lives'}")
 
     def end_life(self, by: signal.Signals) -> int:

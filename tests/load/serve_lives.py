@@ -52,7 +52,7 @@ for line in sys.stdin:
             print(os.getpid(), flush=True)
             live(*json.loads(line))
             status = 0
-        except Exception:  # noqa: BLE001 - why it ended is told, whatever it was
+        except Exception:  # noqa: BLE001 - whatever it was, it is why the life ended
             traceback.print_exc()
         finally:
             os._exit(status)

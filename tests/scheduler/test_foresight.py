@@ -170,7 +170,7 @@ def test_the_lengths_of_an_owners_generates_are_known_from_its_own() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(0, 40)), max_size=30))
 def test_owners_whose_lengths_are_forgotten_leave_nothing_behind(seen: list[tuple[str, int, int]]) -> None:
     lengths = Lengths()
-    with patch.object(foresight, "_MOST_OWNERS", 2):
+    with patch.object(foresight, "MOST_OWNERS", 2):
         for owner, asked, generated in seen:
             lengths.saw(owner, asked, min(asked, generated))
         for owner in ("x", "y"):
