@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine.cli import first_use
+from inference_engine.cli.answers import add_max_tokens
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
@@ -46,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_settings(parser, EngineConfig, only=CONVERSATION)
     answer = parser.add_argument_group("answers")
     answer.add_argument("--system", metavar="TEXT", help="a system message for the start")
-    answer.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: 512)")
+    add_max_tokens(answer, 512)
     answer.add_argument("--temperature", type=float, metavar="T", help="0: greedy decoding (default)")
     answer.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"

@@ -17,6 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inference_engine.cli import first_use, kill_demo, recall_demo
+from inference_engine.cli.answers import add_max_tokens
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
@@ -50,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_config_file(parser)
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
-    parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="longest answer (default: 48)")
+    add_max_tokens(parser, 48)
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--kill",

@@ -94,6 +94,8 @@ def run_purge(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _opened(folder: str) -> Iterator[SQLiteJournal]:
+    import apsw
+
     from inference_engine.metrics import EngineMetrics
     from inference_engine.session.sqlite_journal import SQLiteJournal
     from inference_engine.types import Durability
@@ -101,5 +103,10 @@ def _opened(folder: str) -> Iterator[SQLiteJournal]:
     journal = SQLiteJournal(Path(folder).expanduser(), Durability.POWER, weights=None, metrics=EngineMetrics())
     try:
         yield journal
+    except apsw.CorruptError as error:
+        raise ConfigError(
+            f"the journal in {folder} is damaged where this has to read it ({error}): `kakeya journal backup {folder} "
+            f"FOLDER` copies what can be read, with new indexes; if that fails, too, restore {folder} from a backup"
+        ) from error
     finally:
         journal.stop()

@@ -6,6 +6,8 @@
 Other owners are assumed to keep sending: when a Generate of an owner ends and none of its own is waiting, another one
 is assumed to arrive. So an owner that has its share of the places waits for one of its own to end.
 
+A Generate is expected to use as much of its `max_tokens` as earlier ones of its owner did.
+
 Only work for other requests counts as waiting, not the prefill of the request itself. So an idle engine refuses
 nothing.
 """
@@ -13,7 +15,7 @@ nothing.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -25,6 +27,7 @@ from inference_engine.scheduler.step_time import StepPace
 _MEMORY = 0.98  # decay: the weight of an ended Generate when the next one of its kind has ended
 _MOST_OVER_MEAN = 4.0  # most tokens assumed for a Generate of a new size, over the mean of those before
 _LEAST_SHARE = 0.01
+MOST_OWNERS = 1024  # whose lengths are remembered
 _MOST_PLAYS = 64  # owners whose predictions are kept until the queue changes
 _MOST_ENDS = 256  # simulated ends of Generates: bounds the time of a prediction to milliseconds, a lower bound then
 # Predictions of short waits are imprecise: one below this part of the limit is compared as if it were that long.
@@ -199,26 +202,53 @@ class _Play:
         )
 
 
+_ANY = 0  # the size of all Generates together, each of which counts as if it had asked for one token
+
+
 @dataclass(slots=True)
 class Lengths:
-    """The share of `max_tokens` that Generates use, by `max_tokens` in powers of two."""
+    """The share of `max_tokens` that Generates use, cancelled ones included, by owner and by `max_tokens` in powers of
+    two.
 
-    _by_size: dict[int, tuple[float, float]] = field(default_factory=dict)  # asked, generated
-    _count: float = 0.0
-    _generated: float = 0.0
+    For an owner whose first of a size it is: the mean of the other owners' shares. Each owner counts once there, and
+    nowhere else for others, so that its cancelled Generates do not make others' seem short.
+    """
 
-    def saw(self, asked: int, generated: int) -> None:
-        before = self._by_size.get(asked.bit_length(), (0.0, 0.0))
-        self._by_size[asked.bit_length()] = (_MEMORY * before[0] + asked, _MEMORY * before[1] + generated)
-        self._count, self._generated = _MEMORY * self._count + 1, _MEMORY * self._generated + generated
+    # Asked and generated, by size. The owner whose Generate ended last is at the end.
+    _owners: OrderedDict[str, dict[int, tuple[float, float]]] = field(default_factory=OrderedDict)
+    _sums: dict[int, tuple[int, float]] = field(default_factory=dict)  # owners, and their shares together
 
-    def share(self, asked: int) -> float:
+    def saw(self, owner: str, asked: int, generated: int) -> None:
+        sizes = self._owners.setdefault(owner, {})
+        self._owners.move_to_end(owner)
+        for size, each in ((asked.bit_length(), asked), (_ANY, 1)):
+            before = sizes.get(size, (0.0, 0.0))
+            self._count(size, before, -1)
+            sizes[size] = (_MEMORY * before[0] + each, _MEMORY * before[1] + generated)
+            self._count(size, sizes[size], 1)
+        if len(self._owners) > MOST_OWNERS:
+            for size, used in self._owners.popitem(last=False)[1].items():
+                self._count(size, used, -1)
+
+    def share(self, owner: str, asked: int) -> float:
         """The expected share of `asked` tokens, in (0, 1]: many Generates stop early."""
-        if (seen := self._by_size.get(asked.bit_length())) is not None:
-            return max(_LEAST_SHARE, seen[1] / seen[0])
-        if not self._count:
-            return 1.0
-        return min(1.0, _MOST_OVER_MEAN * max(1.0, self._generated / self._count) / asked)
+        if (share := self._share(owner, asked.bit_length())) is not None:
+            return max(_LEAST_SHARE, share)
+        mean = self._share(owner, _ANY)
+        return 1.0 if mean is None else min(1.0, _MOST_OVER_MEAN * max(1.0, mean) / asked)
+
+    def _share(self, owner: str, size: int) -> float | None:
+        """Of this owner's Generates, or else of others'; None if there were none of that size."""
+        if (sizes := self._owners.get(owner)) is not None and (used := sizes.get(size)) is not None:
+            return used[1] / used[0]
+        owners, total = self._sums.get(size, (0, 0.0))
+        return total / owners if owners else None
+
+    def _count(self, size: int, used: tuple[float, float], owners: int) -> None:
+        """Take an owner's share into the sum, 1, or out of it, -1. used: nothing where the owner is new to the size."""
+        if used[0]:
+            count, total = self._sums.get(size, (0, 0.0))
+            self._sums[size] = (count + owners, total + owners * used[1] / used[0])
 
 
 @dataclass(slots=True)
@@ -249,7 +279,7 @@ class Foresight:
     def ended(self, request: Request) -> None:
         """It gave its place back."""
         if request.forced is None:
-            self._lengths.saw(request.params.max_tokens, request.generated)
+            self._lengths.saw(request.session.owner, request.params.max_tokens, request.generated)
 
     def answered(self, request: Request, now: float) -> None:
         """It has its first token now."""
@@ -304,14 +334,10 @@ class Foresight:
         return found if found is not None else self._pace.mean_seconds or 0.0
 
     def _loads(self, requests: Iterable[Request]) -> list[Load]:
-        shares: dict[int, float] = {}  # many requests have the same max_tokens
-        loads = []
-        for request in requests:
-            asked = request.params.max_tokens
-            if (share := shares.get(asked)) is None:
-                share = shares[asked] = self._lengths.share(asked)
-            loads.append(_load(request, share))
-        return loads
+        return [
+            _load(request, self._lengths.share(request.session.owner, request.params.max_tokens))
+            for request in requests
+        ]
 
 
 def _load(request: Request, share_generated: float) -> Load:

@@ -8,8 +8,8 @@ attempts to connect, before this process sees them, by a filter on the listening
        └── forgotten after MEMORY_SECONDS                        MOST_BAR_SECONDS at most
 
 All ports of a server share them: an attack on one bars from each, and a key accepted at one counts at each.
-Never barred are an address from which a key was accepted within TRUST_SECONDS, because owners share it with the
-attacker, and this machine's usual ones, because all callers come from there through a proxy on it.
+Never barred are an address from which a key was accepted within TRUST_SECONDS that still is one, because owners share
+it with the attacker, and this machine's usual ones, because all callers come from there through a proxy on it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from inference_engine.server.auth import KeyRing
 
 OFFENCES = 3
 BAR_SECONDS = 10.0
@@ -55,16 +57,25 @@ class _Offender:
 
 
 class Offenders:
-    """Which addresses are barred (as `unauthenticated.address_of` names them). Event loop only. clock: in seconds."""
+    """Which addresses are barred (as `unauthenticated.address_of` names them). Event loop only. clock: in seconds.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Keys are those of `keys` as far as their file has been read: a refusal reads it before it is an offence.
+    """
+
+    def __init__(self, keys: KeyRing, clock: Callable[[], float]) -> None:
+        self._keys = keys
         self._clock = clock
         self._offenders: OrderedDict[str, _Offender] = OrderedDict()  # last offended longest ago first
-        self._trusted: OrderedDict[str, float] = OrderedDict()  # when a key was last accepted, longest ago first
+        # By address, when each key was last accepted, by its digest. The address of the last one is at the end.
+        self._trusted: OrderedDict[str, dict[bytes, float]] = OrderedDict()
 
-    def accepted(self, address: str) -> None:
-        """A key was accepted from there."""
-        self._trusted[address] = self._clock()
+    def accepted(self, address: str, key: bytes) -> None:
+        """The key of that digest was accepted from there."""
+        accepted = self._trusted.setdefault(address, {})
+        if key not in accepted:
+            for removed in [each for each in accepted if not self._keys.opens(each)]:
+                del accepted[removed]
+        accepted[key] = self._clock()
         self._trusted.move_to_end(address)
         while len(self._trusted) > _MOST_REMEMBERED:
             self._trusted.popitem(last=False)
@@ -72,7 +83,7 @@ class Offenders:
     def offended(self, address: str, *, offences: int = 1) -> bool:
         """So many offences of that address. Returns whether that bars it, which it was not before."""
         now = self._clock()
-        if address in NEVER_BARRED or now - self._trusted.get(address, -TRUST_SECONDS) < TRUST_SECONDS:
+        if address in NEVER_BARRED or self._is_trusted(address, now):
             return False
         found = self._offenders.setdefault(address, _Offender(0, now))
         self._offenders.move_to_end(address)
@@ -90,6 +101,10 @@ class Offenders:
         found.bars, found.offences = min(found.bars + 1, 8), 0
         return True
 
+    def _is_trusted(self, address: str, now: float) -> bool:
+        accepted = self._trusted.get(address, {})
+        return any(now - at < TRUST_SECONDS and self._keys.opens(key) for key, at in accepted.items())
+
     def barred(self) -> tuple[str, ...]:
         """The addresses that are barred now, the latest offenders if there are more than MOST_BARRED."""
         now = self._clock()
@@ -100,9 +115,9 @@ class Offenders:
 class Bars:
     """Bars addresses from the ports of a server. Event loop only."""
 
-    def __init__(self, clock: Callable[[], float], on_bar: Callable[[], object]) -> None:
+    def __init__(self, keys: KeyRing, clock: Callable[[], float], on_bar: Callable[[], object]) -> None:
         """clock: in seconds. on_bar: called when an address is barred."""
-        self._offenders = Offenders(clock)
+        self._offenders = Offenders(keys, clock)
         self._on_bar = on_bar
         self._ports: list[tuple[ListenerFilter, Callable[[str], object]]] = []
         self._is_able = True
@@ -114,9 +129,9 @@ class Bars:
         """
         self._ports.append((ListenerFilter(port), drop))
 
-    def accepted(self, address: str) -> None:
-        """A key was accepted from there."""
-        self._offenders.accepted(address)
+    def accepted(self, address: str, key: bytes) -> None:
+        """The key of that digest was accepted from there."""
+        self._offenders.accepted(address, key)
 
     def offended(self, address: str, *, offences: int = 1) -> None:
         if self._offenders.offended(address, offences=offences):

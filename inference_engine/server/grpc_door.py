@@ -78,7 +78,7 @@ class GrpcDoor:
         found = peer_of(peer)
         if found is not None:
             self._unauthenticated.accepted(found, key)
-            self._bars.accepted(address_of(found[0]))
+            self._bars.accepted(address_of(found[0]), key)
 
     async def refused(self, peer: str) -> None:
         """Returns when the refusal may be sent."""

@@ -86,28 +86,32 @@ async def start_http(
             "http_bind needs the model's tokenizer and chat template, but this server has none; leave http_bind unset"
         )
     engine_config = engine.info().config
-    await asyncio.to_thread(chat.start)
-    desk = Desk(
-        engine=engine,
-        chat=chat,
-        limits=limits,
-        slots=Slots(engine_config.max_running + engine_config.max_queued),
-        turns=Turns(chat.processes),
-        max_body_bytes=config.max_message_bytes,
-        now=time.time,
-        given_up=asyncio.get_running_loop().create_future(),
-    )
-    state = State()
-    connection: type[asyncio.Protocol] = type("Connection", (Connection,), {"door": door})
-    if certificates is not None:
-        given = {"context": _renewing_context(certificates), "connection": connection, "door": door}
-        connection = type("SecuredConnection", (SecuredConnection,), given)
-    app = create_app(desk, keys, address, state, door)
-    server = _Server(_settings(app, connection))
-    server.config.load()
-    sock = _listen(address)
-    host, port = sock.getsockname()[:2]
-    door.follow(port)
+    async with contextlib.AsyncExitStack() as opened:  # closed again if the start fails
+        opened.push_async_callback(asyncio.to_thread, chat.close)
+        await asyncio.to_thread(chat.start)
+        desk = Desk(
+            engine=engine,
+            chat=chat,
+            limits=limits,
+            slots=Slots(engine_config.max_running + engine_config.max_queued),
+            turns=Turns(chat.processes),
+            max_body_bytes=config.max_message_bytes,
+            now=time.time,
+            given_up=asyncio.get_running_loop().create_future(),
+        )
+        state = State()
+        connection: type[asyncio.Protocol] = type("Connection", (Connection,), {"door": door})
+        if certificates is not None:
+            given = {"context": _renewing_context(certificates), "connection": connection, "door": door}
+            connection = type("SecuredConnection", (SecuredConnection,), given)
+        app = create_app(desk, keys, address, state, door)
+        server = _Server(_settings(app, connection))
+        server.config.load()
+        sock = _listen(address)
+        opened.callback(sock.close)
+        host, port = sock.getsockname()[:2]
+        door.follow(port)
+        opened.pop_all()
     bound = Address(host=host, port=port, is_loopback=address.is_loopback)
     scheme = "http" if certificates is None else "https"
     return HttpShim(url=f"{scheme}://{bound}/v1", server=server, sock=sock, desk=desk, state=state)

@@ -132,13 +132,16 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
     limits = _limits(config, is_reachable=is_reachable)
     connections = allowed_connections(config.max_connections, ports=1 if http_address is None else 2)
     _describe(engine)
-    port = MetricsPort(engine.metrics, config.metrics_bind) if config.metrics_bind else None
-    try:
+    async with contextlib.AsyncExitStack() as opened:  # closed again if the start fails
+        port = None
+        if config.metrics_bind:
+            port = MetricsPort(engine.metrics, config.metrics_bind)
+            opened.callback(port.stop)
         health = Health(engine)
         messages = MessageLimits(
             max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
         )
-        bars = Bars(time.monotonic, engine.metrics.addresses_barred.inc)
+        bars = Bars(keys, time.monotonic, engine.metrics.addresses_barred.inc)
         door = GrpcDoor(
             _unauthenticated(keys, config, connections, address),
             engine.metrics.connections_dropped.labels("grpc").inc,
@@ -153,13 +156,6 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             door=door,
             has_certificates=certificates is not None and certificates.asks_clients,
         )
-        server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
-        server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
-        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-        if address.is_loopback:
-            names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
-        target = _bind(server, address, None if certificates is None else certificates.for_grpc())
         http = None
         if http_address is not None:
             # Imported here: it takes a second.
@@ -181,13 +177,21 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
                     on_drop=engine.metrics.connections_dropped.labels("http").inc,
                 ),
             )
+            opened.push_async_callback(http.stop)
         await health.follow()
+        opened.push_async_callback(health.drain)
+        server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
+        server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+        if address.is_loopback:
+            names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        # Last: gRPC closes the port of a server only if the server was started.
+        target = _bind(server, address, None if certificates is None else certificates.for_grpc())
         await server.start()
+        opened.push_async_callback(server.stop, None)
         door.follow(int(target.rpartition(":")[2]))
-    except BaseException:
-        if port is not None:
-            port.stop()
-        raise
+        opened.pop_all()
     return ServerHandle(
         target=target,
         metrics_port=port,

@@ -66,7 +66,13 @@ class Watchdog:
                 )
                 return GaveUp(text, EXIT_SPOILED, Draining())
             if failure := self._engine.journal_failure:
-                text = f"sessions cannot be kept any more ({failure}): what is on the disk is not known"
+                folder = self._engine.config.state_dir
+                text = (
+                    f"sessions cannot be kept any more ({failure}): what is on the disk is not known. Start again; "
+                    "what clients received is there. If it ends so again, the disk or the journal is damaged: "
+                    f"`kakeya journal backup {folder} FOLDER` copies what can be read, with new indexes; if that "
+                    f"fails, too, restore {folder} from a backup"
+                )
                 return GaveUp(text, EXIT_JOURNAL, Draining())
             if self.look():
                 return GaveUp("the engine did not recover", EXIT_STALLED, EngineStalled())

@@ -8,8 +8,10 @@ import apsw
 import pytest
 
 from inference_engine.cli.main import main
+from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.sqlite_journal import FILE
-from tests.kept import keeping
+from tests.kept import keeping, saved, sqlite_journal
+from tests.session.talks import record_of
 
 HISTORY = list(range(40))
 
@@ -55,6 +57,36 @@ def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert f"{damaged}: the session's history on disk is damaged" in out
     assert whole not in out
+
+
+def test_a_folder_that_cannot_be_written_for_a_damaged_index_has_a_backup_that_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each server on the folder ends when a session is opened: to commit it, the index has to be changed."""
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    first, second = sessions_in(state, "one", "two")
+    db = apsw.Connection(str(state / FILE))
+    ((page,),) = db.execute("select rootpage from sqlite_master where name = 'sqlite_autoindex_sessions_1'")
+    db.close()
+    with (state / FILE).open("r+b") as file:
+        file.seek((page - 1) * PAGE_BYTES + 5)  # where in the page its cells begin, which only a change of it looks at
+        file.write(b"\x00\x01")
+    for number in range(2):
+        journal = sqlite_journal(state)
+        journal.open(record_of(number))
+        assert not journal._writer.flush(20) and "CorruptError" in journal.failure
+        journal.stop()
+    assert main(["journal", "check", str(state)]) == 1
+    assert main(["journal", "purge", str(state), first]) == 1
+    assert f"`kakeya journal backup {state} FOLDER` copies what can be read" in capsys.readouterr().err
+    assert main(["journal", "backup", str(state), str(copy)]) == 0
+    assert main(["journal", "check", str(copy)]) == 0
+    with keeping(copy) as engine:
+        for session_id in (first, second):
+            engine.recall(session_id, owner="alice")
+            assert engine.read_history(session_id, owner="alice").token_ids.tolist() == HISTORY
+        engine.create_session(owner="alice")
+        saved(engine)
 
 
 def test_a_backup_is_a_folder_that_a_server_can_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

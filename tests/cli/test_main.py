@@ -93,6 +93,23 @@ def test_an_argument_that_a_command_does_not_know_is_answered_by_that_command(
     assert said in shown and f"`kakeya {arguments[0]}" in shown
 
 
+@pytest.mark.parametrize("command", ["chat", "demo"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("0", "an answer has at least 1 token, got 0"),
+        ("-3", "an answer has at least 1 token, got -3"),
+        ("many", "must be a whole number of tokens, got 'many'"),
+    ],
+)
+def test_an_answer_of_no_length_is_refused_with_the_command_line(
+    command: str, given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model is fetched and loaded for what is left."""
+    assert status_of(command, "--model", "no-such-folder", f"--max-tokens={given}") == 2
+    assert f"kakeya {command}: error: argument --max-tokens: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -30,6 +30,7 @@ SDK = ROOT / "sdks" / "typescript"
 NODE = shutil.which("node") or ""
 LAW = solo_of(Full())
 PATIENCE_SECONDS = 600.0  # of any machine, however busy
+AGENT = "agent"  # the name of its thread
 NO_ANSWER = (TransportError, DeadlineExceeded)
 MOST_TOKENS = 250  # of one session
 LONGEST_SECONDS = 0.5  # until a kill; most come sooner, when much is new
@@ -60,15 +61,19 @@ class Nursery:
         )
 
     def begin(self, folder: Path, durability: str, *, is_early: bool) -> None:
-        """Returns once a life can be reached. is_early: it is the control."""
+        """Returns once a life can be reached. is_early: it is the control. Fails for a life that ends before that."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps([str(folder), durability, is_early])}\n")
         self._process.stdin.flush()
-        self._life = int(self._line())
-        assert self._line() == "ready"
+        life = self._line()
+        assert life, "the process that forks lives has ended"
+        self._life = int(life)
+        if (said := self._line()) != "ready":
+            self._life = 0  # this line was that of its end
+            raise AssertionError(f"a life has not begun: it {said or 'is gone with the process that forks lives'}")
 
     def end_life(self, by: signal.Signals) -> int:
-        """The status of the life, once the signal has ended it. 0: it ended in order, or there is none."""
+        """The status of the life, once the signal has ended it. 0: it ended in order, or there is none that began."""
         if not self._life:
             return 0
         with contextlib.suppress(ProcessLookupError):  # it ended by itself, and its status says how
@@ -127,8 +132,9 @@ class Agents:
         self._target = target
         self._retry = RetryPolicy(first_delay_seconds=0.02, max_delay_seconds=0.1, patience_seconds=patience_seconds)
         self._is_over = threading.Event()
+        self._clients: list[Client] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),), daemon=True)
+            threading.Thread(name=AGENT, target=self._run, args=(random.Random(f"{seed} {number}"),), daemon=True)
             for number in range(count)
         ]
         for thread in self._threads:
@@ -143,9 +149,18 @@ class Agents:
             if thread.is_alive():
                 self.wrong.append("an agent hangs")
 
+    def leave(self) -> None:
+        """End each where it is: there may be no server that could answer it."""
+        self._is_over.set()
+        for client in tuple(self._clients):
+            client.close()
+        for thread in self._threads:
+            thread.join(30)
+
     def _run(self, rng: random.Random) -> None:
         try:
             with Client(self._target, retry=self._retry, timeout=2 * PATIENCE_SECONDS) as client:
+                self._clients.append(client)
                 while not self._is_over.is_set():
                     self._talk(client, rng)
         except NO_ANSWER as error:
@@ -244,6 +259,11 @@ class NodeAgents:
         if status:
             self.wrong.append(f"the agents ended with status {status}")
 
+    def leave(self) -> None:
+        """End all where they are: there may be no server that could answer them."""
+        self._process.kill()
+        self.finish(30)
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for text in self._process.stdout:
@@ -336,19 +356,23 @@ def kill_often(
     ):
         server.begin()
         talking = of(server.target, agents, seed, patience_seconds=patience_seconds)
-        # A client that never reached its server has little patience.
-        until = time.monotonic() + PATIENCE_SECONDS
-        while talking.counts["sessions"] < agents and not talking.wrong:
-            assert time.monotonic() < until, "an agent has no session"
-            time.sleep(0.01)
-        for number in range(kills):
-            if talking.wrong or talking.gave_up or is_over():
-                break
-            is_long = number % LONG_LIVES == LONG_LIVES // 2
-            time.sleep(LONG_SECONDS if is_long else 0.02 + (LONGEST_SECONDS - 0.02) * rng.random() ** 2)
-            server.kill()
-            server.begin()
-            talking.counts["kills"] += 1
+        try:
+            # A client that never reached its server has little patience.
+            until = time.monotonic() + PATIENCE_SECONDS
+            while talking.counts["sessions"] < agents and not talking.wrong:
+                assert time.monotonic() < until, "an agent has no session"
+                time.sleep(0.01)
+            for number in range(kills):
+                if talking.wrong or talking.gave_up or is_over():
+                    break
+                is_long = number % LONG_LIVES == LONG_LIVES // 2
+                time.sleep(LONG_SECONDS if is_long else 0.02 + (LONGEST_SECONDS - 0.02) * rng.random() ** 2)
+                server.kill()
+                server.begin()
+                talking.counts["kills"] += 1
+        except BaseException:
+            talking.leave()
+            raise
         found = list(talking.wrong)
         talking.finish(1.0 if found else PATIENCE_SECONDS)  # others may wait for what is not there any more
         return talking.counts, found or talking.wrong, talking.gave_up

@@ -12,6 +12,7 @@ all.
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ for line in sys.stdin:
             print(os.getpid(), flush=True)
             live(*json.loads(line))
             status = 0
+        except Exception:  # noqa: BLE001 - whatever it was, it is why the life ended
+            traceback.print_exc()
         finally:
             os._exit(status)
     _, status = os.waitpid(life, 0)

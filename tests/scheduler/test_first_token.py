@@ -196,3 +196,13 @@ def test_a_few_generates_that_ask_for_much_and_end_early_make_no_other_late() ->
     late = first_tokens(simulation, since=6.0)
     assert percentile(late, 99) <= 1.25 * LIMIT
     assert simulation.tokens_per_second(6.0, seconds) >= 0.95 * CAPACITY
+
+
+def test_an_owner_that_cancels_its_generates_makes_no_other_late() -> None:
+    """It asks for as many tokens as the others, whose Generates are as long as they were."""
+    seconds = 25.0
+    honest = generates(5, seconds, seed=1)
+    hasty = [Arrival(at=0.05 * number, owner="hasty", max_tokens=12, says_tokens=1) for number in range(500)]
+    simulation = played([*honest, *hasty])
+    assert percentile(first_tokens(simulation, since=6.0), 99) <= 1.25 * LIMIT
+    assert simulation.tokens_per_second(6.0, seconds) >= 0.9 * CAPACITY

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from inference_engine.engine.generation import Generation
 from inference_engine.scheduler import foresight
-from inference_engine.scheduler.foresight import Load, Room, ahead_of
+from inference_engine.scheduler.foresight import Lengths, Load, Room, ahead_of
 from inference_engine.scheduler.policy import admit
 from inference_engine.scheduler.request import Prediction
 from inference_engine.types import GenerateParams
@@ -148,6 +148,35 @@ def test_the_longest_queue_there_may_be_is_played_in_few_lines(waits: int, owner
     running = [decoding(500 + number, str(number % 16)) for number in range(128)]
     queue = [waiting(500, str(number % owners)) for number in range(waits)]
     assert lines_of(lambda: ahead_of(waiting(5, owner), running, queue, room)) < MOST_LINES
+
+
+def test_the_lengths_of_an_owners_generates_are_known_from_its_own() -> None:
+    lengths = Lengths()
+    assert lengths.share("whole", 100) == 1.0
+    for _ in range(200):
+        lengths.saw("whole", 100, 100)
+        lengths.saw("hasty", 100, 1)  # it cancels them, or has them end at once
+    assert lengths.share("whole", 100) == pytest.approx(1.0)
+    assert lengths.share("hasty", 100) == pytest.approx(0.01)
+    # Each owner has one voice for those whose first it is, however many Generates it has.
+    for _ in range(200):
+        lengths.saw("hasty", 100, 1)
+    assert lengths.share("new", 100) == pytest.approx(0.505)
+    # Of a size that no Generate had, at most some times as many tokens as the owner's others.
+    assert lengths.share("whole", 10_000) == pytest.approx(4 * 100 / 10_000)
+    assert lengths.share("hasty", 10_000) == pytest.approx(4 * 1 / 10_000)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(0, 40)), max_size=30))
+def test_owners_whose_lengths_are_forgotten_leave_nothing_behind(seen: list[tuple[str, int, int]]) -> None:
+    lengths = Lengths()
+    with patch.object(foresight, "MOST_OWNERS", 2):
+        for owner, asked, generated in seen:
+            lengths.saw(owner, asked, min(asked, generated))
+        for owner in ("x", "y"):
+            lengths.saw(owner, 64, 32)
+    assert lengths.share("new", 64) == pytest.approx(0.5)
+    assert lengths.share("new", 1_000_000) == pytest.approx(4 * 32 / 1_000_000)
 
 
 def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_in_few_lines() -> None:

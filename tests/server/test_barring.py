@@ -6,9 +6,11 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from inference_engine.server.auth import NO_KEY, Key, KeyRing
 from inference_engine.server.barring import (
     BAR_SECONDS,
     MEMORY_SECONDS,
@@ -36,7 +38,7 @@ class Clock:
 
 def test_an_address_is_barred_by_its_third_offence_and_for_longer_each_time() -> None:
     clock = Clock()
-    offenders = Offenders(clock)
+    offenders = Offenders(KeyRing(), clock)
     seconds = []
     for _ in range(5):
         assert [offenders.offended(HERE) for _ in range(OFFENCES)] == [False] * (OFFENCES - 1) + [True]
@@ -51,7 +53,7 @@ def test_an_address_is_barred_by_its_third_offence_and_for_longer_each_time() ->
 
 def test_offences_are_forgotten_and_so_are_bars() -> None:
     clock = Clock()
-    offenders = Offenders(clock)
+    offenders = Offenders(KeyRing(), clock)
     for _ in range(2 * OFFENCES):
         assert not offenders.offended(HERE)
         clock.now += MEMORY_SECONDS
@@ -64,16 +66,35 @@ def test_offences_are_forgotten_and_so_are_bars() -> None:
 
 def test_an_address_that_owners_come_from_is_not_barred_until_they_have_been_away_for_long() -> None:
     clock = Clock()
-    offenders = Offenders(clock)
-    offenders.accepted(HERE)
+    offenders = Offenders(KeyRing(), clock)
+    offenders.accepted(HERE, NO_KEY.digest)
     assert not any(offenders.offended(address, offences=OFFENCES) for address in (HERE, "127.0.0.1", "::/64"))
     assert offenders.offended(THERE, offences=OFFENCES)
     clock.now += TRUST_SECONDS
     assert offenders.offended(HERE, offences=OFFENCES)
 
 
+def test_an_address_is_trusted_no_longer_than_the_keys_that_were_accepted_from_it(tmp_path: Path) -> None:
+    file, kept, removed = tmp_path / "keys", Key.of("k" * 32, "kept"), Key.of("r" * 32, "removed")
+    file.write_text(f"{kept.line}\n{removed.line}\n", encoding="utf-8")
+    keys = KeyRing.from_file(str(file))
+    offenders = Offenders(keys, Clock())
+    for key in (kept, removed):
+        offenders.accepted(HERE, key.digest)
+    offenders.accepted(THERE, removed.digest)
+    assert not any(offenders.offended(address, offences=OFFENCES) for address in (HERE, THERE))
+    (tmp_path / "new").write_text(f"{kept.line}\n", encoding="utf-8")
+    (tmp_path / "new").replace(file)
+    assert keys.changes() == 2
+    assert not offenders.offended(HERE, offences=OFFENCES)
+    assert offenders.offended(THERE, offences=OFFENCES)
+    # A call that was let in with the key just before, and is admitted only now.
+    offenders.accepted(NETWORK, removed.digest)
+    assert offenders.offended(NETWORK, offences=OFFENCES)
+
+
 def test_there_are_so_many_barred_addresses_and_the_latest_count() -> None:
-    offenders = Offenders(Clock())
+    offenders = Offenders(KeyRing(), Clock())
     addresses = [str(ipaddress.IPv4Address(number)) for number in range(1, MOST_BARRED + 10)]
     for address in addresses:
         offenders.offended(address, offences=OFFENCES)

@@ -47,8 +47,9 @@ async def test_a_client_that_cancels_a_refusal_counts_as_dropped_once_its_connec
     client, served = connection
     monkeypatch.setattr(grpc_door, "QUICK_SECONDS", 30.0 if is_quick else -1.0)
     dropped: list[int] = []
-    peers = UnauthenticatedPeers(KeyRing(), most=100, most_of_address=0, clock=time.monotonic)
-    door = GrpcDoor(peers, dropped.append, time.monotonic, Bars(time.monotonic, lambda: None))
+    keys = KeyRing()
+    peers = UnauthenticatedPeers(keys, most=100, most_of_address=0, clock=time.monotonic)
+    door = GrpcDoor(peers, dropped.append, time.monotonic, Bars(keys, time.monotonic, lambda: None))
     host, port = client.getsockname()
     peer = f"ipv4:{host}:{port}"
     for _ in range(MOST_REFUSALS - 1):

@@ -233,7 +233,7 @@ async def test_a_connection_that_waits_for_an_answer_is_not_closed(
 
 NO_DOOR = HttpDoor(
     UnauthenticatedPeers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0),
-    Bars(lambda: 0.0, lambda: None),
+    Bars(KeyRing(), lambda: 0.0, lambda: None),
     most=10,
     on_drop=lambda: None,
 )

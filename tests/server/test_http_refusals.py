@@ -95,6 +95,12 @@ async def test_a_body_that_is_no_json_is_refused(client: httpx2.AsyncClient) -> 
     assert (answer.status_code, error_of(answer)["code"]) == (400, "bad_json")
 
 
+async def test_a_name_that_stands_twice_is_refused_by_its_path(client: httpx2.AsyncClient) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "content": "b"}]}'
+    answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "messages[0].content")
+
+
 HALF_SURROGATES: list[bytes] = [
     b'{"\\ud800": 1}',
     b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "\\udc00": 1}]}',
@@ -107,6 +113,7 @@ HALF_SURROGATES: list[bytes] = [
     b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
     b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "n": "\\ud800"}',
     b'{"\xed\xa0\x80": 1}',
+    b'{"model": "tiny", "messages": [], "\\ud800": 1, "\\ud800": 2}',
 ]
 
 

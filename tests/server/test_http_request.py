@@ -121,6 +121,7 @@ NOT_HONOURED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 10_000}}, "logit_bias"),
     ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
     ({"logprobs": 1}, "logprobs"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop"),
@@ -196,6 +197,36 @@ def test_every_kind_of_content_but_text_is_refused_by_its_place(subtests: pytest
 @pytest.mark.parametrize("name", sorted(ChatCompletionStreamOptionsParam.__annotations__.keys() - {"include_usage"}))
 def test_every_other_option_of_a_stream_is_refused_by_its_name(name: str) -> None:
     assert refused_field({"stream": True, "stream_options": {name: True}}) == f"stream_options.{name}"
+
+
+ASKED = '"model": "m", "messages": [{"role": "user", "content": "a"}]'
+REPEATED: list[tuple[str, str]] = [
+    (f'{{{ASKED}, "max_tokens": 1, "max_tokens": 2}}', "max_tokens"),
+    (f'{{{ASKED}, "stop": null, "stop": null}}', "stop"),
+    (f'{{{ASKED}, "logit_bias": {{"5": 1, "5": 2}}}}', "logit_bias.5"),
+    (
+        f'{{{ASKED}, "stream_options": {{"include_usage": true, "include_usage": false}}}}',
+        "stream_options.include_usage",
+    ),
+    ('{"messages": [{"role": "system", "role": "user", "content": "a"}]}', "messages[0].role"),
+    ('{"messages": [{"content": [{"type": "text", "text": "a", "text": "b"}]}]}', "messages[0].content[0].text"),
+    # One by an escape, and one in a value that another value replaces.
+    (f'{{{ASKED}, "seed": 1, "s\\u0065ed": 2}}', "seed"),
+    ('{"messages": [{"role": "a", "role": "b"}], "model": "m", "messages": []}', "messages"),
+    ('{"metadata": {"a": [{"": 1, "": 2}]}}', "metadata.a[0]."),
+]
+
+
+def test_a_name_that_stands_twice_in_an_object_is_refused_by_its_path(subtests: pytest.Subtests) -> None:
+    for body, field in REPEATED:
+        with subtests.test(field=field, given=body):
+            with pytest.raises(InvalidArgument, match="stands more than once") as refused:
+                read_request(body.encode())
+            assert refused.value.field == field
+
+
+def test_objects_beside_each_other_may_have_the_same_names() -> None:
+    assert len(read(messages=MESSAGES * 3).messages) == 3
 
 
 def test_all_that_is_not_honoured_is_named_at_once() -> None:

@@ -44,7 +44,7 @@ class Gated(SQLiteJournal):
 @contextmanager
 def gated(folder: Path) -> Iterator[tuple[Engine, Gated]]:
     journal = Gated(folder, metrics := EngineMetrics())
-    with scripted_engine(journal=journal, metrics=metrics) as engine:
+    with scripted_engine(journal=journal, metrics=metrics, state_dir=str(folder)) as engine:
         try:
             yield engine, journal
         finally:
@@ -207,6 +207,7 @@ async def test_a_disk_that_fails_ends_the_process_and_nothing_more_is_sent(tmp_p
             append = asyncio.ensure_future(client.append(session_id, [1]))
             gave_up = await asyncio.wait_for(Watchdog(engine, 0.0, asyncio.get_running_loop().time).gave_up(), 20)
             assert (gave_up.status, "the disk is gone" in gave_up.text) == (EXIT_JOURNAL, True)
+            assert f"kakeya journal backup {engine.config.state_dir} FOLDER" in gave_up.text
             assert not append.done()
             assert (await refused(client.open(()))).reason == "UNAVAILABLE ENGINE_STALLED"
             await server.abandon(gave_up.error)

@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -15,10 +16,14 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError
+from inference_engine.errors import ConfigError, Draining
 from inference_engine.server.address import resolve_bind
+from inference_engine.server.grpc_door import GrpcDoor
+from inference_engine.server.health import Health
+from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle, start_server
 from kakeya.v1 import runtime_pb2 as pb
+from tests.server.http_client import MESSAGES, serving_http, tiny_chat
 from tests.server.wire import Client, connected, refused, serving
 
 KEY = "k" * 32
@@ -51,6 +56,19 @@ def taken_port() -> Iterator[int]:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         yield taken.getsockname()[1]
+
+
+@pytest.fixture
+def chat() -> Iterator[ChatText]:
+    chat = tiny_chat()
+    yield chat
+    chat.close()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 BINDS: list[tuple[str, bool]] = [
@@ -139,13 +157,44 @@ async def test_a_second_server_cannot_share_the_port_of_the_first(engine: Engine
 
 
 async def test_a_start_that_failed_leaves_no_metrics_port_behind(engine: Engine, taken_port: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        metrics_bind = f"127.0.0.1:{free.getsockname()[1]}"
+    metrics_bind = f"127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError):
         await start_server(engine, ServerConfig(bind=f"127.0.0.1:{taken_port}", metrics_bind=metrics_bind))
     async with serving(engine, metrics_bind=metrics_bind) as handle:
         assert handle.metrics_target == metrics_bind
+
+
+@pytest.mark.parametrize("late", ["health", "grpc", "door"])
+async def test_a_start_that_failed_late_leaves_no_http_port_behind(
+    engine: Engine, chat: ChatText, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    of: dict[str, tuple[object, str]] = {
+        "health": (Health, "follow"),
+        "grpc": (type(grpc.aio.server()), "start"),
+        "door": (GrpcDoor, "follow"),
+    }
+    http_bind = f"127.0.0.1:{free_port()}"
+    with monkeypatch.context() as patch:
+        patch.setattr(*of[late], Mock(side_effect=OSError("no more descriptors")))
+        with pytest.raises(OSError, match="no more descriptors"):
+            await start_server(engine, ServerConfig(bind="127.0.0.1:0", http_bind=http_bind), chat=chat)
+    with pytest.raises(Draining):  # its processes have ended
+        chat.prompt_ids(MESSAGES)
+    async with serving_http(engine, chat, http_bind=http_bind) as handle:
+        assert handle.http_url == f"http://{http_bind}/v1"
+
+
+@pytest.mark.parametrize("taken", ["bind", "http_bind"])
+async def test_a_start_without_one_of_its_ports_leaves_the_other_to_others(
+    engine: Engine, chat: ChatText, taken_port: int, taken: str
+) -> None:
+    binds: dict[str, Any] = {name: f"127.0.0.1:{free_port()}" for name in ("bind", "http_bind")}
+    with pytest.raises(ConfigError, match="already in use"):
+        await start_server(engine, ServerConfig(**{**binds, taken: f"127.0.0.1:{taken_port}"}), chat=chat)
+    with pytest.raises(Draining):
+        chat.prompt_ids(MESSAGES)
+    async with serving_http(engine, chat, **binds) as handle:
+        assert handle.target == binds["bind"]
 
 
 async def test_a_metrics_port_in_use_stops_the_start(engine: Engine, taken_port: int) -> None:

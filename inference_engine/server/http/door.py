@@ -45,7 +45,7 @@ class HttpDoor:
     def accepted(self, peer: Peer, key: bytes) -> None:
         """A request on this connection was accepted, with the key of that digest."""
         self._unauthenticated.accepted(peer, key)
-        self._bars.accepted(address_of(peer[0]))
+        self._bars.accepted(address_of(peer[0]), key)
 
     def answers(self, peer: Peer, *, refuses: bool) -> bool:
         """A request on this connection is answered. Returns whether the connection is to be closed with the answer.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -104,9 +105,12 @@ def _object(body: bytes) -> dict[str, Any]:
             "messages; send fewer, or longer ones"
         )
     try:
-        value = json.loads(body.decode(), parse_constant=_no_constant)
+        value, has_repeats = _parsed(body.decode())
         if _MAY_BE_HALF.search(body):
             _refuse_half_names(value)
+        if has_repeats:
+            path = "".join(reversed(_repeated(value))).removeprefix(".")
+            raise InvalidArgument(path, "stands more than once in its object; send it once")
     except UnicodeDecodeError:
         raise BadJson("the body is not JSON: it is not UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -141,6 +145,45 @@ def count_values(body: bytes) -> int:
         found += int(np.count_nonzero(marks & ~inside))
         in_string = bool(inside[-1])
     return found
+
+
+class _Repeating(dict[str, Any]):
+    """An object with a name that stands in it more than once."""
+
+    name = ""
+
+
+def _parsed(text: str) -> tuple[Any, bool]:
+    """The value, and whether it has a _Repeating in it. Raises ValueError or RecursionError."""
+    repeating: list[_Repeating] = []
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return found
+        repeating.append(_Repeating(found))
+        repeating[-1].name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return repeating[-1]
+
+    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=made), bool(repeating)
+
+
+def _repeated(value: object) -> list[str]:
+    """The path of the first repeated name, the innermost part first; empty if there is none.
+
+    Joined by the caller, once: a body may have a long name around many others.
+    """
+    if isinstance(value, _Repeating):
+        return [f".{value.name}"]
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if found := _repeated(item):
+                return [*found, f".{name}"]
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if found := _repeated(item):
+                return [*found, f"[{index}]"]
+    return []
 
 
 def _refuse_half_names(value: object) -> None:
@@ -214,6 +257,8 @@ def _logit_bias(value: object) -> dict[int, float]:
     for key, bias in value.items():
         if not key.isascii() or not key.isdigit() or len(key) > len(str(2**32)):
             raise InvalidArgument("logit_bias", f"its names must be token ids, got {key[:20]!r}")
+        if int(key) in biases:
+            raise InvalidArgument("logit_bias", f"has token {int(key)} twice, once as {key!r}; send it once")
         biases[int(key)] = _number(bias, "logit_bias")
     return biases
 

@@ -170,6 +170,51 @@ async def test_a_generate_begins_at_the_end_of_a_history_that_is_longer_than_its
     assert len(scripted.calls("Generate")) == 4
 
 
+def forked_at(length: int, explained: Failure) -> Answer:
+    """Forks for a request that names this length, and no other."""
+
+    def answer(request: Any, context: grpc.ServicerContext) -> pb.ForkSessionResponse:
+        if request.expected_history_length != length:
+            expected, actual = str(request.expected_history_length), str(length)
+            explained(grpc.StatusCode.ABORTED, "HISTORY_LENGTH_MISMATCH", expected=expected, actual=actual)(
+                request, context
+            )
+        return pb.ForkSessionResponse(session_id="s2", history_length=length)
+
+    return answer
+
+
+@pytest.mark.parametrize("attempts_lost", [0, 1])
+async def test_a_history_that_lost_tokens_is_not_forked(
+    scripted: Any, session: Any, do: Do, explained: Failure, unexplained: Failure, attempts_lost: int
+) -> None:
+    scripted.on("AppendTokens", reply(pb.AppendTokensResponse(history_length=5)))
+    await do(session.append, [1, 2, 3, 4, 5])
+    shorter = forked_at(2, explained)
+    scripted.on("ForkSession", *[unexplained(UNAVAILABLE)] * attempts_lost, shorter, shorter)
+    with pytest.raises(kakeya.HistoryBehindClient, match="append what is missing") as caught:
+        await do(session.fork)
+    assert (caught.value.expected, caught.value.actual, session.history_length) == (5, 2, 2)
+    assert isinstance(caught.value.__cause__, kakeya.HistoryLengthMismatch)
+    # After the error the caller may go on from there.
+    assert (await do(session.fork)).history_length == 2
+    assert len(scripted.calls("ForkSession")) == attempts_lost + 2
+
+
+async def test_a_fork_has_all_of_a_history_that_is_longer_than_its_client_knew(
+    scripted: Any, session: Any, do: Do, explained: Failure
+) -> None:
+    scripted.on("ForkSession", *[forked_at(4, explained)] * 3)
+    assert (await do(session.fork)).history_length == session.history_length == 4
+    refused, taken = scripted.calls("ForkSession")
+    assert (refused.expected_history_length, taken.expected_history_length) == (0, 4)
+    assert refused.HasField("expected_history_length")
+    assert refused.request_id != taken.request_id  # the same id with another length would be refused
+    with pytest.raises(kakeya.HistoryLengthMismatch):
+        await do(session.fork, expected_history_length=3)
+    assert len(scripted.calls("ForkSession")) == 3
+
+
 async def test_a_stopped_generate_that_is_not_the_historys_end_any_more_is_not_begun_anew(
     scripted: Any, session: Any, do: Do, explained: Failure, unexplained: Failure
 ) -> None:

@@ -7,7 +7,7 @@ import { afterEach, expect, test } from "vitest";
 import { failure } from "../testing/moves.js";
 import { draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
 import { ErrorInfoSchema } from "./generated/google/rpc/error_details_pb.js";
-import type { GenerateRequest } from "./generated/kakeya/v1/runtime_pb.js";
+import type { ForkSessionRequest, GenerateRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import * as kakeya from "./index.js";
 
 const QUICK: kakeya.RetryPolicy = { attempts: 4, firstDelaySeconds: 0 };
@@ -290,6 +290,44 @@ test("a Generate begins at the end of a history that is longer than its client k
   // The same id with another length would be refused.
   expect(server.requests[0]?.requestId).not.toEqual(server.requests[1]?.requestId);
   await failure(kakeya.HistoryLengthMismatch, session.generate(1, { expectedHistoryLength: 3 }).result());
+  expect(server.requests.length).toBe(3);
+});
+
+/** Forks a history of this length for a request that names it, and no other. */
+function forking(length: bigint): { script: Script; requests: ForkSessionRequest[] } {
+  const requests: ForkSessionRequest[] = [];
+  const script: Script = {
+    forkSession: (request) => {
+      requests.push(request);
+      if (request.expectedHistoryLength !== length) throw mismatch(length, request.expectedHistoryLength);
+      return { sessionId: "s2", historyLength: length };
+    },
+    appendTokens: () => ({ historyLength: 5n }),
+  };
+  return { script, requests };
+}
+
+test("a history that lost tokens is not forked", async () => {
+  // The server goes on from a backup.
+  const server = forking(2n);
+  const session = await (await serve(server.script)).createSession();
+  expect(await session.append([1, 2, 3, 4, 5])).toBe(5);
+  const error = await failure(kakeya.HistoryBehindClient, session.fork());
+  expect([error.expected, error.actual, session.historyLength]).toEqual([5, 2, 2]);
+  expect(error.cause).toBeInstanceOf(kakeya.HistoryLengthMismatch);
+  // After the error the caller may go on from there.
+  expect((await session.fork()).historyLength).toBe(2);
+  expect(server.requests.length).toBe(2);
+});
+
+test("a fork has all of a history that is longer than its client knew", async () => {
+  const server = forking(4n);
+  const session = await (await serve(server.script)).createSession();
+  expect([(await session.fork()).historyLength, session.historyLength]).toEqual([4, 4]);
+  expect(server.requests.map((each) => each.expectedHistoryLength)).toEqual([0n, 4n]);
+  // The same id with another length would be refused.
+  expect(server.requests[0]?.requestId).not.toEqual(server.requests[1]?.requestId);
+  await failure(kakeya.HistoryLengthMismatch, session.fork({ expectedHistoryLength: 3 }));
   expect(server.requests.length).toBe(3);
 });
 

@@ -87,13 +87,14 @@ export function generateRequest(
   });
 }
 
-export function forkRequest(sessionId: string, options: ForkOptions): ForkSessionRequest {
+/** The request for a fork of a history of `length` tokens, if the options name no other. */
+export function forkRequest(sessionId: string, options: ForkOptions, length: number): ForkSessionRequest {
   const { limitTokens } = known(options, "fork");
   return create(ForkSessionRequestSchema, {
     sessionId,
     clientLabel: textOf(options.label ?? "", "label"),
     ...(limitTokens === undefined ? {} : { limitTokens: uint64Of(limitTokens, "limitTokens") }),
-    ...expectedLength(options),
+    expectedHistoryLength: uint64Of(options.expectedHistoryLength ?? length, "expectedHistoryLength"),
     requestId: newRequestId(),
   });
 }
@@ -114,13 +115,6 @@ export function historyRequest(sessionId: string, options: HistoryOptions): Read
     firstPosition: uint64Of(firstPosition, "firstPosition"),
     maxTokens: wholeIn(pieceTokens, "pieceTokens", 1, MAX_PIECE_TOKENS),
   });
-}
-
-function expectedLength(options: { readonly expectedHistoryLength?: number | undefined }): {
-  expectedHistoryLength?: bigint;
-} {
-  const length = options.expectedHistoryLength;
-  return length === undefined ? {} : { expectedHistoryLength: uint64Of(length, "expectedHistoryLength") };
 }
 
 function biasOf(bias: ReadonlyMap<number, number>): Record<number, number> {

@@ -1,7 +1,7 @@
 /** A history on the server, with its K/V. */
-import { Append, Tail } from "./append.js";
+import { Append, Tail, behind } from "./append.js";
 import { exact, tokenIdsOf, uint64Of, type TokenIds } from "./checks.js";
-import { KakeyaError, SessionClosed, SessionNotFound, StateError } from "./errors.js";
+import { HistoryLengthMismatch, KakeyaError, SessionClosed, SessionNotFound, StateError } from "./errors.js";
 import type { Link } from "./link.js";
 import type { ReadHistoryRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import {
@@ -164,13 +164,33 @@ export class Session implements AsyncDisposable {
     return GenerateStream.started(this.#link, request, patience, fold, this.#tail, mustMatch);
   }
 
-  /** A new session that goes on from where this one is, with a history of its own from there on. */
+  /**
+   * A new session that goes on from where this one is, with a history of its own from there on.
+   *
+   * A history that is shorter than the server had said is not forked: HistoryBehindClient. With
+   * `expectedHistoryLength`, none of any other length is: HistoryLengthMismatch.
+   */
   async fork(options: ForkOptions = {}): Promise<Session> {
     this.#requireOpen();
-    const request = forkRequest(this.id, options);
     const patience = this.#link.patience(options, this.#route);
-    const reply = await this.#link.repeat((rpc, each) => rpc.forkSession(request, each), patience);
-    return Session.opened(this.#link, forkedFacts(reply), this.#route);
+    for (;;) {
+      const confirmed = this.#tail.length;
+      // For another length, it is another request.
+      const request = forkRequest(this.id, options, confirmed);
+      try {
+        const reply = await this.#link.repeat((rpc, each) => rpc.forkSession(request, each), patience);
+        return Session.opened(this.#link, forkedFacts(reply), this.#route);
+      } catch (error) {
+        if (!(error instanceof HistoryLengthMismatch) || patience.isAborted) throw error;
+        const { actual } = error;
+        if (options.expectedHistoryLength !== undefined || actual === undefined || actual === confirmed) throw error;
+        if (actual < confirmed) {
+          this.#tail.settle(actual);
+          throw behind(confirmed, actual, error);
+        }
+        this.#tail.saw(actual);
+      }
+    }
   }
 
   /** Facts about the session now. Never waits for a running Generate. */

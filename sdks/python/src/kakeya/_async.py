@@ -22,6 +22,7 @@ from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError, StateError
 from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
+from kakeya._fork import fork_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._strategies import Strategy
@@ -278,8 +279,9 @@ class AsyncSession(SessionBase):
         """As `Session.fork`."""
         self._require_open()
         request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
-        flow = repeatable("ForkSession", request, self._client._patience(timeout))
-        forked: pb.ForkSessionResponse = await self._client._run(flow, self._route)
+        forked = await self._client._run(
+            fork_session(request, self._tail, self._client._patience(timeout)), self._route
+        )
         return AsyncSession(
             self._client,
             self._of_fork(forked),

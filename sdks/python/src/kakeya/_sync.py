@@ -21,6 +21,7 @@ from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError
 from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
+from kakeya._fork import fork_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._strategies import Strategy
@@ -295,13 +296,14 @@ class Session(SessionBase):
     ) -> Session:
         """A new session that begins with this one's history, and diverges from there.
 
-        It has this one's strategy, end ids and, unless `limit_tokens` is given, length limit. With
-        `expected_history_length`, a history of any other length is not forked.
+        It has this one's strategy, end ids and, unless `limit_tokens` is given, length limit.
+
+        A history that is shorter than the server had said is not forked: HistoryBehindClient. With
+        `expected_history_length`, none of any other length is: HistoryLengthMismatch.
         """
         self._require_open()
         request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
-        flow = repeatable("ForkSession", request, self._client._patience(timeout))
-        forked: pb.ForkSessionResponse = self._client._run(flow, self._route)
+        forked = self._client._run(fork_session(request, self._tail, self._client._patience(timeout)), self._route)
         return Session(
             self._client,
             self._of_fork(forked),
