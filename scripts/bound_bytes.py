@@ -28,6 +28,7 @@ STRATEGIES = (
     "full",
     "gather:scorer=components",
     SELECT,
+    f"{SELECT},appended=select",
     f"{SELECT},window=1024,budget=2048",
     f"{SELECT},window=512",
     f"{SELECT},window=256",

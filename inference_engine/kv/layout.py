@@ -90,13 +90,15 @@ class TokenSelector:
 
     shape: of the index by which weights are estimated (`kernels/components.py`). The start of the window is rounded to
     whole tiles of it. count: distant tokens per KV head. They lie in the layer's regions, or in an archive, if entries
-    leave the regions (`kv/parts/selected.py`).
+    leave the regions (`kv/parts/selected.py`). appended: do appended tokens choose as generated ones do? Otherwise they
+    read everything.
     """
 
     shape: IndexShape
     sink: int
     window: int
     count: int
+    appended: bool = False
 
     def local_starts(self, positions: Positions) -> Positions:
         """The first position of each query's window. Earlier tiles are full, and committed before the query's step."""
@@ -129,7 +131,8 @@ class LayerRule:
     exact: how many of the last entries stay as they are; readable entries before them are archived, and read as the
     session's restorer gives them back. None: every readable entry stays as it is.
     selector, chooser: which blocks, or which tokens, of the readable entries a generated token reads; appended tokens
-    read all. None: all. With `exact`, tokens are chosen from the archived entries, too.
+    read all, unless the chooser is for them, too. None: all. With `exact`, tokens are chosen from the archived entries,
+    too.
     matcher: which earlier tokens' attention a generated token may reuse; appended tokens reuse none. None: none.
     resident: with a selector, how many of the last entries stay on the device. Older ones, except the selector's sink,
     go to the second tier and are fetched to be read. None: every readable entry stays on the device.
@@ -239,7 +242,7 @@ class Layout:
 
     @property
     def is_selective(self) -> bool:
-        """Do generated tokens read less than all that appended ones do?"""
+        """Do generated tokens read less than all?"""
         return (self.selector, self.chooser, self.matcher) != (None, None, None)
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:

@@ -334,19 +334,20 @@ def choose_offloaded(lines: Numbers, records: Sequence[int], end: int, *, may_fe
 def choose_tokens(
     lines: Numbers, selector: TokenSelector, queries: Positions, choosers: Sequence[int], generated: NDArray[np.bool_]
 ) -> None:
-    """Make the generated ones of the queries of these lines [layers, n, FIELDS] read only the tokens that the selector
-    chooses.
+    """Make the queries of these lines [layers, n, FIELDS] read only the tokens that the selector chooses: the generated
+    ones, and the others if it is for them, too.
 
     choosers: by layer, the number of its index, as the device's operation knows it.
     """
-    chosen = lines[:, generated]
+    choosing = generated | selector.appended
+    chosen = lines[:, choosing]
     chosen[..., SINK] = selector.sink
     chosen[..., BLOCK] = 1
     chosen[..., KEPT] = selector.count
-    chosen[..., LOCAL] = selector.local_starts(queries[generated])
+    chosen[..., LOCAL] = selector.local_starts(queries[choosing])
     chosen[..., BOUNDS] = selector.shape.number
     chosen[..., CHOOSER] = np.array(choosers, dtype=np.int64)[:, None]
-    lines[:, generated] = chosen
+    lines[:, choosing] = chosen
 
 
 def read_archives(regions: Numbers, layers: Indexes, token: int, archives: Numbers) -> None:

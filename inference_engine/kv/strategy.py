@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.kv.archives.restorer import KeptLayers, Restorer, chunk_demand
+from inference_engine.kv.archives.restorer import KeptLayers, Restorer
 from inference_engine.kv.geometry import IMMOVABLE, Geometry
 from inference_engine.kv.layout import LayerRule, LayerSet, Layout, alike
 from inference_engine.kv.part import Need
@@ -88,7 +88,7 @@ class Placement:
             sustained += self.restorer.need(geometry, self.kept)
             if self.restorer.streams:
                 caches = self.restorer.restore_caches(geometry, self.kept)
-                active = Need(demands=(chunk_demand(geometry, self.kept), *caches))
+                active = Need(demands=(*self.restorer.chunk_demands(geometry, self.kept), *caches))
             else:
                 active = _needed(geometry, [(layers, pair.active) for layers, pair in self.archived])
         return Bound(

@@ -77,6 +77,12 @@ class StagedQueries:
         queries: NDArray[np.int64] = self.real.start - self.packed.start + np.flatnonzero(self.generated)
         return queries
 
+    @property
+    def staged_queries(self) -> NDArray[np.int64]:
+        """As `generated_queries`, of all that are staged."""
+        first = self.real.start - self.packed.start
+        return np.arange(first, first + self.count, dtype=np.int64)
+
 
 @dataclass(kw_only=True, slots=True)
 class StepReads:

@@ -3,6 +3,7 @@ that are not there is refused by name."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def test_select_says_every_number_in_force() -> None:
     # 512 tokens of choice, room for two choices; 512 bytes a position in two layers of float32.
     assert resolved(chosen) == (
         f"restored:sink=4,window=128,source=latent,bytes_per_token={LATENT_BYTES},mode=select,"
-        "budget=772,rank=16,bits=3,run=4,awake_bytes=524288"
+        "budget=772,rank=16,bits=3,run=4,awake_bytes=524288,appended=all"
     )
+    assert resolved(replace(chosen, appended="select")).endswith(",appended=select")
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,27 @@ def test_entries_restored_as_nan_are_named_and_nothing_is_generated_from_them(
         assert same(generate(engine, ill, 10), generate(engine, well, 10), Mode.BATCHED)
 
 
+def test_entries_that_appended_tokens_choose_and_that_come_back_as_nan_are_named() -> None:
+    codec = Failing()
+    select = make_strategy(
+        "restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES, mode="select", run=1, budget=62,
+        appended="select",
+    )  # fmt: skip
+    with engine_for(Mode.BATCHED, latent=codec) as engine:
+        ill, well = (engine.create_session(strategy=select).session_id for _ in range(2))
+        for session in (ill, well):
+            engine.append(session, text(80))
+            generate(engine, session, 5)
+            engine.append(session, text(20, seed=1))
+        codec.fails_in = "numbers"
+        received, failure = until_it_fails(engine, ill, 10)
+        assert not received
+        assert "keys and values decoded by the codec hold NaN or infinity" in str(failure)
+        assert engine.session_info(ill).history_length == 105
+        codec.fails_in = ""
+        assert same(generate(engine, ill, 10), generate(engine, well, 10), Mode.BATCHED)
+
+
 @pytest.mark.parametrize(
     ("strategy", "well_before"), [*product([HOLD], (1, 2, 4)), *product([STREAM], (1, 2, 5, 9))], ids=str
 )

@@ -27,7 +27,7 @@ from tests.kept import after_a_kill, keeping, saved
 from tests.laws.drafters import Knowing
 from tests.laws.test_engine_laws import opened
 from tests.laws.test_hibernation_laws import go_on, reads
-from tests.laws.variants import all_strategies, drain, generate, mechanism, text
+from tests.laws.variants import all_strategies, drain, generate, mechanism, reads_chunks, text
 from tests.tiny import EXTRAS, SMALL, tiny_components, tiny_latent
 from tests.tiny_native import tiny_native
 
@@ -36,9 +36,7 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 # depend on the step.
 BY_TORCH = {"mac", "tiered"}
 STRATEGIES = {
-    mechanism(each): each
-    for each in reversed(all_strategies())
-    if each.name not in BY_TORCH and each.options().get("mode") not in ("stream", "select")
+    mechanism(each): each for each in reversed(all_strategies()) if each.name not in BY_TORCH and not reads_chunks(each)
 }
 each_mechanism = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 

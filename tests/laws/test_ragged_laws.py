@@ -45,7 +45,16 @@ from tests.further import FURTHER, further
 from tests.kept import keeping
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.test_engine_laws import opened
-from tests.laws.variants import drain, each_mechanism, each_strategy, each_strategy_with, same, text, tokens
+from tests.laws.variants import (
+    drain,
+    each_mechanism,
+    each_strategy,
+    each_strategy_with,
+    reads_chunks,
+    same,
+    text,
+    tokens,
+)
 from tests.tiny import SMALL, tiny_components, tiny_forward_on, tiny_latent
 from tests.tiny_native import tiny_native
 
@@ -175,7 +184,7 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
 ) -> None:
     """Appending, waking, archiving and recomputing included. Layer by layer are only steps that read what lies outside
     the regions (entries that have left them, or what an earlier token read), or some queries all and others blocks.
-    Generated tokens that choose what is restored are part of the one call; appended ones read everything.
+    Tokens that choose what is restored are part of the one call; appended ones read everything, if they do not choose.
     """
     native, calls, by_step = tiny_native(kv_type=KVType.FLOAT16), 0, []
     run = native.program.run
@@ -195,7 +204,7 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     counts = np.diff([*by_step, calls])
 
     options = strategy.options()
-    reads_elsewhere = strategy.name in ("mac", "tiered") or options.get("mode") in ("stream", "select")
+    reads_elsewhere = strategy.name in ("mac", "tiered") or reads_chunks(strategy)
     reads_elsewhere |= options.get("scorer") == "bounds"
     assert counts[0] == 1 and (counts.max() > 1) == reads_elsewhere, counts
     assert options.get("mode") != "select" or (counts[-16:] == 1).all(), counts

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import NoCapacity
-from inference_engine.kernels.components import KeyComponents
+from inference_engine.kernels.components import KeyComponents, encode
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.layout import LayerRule, TokenSelector
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.memory.tier import HostTier
 from inference_engine.kv.part import Part
@@ -216,10 +216,28 @@ def coded(strategy: KVStrategy, rule: LayerRule, vectors: Tensor) -> Tensor:
     return compressor.decode(compressor.encode(vectors - mean), vectors.shape[-1]) + mean
 
 
+def as_indexed(chooser: TokenSelector, layer: int, keys: Tensor) -> Tensor:
+    """Unrotated keys [Hkv, length, D] as an index of them has them."""
+    assert chooser.shape.run == 1, "each key is weighed at its own position"
+    rows = COMPONENTS[layer].rows(chooser.shape)
+    return encode(keys, COMPONENTS[layer], chooser.shape).float() @ rows[:, :-1] + rows[:, -1:]
+
+
+def read_by_choice(chooser: TokenSelector, i: int, scores: Tensor, estimated: Tensor) -> Tensor:
+    """[Hkv, i + 1]: what the query at i reads by its scores, [Hkv, group, i + 1]: sink, window, and of the others those
+    of largest weight, where these scores are estimated. The first ones among equals."""
+    tile, places = chooser.shape.tile, torch.arange(i + 1)
+    near = (places < chooser.sink) | (places >= max(0, (i - chooser.window) // tile * tile))
+    weights = torch.where(near, scores, estimated).softmax(dim=-1).sum(dim=1).masked_fill(near, -1)
+    chosen = weights.argsort(dim=-1, descending=True, stable=True)[:, : chooser.count]
+    return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, chosen, value=True) | near
+
+
 def by_hand(strategy: KVStrategy, entries: Entries, layer: int, length: int) -> Tensor:
     """Attention token by token from the words of the law, with what the strategy says of this layer:
 
-    sink ∪ [b(i) − window, i], the model's own window, capped sinks; entries before b(i) − exact as they are given back.
+    sink ∪ [b(i) − window, i], the model's own window, capped sinks; entries before b(i) − exact as they are given back;
+    where appended tokens choose, of all that the choice of each KV head.
     """
     native = LAYERS[layer].native_window
     rule = strategy.rule(layer, context().geometry)
@@ -227,6 +245,8 @@ def by_hand(strategy: KVStrategy, entries: Entries, layer: int, length: int) -> 
     given_back = [
         coded(strategy, rule, states[layer]) if is_coded else states[layer] for states in (entries.k, entries.v)
     ]
+    chooser = rule.chooser if native is None and rule.chooser is not None and rule.chooser.appended else None
+    indexed = None if chooser is None else as_indexed(chooser, layer, entries.k[layer])
     outs = []
     for i in range(length):
         b = i - i % SEGMENT
@@ -240,7 +260,12 @@ def by_hand(strategy: KVStrategy, entries: Entries, layer: int, length: int) -> 
         shift = 0 if rule.window is None else max(0, b - window - sink)
         k = turn(raw_k, torch.tensor([j + shift if j < sink else j for j in seen]))
         q = turn(entries.q[layer][:, [i]], torch.tensor([i])).view(LAYERS[layer].kv_heads, -1, LAYERS[layer].head_dim)
-        weights = (q @ k.transpose(-1, -2) * 0.35).softmax(dim=-1)
+        scores = q @ k.transpose(-1, -2) * 0.35
+        if chooser is not None and indexed is not None:
+            estimated = q @ turn(indexed[:, : i + 1], torch.arange(i + 1)).transpose(-1, -2) * 0.35
+            read = read_by_choice(chooser, i, scores, estimated)
+            scores = scores.masked_fill(~read[:, None], -torch.inf)
+        weights = scores.softmax(dim=-1)
         outs.append((weights @ v).reshape(-1, LAYERS[layer].head_dim))
     return torch.stack(outs)
 

@@ -71,6 +71,8 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         # Few tokens of choice, of which a few more are held; and all of them.
         {**_SELECT, "sink": 3, "window": 16, "budget": 63, "rank": 5, "bits": 3, "awake_bytes": 15 * 768},
         {**_SELECT, "sink": 0, "window": 20, "budget": 400, "rank": 8, "bits": 4, "awake_bytes": 348 * 768},
+        # Appended tokens choose, too; no more are held than one of them chooses.
+        {**_SELECT, "window": 17, "budget": 63, "rank": 5, "bits": 3, "awake_bytes": 12 * 768, "appended": "select"},
     ],
 }
 
@@ -88,8 +90,14 @@ def mechanism(strategy: KVStrategy) -> str:
     """What distinguishes variants of one strategy besides numbers: how it keeps old entries, and how they come back."""
     options = strategy.options()
     coded = "coded" if options.get("codec") else ""
-    words = (strategy.name, coded, *(options.get(option) for option in ("source", "mode", "scorer")))
+    words = (strategy.name, coded, *(options.get(option) for option in ("source", "mode", "scorer", "appended")))
     return " ".join(str(word) for word in words if word)
+
+
+def reads_chunks(strategy: KVStrategy) -> bool:
+    """Do some tokens read old entries chunk by chunk, outside the regions?"""
+    options = strategy.options()
+    return options.get("mode") == "stream" or (options.get("mode") == "select" and options.get("appended") != "select")
 
 
 def covering(*parameters: Sequence[Any], of: Callable[[Any], Hashable] = lambda value: value) -> list[tuple[Any, ...]]:

@@ -72,8 +72,8 @@ class Latent(Restorer):
 
     resident_bytes: the most bytes of a session's latents on the device; older ones go to the second tier.
     is_streamed: entries are decoded in attention, chunk by chunk. chosen: with it, a generated token has so many of
-    each KV head decoded, those of its choice. awake_bytes: of decoded ones that stay so between steps; None: of twice
-    `chosen`.
+    each KV head decoded, those of its choice; all_choose: and so has an appended one. awake_bytes: of decoded ones that
+    stay so between steps; None: of twice `chosen`.
     """
 
     is_calibrated: ClassVar[bool] = True
@@ -82,11 +82,16 @@ class Latent(Restorer):
     resident_bytes: int | None = None
     is_streamed: bool = False
     chosen: int = 0
+    all_choose: bool = False
     awake_bytes: int | None = None
 
     @property
     def streams(self) -> bool:
         return self.is_streamed
+
+    @property
+    def reads_chunks(self) -> bool:
+        return self.is_streamed and not self.all_choose
 
     @property
     def selects(self) -> bool:

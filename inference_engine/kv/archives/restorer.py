@@ -72,7 +72,7 @@ class KeptLayers:
         return (positions - self.sink) % max(1, self.capacity)
 
 
-def chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
+def _chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
     """Room for a chunk of entries of one layer, the largest of them."""
     entries = geometry.segments_in_a_chunk * geometry.segment_tokens
     widest = max(kept, key=lambda group: group.layers.kv_heads * group.layers.head_dim)
@@ -225,12 +225,21 @@ class Restorer(ABC):
         """With `streams`: does a generated token have only tokens of its choice restored?"""
         return False
 
+    @property
+    def reads_chunks(self) -> bool:
+        """With `streams`: are there tokens that read every entry, chunk by chunk? Not where all of them choose."""
+        return self.streams
+
+    def chunk_demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
+        """The memory of a decoded chunk."""
+        return (_chunk_demand(geometry, kept),) if self.reads_chunks else ()
+
     def held(self, geometry: Geometry) -> int:
-        """How many of those, of each KV head, stay restored between steps."""
+        """With `selects`: how many of the chosen entries, of each KV head, stay restored between steps."""
         return 0
 
     def restore_caches(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
-        """The memory of those, layer by layer; none on a device that holds none."""
+        """The memory of those that stay restored, layer by layer; none on a device that holds none."""
         if not self.selects or not geometry.holds_restored:
             return ()
         return restore_cache_demands(geometry, kept, self.held(geometry))

@@ -6,8 +6,8 @@
 It lies in the session's allocation, half of it in K's buffer and half in V's, and grows with the history. A tile is
 written when its last token is committed, from the entries as they lie in the regions, each tile by itself: its bits do
 not depend on how the tokens came. Generated tokens read the sink, the window and the chosen tokens
-(`kernels/components.py`); appended tokens read everything. Chosen tokens that have left the regions are read from
-where they went (`FarEntries`).
+(`kernels/components.py`). Appended tokens read everything, or choose as generated ones do, each for itself
+(`TokenSelector.appended`). Chosen tokens that have left the regions are read from where they went (`FarEntries`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from inference_engine.kernels.components import (
     token_weights,
     unpack,
 )
-from inference_engine.kernels.gather import Always, always_read, attend_entries, gather_attend, gather_vectors, select
+from inference_engine.kernels.gather import (
+    QUERIES_AT_ONCE,
+    Always,
+    always_read,
+    attend_entries,
+    gather_attend,
+    gather_vectors,
+    select,
+)
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, RestoreCache, TiledLayers, TileWriter
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
@@ -171,13 +179,17 @@ class ComponentIndex(LayoutPart):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    def _has_choosing(self, queries: StagedQueries) -> bool:
+        """Does one of them choose what it reads?"""
+        return queries.has_generated or self._selector.appended
+
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        if not queries.has_generated:
+        if not self._has_choosing(queries):
             return True
         return all(self._numbers) and (self.far is None or self._restores)
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
-        if not queries.has_generated:
+        if not self._has_choosing(queries):
             return
         layers = self._slots.layer_index
         lines = step.numbers.regions[layers, queries.real]
@@ -200,11 +212,11 @@ class ComponentIndex(LayoutPart):
         return window + max(1, (position - window) // tile + 1) * tile
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
-        if not queries.has_generated:
+        if not self._has_choosing(queries):
             return inner()
         selector = self._selector
-        generated = queries.generated_queries
-        positions = queries.positions[generated]
+        choosing = queries.staged_queries if selector.appended else queries.generated_queries
+        positions = queries.positions[choosing]
         local_starts = selector.local_starts(positions)
         width = selector.sink + selector.window + selector.shape.tile if step.is_fixed_shape else None
         always = always_read(positions, local_starts, sink=selector.sink, device=step.device, width=width)
@@ -214,14 +226,14 @@ class ComponentIndex(LayoutPart):
             region=self._slots.region,
             selector=selector,
             layout=layout,
-            generated=torch.from_numpy(generated).to(step.device),
+            choosing=torch.from_numpy(choosing).to(step.device),
             positions=positions,
             local_starts=local_starts,
             always=always,
             near=torch.from_numpy(near).to(step.device),
             far=self.far,
             one_by_one=step.is_fixed_shape,
-            dense=inner() if queries.has_appended else None,
+            dense=inner() if queries.has_appended and not selector.appended else None,
             codes=self._codes,
             rows={
                 layer: components.rows(self._shape)
@@ -288,29 +300,30 @@ class ComponentIndex(LayoutPart):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentView:
-    """Reads the chosen tokens for the queries `generated`, and as `dense` for the others."""
+    """Reads the chosen tokens for the queries `choosing`, some at a time, and as `dense` for the others."""
 
     region: Region
     selector: TokenSelector
     layout: Layout
-    generated: Tensor  # indexes of queries [G]
+    choosing: Tensor  # indexes of queries [G]
     positions: Positions  # of these queries
     local_starts: Positions
     always: Always
     near: Tensor  # slots of `always.positions`, 0 for none
     far: FarEntries | None
     one_by_one: bool  # shapes that do not depend on which queries share a step
-    dense: View | None  # None: every query is generated
+    dense: View | None  # None: every query chooses
     codes: Callable[[int, int], Tensor]
     rows: dict[int, Tensor]
     rotate: RotateBy
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
-        indexes = range(len(self.generated)) if self.one_by_one else (slice(None),)
-        for index in indexes:
-            some = slice(index, index + 1) if isinstance(index, int) else index
-            place = self.generated[some]
+        # Scores of the whole history are made for each: how many are there at once does not grow with the step.
+        at_once = 1 if self.one_by_one else QUERIES_AT_ONCE
+        for first in range(0, len(self.choosing), at_once):
+            some = slice(first, first + at_once)
+            place = self.choosing[some]
             out[place] = self._gather(layer, queries[place], some, buffer, scoring).to(out.dtype)
         return out
 
@@ -324,7 +337,7 @@ class ComponentView:
             return attend(chosen, always, block=1, head_sinks=scoring.head_sinks)[0]
         outs = [
             self._read_far(layer, queries[place, None], index, chosen[place], keys, values, scoring)
-            for place, index in enumerate(range(len(self.generated))[some])
+            for place, index in enumerate(range(len(self.choosing))[some])
         ]
         return torch.cat(outs)
 

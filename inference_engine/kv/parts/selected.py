@@ -7,7 +7,9 @@ A generated token scores the index, restores the chosen entries that its cache d
 window and choice. Most of what a token chooses was chosen by the one before. An entry is restored to the same bits
 whenever it is, so what a restore cache holds changes no result. The index is made of exact keys, before they leave.
 
-Appended tokens read every entry, chunk by chunk (`streamed.py`).
+Appended tokens read every entry, chunk by chunk (`streamed.py`), or choose, too, each for itself. As queries of one
+session restore one after another, a step of many restores no more at once than one token does; and as none reads a
+chunk, there is no room for one.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from inference_engine.kv.views import StagedQueries, StepReads
 
 
 class SelectedReads(StreamedReads):
-    """The reads of appended tokens. Those of generated tokens are the index's."""
+    """The reads of tokens that read everything. Those of tokens that choose are the index's."""
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        return not queries.has_appended or super().has_numbers(queries, step)
+        chooser = self._slots.layout.chooser
+        assert chooser is not None, "tokens are chosen from it"
+        return chooser.appended or not queries.has_appended or super().has_numbers(queries, step)
 
 
 class SelectedEntries(StreamedEntries):

@@ -23,9 +23,10 @@ from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kernels.archived import MOST_QUERIES, ReadFrom
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
-from inference_engine.kv.archives.restorer import Archive, chunk_demand
+from inference_engine.kv.archives.restorer import Archive
 from inference_engine.kv.context import ArchivedLayer, KVContext, OpenArchive
 from inference_engine.kv.layout import Positions
+from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.numbers import read_archives
 from inference_engine.kv.part import Held
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked, ExactEntries
@@ -233,22 +234,24 @@ class StreamedEntries(ArchivedEntries):
 
 
 class _ChunkRoom:
-    """Room in the pool for one decoded chunk, shared by sets of layers of any shape."""
+    """Room in the pool for one decoded chunk, shared by sets of layers of any shape; none if no token reads chunks."""
 
-    def __init__(self, context: KVContext, placement: Placement, start: int) -> None:
+    def __init__(self, context: KVContext, demands: Sequence[Demand], starts: Sequence[int]) -> None:
         self._context = context
-        self._demand = chunk_demand(context.geometry, placement.kept)
-        self._start = start
-        buffer = context.pool.buffers[self._demand.head_dim]
-        first = start * self._demand.head_dim
-        self._halves = [
-            states.view(-1)[first : first + self._demand.elements] for states in (buffer.keys, buffer.values)
-        ]
+        self._demands, self._starts = demands, starts
+        self._halves: list[Tensor] = []
+        for demand, start in zip(demands, starts, strict=True):
+            buffer, first = context.pool.buffers[demand.head_dim], start * demand.head_dim
+            self._halves += [
+                states.view(-1)[first : first + demand.elements] for states in (buffer.keys, buffer.values)
+            ]
 
     @staticmethod
     def reserve(context: KVContext, placement: Placement) -> _ChunkRoom | None:
-        starts = context.pool.reserve([chunk_demand(context.geometry, placement.kept)])
-        return None if starts is None else _ChunkRoom(context, placement, starts[0])
+        assert placement.restorer is not None
+        demands = placement.restorer.chunk_demands(context.geometry, placement.kept)
+        starts = context.pool.reserve(demands)
+        return None if starts is None else _ChunkRoom(context, demands, starts)
 
     @property
     def nbytes(self) -> int:
@@ -268,4 +271,4 @@ class _ChunkRoom:
         return own
 
     def release(self) -> None:
-        self._context.pool.release([self._demand], [self._start])
+        self._context.pool.release(self._demands, self._starts)

@@ -18,9 +18,10 @@ when they are restored.
 Mode `select` restores only what a generated token reads: besides sink and window the tokens of largest weight, which
 each KV head of each layer chooses for itself by an index of leading components of keys (`kernels/components.py`), as
 `gather` does. `budget` counts the entries that it reads. `awake_bytes` of restored entries are held while the session
-is active; those that were not chosen for longest make room. Appended tokens read everything, as in `stream`. It needs
-components of the model's keys beside the latent codec. ShadowKV (Sun et al., arXiv 2410.21465) rebuilds chosen keys
-from a low rank and fetches values; here K and V come from one latent of all layers.
+is active; those that were not chosen for longest make room. Appended tokens read everything, as in `stream`, or, with
+`appended=select`, each chooses as a generated one does. It needs components of the model's keys beside the latent
+codec. ShadowKV (Sun et al., arXiv 2410.21465) rebuilds chosen keys from a low rank and fetches values; here K and V
+come from one latent of all layers.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 _SOURCES = ("latent", "recompute")
 _MODES = ("hold", "stream", "select")
+_APPENDED = ("all", "select")
 _CHOSEN = 512  # tokens of choice that a generated token reads by default
 
 
@@ -73,12 +75,14 @@ class Restored(KVStrategy):
     mode: str = "hold"
     resident_latent_bytes: int | None = None  # on the device; older ones go to the second tier. None: no limit
     # Of mode `select`. Entries that a generated token may read; components, bits of each, positions that share a
-    # rotation; bytes of restored entries that an active session holds. None: as the model needs.
+    # rotation; bytes of restored entries that an active session holds. None: as the model needs. What appended tokens
+    # read: all of them, or their own choice. None: all.
     budget: int | None = None
     rank: int | None = None
     bits: int | None = None
     run: int | None = None
     awake_bytes: int | None = None
+    appended: str | None = None
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "sink", f"must be ≥ 0, got {self.sink}")
@@ -108,6 +112,12 @@ class Restored(KVStrategy):
             asked = getattr(self, option)
             require(asked is None or self.selects, option, f"has no meaning with mode {self.mode}")
             require(asked is None or asked >= 1, option, f"must be ≥ 1, got {asked}")
+        require(self.appended is None or self.selects, "appended", f"has no meaning with mode {self.mode}")
+        require(
+            self.appended is None or self.appended in _APPENDED,
+            "appended",
+            f"must be one of {', '.join(_APPENDED)}, got {self.appended!r}",
+        )
         require_index(self.bits, self.run)
         if self.budget is not None:
             least = self._chooser(0).most_entries
@@ -137,7 +147,11 @@ class Restored(KVStrategy):
 
     def _chooser(self, count: int) -> TokenSelector:
         shape = IndexShape(rank=self.rank or LEAST_RANK, bits=self.bits or BITS, run=self.run or RUN)
-        return TokenSelector(shape=shape, sink=self.sink, window=self.window, count=count)
+        return TokenSelector(shape=shape, sink=self.sink, window=self.window, count=count, appended=self._all_choose)
+
+    @property
+    def _all_choose(self) -> bool:
+        return self.appended == "select"
 
     def check(self, geometry: Geometry) -> None:
         SinkWindow(sink=self.sink, window=self.window).check(geometry)
@@ -164,13 +178,16 @@ class Restored(KVStrategy):
         found = replace(found, rank=rank, bits=self.bits or BITS, run=self.run or RUN)
         found = replace(found, budget=self._chooser(self._chosen).most_entries)
         held = found.restorer().held(geometry)
-        return replace(found, awake_bytes=self.awake_bytes or held * bytes_of_position(geometry))
+        awake_bytes = self.awake_bytes or held * bytes_of_position(geometry)
+        return replace(found, awake_bytes=awake_bytes, appended=self.appended or "all")
 
     def geometry(self, geometry: Geometry) -> Geometry:
         """Segments are longer where a device takes several at once and the window holds so many: appended tokens then
-        read, or restore, old entries for more of them at a time."""
+        read, or restore, old entries for more of them at a time. Where each has its own choice restored, they would
+        gain nothing."""
         at_once = geometry.in_long_segments()
-        return at_once if self.source == "latent" and self.window >= at_once.segment_tokens else geometry
+        reads_together = self.source == "latent" and not self._all_choose
+        return at_once if reads_together and self.window >= at_once.segment_tokens else geometry
 
     def ready(self, context: KVContext) -> None:
         self.restorer().ready(context)
@@ -206,5 +223,6 @@ class Restored(KVStrategy):
             self.resident_latent_bytes,
             is_streamed=self.mode != "hold",
             chosen=self._chosen if self.selects else 0,
+            all_choose=self._all_choose,
             awake_bytes=self.awake_bytes,
         )

@@ -85,6 +85,7 @@ test.each<[string, Record<string, unknown>]>([
   ["strategy.mac.chain_limit", { kind: "mac", chainLimit: 2 ** 31 }],
   ["strategy.restored.resident_latent_bytes", { kind: "restored", residentLatentBytes: -1 }],
   ["strategy.restored.awake_bytes", { kind: "restored", awakeBytes: -1 }],
+  ["strategy.restored.appended", { kind: "restored", appended: "" }],
   ["strategy.named.name", { kind: "named" }],
   ["strategy.named.ring", { kind: "named", name: "mac", ring: 9 }],
   ["strategy.named.options", { kind: "named", name: "mac", options: [9] }],

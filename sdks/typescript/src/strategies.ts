@@ -73,6 +73,8 @@ export interface Restored {
   readonly run?: number | undefined;
   /** Of "select": bytes of restored entries that are held while it generates. */
   readonly awakeBytes?: number | undefined;
+  /** Of "select": "all" lets appended tokens read everything, "select" lets each choose, too. */
+  readonly appended?: string | undefined;
 }
 
 /**

@@ -114,7 +114,8 @@ class Restored(Strategy):
     source: "recompute" computes them again from the token ids, "latent" decodes `bytes_per_token` stored for each, if
     the server supports it. mode: "hold" restores once and holds all of them during the Generate, "stream" decodes a
     chunk at a time, for each token again, "select" only those that a generated token chooses, as `Gather` does. budget,
-    rank, bits, run: of "select", as for `Gather`; awake_bytes: decoded entries that it holds during the Generate.
+    rank, bits, run: of "select", as for `Gather`; awake_bytes: decoded entries that it holds during the Generate;
+    appended: "all" lets appended tokens read everything, "select" lets each choose, too.
     resident_latent_bytes: how much of the stored codes stays on the device. None leaves an option to the server. The
     session ends at the model's trained positions.
     """
@@ -132,10 +133,12 @@ class Restored(Strategy):
     bits: int | None = None
     run: int | None = None
     awake_bytes: int | None = None
+    appended: str | None = None
 
     def __post_init__(self) -> None:
         _check_window(self.sink, self.window)
         _check_name(self.source, "source")
+        _check_name(self.appended, "appended")
         for name in ("bytes_per_token", "budget", "rank", "bits", "run"):
             _check_number(getattr(self, name), name, at_least=1)
         _check_name(self.mode, "mode")

@@ -1520,6 +1520,7 @@ class RestoredStrategy(_message.Message):
     BITS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     AWAKE_BYTES_FIELD_NUMBER: _builtins.int
+    APPENDED_FIELD_NUMBER: _builtins.int
     sink: _builtins.int
     window: _builtins.int
     """At least 1."""
@@ -1536,7 +1537,8 @@ class RestoredStrategy(_message.Message):
     """Absent or "hold": evicted entries are restored once for a Generate and held until it ends. "stream": they are
     decoded again for each token, a chunk of one layer at a time, so that the session never holds more than that; only
     with the source "latent". "select": as "stream" for appended tokens; a generated token chooses what it reads of them,
-    and what it chooses is decoded and held for the next ones; needs components calibrated for the model, too.
+    and what it chooses is decoded and held for the next ones; needs components calibrated for the model, too. Appended
+    tokens can choose as well: `appended`.
     """
     resident_latent_bytes: _builtins.int
     """Bytes of those latents that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
@@ -1554,6 +1556,10 @@ class RestoredStrategy(_message.Message):
     """With the mode "select": bytes of decoded entries that the session holds while it generates, at least those of one
     token's choice. Absent: those of two.
     """
+    appended: _builtins.str
+    """With the mode "select", what appended tokens read. Absent or "all": everything, a chunk at a time. "select": each
+    chooses for itself, as a generated one does, so that later tokens read entries that were made of less.
+    """
     def __init__(
         self,
         *,
@@ -1568,11 +1574,14 @@ class RestoredStrategy(_message.Message):
         bits: _builtins.int | None = ...,
         run: _builtins.int | None = ...,
         awake_bytes: _builtins.int | None = ...,
+        appended: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_awake_bytes", b"_awake_bytes", "_bits", b"_bits", "_budget", b"_budget", "_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_rank", b"_rank", "_resident_latent_bytes", b"_resident_latent_bytes", "_run", b"_run", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "awake_bytes", b"awake_bytes", "bits", b"bits", "budget", b"budget", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "rank", b"rank", "resident_latent_bytes", b"resident_latent_bytes", "run", b"run", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_appended", b"_appended", "_awake_bytes", b"_awake_bytes", "_bits", b"_bits", "_budget", b"_budget", "_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_rank", b"_rank", "_resident_latent_bytes", b"_resident_latent_bytes", "_run", b"_run", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "appended", b"appended", "awake_bytes", b"awake_bytes", "bits", b"bits", "budget", b"budget", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "rank", b"rank", "resident_latent_bytes", b"resident_latent_bytes", "run", b"run", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_awake_bytes", b"_awake_bytes", "_bits", b"_bits", "_budget", b"_budget", "_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_rank", b"_rank", "_resident_latent_bytes", b"_resident_latent_bytes", "_run", b"_run", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "awake_bytes", b"awake_bytes", "bits", b"bits", "budget", b"budget", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "rank", b"rank", "resident_latent_bytes", b"resident_latent_bytes", "run", b"run", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_appended", b"_appended", "_awake_bytes", b"_awake_bytes", "_bits", b"_bits", "_budget", b"_budget", "_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_rank", b"_rank", "_resident_latent_bytes", b"_resident_latent_bytes", "_run", b"_run", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "appended", b"appended", "awake_bytes", b"awake_bytes", "bits", b"bits", "budget", b"budget", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "rank", b"rank", "resident_latent_bytes", b"resident_latent_bytes", "run", b"run", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__appended: _TypeAlias = _typing.Literal["appended"]  # noqa: Y015
+    _WhichOneofArgType__appended: _TypeAlias = _typing.Literal["_appended", b"_appended"]  # noqa: Y015
     _WhichOneofReturnType__awake_bytes: _TypeAlias = _typing.Literal["awake_bytes"]  # noqa: Y015
     _WhichOneofArgType__awake_bytes: _TypeAlias = _typing.Literal["_awake_bytes", b"_awake_bytes"]  # noqa: Y015
     _WhichOneofReturnType__bits: _TypeAlias = _typing.Literal["bits"]  # noqa: Y015
@@ -1595,6 +1604,8 @@ class RestoredStrategy(_message.Message):
     _WhichOneofArgType__source: _TypeAlias = _typing.Literal["_source", b"_source"]  # noqa: Y015
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__appended) -> _WhichOneofReturnType__appended | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__awake_bytes) -> _WhichOneofReturnType__awake_bytes | None: ...
     @_typing.overload
