@@ -106,7 +106,8 @@ def _opened(folder: str) -> Iterator[SQLiteJournal]:
     except apsw.CorruptError as error:
         raise ConfigError(
             f"the journal in {folder} is damaged where this has to read it ({error}): `kakeya journal backup {folder} "
-            f"FOLDER` copies what can be read, with new indexes; if that fails, too, restore {folder} from a backup"
+            "FOLDER` makes a copy with new indexes, which helps if only an index is damaged; else restore "
+            f"{folder} from a backup"
         ) from error
     finally:
         journal.stop()

@@ -61,9 +61,11 @@ class HttpShim:
         """Let answers end, for LEAVE_SECONDS at most, and close the port."""
         self.refuse_work()
         self._server.should_exit = True
-        await self._serving
-        self._desk.turns.close()
-        await asyncio.to_thread(self._desk.chat.close)
+        try:
+            await self._serving
+        finally:
+            self._desk.turns.close()
+            await asyncio.to_thread(self._desk.chat.close)
 
 
 async def start_http(
@@ -79,7 +81,7 @@ async def start_http(
 ) -> HttpShim:
     """Listen at `address`, as a part of the server that has these keys, limits and certificates.
 
-    door: for the connections to it. Raises ConfigError if it cannot.
+    door: for the connections to it. Raises ConfigError if it cannot; the caller closes `chat` then.
     """
     if chat is None:
         raise ConfigError(
@@ -87,7 +89,6 @@ async def start_http(
         )
     engine_config = engine.info().config
     async with contextlib.AsyncExitStack() as opened:  # closed again if the start fails
-        opened.push_async_callback(asyncio.to_thread, chat.close)
         await asyncio.to_thread(chat.start)
         desk = Desk(
             engine=engine,

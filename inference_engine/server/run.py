@@ -115,6 +115,18 @@ class ServerHandle:
 
 async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText | None = None) -> ServerHandle:
     """Listen as `config` says; `chat` is for `http_bind`. Raises ConfigError if that is unsafe or impossible."""
+    async with contextlib.AsyncExitStack() as opened:  # closed again if the start fails
+        if chat is not None:
+            opened.push_async_callback(asyncio.to_thread, chat.close)
+        handle = await _started(engine, config, chat, opened)
+        opened.pop_all()
+    return handle
+
+
+async def _started(
+    engine: Engine, config: ServerConfig, chat: ChatText | None, opened: contextlib.AsyncExitStack
+) -> ServerHandle:
+    """opened: gets what has to be closed if this raises."""
     check_strategies(engine.info().default_strategy)
     address = resolve_bind("bind", config.bind)
     http_address = resolve_bind("http_bind", config.http_bind) if config.http_bind else None
@@ -132,66 +144,64 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
     limits = _limits(config, is_reachable=is_reachable)
     connections = allowed_connections(config.max_connections, ports=1 if http_address is None else 2)
     _describe(engine)
-    async with contextlib.AsyncExitStack() as opened:  # closed again if the start fails
-        port = None
-        if config.metrics_bind:
-            port = MetricsPort(engine.metrics, config.metrics_bind)
-            opened.callback(port.stop)
-        health = Health(engine)
-        messages = MessageLimits(
-            max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
-        )
-        bars = Bars(keys, time.monotonic, engine.metrics.addresses_barred.inc)
-        door = GrpcDoor(
-            _unauthenticated(keys, config, connections, address),
-            engine.metrics.connections_dropped.labels("grpc").inc,
-            time.monotonic,
-            bars,
-        )
-        calls = CallInterceptor(
-            keys,
-            engine,
-            limits,
-            messages=messages,
-            door=door,
-            has_certificates=certificates is not None and certificates.asks_clients,
-        )
-        http = None
-        if http_address is not None:
-            # Imported here: it takes a second.
-            from inference_engine.server.http.door import HttpDoor
-            from inference_engine.server.http_shim import start_http
+    port = None
+    if config.metrics_bind:
+        port = MetricsPort(engine.metrics, config.metrics_bind)
+        opened.callback(port.stop)
+    health = Health(engine)
+    messages = MessageLimits(
+        max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
+    )
+    bars = Bars(keys, time.monotonic, engine.metrics.addresses_barred.inc)
+    door = GrpcDoor(
+        _unauthenticated(keys, config, connections, address),
+        engine.metrics.connections_dropped.labels("grpc").inc,
+        time.monotonic,
+        bars,
+    )
+    calls = CallInterceptor(
+        keys,
+        engine,
+        limits,
+        messages=messages,
+        door=door,
+        has_certificates=certificates is not None and certificates.asks_clients,
+    )
+    http = None
+    if http_address is not None:
+        # Imported here: it takes a second.
+        from inference_engine.server.http.door import HttpDoor
+        from inference_engine.server.http_shim import start_http
 
-            http = await start_http(
-                engine,
-                config,
-                http_address,
-                keys=keys,
-                limits=limits,
-                certificates=certificates,
-                chat=chat,
-                door=HttpDoor(
-                    _unauthenticated(keys, config, connections, http_address),
-                    bars,
-                    most=connections,
-                    on_drop=engine.metrics.connections_dropped.labels("http").inc,
-                ),
-            )
-            opened.push_async_callback(http.stop)
-        await health.follow()
-        opened.push_async_callback(health.drain)
-        server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
-        server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
-        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-        if address.is_loopback:
-            names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
-        # Last: gRPC closes the port of a server only if the server was started.
-        target = _bind(server, address, None if certificates is None else certificates.for_grpc())
-        await server.start()
-        opened.push_async_callback(server.stop, None)
-        door.follow(int(target.rpartition(":")[2]))
-        opened.pop_all()
+        http = await start_http(
+            engine,
+            config,
+            http_address,
+            keys=keys,
+            limits=limits,
+            certificates=certificates,
+            chat=chat,
+            door=HttpDoor(
+                _unauthenticated(keys, config, connections, http_address),
+                bars,
+                most=connections,
+                on_drop=engine.metrics.connections_dropped.labels("http").inc,
+            ),
+        )
+        opened.push_async_callback(http.stop)
+    await health.follow()
+    opened.push_async_callback(health.drain)
+    server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
+    server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    if address.is_loopback:
+        names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+    # Last: gRPC closes the port of a server only if the server was started.
+    target = _bind(server, address, None if certificates is None else certificates.for_grpc())
+    await server.start()
+    opened.push_async_callback(server.stop, None)
+    door.follow(int(target.rpartition(":")[2]))
     return ServerHandle(
         target=target,
         metrics_port=port,

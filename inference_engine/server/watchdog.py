@@ -68,10 +68,10 @@ class Watchdog:
             if failure := self._engine.journal_failure:
                 folder = self._engine.config.state_dir
                 text = (
-                    f"sessions cannot be kept any more ({failure}): what is on the disk is not known. Start again; "
-                    "what clients received is there. If it ends so again, the disk or the journal is damaged: "
-                    f"`kakeya journal backup {folder} FOLDER` copies what can be read, with new indexes; if that "
-                    f"fails, too, restore {folder} from a backup"
+                    f"sessions cannot be kept any more ({failure}): whether the last changes are on the disk is not "
+                    "known, and nothing of them was sent. Start again; what clients received is there. If it ends so "
+                    f"again, the disk or the journal is damaged: `kakeya journal backup {folder} FOLDER` makes a copy "
+                    f"with new indexes, which helps if only an index is damaged; else restore {folder} from a backup"
                 )
                 return GaveUp(text, EXIT_JOURNAL, Draining())
             if self.look():

@@ -39,8 +39,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one owner asked for and received, in tokens a second. fair: its part of all that was received, if no owner
-    had more than another that asked for more (max-min fairness)."""
+    """What one owner asked for and received, in tokens a second. fair: of all that was received, as much as it asked
+    for, or as much as any other (max-min fairness).
+
+    Tokens of turns from before the warm-up's end are received, and were not asked for after it: what is received was
+    asked for at least.
+    """
 
     asked: float
     received: float
@@ -70,7 +74,7 @@ async def play(plan: Plan, client: AsyncClient, *others: AsyncClient) -> tuple[S
             vocab_size=server.vocab_size,
         )
         every = schedule(plan.shape, agents=agents, seconds=plan.seconds, seed=plan.seed)
-        crews = _crews(every, agents, 1 + len(others))
+        crews = crews_of(every, agents, 1 + len(others))
         found = await asyncio.gather(
             *(Driver(one, phase).run(crew) for one, crew in zip((client, *others), crews, strict=True))
         )
@@ -82,7 +86,7 @@ async def play(plan: Plan, client: AsyncClient, *others: AsyncClient) -> tuple[S
     return server, played
 
 
-def _crews(every: Iterable[Agent], agents: int, owners: int) -> list[list[Agent]]:
+def crews_of(every: Iterable[Agent], agents: int, owners: int) -> list[list[Agent]]:
     """The agents of each owner: the first has a crowd of them, the others as many each as the next."""
     crews: list[list[Agent]] = [[] for _ in range(owners)]
     crowd = agents if owners == 1 else round(_CROWD * agents)
@@ -100,6 +104,7 @@ def _asked(crew: Iterable[Agent], plan: Plan) -> float:
 
 def fair_parts(asked: Sequence[float], received: Sequence[float], seconds: float) -> tuple[Part, ...]:
     """Of the owners' tokens in so many seconds."""
+    asked = [max(tokens) for tokens in zip(asked, received, strict=True)]
     fair, left = [0.0] * len(asked), sum(received)
     for place, owner in enumerate(sorted(range(len(asked)), key=lambda owner: asked[owner])):
         fair[owner] = min(asked[owner], left / (len(asked) - place))

@@ -41,7 +41,7 @@ def values(played: Sequence[Played]) -> dict[str, dict[str, Any]]:
         found[f"turns_refused_{name}"] = record.exact(samples.refused.total(), "turns")
         found[f"turns_failed_{name}"] = record.exact(samples.failed.total(), "turns")
         if len(phase.parts) > 1:
-            least = min(part.received / part.fair for part in phase.parts if part.fair)
+            least = min((part.received / part.fair for part in phase.parts if part.fair), default=0.0)
             found[f"least_received_over_fair_part_{name}"] = record.exact(least, "ratio")
     peak = max(goodputs.values())
     for load, goodput in goodputs.items():

@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_for_a_damaged_index_has_a_backup_that_c
         journal.stop()
     assert main(["journal", "check", str(state)]) == 1
     assert main(["journal", "purge", str(state), first]) == 1
-    assert f"`kakeya journal backup {state} FOLDER` copies what can be read" in capsys.readouterr().err
+    assert f"`kakeya journal backup {state} FOLDER` makes a copy with new indexes" in capsys.readouterr().err
     assert main(["journal", "backup", str(state), str(copy)]) == 0
     assert main(["journal", "check", str(copy)]) == 0
     with keeping(copy) as engine:

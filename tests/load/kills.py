@@ -240,7 +240,7 @@ class NodeAgents:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment()
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(name=AGENT, target=self._read, daemon=True)
         self._reader.start()
 
     def finish(self, seconds: float) -> None:

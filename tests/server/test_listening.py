@@ -164,6 +164,18 @@ async def test_a_start_that_failed_leaves_no_metrics_port_behind(engine: Engine,
         assert handle.metrics_target == metrics_bind
 
 
+async def test_a_start_that_failed_early_leaves_no_process_of_chat_templates_behind(
+    engine: Engine, chat: ChatText, taken_port: int, subtests: pytest.Subtests
+) -> None:
+    for setting in ("bind", "metrics_bind", "http_bind"):
+        with subtests.test(setting):
+            config = ServerConfig(**{"bind": "127.0.0.1:0", setting: f"127.0.0.1:{taken_port}"})
+            with pytest.raises(ConfigError, match="already in use"):
+                await start_server(engine, config, chat=chat)
+            with pytest.raises(Draining):
+                chat.prompt_ids(MESSAGES)
+
+
 @pytest.mark.parametrize("late", ["health", "grpc", "door"])
 async def test_a_start_that_failed_late_leaves_no_http_port_behind(
     engine: Engine, chat: ChatText, monkeypatch: pytest.MonkeyPatch, late: str

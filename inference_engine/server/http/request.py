@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -56,6 +55,7 @@ _OFF: dict[str, Any] = {
 
 
 _PIECE_BYTES = 2**16
+_PATH_CHARACTERS = 200  # of a path that a refusal says, the last ones
 
 # An escape of half a surrogate pair; most are followed by the other half.
 _MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -110,7 +110,7 @@ def _object(body: bytes) -> dict[str, Any]:
             _refuse_half_names(value)
         if has_repeats:
             path = "".join(reversed(_repeated(value))).removeprefix(".")
-            raise InvalidArgument(path, "stands more than once in its object; send it once")
+            raise InvalidArgument(path[-_PATH_CHARACTERS:], "stands more than once in its object; send it once")
     except UnicodeDecodeError:
         raise BadJson("the body is not JSON: it is not UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -162,7 +162,12 @@ def _parsed(text: str) -> tuple[Any, bool]:
         if len(found) == len(pairs):
             return found
         repeating.append(_Repeating(found))
-        repeating[-1].name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                repeating[-1].name = name
+                break
+            seen.add(name)
         return repeating[-1]
 
     return json.loads(text, parse_constant=_no_constant, object_pairs_hook=made), bool(repeating)

@@ -13,7 +13,8 @@ from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError
 from kakeya import AsyncClient
 from laboratory.load.driver import NO_RETRIES, Driver, Phase
-from laboratory.load.phases import Plan, Played, fair_parts, play
+from laboratory.load.phases import Part, Plan, Played, crews_of, fair_parts, play
+from laboratory.load.report import values
 from laboratory.load.samples import Samples, percentile
 from laboratory.load.schedule import Agent, Shape, Turn, schedule
 from laboratory.scripted import Script
@@ -131,7 +132,16 @@ def test_refusals_are_counted_by_reason_and_end_their_turn_alone(target: str) ->
     assert len(samples.refusal) == samples.refused.total()
 
 
-def test_owners_who_ask_for_less_have_it_and_the_others_as_much_as_each_other(target: str) -> None:
+def test_half_of_the_agents_are_of_the_first_owner_and_the_others_have_as_many_each() -> None:
+    every = list(schedule(SHAPE, agents=20, seconds=30.0, seed=3))
+    crews = crews_of(every, 20, 5)
+    slots = [{agent.number % 20 for agent in crew} for crew in crews]
+    assert [len(own) for own in slots] == [10, 2, 2, 3, 3]
+    assert sorted(agent.number for crew in crews for agent in crew) == sorted(agent.number for agent in every)
+    assert crews_of(every, 20, 1) == [every]
+
+
+def test_parts_say_what_the_agents_of_each_owner_asked_for_and_received(target: str) -> None:
     plan = Plan(shape=SHAPE, agents=4, loads=(0.5, 1.0), seconds=4.0, warm_seconds=0.0, seed=1, limit_tokens=300)
 
     async def drive() -> Sequence[Played]:
@@ -139,6 +149,9 @@ def test_owners_who_ask_for_less_have_it_and_the_others_as_much_as_each_other(ta
             return (await play(plan, one, other))[1]
 
     few, all_agents = asyncio.run(drive())
+    crews = crews_of(schedule(SHAPE, agents=4, seconds=4.0, seed=1), 4, 2)
+    tokens = [sum(turn.generate_tokens for agent in crew for turn in agent.turns) for crew in crews]
+    assert [4.0 * part.asked for part in all_agents.parts] == tokens
     for phase in (few, all_agents):
         received = sum(part.received for part in phase.parts)
         assert received == pytest.approx(sum(phase.samples.goodput(4.0)) / 4.0)
@@ -153,6 +166,8 @@ def test_owners_who_ask_for_less_have_it_and_the_others_as_much_as_each_other(ta
         ((90.0, 10.0, 10.0), (40.0, 10.0, 10.0), (40.0, 10.0, 10.0)),
         ((90.0, 50.0, 4.0), (50.0, 10.0, 0.0), (28.0, 28.0, 4.0)),
         ((5.0,), (4.0,), (4.0,)),
+        ((10.0, 20.0), (20.0, 20.0), (20.0, 20.0)),
+        ((10.0, 20.0), (0.0, 0.0), (0.0, 0.0)),
     ],
     ids=str,
 )
@@ -160,6 +175,11 @@ def test_a_fair_part_is_what_was_asked_for_or_as_much_as_others_have(
     asked: tuple[float, ...], received: tuple[float, ...], fair: tuple[float, ...]
 ) -> None:
     assert tuple(part.fair for part in fair_parts(asked, received, 1.0)) == fair
+
+
+def test_a_phase_in_which_nobody_received_a_token_is_in_the_record(target: str) -> None:
+    none = Played(10.0, 2, 4.0, Samples(), (Part(10.0, 0.0, 0.0), Part(20.0, 0.0, 0.0)))
+    assert values([none])["least_received_over_fair_part_10x"]["median"] == 0.0
 
 
 def test_the_command_plays_each_load_and_writes_a_record_with_images(
