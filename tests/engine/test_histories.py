@@ -326,7 +326,7 @@ def generated(engine: Engine, session: str, count: int, **options: Any) -> Gener
 def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessions_end(end: str) -> None:
     now = 0.0
     options: dict[str, Any] = {"session_idle_ttl_seconds": 10.0, "stall_seconds": 1e6, "max_generate_tokens": 400}
-    with scripted_engine(clock=lambda: now, **options) as engine:
+    with scripted_engine(clock=lambda: now, step_tokens=4096, **options) as engine:
         session = long(engine, 3 * LEAF_TOKENS - 5)
         generations = []
         for number in range(3):
