@@ -1,6 +1,6 @@
 """What `make test` has no time for: `make test-further` runs it, and `make test-long`.
 
-Cases that say little more than others, and the laboratory, which no server imports.
+Cases that say little more than others, and the laboratory and the benchmarks, which no server imports.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ LABORATORY = (
     "tests/laboratory/evaluation",
     "tests/laboratory/training",
     "tests/laboratory/commands/test_train_drafter.py",
+)
+# Likewise of programs that measure and make records.
+BENCHMARKS = (
+    "tests/load/test_bench_cpu.py",
+    "tests/load/test_bench_gpu.py",
+    "tests/load/test_bench_hibernation.py",
+    "tests/load/test_bench_journal.py",
+    "tests/load/test_bench_kept_sessions.py",
+    "tests/mlx/test_measures.py",
 )
 
 
