@@ -33,6 +33,13 @@ def further(*values: Any) -> Any:
     return pytest.param(*values, marks=FURTHER)
 
 
+def further_test(test: Callable[..., Any]) -> Any:
+    """A test all cases of which are such ones."""
+    for mark in FURTHER:
+        test = mark(test)
+    return test
+
+
 def one_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[Any]:
     """The first value of every kind; the others are further cases. `of` names a value's kind."""
     seen: set[Hashable] = set()

@@ -45,7 +45,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "states"), [*((seed, 300) for seed in range(5)), *(further(seed, 1000) for seed in range(5, 10))]
+    ("seed", "states"), [*((seed, 300) for seed in range(5)), *(further(seed, 600) for seed in range(5, 10))]
 )
 def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Path, seed: int, states: int) -> None:
     """`make soak-power` is the long form."""

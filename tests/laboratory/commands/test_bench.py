@@ -16,6 +16,7 @@ from laboratory.load.driver import NO_RETRIES, Driver, Phase
 from laboratory.load.samples import Samples, percentile
 from laboratory.load.schedule import Agent, Shape, Turn, schedule
 from laboratory.scripted import Script
+from tests.further import further_test
 from tests.load.scripted import scripted_engine
 from tests.server_thread import server_thread
 
@@ -130,6 +131,7 @@ def test_refusals_are_counted_by_reason_and_end_their_turn_alone(target: str) ->
     assert len(samples.refusal) == samples.refused.total()
 
 
+@further_test
 def test_the_command_plays_each_load_and_writes_a_record_with_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
