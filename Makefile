@@ -239,7 +239,8 @@ long-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
 	@$(NPM) run test:long
 	@$(NPM) run test:bun
 
-$(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json | node
+$(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json \
+    | $(if $(IS_SET_UP),,node)
 	@echo 'setup: installing the packages of the TypeScript SDK (once)'
 	@$(NPM) ci --ignore-scripts
 	@touch $@
