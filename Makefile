@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TYPESCRIPT := sdks/typescript
 
 # Idle OpenMP threads of one process that spin slow another one down many times when both share few cores.
 export OMP_WAIT_POLICY := PASSIVE
@@ -34,8 +35,12 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 
 CHECKS := lint types contracts wire pages typescript
 
-# Checks come before tests and share one installation: the steps run one after another, even under -j.
+# Steps share one installation: they run one after another, even under -j, until it is there.
+ifndef IS_SET_UP
 .NOTPARALLEL:
+endif
+# What each of several steps at once says stays together, where this make can do that.
+WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .PHONY: help setup native demo serve chat test test-further test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
@@ -63,14 +68,17 @@ serve: native ## the server, until Ctrl-C
 chat: native ## talk to a model in the terminal
 	@$(BIN)/kakeya chat $(ARGS)
 
-# The checks without the site: a test builds it, beside others.
-test: $(CHECKS) unit-typescript unit ## everything that must hold: check, then unit and integration tests
+# The checks without the site: a test builds it, beside others. Most checks use one core, and the TypeScript SDK's tests
+# wait much: both at once.
+test: native $(TYPESCRIPT)/node_modules/.package-lock.json ## all that must hold: checks, then unit and integration tests
+	@$(MAKE) --no-print-directory --jobs=2 $(WHOLE) IS_SET_UP=yes unit-typescript $(CHECKS)
+	@$(MAKE) --no-print-directory unit
 
 unit: native node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-further: native ## what `make test` has no time for: the laboratory, and cases much like others; CI runs it, too
+test-further: native ## what `make test` has no time for: laboratory, benchmarks, cases much like others; CI runs it, too
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
@@ -218,7 +226,6 @@ $(INSTALLED): requirements.txt pyproject.toml sdks/python/pyproject.toml
 	@echo 'setup: done'
 
 # The TypeScript SDK: its packages are installed as its lock file has them, without scripts of theirs.
-TYPESCRIPT := sdks/typescript
 NPM = PATH="$(abspath $(BIN)):$$PATH" KAKEYA_PYTHON="$(abspath $(BIN))/python" npm --prefix $(TYPESCRIPT) --silent
 
 typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
@@ -232,7 +239,8 @@ long-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
 	@$(NPM) run test:long
 	@$(NPM) run test:bun
 
-$(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json | node
+$(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json \
+    | $(if $(IS_SET_UP),,node)
 	@echo 'setup: installing the packages of the TypeScript SDK (once)'
 	@$(NPM) ci --ignore-scripts
 	@touch $@

@@ -1,6 +1,6 @@
 """What `make test` has no time for: `make test-further` runs it, and `make test-long`.
 
-Cases that say little more than others, and the laboratory, which no server imports.
+Cases that say little more than others, and the laboratory and the benchmarks, which no server imports.
 """
 
 from __future__ import annotations
@@ -17,11 +17,27 @@ LABORATORY = (
     "tests/laboratory/training",
     "tests/laboratory/commands/test_train_drafter.py",
 )
+# Likewise of programs that measure and make records.
+BENCHMARKS = (
+    "tests/load/test_bench_cpu.py",
+    "tests/load/test_bench_gpu.py",
+    "tests/load/test_bench_hibernation.py",
+    "tests/load/test_bench_journal.py",
+    "tests/load/test_bench_kept_sessions.py",
+    "tests/mlx/test_measures.py",
+)
 
 
 def further(*values: Any) -> Any:
     """The parameters of such a case."""
     return pytest.param(*values, marks=FURTHER)
+
+
+def further_test(test: Callable[..., Any]) -> Any:
+    """A test all cases of which are such ones."""
+    for mark in FURTHER:
+        test = mark(test)
+    return test
 
 
 def one_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[Any]:

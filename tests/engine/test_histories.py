@@ -326,11 +326,11 @@ def generated(engine: Engine, session: str, count: int, **options: Any) -> Gener
 def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessions_end(end: str) -> None:
     now = 0.0
     options: dict[str, Any] = {"session_idle_ttl_seconds": 10.0, "stall_seconds": 1e6, "max_generate_tokens": 400}
-    with scripted_engine(clock=lambda: now, **options) as engine:
+    with scripted_engine(clock=lambda: now, step_tokens=4096, **options) as engine:
         session = long(engine, 3 * LEAF_TOKENS - 5)
-        generations = []
-        for number in range(3):
-            generations.append(generated(engine, session, 300 + number))
+        generations, counts = [], (10, 301, 12)  # the first fills a leaf, and one read does not give all of the second
+        for count in counts:
+            generations.append(generated(engine, session, count))
             engine.append(session, text(LEAF_TOKENS))
         expected = session_of(engine, session).history.ids().tolist()
         began = generations[1].read()
@@ -343,10 +343,10 @@ def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessi
             case _:
                 now = 11.0
                 store_of(engine).expire()
-        for number, generation in enumerate(generations):
-            events = [*(began if number == 1 else []), *drain(generation)]
+        for count, generation in zip(counts, generations, strict=True):
+            events = [*(began if generation is generations[1] else []), *drain(generation)]
             assert isinstance(events[-1], Finished)
-            first = generation.position - 300 - number
+            first = generation.position - count
             assert [token for token, _ in tokens(events)] == expected[first : generation.position]
 
 

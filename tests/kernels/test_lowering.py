@@ -14,9 +14,21 @@ from torch import Tensor
 from inference_engine.kernels.archived import ReadFrom, Unpacked, open_room
 from inference_engine.kernels.components import IndexShape, TokenChoice
 from inference_engine.kernels.latents import CodeTables, Synthesis, operand_dtype
+from tests.further import further
 
 HKV, GROUP, D, TOKENS = 2, 3, 64, 200
+DTYPES = [torch.float32, torch.bfloat16]
 TRANSLATED = set[tuple[Any, str]]()  # programs, by all that distinguishes them
+
+
+def each_dtype_with(name: str, *values: Any) -> pytest.MarkDecorator:
+    """Each dtype with a value of its own; with others they are further cases."""
+    cases = [
+        (dtype, value) if place == at else further(dtype, value)
+        for place, value in enumerate(values)
+        for at, dtype in enumerate(DTYPES)
+    ]
+    return pytest.mark.parametrize(("dtype", name), cases, ids=str)
 
 
 def translate(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -61,8 +73,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, *chained: Any) -> list[tuple[An
     return launched
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [IndexShape(rank=16, bits=3, run=4), IndexShape(rank=9, bits=6, run=1)], ids=str)
+@each_dtype_with("shape", IndexShape(rank=16, bits=3, run=4), IndexShape(rank=9, bits=6, run=1))
 def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
     shape: IndexShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +107,7 @@ def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
     assert len(launched) == 8 + 6 + 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_kernel_of_few_queries_is_a_program_for_a_gpu(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,8 +134,7 @@ def test_every_kernel_of_few_queries_is_a_program_for_a_gpu(
     assert len(launched) == 4 * 2
 
 
-@pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "offloaded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_dtype_with("offloaded", False, True)
 def test_every_kernel_of_selected_blocks_is_a_program_for_a_gpu(
     dtype: torch.dtype, offloaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +163,7 @@ def test_every_kernel_of_selected_blocks_is_a_program_for_a_gpu(
     assert len(launched) == 2 * (5 if offloaded else 4)
 
 
-@pytest.mark.parametrize("turns", [False, True], ids=["as they are", "rotated"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_dtype_with("turns", False, True)
 def test_every_kernel_of_latents_is_a_program_for_a_gpu(
     dtype: torch.dtype, turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,7 +352,7 @@ def compare_beside_selections() -> None:
     for build in (case, chunks, forks):
         queries, keys, values, regions, alone = build(shape, torch.float32)
         expected, count = torch.cat(alone), 64 if device.type == "cuda" else 20
-        for first in range(0, len(queries), count if device.type == "cuda" else 2 * count):
+        for first in range(0, len(queries), count if device.type == "cuda" else 3 * count):
             some = slice(first, first + count)
             asked, lines = queries[some].to(device), regions[some].to(device)
             out = torch.full_like(asked, float("nan"))

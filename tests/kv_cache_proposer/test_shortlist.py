@@ -120,7 +120,7 @@ vectors[:, 0] = -1
 states = torch.cat([torch.ones(1, 64), vectors[:1].sign(), torch.randn(5, 64, generator=generator).sign()])
 exact = states @ vectors.T
 chosen = exact.gather(-1, Shortlist(vectors)(states)).sort(descending=True).values
-torch.testing.assert_close(chosen, exact.topk(SHORTLIST).values, atol=1e-4, rtol=0)
+assert torch.allclose(chosen, exact.topk(SHORTLIST).values, atol=1e-4, rtol=0)
 """
 
 

@@ -42,7 +42,7 @@ OF_THE_ENGINE = (
 # Memory that is granted as a session grows: MLX gives it all at once.
 GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
-SOME = 2
+SOME = 1
 # With every variant. In the others, variants of one mechanism take turns.
 WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
 

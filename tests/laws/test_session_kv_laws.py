@@ -203,14 +203,13 @@ def close(strategy: KVStrategy) -> float:
     return 2e-5 if options.get("codec") is None and options.get("source") != "latent" else 2e-2
 
 
-def coded(strategy: KVStrategy, rule: LayerRule, vectors: Tensor) -> Tensor:
+def coded(codec: str, rule: LayerRule, vectors: Tensor) -> Tensor:
     """Vectors [Hkv, length, D] as a codec gives them back, coded around the mean of the first ones after the sink."""
-    codec = strategy.options().get("codec")
-    if strategy.options().get("source") == "latent":
+    if codec == "latent":
         return vectors.bfloat16().float()
-    if codec is None or rule.exact is None:
+    if not codec or rule.exact is None:
         return vectors
-    compressor = make_compressor(str(codec))
+    compressor = make_compressor(codec)
     first_end = -(-(rule.exact + rule.sink + 1) // SEGMENT) * SEGMENT
     mean = vectors[:, rule.sink : first_end].mean(dim=1, keepdim=True)
     return compressor.decode(compressor.encode(vectors - mean), vectors.shape[-1]) + mean
@@ -233,18 +232,16 @@ def read_by_choice(chooser: TokenSelector, i: int, scores: Tensor, estimated: Te
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, chosen, value=True) | near
 
 
-def by_hand(strategy: KVStrategy, entries: Entries, layer: int, length: int) -> Tensor:
-    """Attention token by token from the words of the law, with what the strategy says of this layer:
+@lru_cache(maxsize=64)
+def by_hand(rule: LayerRule, codec: str, layer: int, length: int) -> Tensor:
+    """Attention token by token from the words of the law, with what a strategy says of this layer:
 
     sink ∪ [b(i) − window, i], the model's own window, capped sinks; entries before b(i) − exact as they are given back;
     where appended tokens choose, of all that the choice of each KV head.
     """
-    native = LAYERS[layer].native_window
-    rule = strategy.rule(layer, context().geometry)
+    native, entries = LAYERS[layer].native_window, Entries(length)
     is_coded = rule.exact is not None and native is None
-    given_back = [
-        coded(strategy, rule, states[layer]) if is_coded else states[layer] for states in (entries.k, entries.v)
-    ]
+    given_back = [coded(codec, rule, states[layer]) if is_coded else states[layer] for states in (entries.k, entries.v)]
     chooser = rule.chooser if native is None and rule.chooser is not None and rule.chooser.appended else None
     indexed = None if chooser is None else as_indexed(chooser, layer, entries.k[layer])
     outs = []
@@ -270,10 +267,22 @@ def by_hand(strategy: KVStrategy, entries: Entries, layer: int, length: int) -> 
     return torch.stack(outs)
 
 
-@lru_cache(maxsize=64)
 def expected_by_hand(strategy: KVStrategy, length: int) -> list[Tensor]:
-    """Of all layers, of the same entries each time."""
-    return [by_hand(strategy, Entries(length), layer, length) for layer in range(len(LAYERS))]
+    """Of all layers, of the same entries each time. Strategies that say the same of a layer share what it gives."""
+    options, geometry = strategy.options(), context().geometry
+    codec = "latent" if options.get("source") == "latent" else str(options.get("codec") or "")
+    rules = [strategy.rule(layer, geometry) for layer in range(len(LAYERS))]
+    # What generated tokens alone choose by is left out.
+    seen = [
+        LayerRule(
+            sink=rule.sink,
+            window=rule.window,
+            exact=rule.exact if codec else None,
+            chooser=rule.chooser if rule.chooser is not None and rule.chooser.appended else None,
+        )
+        for rule in rules
+    ]
+    return [by_hand(rule, codec, layer, length) for layer, rule in enumerate(seen)]
 
 
 @each_strategy_with(chunk=[1, 5, SEGMENT], quanta=QUANTA)

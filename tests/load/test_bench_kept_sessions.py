@@ -19,7 +19,7 @@ from tests.tiny_folder import save_tiny_chat_model
 )
 def test_a_session_that_goes_on_computes_its_delta_alone(tmp_path: Path, words: tuple[str, ...]) -> None:
     folder = save_tiny_chat_model(tmp_path / "tiny")
-    typed = ["--model", str(folder), "--sessions", "9", "--room", "3", "--tokens", "90", *words]
+    typed = ["--model", str(folder), "--sessions", "6", "--room", "3", "--tokens", "90", *words]
     assert main([*typed, "--results", str(tmp_path / "results"), "--folder", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("results/kept_sessions_tiny/*/record.json")
     found = read_record(path, "kept_sessions_tiny", None)["values"]

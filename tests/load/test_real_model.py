@@ -30,7 +30,7 @@ from tests.tiny import SMALL, tiny_forward_on
 
 TINY, REAL = "tiny", "smollm2-135m"
 MODELS = [TINY, pytest.param(REAL, marks=[pytest.mark.long, pytest.mark.real_model])]
-INTERLEAVINGS = {TINY: 12, REAL: 20}
+INTERLEAVINGS = {TINY: 6, REAL: 20}
 CANCELS = {TINY: 40, REAL: 40}
 SEQUENCES = {TINY: 12, REAL: 4}
 STRATEGIES: tuple[KVStrategy, ...] = (

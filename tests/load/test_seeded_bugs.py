@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.seeded_bugs import BUGS, ROOT, planted, try_all
+from tests.further import further_test
 
 SHORT = ("the window is one position too short",)
 
@@ -17,6 +18,7 @@ def test_every_bug_still_has_its_place_in_the_code(subtests: pytest.Subtests) ->
             assert all((ROOT / test.partition("::")[0]).exists() for test in bug.tests)
 
 
+@further_test
 def test_some_of_them_are_caught() -> None:
     found = try_all([bug for bug in BUGS if bug.name in SHORT])
     assert len(found) == len(SHORT)

@@ -13,6 +13,7 @@ import pytest
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from laboratory.scripted import ScriptedForward, ScriptedModel
+from tests.further import further_test
 from tests.load.mass import PARTS, Tally
 from tests.load.population import Population, Wrong
 from tests.load.talkers import Counts, talk
@@ -64,6 +65,7 @@ def test_tallies_add_up_and_go_between_processes_as_text() -> None:
     assert (one.counts, one.faults) == ({"calls": 7, "tokens": 5}, ["seed 2: …"])
 
 
+@further_test
 def test_parts_are_shared_out_among_processes_and_recorded_together(tmp_path: Path) -> None:
     done = run(str(SOAK), "--cancels=9", "--processes=2", f"--results={tmp_path}")
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import pytest
 from inference_engine.errors import ConfigError
 from laboratory.evaluation.record import read_record
 from scripts.soak_journal import Part, Soak, journal_digest, main, read_parts
+from tests.further import further_test
 
 HERE = {"commit": "a" * 40, "journal": journal_digest(), "machine": "a machine"}
 ONE = Part("states", "states", 7, {"whole": 150}, [], 2.5, HERE)
@@ -66,6 +67,7 @@ def test_agents_that_gave_up_are_kept_apart_from_tokens_that_were_lost(
         assert gave_up == len(found["tables"].get("gave up", ())) == sum(len(one.gave_up) for one in parts)
 
 
+@further_test
 def test_a_record_sums_what_runs_before_did_and_says_where(tmp_path: Path) -> None:
     before = replace(ONE, where={**HERE, "machine": "another machine"})
     parts = written(tmp_path / "parts", before)

@@ -21,6 +21,7 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.models import load_model
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode
+from tests.further import further_test
 from tests.laws.variants import generate, same, text
 from tests.mlx.test_loading import DENSE, MIXED, config_of, logits_of, published
 from tests.tiny_folder import tiny_tokenizer
@@ -43,6 +44,7 @@ def test_unpacked_groups_give_the_logits_of_mlx(config: PretrainedConfig, bits: 
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
+@further_test
 def test_calibrations_of_a_model_in_the_layout_of_mlx_serve_both_executors(tmp_path: Path) -> None:
     model = config_of(published(DENSE, tmp_path, bits=4))
     tiny_tokenizer().save_pretrained(model.model)

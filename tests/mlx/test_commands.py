@@ -21,6 +21,7 @@ from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.evaluation import record
 from laboratory.training import corpus_prompts
 from tests import tiny
+from tests.further import further_test
 from tests.kv_cache_proposer.drafter_cases import tiny_network
 from tests.laws.variants import engine_for, generate, same, text
 from tests.mlx.test_loading import DENSE, SIZES, published
@@ -71,6 +72,7 @@ def test_models_show_says_what_runs_a_model_in_the_layout_of_mlx(
         assert "in 4 bits" in shown
 
 
+@further_test
 def test_the_audit_finds_nothing_on_mlx(tmp_path: Path) -> None:
     """INV-3 through a server of its own."""
     folder = save_tiny_chat_model(tmp_path / "model")
@@ -95,6 +97,7 @@ def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: p
     assert same(streams[0], streams[1], Mode.BATCHED)
 
 
+@further_test
 def test_a_drafter_is_trained_on_torch_where_mlx_is_the_device_and_drafts_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

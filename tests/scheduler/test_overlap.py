@@ -114,13 +114,13 @@ def turns(overlap: str, sampling: Sampling, **settings: Any) -> list[list[tuple[
             opened(engine, 50),
             opened(engine, 41, strategy=HOLD),
         ]
-        counts = (20, 13, 30, 25)
+        counts = (12, 9, 18, 15)
         for _ in range(2):
             running = [
                 engine.generate(each, GenerateParams(max_tokens=count, sampling=sampling, logprobs=True))
                 for each, count in zip(sessions, counts, strict=True)
             ]
-            found.append(generate(engine, first, 15, sampling=sampling))  # joins them
+            found.append(generate(engine, first, 10, sampling=sampling))  # joins them
             found.extend(tokens(drain(each)) for each in running)
             for each in sessions:
                 engine.append(each, text(7, seed=3))

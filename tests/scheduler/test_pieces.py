@@ -64,7 +64,7 @@ def engine_on(forward: Pieces, **settings: Any) -> Engine:
     return Engine(forward, config, latent=latent, components=components)
 
 
-def opened(engine: Engine, strategy: KVStrategy, length: int = 150, seed: int = 0) -> str:
+def opened(engine: Engine, strategy: KVStrategy, length: int = 110, seed: int = 0) -> str:
     session = engine.create_session(strategy=strategy).session_id
     engine.append(session, text(length, seed=seed))
     return session
@@ -76,9 +76,9 @@ def test_a_prefill_in_pieces_gives_what_a_whole_one_does(strategy: KVStrategy) -
     for at_once in (None, AT_ONCE):
         with engine_on(Pieces(at_once, windowed=False)) as engine:
             session = opened(engine, strategy)
-            turns = generate(engine, session, 9)
+            turns = generate(engine, session, 6)
             engine.append(session, text(50, seed=1))
-            runs.append(turns + generate(engine, session, 9))
+            runs.append(turns + generate(engine, session, 6))
     whole, pieces = runs
     assert same(whole, pieces, Mode.BATCHED)
 

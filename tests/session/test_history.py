@@ -52,7 +52,8 @@ def some(count: int, seed: int = 0) -> TokenIds:
 
 def walked(token_ids: list[int]) -> list[bool]:
     """Which ids occur."""
-    return [token_id in set(token_ids) for token_id in range(VOCABULARY)]
+    occurring = set(token_ids)
+    return [token_id in occurring for token_id in range(VOCABULARY)]
 
 
 @given(pieces)

@@ -17,6 +17,7 @@ const DEPENDENCIES = ["@bufbuild/protobuf", "@connectrpc/connect", "@connectrpc/
 const ESNEXT = ts.ModuleKind.ESNext;
 const COPIED = { recursive: true, dereference: true };
 let folder: string;
+let tarball: string;
 
 function run(command: string, args: string[], options: ExecFileSyncOptions = {}): string {
   return String(execFileSync(command, args, { cwd: folder, stdio: ["ignore", "pipe", "pipe"], ...options }));
@@ -25,7 +26,7 @@ function run(command: string, args: string[], options: ExecFileSyncOptions = {})
 beforeAll(() => {
   folder = mkdtempSync(join(tmpdir(), "installed-"));
   run("npm", ["pack", "--silent", "--pack-destination", folder], { cwd: HERE });
-  const tarball = readdirSync(folder).find((name) => name.endsWith(".tgz")) ?? "";
+  tarball = readdirSync(folder).find((name) => name.endsWith(".tgz")) ?? "";
   // What it depends on comes from here, so that nothing is asked of a registry.
   const here = DEPENDENCIES.map((name): [string, string] => [name, `file:${join(HERE, "node_modules", name)}`]);
   const dependencies = { "@kakeya/runtime": `file:${tarball}`, ...Object.fromEntries(here) };
@@ -260,6 +261,6 @@ test("every dependency comes from a registry, or from this repository", () => {
 
 test("publint and attw accept the package", () => {
   const bin = (name: string): string => join(HERE, "node_modules", ".bin", name);
-  run(bin("publint"), ["--strict"], { cwd: HERE });
-  run(bin("attw"), ["--pack", ".", "--profile", "node16", "--no-emoji"], { cwd: HERE });
+  run(bin("publint"), [tarball, "--strict"]);
+  run(bin("attw"), [tarball, "--profile", "node16", "--no-emoji"]);
 });

@@ -46,7 +46,7 @@ test("a stream goes on where a server that keeps sessions was killed, and so doe
     const session = await client.createSession({ strategy: ENDLESS, label: "kept" });
     for (const turn of [0, 1]) {
       said.push(await session.append(PROMPT));
-      const stream = session.generate(600, { temperature: 1.2, seed: turn, logprobs: true });
+      const stream = session.generate(250, { temperature: 1.2, seed: turn, logprobs: true });
       const tokens = stream.details();
       for (let read = 0; read < 2; read++) {
         await tokens.next();

@@ -18,6 +18,7 @@ from laboratory.load.report import values
 from laboratory.load.samples import Samples, percentile
 from laboratory.load.schedule import Agent, Shape, Turn, schedule
 from laboratory.scripted import Script
+from tests.further import further_test
 from tests.load.scripted import scripted_engine
 from tests.server_thread import server_thread
 
@@ -182,6 +183,7 @@ def test_a_phase_in_which_nobody_received_a_token_is_in_the_record(target: str) 
     assert values([none])["least_received_over_fair_part_10x"]["median"] == 0.0
 
 
+@further_test
 def test_the_command_plays_each_load_and_writes_a_record_with_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:

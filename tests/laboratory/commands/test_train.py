@@ -15,6 +15,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import ModelError
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import GenerateParams
+from tests.further import further_test
 from tests.laws.variants import drain, text, tokens
 
 BYTES = 120
@@ -45,6 +46,7 @@ def test_what_train_made_restores_sessions_of_the_same_model(tiny_folder: Path, 
         assert held < engine.session_info(full).kv_live_bytes
 
 
+@further_test
 def test_controls_and_refinement_are_options(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
