@@ -169,9 +169,9 @@ async def test_a_start_that_failed_early_leaves_no_process_of_chat_templates_beh
 ) -> None:
     for setting in ("bind", "metrics_bind", "http_bind"):
         with subtests.test(setting):
-            config = ServerConfig(**{"bind": "127.0.0.1:0", setting: f"127.0.0.1:{taken_port}"})
+            binds: dict[str, Any] = {"bind": "127.0.0.1:0", setting: f"127.0.0.1:{taken_port}"}
             with pytest.raises(ConfigError, match="already in use"):
-                await start_server(engine, config, chat=chat)
+                await start_server(engine, ServerConfig(**binds), chat=chat)
             with pytest.raises(Draining):
                 chat.prompt_ids(MESSAGES)
 
