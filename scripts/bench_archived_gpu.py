@@ -89,6 +89,7 @@ def timed(tokens: int, numbers: int) -> dict[str, Callable[[], float]]:
     """tokens: old entries, behind the sink; the newest ones are in the region."""
     archives, read = made_layers(tokens, numbers)
     known = archived.open_archives(archives)
+    assert known is not None, "the device has too little shared memory"
     position = 16 + tokens + NEAR // 2
     queries = torch.randn((LAYERS, 1, KV_HEADS * GROUP, HEAD_DIM), device=DEVICE).to(DTYPE)
     slots = position + 1

@@ -28,6 +28,7 @@ from inference_engine.types import Finished, GenerateParams, TokenCommitted
 from laboratory.evaluation import record
 
 APPENDED = 16
+APPENDING, WARMING, TALKING = 1, (2, 3), 4  # seeds, the last one of the first round
 STRATEGIES = ("full", "full:codec=lloyd4")
 
 
@@ -35,7 +36,7 @@ def first_token(parts: Parts, settings: dict[str, Any], session: str) -> tuple[f
     """Seconds from the call to the first token, in an engine that just started, and how many tokens had K/V then."""
     with parts.engine(EngineConfig(**settings)) as engine:
         engine.recall(session)
-        engine.append(session, ids(APPENDED, seed=1))
+        engine.append(session, ids(APPENDED, seed=APPENDING))
         began, seconds, cached = time.perf_counter(), 0.0, 0
         for event in engine.generate(session, GenerateParams(max_tokens=1)):
             if isinstance(event, TokenCommitted):
@@ -48,13 +49,13 @@ def first_token(parts: Parts, settings: dict[str, Any], session: str) -> tuple[f
 def reads_file(parts: Parts, settings: dict[str, Any], session: str, length: int) -> bool:
     """Does an engine that has computed a session of so many tokens read the file of the other one?"""
     with parts.engine(EngineConfig(**{**settings, "hibernate": "auto"})) as engine:
-        for seed in (3, 4):  # the first one may be slow
+        for seed in WARMING:  # the first one may be slow
             other = engine.create_session().session_id
             engine.append(other, ids(length, seed=seed))
             list(engine.generate(other, GenerateParams(max_tokens=1)))
             engine.close_session(other)
         engine.recall(session)
-        engine.append(session, ids(APPENDED, seed=1))
+        engine.append(session, ids(APPENDED, seed=APPENDING))
         end = list(engine.generate(session, GenerateParams(max_tokens=1)))[-1]
         assert isinstance(end, Finished)
         return end.cached_tokens > 0
@@ -100,7 +101,7 @@ def main() -> None:
                     settings |= {"kv_bytes": 2**30, "durability": "process"}
                     with parts.engine(EngineConfig(**settings)) as engine:
                         session = engine.create_session().session_id
-                        engine.append(session, ids(length, seed=2 + number))
+                        engine.append(session, ids(length, seed=TALKING + number))
                         list(engine.generate(session, GenerateParams(max_tokens=1)))
                     nbytes = forget_files(Path(folder) / COPIES)
                     seconds, cached = first_token(parts, settings, session)
@@ -135,7 +136,7 @@ def main() -> None:
                 "threads": arguments.threads,
                 "device": parts.forward.facts.device,
             },
-            "seeds": [1, 2],
+            "seeds": [APPENDING, *WARMING, *range(TALKING, TALKING + arguments.rounds)],
             "values": values,
             "baseline": "the same session in the same folder, by an engine that reads no files (hibernate=never)",
         },

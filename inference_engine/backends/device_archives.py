@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.torch_coder import TorchCoder
-from inference_engine.kernels.archived import Archives, KnownArchives, LayerArchive, ReadFrom, room_for
+from inference_engine.kernels.archived import Archives, KnownArchives, LayerArchive, ReadFrom
 from inference_engine.kernels.latents import Turn, operand_dtype
 from inference_engine.kv.context import ArchivedLayer
+
+NUMBERS = 512  # of a code: its room is a multiple of so many
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,21 +40,20 @@ class DeviceArchives:
         self._trained = trained_positions
         self._turns: dict[str, Turn | None] = {}  # of all trained positions
 
-    def open(self, layers: Sequence[ArchivedLayer], tokens: int) -> DeviceArchive | None:
-        """None for keys that are rotated in another way, and for histories whose numbers have no room."""
+    def open(self, layers: Sequence[ArchivedLayer]) -> DeviceArchive | None:
+        """None for keys that are rotated in another way, and on a device whose operation is too large for it."""
         if not all(self._coder.restores(layer.codes, layer.rotary) for layer in layers):
             return None
         decoding = [self._coder.decoding(layer.codes, self._dtype) for layer in layers]
         groups = [layer.codes.decoder.first_byte for layer in layers]
         begins = [layer.layer for index, layer in enumerate(layers) if not index or groups[index] != groups[index - 1]]
         read = ReadFrom(
-            numbers=max(tables.padded for tables, _ in decoding),
-            tokens=room_for(min(tokens, self._trained)),
+            # Few counts, since steps are recorded for each.
+            numbers=-(-max(tables.padded for tables, _ in decoding) // NUMBERS) * NUMBERS,
+            tokens=0,  # said by each plan
             dtype=operand_dtype(self._dtype),
             begins=tuple(begins),
         )
-        if not read.fits:
-            return None
         found = torch.zeros((len(layers), 2), device=self._device)
         archives = [
             LayerArchive(
@@ -65,7 +66,8 @@ class DeviceArchives:
             )
             for layer, (tables, synthesis), own in zip(layers, decoding, found, strict=True)
         ]
-        return DeviceArchive(self._archives(archives), read, found)
+        known = self._archives(archives)
+        return None if known is None else DeviceArchive(known, read, found)
 
     def _turn(self, rotary: str) -> Turn | None:
         if rotary not in self._turns:

@@ -27,7 +27,7 @@ from inference_engine.kernels.latents import PLAIN, CodeTables, Synthesis, Turn
 
 MOST_QUERIES = 64  # of a step in which some read archives
 MOST_BYTES = 2**28  # of numbers that a step holds; with more queries than that, they take turns
-_LEAST_ROOM = 1024  # tokens
+LEAST_ROOM = 1024  # tokens
 
 _numbers = count(1)
 _known: WeakValueDictionary[int, LayerArchive] = WeakValueDictionary()
@@ -85,7 +85,7 @@ def open_room(read: ReadFrom, *, queries: int, device: torch.device) -> Tensor:
 
 def room_for(tokens: int) -> int:
     """Of how many tokens the room for a history of `tokens` is: few sizes, since steps are recorded for each."""
-    return max(_LEAST_ROOM, 1 << (tokens - 1).bit_length())
+    return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
@@ -126,9 +126,9 @@ class KnownArchives(Protocol):
 
 
 class Archives(Protocol):
-    """Makes archives known to the device's operation over regions."""
+    """Makes archives known to the device's operation over regions; None if it cannot read them."""
 
-    def __call__(self, archives: Sequence[LayerArchive]) -> KnownArchives: ...
+    def __call__(self, archives: Sequence[LayerArchive]) -> KnownArchives | None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,3 +149,8 @@ def open_archives(archives: Sequence[LayerArchive]) -> KnownArchives:
 def entries_before(number: int, floor: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """`LayerArchive.entries_before` of a line's archive."""
     return _known[number].entries_before(floor, like)
+
+
+def numbers_of(number: int) -> int:
+    """How many numbers a token's code has in a line's archive, padded."""
+    return _known[number].tables.padded

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_engine.kernels.archived import Unpacked, entries_before
+from inference_engine.kernels.archived import Unpacked, entries_before, numbers_of
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import bounds_scores
 from inference_engine.kernels.components import TokenChoice
@@ -143,6 +143,9 @@ def attend_ragged(
             assert unpacked is not None, "a query reads an archive, but there is no room for its numbers"
             far_keys, far_values = entries_before(numbers[ARCHIVE], numbers[FLOOR], keys)
             assert far_keys.shape[1] <= unpacked.units.shape[1], "an archive has more tokens than there is room for"
+            assert numbers_of(numbers[ARCHIVE]) <= unpacked.units.shape[2], (
+                "a code has more numbers than there is room for"
+            )
             own_keys, own_values = torch.cat((far_keys, own_keys), dim=1), torch.cat((far_values, own_values), dim=1)
             mask = F.pad(mask, (far_keys.shape[1], 0))
         out[query : query + 1] = attend(

@@ -339,11 +339,11 @@ class OpenArchive(Protocol):
         """float32 [layers, 2] on the device, becomes not finite where keys, or values, are read that are not."""
 
 
-# Of some layers, while the history has at most so many tokens; None where the operation cannot read them.
-OpenArchivedLayers = Callable[[Sequence[ArchivedLayer], int], OpenArchive | None]
+# None where the operation cannot read them.
+OpenArchivedLayers = Callable[[Sequence[ArchivedLayer]], OpenArchive | None]
 
 
-def open_no_archive(_layers: Sequence[ArchivedLayer], _tokens: int) -> None:
+def open_no_archive(_layers: Sequence[ArchivedLayer]) -> None:
     """For a device whose operation over regions reads no archived entries: queries read them by views."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from inference_engine.backends import device_archives
 from inference_engine.backends.device_archives import DeviceArchive, DeviceArchives
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
@@ -25,7 +26,7 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels import archived
 from inference_engine.kernels.archived import ReadFrom
 from inference_engine.kernels.ops import open_ops
-from inference_engine.kv.context import LayerDecoder
+from inference_engine.kv.context import ArchivedLayer, LayerDecoder
 from inference_engine.kv.parts import streamed
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
@@ -38,13 +39,14 @@ from tests.facade import forward_of
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 STREAM = parse_strategy("restored:sink=2,window=16,source=latent,bytes_per_token=96,mode=stream")
+SMALLER = parse_strategy("restored:sink=2,window=16,source=latent,bytes_per_token=48,mode=stream")
 TOKENS = 40
 
 
 def opened(kind: type[TorchForward] = TorchForward) -> Engine:
     ops = open_ops("auto", torch.device(DEVICE)) if ON_GPU else OPS
     forward, codec = made_forward(kind, LlamaConfig(**SIZES), DEVICE, ops)
-    settings = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4, max_batch=4)
+    settings = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4, max_batch=8)
     return Engine(forward, settings, latent=codec)
 
 
@@ -74,7 +76,7 @@ def by_views(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_single_tokens_read_old_entries_by_numbers_and_say_what_they_say_by_views(by_views: list[int]) -> None:
     with opened() as engine:
         found = said(engine)
-    # Appended tokens come in several; a chunk of one there may be.
+    # Appended tokens come in several; one that comes alone reads by numbers, too.
     assert by_views and by_views.count(1) == 0
     by_views.clear()
 
@@ -91,9 +93,14 @@ def compare(found: Sequence[TokenCommitted], expected: Sequence[TokenCommitted])
     torch.testing.assert_close(*logprobs, atol=2e-3, rtol=0)
 
 
-def test_sessions_of_other_lengths_and_strategies_in_the_same_steps_change_nothing(by_views: list[int]) -> None:
-    """The second has few old entries, the third none yet, the last none at all."""
-    lengths = [(150, STREAM), (45, STREAM), (20, STREAM), (100, Full())]
+def test_sessions_of_other_lengths_and_strategies_in_the_same_steps_change_nothing(
+    by_views: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has few old entries, the third has smaller latents, the fourth no old entries yet, the last none at
+    all."""
+    monkeypatch.setattr(archived, "LEAST_ROOM", 16)  # so that they need rooms of other sizes
+    monkeypatch.setattr(device_archives, "NUMBERS", 8)
+    lengths = [(150, STREAM), (45, STREAM), (50, SMALLER), (20, STREAM), (100, Full())]
     events: dict[bool, list[list[TokenCommitted]]] = {}
     with opened() as engine:
         for is_alone in (True, False):
@@ -101,8 +108,12 @@ def test_sessions_of_other_lengths_and_strategies_in_the_same_steps_change_nothi
             for length, strategy in lengths:
                 session = engine.create_session(strategy=strategy, limit_tokens=400).session_id
                 engine.append(session, IDS.flatten()[:length].tolist())
-                events_of = engine.generate(session, GenerateParams(max_tokens=TOKENS, logprobs=True))
-                running.append(iter(list(events_of)) if is_alone else iter(events_of))
+                own = iter(engine.generate(session, GenerateParams(max_tokens=TOKENS, logprobs=True)))
+                if is_alone:
+                    own = iter(list(own))
+                elif not running:  # the longest comes first in each step
+                    own = chain(until_a_token(own), own)
+                running.append(own)
             events[is_alone] = [
                 [event for event in own if isinstance(event, TokenCommitted)] for own in interleaved(running)
             ]
@@ -110,6 +121,13 @@ def test_sessions_of_other_lengths_and_strategies_in_the_same_steps_change_nothi
         assert len(expected) == TOKENS
         compare(found, expected)
     assert by_views.count(1) == 0
+
+
+def until_a_token(events: Iterator[Event]) -> list[Event]:
+    found = [next(events)]
+    while not isinstance(found[-1], TokenCommitted):
+        found.append(next(events))
+    return found
 
 
 def interleaved(running: Sequence[Iterator[Event]]) -> list[list[Event]]:
@@ -143,29 +161,31 @@ def test_without_room_for_their_numbers_and_in_wide_steps_they_read_by_views(
     assert by_views.count(1) >= TOKENS - 1
 
 
-def test_the_room_is_for_the_sessions_history_and_not_for_the_models_longest(
+def test_the_room_is_for_what_is_archived_and_not_for_the_models_longest_history(
     by_views: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[ReadFrom] = []
     open_archive = DeviceArchives.open
 
-    def watched(archives: DeviceArchives, *layers_and_tokens: Any) -> DeviceArchive | None:
-        opened = open_archive(archives, *layers_and_tokens)
-        found.extend([] if opened is None else [opened.read])
+    def watched(archives: DeviceArchives, layers: Sequence[ArchivedLayer]) -> DeviceArchive | None:
+        opened = open_archive(archives, layers)
+        assert opened is not None
+        found.append(opened.read)
         return opened
 
     monkeypatch.setattr(DeviceArchives, "open", watched)
-    monkeypatch.setattr(archived, "_LEAST_ROOM", 16)
+    monkeypatch.setattr(archived, "LEAST_ROOM", 16)
     with opened() as engine:
         said(engine, turns=1)
-    assert [read.tokens for read in found] == [128]
-    monkeypatch.setattr(archived, "MOST_BYTES", found[0].query_bytes)
+    assert len(found) == 1
+    monkeypatch.setattr(archived, "MOST_BYTES", replace(found[0], tokens=64).query_bytes)
     by_views.clear()
 
     with opened() as engine:
-        said(engine, turns=2)
+        said(engine, turns=1)
 
-    assert TOKENS - 1 <= by_views.count(1) // 3 <= TOKENS, "the second turn alone, in each of the three layers"
+    # Of positions from 96 on, 78 older ones are archived: those before the segment and its window, but the sink.
+    assert by_views.count(1) == 3 * len(range(96, 60 + TOKENS - 1)), "in each of three layers"
 
 
 def test_an_entry_that_is_not_finite_ends_the_answer_and_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:

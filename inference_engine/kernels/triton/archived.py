@@ -35,12 +35,14 @@ from inference_engine.kernels.triton.codes import codes_of, numbers_of_codes, pl
 from inference_engine.kernels.triton.component_index import numbers_of_archive
 from inference_engine.kernels.triton.gather import attend_reads, with_scores
 from inference_engine.kernels.triton.line import in_line
+from inference_engine.kernels.triton.tiles import shared_bytes
 
 _NUMBERS = 24  # of an archive, rounded up
 _UNPACKED, _THREADS = 8, 128  # tokens of a program that unpacks, and its threads; each has four codes of every token
 _FAR, _NEAR = 64, 32  # parts of what is in the archive, and of the region
 _TILE, _STEP = 128, 64  # tokens that a program restores at once, and numbers of each, where heads are narrow
 _WARPS, _STAGES = 8, 4
+_SHARED_BYTES = 156 * 2**10  # of a program, at most: the widest heads take so many
 _NEAR_SLOTS = 64  # that a program reads at once
 _MERGED, _MERGING_WARPS = 32, 4  # channels that a program merges
 
@@ -58,8 +60,10 @@ class _Known:
         return [first + index * each for index in range(len(self.archives))]
 
 
-def open_archives(archives: Sequence[LayerArchive]) -> KnownArchives:
+def open_archives(archives: Sequence[LayerArchive]) -> KnownArchives | None:
     """See `Archives`."""
+    if shared_bytes(archives[0].found.device) < _SHARED_BYTES:
+        return None
     table = torch.zeros((len(archives), _NUMBERS), dtype=torch.int64)
     for row, archive in zip(table, archives, strict=True):
         numbers = numbers_of_archive(archive.halves, archive.first, archive.tables, archive.synthesis, archive.found)

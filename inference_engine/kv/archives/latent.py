@@ -71,7 +71,7 @@ class Latent(Restorer):
     """Keeps `bytes_per_token` bytes of each archived position (None: a twentieth of its entries in bfloat16).
 
     resident_bytes: the most bytes of a session's latents on the device; older ones go to the second tier.
-    is_streamed: entries are decoded in attention, chunk by chunk. chosen: with it, a generated token has so many of
+    is_streamed: entries are decoded in attention. chosen: with it, a generated token has so many of
     each KV head decoded, those of its choice; all_choose: and so has an appended one. awake_bytes: of decoded ones that
     stay so between steps; None: of twice `chosen`.
     """

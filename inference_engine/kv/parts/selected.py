@@ -7,9 +7,9 @@ A generated token scores the index, restores the chosen entries that its cache d
 window and choice. Most of what a token chooses was chosen by the one before. An entry is restored to the same bits
 whenever it is, so what a restore cache holds changes no result. The index is made of exact keys, before they leave.
 
-Appended tokens read every entry, chunk by chunk (`streamed.py`), or choose, too, each for itself. As queries of one
-session restore one after another, a step of many restores no more at once than one token does; and as none reads a
-chunk, there is no room for one.
+Appended tokens read every entry, chunk by chunk (`streamed.py`), or choose, too, each for itself. On a CPU queries of
+one session restore one after another, so that a step of many restores no more at once than one token does; and as none
+reads a chunk, there is no room for one.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class SelectedEntries(StreamedEntries):
         except Exception as error:
             raise RestorationFailed(error) from error
 
-    def _open_archive(self, tokens: int) -> None:
-        """Nothing to do: the index restores what generated tokens choose, and appended ones read by views."""
+    def _open_archive(self) -> None:
+        """Nothing to do: the index restores what tokens choose, and those that read everything read by views."""
 
     def _found(self) -> Sequence[tuple[tuple[int, ...], Tensor]]:
         return [(index.layers, index.found) for index in self._indexes if index.found is not None]

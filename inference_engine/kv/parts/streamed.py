@@ -4,7 +4,7 @@
     active   the same, and room for a chunk of one layer, decoded                           until it is idle
 
 Attention reads the exact entries in their regions, which are always resident, and merges the decoded chunks in
-(`kv/views.py`). So waking costs nothing, and each step decodes every old entry again, in each layer.
+(`kv/views.py`). So waking costs little, and each step decodes every old entry again, in each layer.
 
 Where the device's operation over regions reads archives (`kernels/archived.py`), the query of a single token reads by
 numbers, and no decoded entry lies in memory. The chunks of several tokens are decoded once for all of them.
@@ -13,6 +13,7 @@ numbers, and no decoded entry lies in memory. The chunks of several tokens are d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
-from inference_engine.kernels.archived import MOST_QUERIES, ReadFrom
+from inference_engine.kernels.archived import MOST_QUERIES, ReadFrom, room_for
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive
@@ -67,15 +68,23 @@ class StreamedReads(LayerPart):
             return True
         # Several tokens of a session read by a view: each would have every entry restored for itself.
         is_one = queries.count == 1 and step.numbers.tokens <= MOST_QUERIES
-        if self._read is None or not is_one or not self._read.beside(step.archived).fits:
+        if not is_one or queries.end > step.geometry.trained_positions:
             return False
-        return queries.end <= min(self._read.tokens, step.geometry.trained_positions)
+        read = self._read_at(queries.first)
+        return read is not None and read.beside(step.archived).fits
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
-        if self._archives is None or self._read is None or not self.chunks(queries.first):
+        read = self._read_at(queries.first)
+        if self._archives is None or read is None or not self.chunks(queries.first):
             return
         read_archives(step.numbers.regions, self._slots.layer_index, queries.real.start, self._archives)
-        step.archived = self._read.beside(step.archived)
+        step.archived = read.beside(step.archived)
+
+    def _read_at(self, position: int) -> ReadFrom | None:
+        """With room for the old entries of queries in the segment of `position`."""
+        layout = self._slots.layout
+        old = max(1, layout.horizon(position) - layout.sink)
+        return None if self._read is None else replace(self._read, tokens=room_for(old))
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         chunks = self.chunks(queries.first)
@@ -129,14 +138,14 @@ class StreamedEntries(ArchivedEntries):
         if self._room is None:
             return False
         try:
-            self._open_archive(tokens)
+            self._open_archive()
         except Exception as error:
             self._drop_room()
             raise RestorationFailed(error) from error
         return True
 
-    def _open_archive(self, tokens: int) -> None:
-        """Let the device's operation read the archive of a history of up to `tokens` by itself, if it can."""
+    def _open_archive(self) -> None:
+        """Let the device's operation read the archive by itself, if it can."""
         layers = []
         for layer in self._layers:
             codes = self._archive.decoded_by(layer)
@@ -144,7 +153,7 @@ class StreamedEntries(ArchivedEntries):
                 return
             rotary = self._set_of[layer].layers.rotary
             layers.append(ArchivedLayer(layer=layer, rotary=rotary, codes=codes))
-        self._opened = opened = self._context.open_archive(layers, tokens)
+        self._opened = opened = self._context.open_archive(layers)
         if opened is None:
             return
         numbers = dict(zip(self._layers, opened.numbers, strict=True))

@@ -178,7 +178,7 @@ def test_a_fair_part_is_what_was_asked_for_or_as_much_as_others_have(
     assert tuple(part.fair for part in fair_parts(asked, received, 1.0)) == fair
 
 
-def test_a_phase_in_which_nobody_received_a_token_is_in_the_record(target: str) -> None:
+def test_a_phase_in_which_no_owner_received_a_token_is_in_the_record() -> None:
     none = Played(10.0, 2, 4.0, Samples(), (Part(10.0, 0.0, 0.0), Part(20.0, 0.0, 0.0)))
     assert values([none])["least_received_over_fair_part_10x"]["median"] == 0.0
 
