@@ -19,7 +19,7 @@ from tests.tiny import LATENT_BYTES, VOCABULARY
 from tests.tiny_native import served_engine
 
 LATENT: dict[str, Option] = {"sink": 2, "source": "latent", "bytes_per_token": LATENT_BYTES}
-_SELECT: dict[str, Option] = {**LATENT, "mode": "select", "run": 1}
+_SELECT: dict[str, Option] = {**LATENT, "mode": "select", "run": 1, "appended": "all"}
 
 _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
     "full": [{}, {"codec": "identity", "exact_window": 8, "exact_layers": (0,)}, {"codec": "int8", "exact_window": 16}],
