@@ -6,7 +6,8 @@ padded to one of them. Larger or wider inputs keep the device busy without graph
 bounds the memory that recordings share.
 
 The first call of each kind runs unrecorded: clients choose compression rates, and one that is used once is not worth a
-recording.
+recording. It is padded as a recorded one is, because a product's bits depend on its size: entries restored twice are
+the same, whatever was recorded between.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inference_engine.backends.recording import GraphMemory, TensorRecording
@@ -45,6 +47,7 @@ Record = Callable[[Shapes, torch.device, BatchFunction], Recorded]
 class _Known:
     """A computation of a name and shape that ran before."""
 
+    is_padded: bool  # to a size; False for what is too wide
     can_record: bool
     recorded: Recorded | None = None
     used_at: int = 0
@@ -72,15 +75,16 @@ class RecordedCompute:
         key = (name, shapes)
         known = self._known.get(key)
         if known is None:
-            results = function(tensors)
-            bytes_each = sum(part.nbytes for part in (*tensors, *results)) // count
-            self._remember(key, _Known(can_record=bytes_each * size <= MOST_BYTES))
-            return results
+            results = _padded(function, size, tensors)
+            bytes_each = sum(part[:1].nbytes for part in (*tensors, *results))
+            is_padded = bytes_each * size <= MOST_BYTES
+            self._remember(key, _Known(is_padded=is_padded, can_record=is_padded))
+            return results if is_padded else function(tensors)
         self._known.move_to_end(key)
         if known.recorded is None and known.can_record and self._has_place():
             self._try_to_record(key, known, shapes, function, tensors[0].device)
         if known.recorded is None:
-            return function(tensors)
+            return _padded(function, size, tensors) if known.is_padded else function(tensors)
         known.used_at = self._calls
         self._recorded.move_to_end(key)
         return [part[:count] for part in known.recorded.run(tensors)]
@@ -114,3 +118,9 @@ class RecordedCompute:
         del self._recorded[oldest]
         known.recorded = None
         return True
+
+
+def _padded(function: BatchFunction, size: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    count = len(tensors[0])
+    padded = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, size - count)) for part in tensors]
+    return [part[:count] for part in function(padded)]

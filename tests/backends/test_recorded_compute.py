@@ -92,6 +92,26 @@ def test_what_is_done_again_to_the_same_shapes_is_recorded_once_for_each_size(ma
     assert [shapes[0][0] for shapes in made] == [(8, 4), (32, 4), (8, 6), (32, 6)]
 
 
+def test_what_runs_without_a_recording_has_the_size_of_one(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product's bits depend on its size: what is restored once without a recording and once with it is the same."""
+    sizes: list[int] = []
+
+    def seen(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        sizes.append(len(tensors[0]))
+        return doubled(tensors)
+
+    compute = recorder(8, 32)
+    for count in (5, 7, 8, 3):
+        entries = gaussian(count, 3, seed=count)
+        assert torch.equal(compute("double", seen, [entries])[0], 2 * entries)
+    assert sizes == [8] * 4 and len(made) == 1
+    sizes.clear()
+    monkeypatch.setattr(recorded_compute, "MOST_BYTES", 1)
+    for count in (5, 7):  # too wide to be recorded: not padded either, and the size is found out once
+        assert torch.equal(compute("wide", seen, [entries := gaussian(count, 4)])[0], 2 * entries)
+    assert sizes == [8, 5, 7] and len(made) == 1
+
+
 def test_what_cannot_be_recorded_is_tried_once_and_computed_without_a_recording() -> None:
     tried: list[Shapes] = []
 
