@@ -53,7 +53,8 @@ def attend(
     group = query_heads // kv_heads
     folded = queries.transpose(0, 1).reshape(1, kv_heads, group * query_count, head_dim)
     if mask is not None and group > 1:
-        mask = mask.expand(group, *mask.shape).reshape(group * query_count, -1)
+        # Copied: torch's kernel on a GPU reads beyond the end of an odd row that is repeated as a view.
+        mask = mask.repeat(group, 1)
     if softcap is None and head_sinks is None:
         out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
     else:
