@@ -8,7 +8,8 @@ all states of a query are merged by their log-sum-exps. Which tiles a program ha
 what is beside a query changes none of its bits.
 
 The numbers are unpacked in a launch of their own, in the first layer of a group. Lengths and addresses are read on the
-device, so a launch depends on the number of queries alone and can be part of a CUDA graph.
+device, so a launch depends on the number of queries and the room's size alone and can be part of a CUDA graph. The size
+is an argument: a room that has become too small does not compile kernels while sessions are served.
 
 An archive is known by the address of these numbers, all 64 bits wide; the first are those of `restoring.py`:
 
@@ -132,11 +133,10 @@ def _attend(
         _unpack[(triton.cdiv(tokens, _UNPACKED) * blocks, count)](
             regions,
             units,
-            TOKENS=tokens,
-            NUMBERS=numbers,
+            tokens,
+            numbers,
             AT_ONCE=_UNPACKED,
             BLOCK=_THREADS,
-            BLOCKS=blocks,
             num_warps=max(1, _THREADS // 32),
             **line,
         )
@@ -160,8 +160,8 @@ def _attend(
         sums,
         scaling,
         0.0 if softcap is None else softcap,
-        TOKENS=tokens,
-        NUMBERS=numbers,
+        tokens,
+        numbers,
         GROUP=group,
         HAS_CAP=softcap is not None,
         BLOCK_G=max(LEAST, triton.next_power_of_2(group)),
@@ -202,18 +202,18 @@ def _archive_of(p_line):
 def _unpack(
     p_regions,
     p_units,
+    tokens,
+    numbers,
     FIELDS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    NUMBERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """The numbers of AT_ONCE tokens, four a thread of each. As `_units` of `latents.py`."""
     query = tl.program_id(1).to(tl.int64)
     archive, count = _archive_of(p_regions + query * FIELDS)
-    first = tl.program_id(0) // BLOCKS * AT_ONCE
+    blocks = tl.cdiv(numbers, 4 * BLOCK)
+    first = tl.program_id(0) // blocks * AT_ONCE
     if CHAINED:
         gdc_wait()  # the layer before may still read what is written here
         gdc_launch_dependents()
@@ -233,20 +233,20 @@ def _unpack(
         p_scales = tl.load(p_own + 12).to(tl.pointer_type(tl.float32))
         threads = tl.cdiv(padded, 4 * chains) * chains
         # There are as many blocks as the room has numbers; more threads than that are few, where chains are long.
-        for block in range(tl.program_id(0) % BLOCKS, tl.cdiv(threads, BLOCK), BLOCKS):
+        for block in range(tl.program_id(0) % blocks, tl.cdiv(threads, BLOCK), blocks):
             o_code = codes_of(block, chains, BLOCK)
             places = places_of_codes(
                 p_begins, p_widths, p_tables, first_byte, half, high - low - half, o_code, codes, chains
             )
-            p_unit = p_units + (query * TOKENS + first) * NUMBERS
+            p_unit = p_units + (query * tokens + first) * numbers
             for token in range(first, tl.minimum(first + AT_ONCE, count), 2):
                 # Two at once, so that the memory answers for both together.
                 other = tl.minimum(token + 1, count - 1)
                 b_first = numbers_of_codes(p_low + token * half, p_levels, p_scales, places)
                 b_other = numbers_of_codes(p_low + other * half, p_levels, p_scales, places)
                 put_numbers(p_unit, b_first, o_code, chains, codes, padded, True)
-                put_numbers(p_unit + NUMBERS, b_other, o_code, chains, codes, padded, other > token)
-                p_unit += 2 * NUMBERS
+                put_numbers(p_unit + numbers, b_other, o_code, chains, codes, padded, other > token)
+                p_unit += 2 * numbers
 
 
 @triton.jit
@@ -260,9 +260,9 @@ def _read(
     p_sums,
     scaling,
     softcap,
+    tokens,
+    numbers,
     FIELDS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    NUMBERS: tl.constexpr,
     FAR: tl.constexpr,
     NEAR: tl.constexpr,
     SERVES_ALL: tl.constexpr,
@@ -348,7 +348,7 @@ def _read(
         for begin in range(part * TILE, count, FAR * TILE):
             o_token = begin + tl.arange(0, TILE)
             live = o_token < count
-            p_unit = p_units + (query * TOKENS + o_token)[:, None] * NUMBERS + o_n[None, :]
+            p_unit = p_units + (query * tokens + o_token)[:, None] * numbers + o_n[None, :]
             p_row = p_matrix + (own + o_r)[:, None] * padded + o_n[None, :]
             # Keys and values in one product, so that the numbers are read once for both.
             b_both = tl.zeros((TILE, 2 * D), tl.float32)
