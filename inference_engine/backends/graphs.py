@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,12 +37,22 @@ logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
 MOST_SELECTING = MOST_QUERIES  # tokens of a step in which some read selected blocks or tokens, or archives
+MOST_KINDS = 256  # of steps recorded while serving, at a time: clients choose what their sessions read
+STALE_STEPS = 32 * MOST_KINDS  # a recording unused for so many of these steps may be replaced
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
 # Tokens, tap layers, whether some read selected blocks, whether these may be off the device, the indexes by which some
 # choose tokens, and what those need that read archives.
 Kind = tuple[int, tuple[int, ...], bool, bool, tuple[ChosenBy, ...], ReadFrom | None]
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A kind of step met while serving."""
+
+    recorded: Recorded | None  # None: it cannot be recorded
+    used_at: int = 0
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -83,9 +95,10 @@ class StepGraphs:
         self._device = next(iter(pool.buffers.values())).keys.device
         self._memory, self._ends = memory, ends
         self._taps = {(), tap_layers}
-        self._refused: set[Kind] = set()
+        self._tried: OrderedDict[Kind, _Tried] = OrderedDict()  # least recently used first
+        self._selecting_steps = 0
         # The largest first: the others reuse its temporary memory.
-        self._recorded: dict[Kind, Recorded] = {
+        self._at_start: dict[Kind, Recorded] = {
             (size, taps, False, False, (), None): self._record(pool, (size, taps, False, False, (), None))
             for size in reversed(SIZES)
             for taps in self._taps
@@ -133,7 +146,7 @@ class StepGraphs:
         """Is the step recorded? Tokens past the trained positions are rotated by operations that are not.
 
         The first step of its size with selected blocks or tokens, or with archives, is recorded now. If that fails,
-        such steps run unrecorded from then on, and the requests of this step are not affected.
+        or MOST_KINDS are in use, such steps run unrecorded, and the requests of this step are not affected.
         """
         plan = step.plan
         if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
@@ -141,17 +154,38 @@ class StepGraphs:
         is_selecting = plan.selects or plan.chosen_by or plan.archived is not None
         if plan.query_count > (MOST_SELECTING if is_selecting else SIZES[-1]):
             return False
-        return bool(plan.positions.max() < self._seam.trained_positions) and self._is_recorded(step)
+        return bool(plan.positions.max() < self._seam.trained_positions) and self._recorded(step) is not None
 
-    def _is_recorded(self, step: Step) -> bool:
+    def _recorded(self, step: Step) -> Recorded | None:
         kind = _kind(step)
-        if kind not in self._recorded and kind not in self._refused:
-            try:
-                self._recorded[kind] = self._record(step.plan.pool, kind)
-            except BackendError:
-                logger.exception("steps of %d tokens, some of which select what they read, run unrecorded", kind[0])
-                self._refused.add(kind)
-        return kind in self._recorded
+        if kind in self._at_start:
+            return self._at_start[kind]
+        self._selecting_steps += 1
+        if kind not in self._tried:
+            if not self._has_place():
+                return None
+            self._tried[kind] = _Tried(self._try_to_record(step.plan.pool, kind))
+        known = self._tried[kind]
+        known.used_at = self._selecting_steps
+        self._tried.move_to_end(kind)
+        return known.recorded
+
+    def _try_to_record(self, pool: Pool, kind: Kind) -> Recorded | None:
+        try:
+            return self._record(pool, kind)
+        except BackendError:
+            logger.exception("steps of %d tokens, some of which select what they read, run unrecorded", kind[0])
+            return None
+
+    def _has_place(self) -> bool:
+        """Is there a place, if need be a stale one? Recently used ones stay: replacing them would thrash."""
+        if len(self._tried) < MOST_KINDS:
+            return True
+        oldest, known = next(iter(self._tried.items()))
+        if self._selecting_steps - known.used_at < STALE_STEPS:
+            return False
+        del self._tried[oldest]
+        return True
 
     def run(self, step: Step, fed: Tensor | None = None) -> Result:
         """As `Forward.run`, for a step that `can_run`; fed: as in `Launcher`. Does not wait for the device."""
@@ -166,13 +200,11 @@ class StepGraphs:
 
     def _run(self, step: Step, fed: Tensor | None) -> tuple[Tensor, Tensor | None, Peaks]:
         plan = step.plan
-        kind = _kind(step)
-        size = kind[0]
+        size, recorded = _size(step), self._recorded(step)
+        assert recorded is not None, "can_run was not asked"
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
-        return self._recorded[kind].run(
-            padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all, fed=fed
-        )
+        return recorded.run(padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all, fed=fed)
 
 
 def _copy(taps: Tensor | None, step: Step) -> Tensor | None:
@@ -180,8 +212,12 @@ def _copy(taps: Tensor | None, step: Step) -> Tensor | None:
 
 
 def _kind(step: Step) -> Kind:
-    plan, size = step.plan, SIZES[bisect_left(SIZES, step.plan.query_count)]
-    return size, step.tap_layers, plan.selects, plan.reads_offloaded, plan.chosen_by, plan.archived
+    plan = step.plan
+    return _size(step), step.tap_layers, plan.selects, plan.reads_offloaded, plan.chosen_by, plan.archived
+
+
+def _size(step: Step) -> int:
+    return SIZES[bisect_left(SIZES, step.plan.query_count)]
 
 
 def _logits(size: int) -> int:

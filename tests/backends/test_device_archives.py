@@ -145,7 +145,7 @@ def test_steps_that_read_archives_are_recorded() -> None:
         said(engine, turns=1)
         forward = forward_of(engine)
         assert isinstance(forward, TorchForward)
-        kinds = [kind for graphs in forward._graphs.values() for kind in graphs._recorded]
+        kinds = [kind for graphs in forward._graphs.values() for kind in graphs._tried]
     assert any(kind[-1] is not None for kind in kinds)
 
 
