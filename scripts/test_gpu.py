@@ -46,6 +46,8 @@ SANITIZED = (
 )
 _AT_ONCE = 8
 _TOOL_FAILED = 97
+# The tools that look at threads find some in cuDNN's attention, with which references compute.
+_WITHOUT_CUDNN = "import torch; torch.backends.cuda.enable_cudnn_sdp(False); "
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
@@ -108,7 +110,8 @@ def sanitize(arguments: argparse.Namespace) -> int:
             while waiting and len(running) < _AT_ONCE:
                 name = waiting.pop(0)
                 module, _, function = name.partition(".")
-                code = f"import tests.kernels.{module} as test; test.{function}()"
+                code = "" if arguments.sanitize == "memcheck" else _WITHOUT_CUDNN
+                code += f"import tests.kernels.{module} as test; test.{function}()"
                 child = subprocess.Popen(
                     (*command, code),
                     cwd=record.ROOT,

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_ROOM = 16  # a mask's rows are read by so many numbers at once, at most
+
 
 class CausalAttention(Protocol):
     """As `attend_causal`."""
@@ -52,9 +54,8 @@ def attend(
     kv_heads = keys.shape[0]
     group = query_heads // kv_heads
     folded = queries.transpose(0, 1).reshape(1, kv_heads, group * query_count, head_dim)
-    if mask is not None and group > 1:
-        # Copied: torch's kernel on a GPU reads beyond the end of an odd row that is repeated as a view.
-        mask = mask.repeat(group, 1)
+    if mask is not None:
+        mask = _with_room(mask.repeat(group, 1) if group > 1 else mask)
     if softcap is None and head_sinks is None:
         out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
     else:
@@ -109,6 +110,14 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(queries, keys)
+
+
+def _with_room(mask: Tensor) -> Tensor:
+    """Torch's and cuDNN's kernels read odd rows beyond their end; of the last one, that would be beyond the tensor."""
+    keys = mask.shape[-1]
+    if mask.device.type != "cuda" or not keys % _ROOM:
+        return mask
+    return F.pad(mask, (0, -keys % _ROOM))[:, :keys]
 
 
 def _attend_spelled_out(
