@@ -46,8 +46,10 @@ SANITIZED = (
 )
 _AT_ONCE = 8
 _TOOL_FAILED = 97
-# The tools that look at threads find some in cuDNN's attention, with which references compute.
-_WITHOUT_CUDNN = "import torch; torch.backends.cuda.enable_cudnn_sdp(False); "
+# The tools that look at threads find some in cuDNN's and torch's attention, with which references compute: these use
+# plain products there.
+_FUSED = ("cudnn", "flash", "mem_efficient")
+_WITHOUT_FUSED = "from torch.backends import cuda; " + "".join(f"cuda.enable_{each}_sdp(False); " for each in _FUSED)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
@@ -110,7 +112,7 @@ def sanitize(arguments: argparse.Namespace) -> int:
             while waiting and len(running) < _AT_ONCE:
                 name = waiting.pop(0)
                 module, _, function = name.partition(".")
-                code = "" if arguments.sanitize == "memcheck" else _WITHOUT_CUDNN
+                code = "" if arguments.sanitize == "memcheck" else _WITHOUT_FUSED
                 code += f"import tests.kernels.{module} as test; test.{function}()"
                 child = subprocess.Popen(
                     (*command, code),
