@@ -66,7 +66,7 @@ def turn(keys: Tensor, shift: Tensor | int) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
-def _zeros(count: int) -> Tensor:
+def zeros(count: int) -> Tensor:
     return torch.zeros(count)
 
 
@@ -129,7 +129,7 @@ def context(
         key_quantum=key_quantum,
         segments_at_once=segments_at_once,
     )
-    pool = Pool(geometry, capacity_entries * geometry.entry_bytes, _zeros)
+    pool = Pool(geometry, capacity_entries * geometry.entry_bytes, zeros)
     return KVContext(
         geometry=geometry,
         pool=pool,

@@ -69,7 +69,7 @@ def _through_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
             MlxPlan.pools[as_torch(halves[-2]).data_ptr()] = halves[-2], half
         return found
 
-    monkeypatch.setattr(laws, "_zeros", zeros)
+    monkeypatch.setattr(laws, "zeros", zeros)
     monkeypatch.setattr(laws, "StepPlan", MlxPlan)
     monkeypatch.setattr(MlxPlan, "pools", {})
     monkeypatch.setattr(MlxPlan, "attended", 0)
