@@ -28,10 +28,11 @@ from inference_engine.session import sqlite_journal
 from inference_engine.session.capacity import Admission
 from inference_engine.session.hibernation import Hibernation
 from inference_engine.session.history import Leaves
+from inference_engine.session.holding import holding
 from inference_engine.session.journal import SessionRecord, TokensRecord
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.sqlite_journal import COPIES, SQLiteJournal
-from inference_engine.session.store import SessionStore, holding
+from inference_engine.session.store import SessionStore
 from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Bound, Mode, ModelFacts
 
