@@ -73,6 +73,9 @@ EVERYWHERE = tuple(ALONE)
 # By the references, steps of torch's modules, listed ones and those launched ahead attend alike: one of them has all.
 ALIKE = () if ON_GPU else ("regions", "listed")
 EACH = tuple(variant for variant in EVERYWHERE if variant not in ALIKE)
+each_variant = pytest.mark.parametrize(
+    "variant", [further(variant) if variant in ALIKE else variant for variant in EVERYWHERE]
+)
 # Likewise those that are invariant: they take turns with those launched ahead.
 IN_TURN = {"variant": () if ON_GPU else ("invariant", "ahead")}
 
@@ -160,7 +163,7 @@ def test_tokens_attended_to_together_give_what_they_give_session_by_session(stra
         assert same(wanted, got, Mode.BATCHED), turn
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_a_long_sampled_answer_is_what_it_is_step_by_step(variant: str) -> None:
     """Longer than what is prepared ahead: the numbers that draw tokens, and the pages that hold entries."""
     for wanted, got in zip(long_answers_alone(ALONE[variant]), long_answers(variant), strict=True):
@@ -245,7 +248,7 @@ def test_how_long_a_chunk_is_changes_no_bit_where_sums_have_one_order(
     assert conversation(variant, Full(), is_alone=True) == short
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_long_chunks_without_a_mask_give_what_they_give_under_one(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +262,7 @@ def test_long_chunks_without_a_mask_give_what_they_give_under_one(
         assert same(wanted, got, Mode.BATCHED), turn
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_forks_that_read_a_prefix_are_attended_to_with_all_others(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,7 +377,7 @@ def test_entries_that_come_back_from_a_file_are_to_the_bit_those_that_stayed(
     assert all(isinstance(end, Finished) and end.cached_tokens >= 90 for end in ends), ends
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_two_engines_over_one_model_do_not_see_each_other(variant: str) -> None:
     """What was recorded for one pool is not run over another."""
     ids = text(40)
