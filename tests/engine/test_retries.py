@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,7 +32,6 @@ from inference_engine.errors import (
 )
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.kv.strategy import KVStrategy
 from inference_engine.scheduler.transcript import Transcript
 from inference_engine.types import (
     Accepted,
@@ -41,7 +39,6 @@ from inference_engine.types import (
     Failed,
     Finished,
     GenerateParams,
-    Mode,
     Progress,
     Sampling,
     StopReason,
@@ -49,7 +46,7 @@ from inference_engine.types import (
     Truncated,
 )
 from tests.facade import refusing_requests, remembered_generates, session_of
-from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
+from tests.laws.variants import drain, generate, text, tokens
 from tests.tiny_native import served_engine
 
 ONE, OTHER = b"1" * 16, b"2" * 16
@@ -237,36 +234,6 @@ def test_the_last_generates_of_a_session_are_remembered() -> None:
 
 
 # -- a Generate that was stopped --------------------------------------------------------------------------------------
-
-
-@each_strategy_with(mode=MODES)
-def test_a_generate_stopped_again_and_again_gives_what_an_undisturbed_one_gives(
-    strategy: KVStrategy, mode: Mode
-) -> None:
-    params = GenerateParams(max_tokens=16, sampling=SAMPLED, logprobs=True)
-    rng = np.random.default_rng(3)
-    with engine_for(mode) as engine:
-        calm = opened(engine, 45, strategy=strategy)
-        expected = tokens(drain(engine.generate(calm, params)))
-        session = opened(engine, 45, strategy=strategy)
-        done = 0
-        while (left := 16 - done) > 4:
-            at = 1 + int(rng.integers(left - 3))
-            last = stopped_after(engine, session, params, at, lambda generation: generation.cancel())
-            assert isinstance(last, Finished)
-            assert last.stop_reason is StopReason.CANCELLED
-            done += at
-            assert last.generated_tokens == done
-        events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
-        reported = tokens(events)
-        assert len(reported) == 16
-        assert same(reported, expected, mode)
-        assert history(engine, session) == history(engine, calm)
-        end = events[-1]
-        assert isinstance(end, Finished)
-        assert (end.stop_reason, end.generated_tokens, end.is_replayed) == (StopReason.MAX_TOKENS, 16, True)
-        # And the next turn goes on from there as if nothing had been.
-        assert same(generate(engine, session, 5), generate(engine, calm, 5), mode)
 
 
 @KINDS
