@@ -70,9 +70,9 @@ def about_session(session_id: str) -> dict[str, str]:
 
 
 @contextmanager
-def written(kind: str, stream: TextIO | None = None) -> Iterator[None]:
+def written(kind: str, stream: TextIO | None = None, *, queued_lines: int = _QUEUED_LINES) -> Iterator[None]:
     """Within this block everything from INFO on goes to `stream`, standard error by default. kind: text or json."""
-    handler = _BackgroundHandler(stream or sys.stderr)
+    handler = _BackgroundHandler(stream or sys.stderr, queued_lines)
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     root = logging.getLogger()
     level = root.level
@@ -129,10 +129,10 @@ class _BackgroundHandler(logging.Handler):
     """Formats in the calling thread and writes in another. Lines that come faster than they can be written, and lines
     whose write fails, are lost: they are counted, and reported in a line when writing works again."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, queued_lines: int) -> None:
         super().__init__()
         self._stream = stream
-        self._lines: queue.Queue[str | None] = queue.Queue(_QUEUED_LINES)
+        self._lines: queue.Queue[str | None] = queue.Queue(queued_lines)
         self._dropped = 0  # lines that did not fit the queue; `emit` counts them, only the writer reports them
         self._reported_dropped = 0
         self._failed = 0  # lines whose write failed

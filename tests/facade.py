@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -24,13 +24,17 @@ from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.scheduler.transcript import Transcript
+from inference_engine.session import sqlite_journal
+from inference_engine.session.capacity import Admission
 from inference_engine.session.hibernation import Hibernation
 from inference_engine.session.history import Leaves
+from inference_engine.session.holding import holding
 from inference_engine.session.journal import SessionRecord, TokensRecord
 from inference_engine.session.session import Operation, Session
-from inference_engine.session.sqlite_journal import COPIES
-from inference_engine.session.store import SessionStore, holding
-from inference_engine.types import Mode, ModelFacts
+from inference_engine.session.sqlite_journal import COPIES, SQLiteJournal
+from inference_engine.session.store import SessionStore
+from inference_engine.session.writer import Change, DiskFull
+from inference_engine.types import Bound, Mode, ModelFacts
 
 if TYPE_CHECKING:  # servers of the tests' own start in half the time without it
     from inference_engine.models.seam import Seam
@@ -200,6 +204,49 @@ def refusing_requests(engine: Engine, error: Exception) -> Iterator[None]:
     """No Generate gets into the queue meanwhile."""
     with patch.object(engine._scheduler, "submit", side_effect=error):
         yield
+
+
+@contextmanager
+def room_searches() -> Iterator[list[str]]:
+    """The owners for whose sessions room in memory is looked for meanwhile, in order."""
+    owners: list[str] = []
+    check_quota = Admission._check_quota
+
+    def noted(self: Admission, sessions: Any, needed: Bound, owner: str, **options: Any) -> None:
+        owners.append(owner)
+        check_quota(self, sessions, needed, owner, **options)
+
+    with patch.object(Admission, "_check_quota", noted):
+        yield owners
+
+
+@contextmanager
+def looking_for_unused_sessions_after_each_commit() -> Iterator[None]:
+    """Journals delete sessions that are unused for too long at once, instead of now and then."""
+    with patch.object(sqlite_journal, "_EXPIRE_SECONDS", 0.0):
+        yield
+
+
+@contextmanager
+def a_checkpoint_after_each_commit() -> Iterator[None]:
+    """The log of journals holds one page at most."""
+    with patch.object(sqlite_journal, "_WAL_PAGES", 1):
+        yield
+
+
+@contextmanager
+def no_room_to_fold(journal: SQLiteJournal) -> Iterator[threading.Event]:
+    """As if the disk were full whenever the journal folds turns; set once it was."""
+    transact, was_full = journal._transact, threading.Event()
+
+    def on_a_full_disk(changes: Sequence[Change]) -> None:
+        if any(apply == journal._tables.fold for apply, _ in changes):
+            was_full.set()
+            raise DiskFull
+        transact(changes)
+
+    with patch.object(journal, "_transact", on_a_full_disk):
+        yield was_full
 
 
 @contextmanager

@@ -50,11 +50,17 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-def started(program: str, *arguments: str, stderr: IO[str] | None = None) -> Process:
-    """A module, or a file that ends in .py, as a process with pipes to its standard input and from its output."""
+def started(
+    program: str, *arguments: str, stderr: IO[str] | None = None, variables: Mapping[str, str] | None = None
+) -> Process:
+    """A module, or a file that ends in .py, as a process with pipes to its standard input and from its output.
+
+    variables: of its environment, which no library reads when it is imported.
+    """
+    environment = environment_of_ours(variables)
     if CAN_FORK:
-        return Forked(program, *arguments, stderr=stderr)
-    return executed(program, *arguments, environment=environment_of_ours(), stderr=stderr)
+        return Forked(program, *arguments, stderr=stderr, environment=environment if variables else None)
+    return executed(program, *arguments, environment=environment, stderr=stderr)
 
 
 def executed(program: str, *arguments: str, environment: Mapping[str, str], stderr: IO[str] | None = None) -> Process:
@@ -221,11 +227,13 @@ def kakeya(*arguments: str | Path, typed: str = "") -> subprocess.CompletedProce
     return run(PROGRAM, *map(str, arguments), typed=typed)
 
 
-def run(program: str, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    program: str, *arguments: str, typed: str = "", variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; see `started`."""
     with (
         TemporaryFile("w+", encoding="utf-8") as errors,
-        ending(started(program, *arguments, stderr=errors)) as process,
+        ending(started(program, *arguments, stderr=errors, variables=variables)) as process,
     ):
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(typed)

@@ -51,10 +51,11 @@ from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
+from inference_engine.session.holding import holding
 from inference_engine.session.journal import Journal, MemoryJournal
 from inference_engine.session.replies import identify
 from inference_engine.session.session import Operation
-from inference_engine.session.store import SessionStore, holding
+from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
 from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark
 

@@ -22,9 +22,10 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, Request
 from inference_engine.scheduler.transcript import Reader, Transcript, check_not_behind
+from inference_engine.session.holding import when_not_busy
 from inference_engine.session.replies import Call, Replies
 from inference_engine.session.session import Operation, Session
-from inference_engine.session.store import SessionStore, when_not_busy
+from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
 

@@ -415,7 +415,8 @@ class KVContext:
     entries that are in regions where `compute` need not.
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
     Longer steps are faster in pieces, but for those of `busy_tokens` or more, which keep the device busy while the host
-    launches them. None: there is no such length. open_index: makes an index of keys known to the
+    launches them. None: there is no such length. most_positions_in_pieces: behind a longer history, attention outweighs
+    all else in a step, and steps beyond recording have the faster one. open_index: makes an index of keys known to the
     operation over regions. open_tiles: what writes its tiles. open_archive: makes archived entries known to the
     operation over regions; the layers ascend. latent, components, draft_memories, tier: a latent codec,
     components of keys by layer, memory for a drafter, and a second tier for entries, if there are any.
@@ -430,6 +431,7 @@ class KVContext:
     coder: Coder = field(default_factory=NoCoder)
     most_tokens_at_once: int | None = None
     busy_tokens: int | None = None
+    most_positions_in_pieces: int = 4096
     open_index: OpenLayerIndex = open_no_index
     open_tiles: OpenTiles = open_no_tiles
     open_archive: OpenArchivedLayers = open_no_archive

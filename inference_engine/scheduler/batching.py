@@ -22,8 +22,6 @@ from inference_engine.scheduler.speculation import Drafting
 from inference_engine.scheduler.step_time import StepPace
 
 Turn = tuple[str, bool]  # an owner, and whether it prefills
-# Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
-_MOST_RAGGED_POSITIONS = 4096
 _GENERATED = np.ones(1, dtype=np.bool_)
 _GENERATED.setflags(write=False)
 _MOST_TURNS = 4096  # beyond these, the owner that was served longest ago counts as never served
@@ -163,7 +161,9 @@ class Batching:
         at_once, busy = kv.context.most_tokens_at_once, kv.context.busy_tokens
         if busy is not None and not beside and min(request.pending_tokens, most) >= busy:
             return most
-        if at_once is None or not kv.fits_numbers or kv.next_position + at_once > _MOST_RAGGED_POSITIONS:
+        if at_once is None or not kv.fits_numbers:
+            return most
+        if kv.next_position + at_once > kv.context.most_positions_in_pieces:
             return most
         return min(most, max(at_once - beside, self._config.page_tokens))
 

@@ -40,7 +40,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 STREAM = parse_strategy("restored:sink=2,window=16,source=latent,bytes_per_token=96,mode=stream")
 SMALLER = parse_strategy("restored:sink=2,window=16,source=latent,bytes_per_token=48,mode=stream")
-TOKENS = 40
+TOKENS = 24
 
 
 def opened(kind: type[TorchForward] = TorchForward) -> Engine:

@@ -116,7 +116,7 @@ def test_a_session_restored_by_operations_says_what_one_by_plain_torch_says(mode
             said.append([])
             for turn in range(3):
                 engine.append(session, IDS.flatten()[turn * 60 : turn * 60 + 60].tolist())
-                events = engine.generate(session, GenerateParams(max_tokens=20, logprobs=True))
+                events = engine.generate(session, GenerateParams(max_tokens=12, logprobs=True))
                 said[-1] += [event for event in events if isinstance(event, TokenCommitted)]
     ours, theirs = said
     assert [event.token_id for event in ours] == [event.token_id for event in theirs]

@@ -19,10 +19,9 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.session.capacity import Admission
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
 from laboratory.scripted import ScriptedForward
-from tests.facade import drop_entries, store_of
+from tests.facade import drop_entries, room_searches, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import LENGTH, drain, each_mechanism, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
@@ -353,15 +352,7 @@ def test_draft_tokens_have_memory_where_it_is_free() -> None:
     assert accepted[0] == accepted[1] > 40
 
 
-def test_a_full_pool_is_not_searched_for_room_for_draft_tokens_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    searches = 0
-    check_quota = Admission._check_quota
-
-    def counted(*args: Any, **options: Any) -> None:
-        nonlocal searches
-        searches += 1
-        check_quota(*args, **options)
-
+def test_a_full_pool_is_not_searched_for_room_for_draft_tokens_at_every_step() -> None:
     with served_engine() as alone:
         expected = [token for token, _ in generate(alone, opened(alone, 20), 12)]
     drafter = Knowing(text=[*text(20), *expected, *text(80)])
@@ -369,11 +360,9 @@ def test_a_full_pool_is_not_searched_for_room_for_draft_tokens_at_every_step(mon
     for options in each:
         with served_engine(drafter=drafter, draft_tokens=1, **options) as engine:
             session = opened(engine, 20)
-            monkeypatch.setattr(Admission, "_check_quota", counted)
-            searches = 0
-            assert len(generate(engine, session, 12)) == 12
-            assert searches <= 1, options
-            monkeypatch.setattr(Admission, "_check_quota", check_quota)
+            with room_searches() as searches:
+                assert len(generate(engine, session, 12)) == 12
+            assert len(searches) <= 1, options
 
 
 def test_sessions_that_come_and_go_leave_no_memory_behind() -> None:

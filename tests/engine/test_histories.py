@@ -23,6 +23,7 @@ from tests.facade import no_memory_for_histories, remembered_appends, session_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
+from tests.session.test_history import SMALL_LEAF_TOKENS, small_leaves
 from tests.tiny import tiny_engine
 
 ENDLESS = SinkWindow(sink=4, window=32)
@@ -326,12 +327,12 @@ def generated(engine: Engine, session: str, count: int, **options: Any) -> Gener
 def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessions_end(end: str) -> None:
     now = 0.0
     options: dict[str, Any] = {"session_idle_ttl_seconds": 10.0, "stall_seconds": 1e6, "max_generate_tokens": 400}
-    with scripted_engine(clock=lambda: now, step_tokens=4096, **options) as engine:
-        session = long(engine, 3 * LEAF_TOKENS - 5)
+    with small_leaves(), scripted_engine(clock=lambda: now, **options) as engine:
+        session = long(engine, 3 * SMALL_LEAF_TOKENS - 5)
         generations, counts = [], (10, 301, 12)  # the first fills a leaf, and one read does not give all of the second
         for count in counts:
             generations.append(generated(engine, session, count))
-            engine.append(session, text(LEAF_TOKENS))
+            engine.append(session, text(SMALL_LEAF_TOKENS))
         expected = session_of(engine, session).history.ids().tolist()
         began = generations[1].read()
         assert 0 < len(tokens(began)) < 301
@@ -382,8 +383,8 @@ def test_what_readers_of_a_closed_session_have_still_to_read_counts_until_they_h
 
 
 def test_of_a_session_whose_generates_were_read_nothing_is_kept() -> None:
-    with scripted_engine(step_tokens=4096) as engine:
-        session = long(engine, 3 * LEAF_TOKENS)
+    with small_leaves(), scripted_engine() as engine:
+        session = long(engine, 3 * SMALL_LEAF_TOKENS)
         generation = generated(engine, session, 5)
         assert len(tokens(drain(generation))) == 5
         unread = generated(engine, session, 5)

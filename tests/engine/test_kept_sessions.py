@@ -26,7 +26,7 @@ from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
-from tests.facade import before_each_generate, session_of
+from tests.facade import before_each_generate, looking_for_unused_sessions_after_each_commit, session_of
 from tests.kept import after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
@@ -429,8 +429,8 @@ def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_
         engine.create_session(owner="alice", is_transient=False)
 
 
-def test_sessions_that_were_deleted_count_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_journal, "_EXPIRE_SECONDS", 0.0)
+@looking_for_unused_sessions_after_each_commit()
+def test_sessions_that_were_deleted_count_no_more(tmp_path: Path) -> None:
     now = 1000.0
     journal = sqlite_journal_of(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
     journal.open(SessionRecord("old", "alice", "full", None, (1,)))

@@ -215,8 +215,8 @@ def small_parts() -> torch.device:
     if device.type != "cuda":
         from inference_engine.kernels.triton import components
 
-        components._PARTS, components._NEAR, components._CHOSEN = 4, 4, 4
-        components._GATHERED, components._WEIGHED, components._FEW, components._MANY = 128, 128, 16, 32
+        components._PARTS, components._NEAR, components._CHOSEN = 4, 2, 2
+        components._GATHERED, components._WEIGHED, components._FEW, components._MANY = 128, 256, 16, 32
     return device
 
 
@@ -382,7 +382,7 @@ def compare_restoring() -> None:
     from inference_engine.kernels.triton import components
 
     device = small_parts()
-    components._UNPACKED, components._THREADS, components._RESTORED = 8, 16, 16
+    components._UNPACKED, components._THREADS, components._RESTORED = 16, 32, 16
     poison(components)
     # Heads that are rotated as wholes, and in part; codes of two bytes, and of three.
     for model, most_bits in zip(MODELS[:2], (7, 14), strict=True):

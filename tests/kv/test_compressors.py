@@ -73,7 +73,7 @@ def test_a_vector_that_is_not_finite_harms_no_other(subtests: pytest.Subtests) -
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(0, 20),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_the_error_is_within_the_bound(
     compressor: KVCompressor, kind: str, exponent: int, seed: int, size: int
 ) -> None:

@@ -7,7 +7,7 @@ with the others as further cases. `--executor mlx` runs all cases on it alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,20 +127,27 @@ def _is_further(item: pytest.Item) -> bool:
 
 
 def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Whose turn it is not. What a module names in IN_TURN takes turns as modes do."""
+    """Whose turn it is not. What a module names in IN_TURN takes turns as modes do: the values of a parameter that are
+    alike, or several sets of such."""
     cases: list[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]] = []
     of: list[pytest.Item] = []
     for item in items:
         values = dict(_given(item))
         strategy, in_turn = values.pop("strategy", None), [str(values.pop("mode", None))]
         for name, some in getattr(getattr(item, "module", None), "IN_TURN", {}).items():
-            if values.get(name) in some:
-                in_turn.append(str(values.pop(name)))
+            alike = next((one for one in _sets_of(some) if values.get(name) in one), None)
+            if alike is not None:
+                in_turn.append(str(values[name]))
+                values[name] = sorted(map(str, alike))  # in place of each of them
         law = str(getattr(item, "originalname", ""))
         if isinstance(strategy, KVStrategy) and law not in WITH_ALL and not _is_further(item):
             cases.append(((law, str(values)), strategy, tuple(in_turn)))
             of.append(item)
     yield from (item for item, stays in zip(of, by_turns(cases), strict=True) if not stays)
+
+
+def _sets_of(some: Collection[Any]) -> Iterable[Collection[Any]]:
+    return some if any(isinstance(one, frozenset) for one in some) else [some]
 
 
 def _law_and_name(item: pytest.Item) -> tuple[str, str]:

@@ -58,7 +58,7 @@ def test_any_split_of_the_same_appends_gives_the_same_streams(strategy: KVStrate
     """Grouping: with Generates in between at the same points. Each strategy has a split of its own."""
     seed = zlib.crc32(str(strategy).encode())
     rng = np.random.default_rng(seed)
-    turns = [text(int(length), seed=seed * 10 + turn) for turn, length in enumerate(rng.integers(1, 70, 4))]
+    turns = [text(int(length), seed=seed * 10 + turn) for turn, length in enumerate(rng.integers(1, 70, 3))]
     with engine_for(mode) as engine:
         whole, split = opened(engine, strategy), opened(engine, strategy)
         for turn in turns:

@@ -22,7 +22,7 @@ def test_a_session_that_was_killed_goes_on_as_one_that_never_was(
 
     with keeping(tmp_path / "state", make=make) as engine:
         session = engine.create_session(strategy=strategy).session_id
-        for turn in range(3):
+        for turn in range(2):
             engine.append(session, text(30 + turn, seed=turn))
             generate(engine, session, 6)
         events, seen = iter(engine.generate(session, PARAMS, request_id=REQUEST)), list[Event]()

@@ -73,8 +73,13 @@ EVERYWHERE = tuple(ALONE)
 # By the references, steps of torch's modules, listed ones and those launched ahead attend alike: one of them has all.
 ALIKE = () if ON_GPU else ("regions", "listed")
 EACH = tuple(variant for variant in EVERYWHERE if variant not in ALIKE)
-# Likewise those that are invariant: they take turns with those launched ahead.
-IN_TURN = {"variant": () if ON_GPU else ("invariant", "ahead")}
+each_variant = pytest.mark.parametrize(
+    "variant", [further(variant) if variant in ALIKE else variant for variant in EVERYWHERE]
+)
+# Likewise those that are invariant: they take turns with those launched ahead. So do, natively, K and V in 32 bits and
+# in 16, which are read by the same numbers (`tests/native/test_attention.py` has queries of every kind over either).
+ON_A_CPU = [frozenset({"invariant", "ahead"}), frozenset({"native", "native-float16"})]
+IN_TURN = {"variant": [] if ON_GPU else ON_A_CPU}
 
 
 def each_with(name: str, values: Mapping[str, Any], variants: Iterable[str]) -> pytest.MarkDecorator:
@@ -160,7 +165,7 @@ def test_tokens_attended_to_together_give_what_they_give_session_by_session(stra
         assert same(wanted, got, Mode.BATCHED), turn
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_a_long_sampled_answer_is_what_it_is_step_by_step(variant: str) -> None:
     """Longer than what is prepared ahead: the numbers that draw tokens, and the pages that hold entries."""
     for wanted, got in zip(long_answers_alone(ALONE[variant]), long_answers(variant), strict=True):
@@ -245,7 +250,7 @@ def test_how_long_a_chunk_is_changes_no_bit_where_sums_have_one_order(
     assert conversation(variant, Full(), is_alone=True) == short
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_long_chunks_without_a_mask_give_what_they_give_under_one(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +264,7 @@ def test_long_chunks_without_a_mask_give_what_they_give_under_one(
         assert same(wanted, got, Mode.BATCHED), turn
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_forks_that_read_a_prefix_are_attended_to_with_all_others(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +304,7 @@ def test_blocks_that_are_off_the_device_are_read_with_all_others(
         with engine_on(variant, drafter=drafter) as engine:
             sessions = [opened(engine, strategy, text(12) * 6), opened(engine, strategy, text(50, seed=3))]
             for turn in range(2):
-                running = [engine.generate(each, GenerateParams(max_tokens=24, logprobs=True)) for each in sessions]
+                running = [engine.generate(each, GenerateParams(max_tokens=16, logprobs=True)) for each in sessions]
                 found += [tokens(drain(generation)) for generation in running]
                 for each in sessions:
                     engine.append(each, text(9, seed=turn))
@@ -374,7 +379,7 @@ def test_entries_that_come_back_from_a_file_are_to_the_bit_those_that_stayed(
     assert all(isinstance(end, Finished) and end.cached_tokens >= 90 for end in ends), ends
 
 
-@pytest.mark.parametrize("variant", EVERYWHERE)
+@each_variant
 def test_two_engines_over_one_model_do_not_see_each_other(variant: str) -> None:
     """What was recorded for one pool is not run over another."""
     ids = text(40)

@@ -10,7 +10,7 @@ from tests.load.known import LIMIT_TOKENS
 
 # What a machine of threads does cannot be made smaller: no shrinking.
 Calls.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, phases=[Phase.explicit, Phase.generate]
+    max_examples=28, stateful_step_count=50, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
 TestCallSequences = Calls.TestCase
 

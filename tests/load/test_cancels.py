@@ -11,7 +11,7 @@ from tests.load.cancels import Cancels
 from tests.load.scripted import scripted_engine
 
 SEEDS = [0, further(1)]
-CANCELS = 300
+CANCELS = 200
 
 
 @pytest.mark.parametrize("seed", SEEDS)

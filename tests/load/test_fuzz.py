@@ -13,7 +13,7 @@ from tests.load.servicer import REQUESTS
 from tests.load.units import Units, calls_of, some_units, unit_of
 
 SEEDS = [0, further(1)]
-MESSAGES = 8_000
+MESSAGES = 5_000
 UNITS = 60
 
 

@@ -15,7 +15,7 @@ from tests.load.population import Population
 from tests.load.scripted import scripted_engine, solo_of
 
 SEEDS = [0, further(1)]
-INTERLEAVINGS = 60
+INTERLEAVINGS = 40
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -30,9 +30,9 @@ from tests.tiny import SMALL, tiny_forward_on
 
 TINY, REAL = "tiny", "smollm2-135m"
 MODELS = [TINY, pytest.param(REAL, marks=[pytest.mark.long, pytest.mark.real_model])]
-INTERLEAVINGS = {TINY: 6, REAL: 20}
-CANCELS = {TINY: 40, REAL: 40}
-SEQUENCES = {TINY: 12, REAL: 4}
+INTERLEAVINGS = {TINY: 4, REAL: 20}
+CANCELS = {TINY: 25, REAL: 40}
+SEQUENCES = {TINY: 8, REAL: 4}
 STRATEGIES: tuple[KVStrategy, ...] = (
     make_strategy("full"),
     make_strategy("sink_window", sink=2, window=20),

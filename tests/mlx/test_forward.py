@@ -91,7 +91,7 @@ def test_an_entry_too_large_for_float16_is_seen_and_not_lost_in_a_softmax() -> N
 @pytest.mark.parametrize("queries", [1, 3, 20])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_parts_read_where_they_lie_and_parts_that_are_copied_give_attention_over_all(
-    queries: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    queries: int, softcap: float | None
 ) -> None:
     rng = np.random.default_rng(queries)
     q = rng.standard_normal((queries, 4, 16), np.float32)
@@ -104,9 +104,10 @@ def test_parts_read_where_they_lie_and_parts_that_are_copied_give_attention_over
 
     visible = Visible((0, 7), (7, 37), mx.array(kept), mx.array(new))
     for most_copied in (0, 2**20):
-        monkeypatch.setattr(attention, "_MOST_COPIED_BYTES", most_copied)
         pairs = [(mx.array(keys), mx.array(values)) for keys, values in parts]
-        found = attention.attend(mx.array(q), pairs, visible, scaling=0.3, softcap=softcap)
+        found = attention.attend(
+            mx.array(q), pairs, visible, scaling=0.3, softcap=softcap, most_copied_bytes=most_copied
+        )
         assert np.allclose(np.array(found), expected.numpy(), atol=1e-5)
 
 

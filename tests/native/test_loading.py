@@ -311,7 +311,7 @@ def test_no_more_of_a_file_is_in_memory_than_what_is_packed_now(
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_threads_pack_a_matrix_as_one_does(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_pack_a_matrix_as_one_does(weights: str) -> None:
     shapes = {"a": (48, 64), "b": (70, 64)}  # the last tile of the second is not full
     numbers = {name: np.random.default_rng(1).standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
@@ -324,8 +324,7 @@ def test_threads_pack_a_matrix_as_one_does(weights: str, monkeypatch: pytest.Mon
             return StoredTensor(name=name, path=Path(name), shape=shapes[name], encoding="F32", data=data)
 
     def packed(threads: int, at_once: int) -> bytes:
-        monkeypatch.setattr("inference_engine.backends.native.program._PACKED_AT_ONCE", at_once)
-        found = _Packed(library(), File(), weights)
+        found = _Packed(library(), File(), weights, at_once=at_once)
         with found.packing(threads):
             found.add(list(shapes), (118, 64))
         return found._tiles[0].tobytes()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +19,7 @@ from inference_engine.scheduler.request import Prediction
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script
 from tests.laws.variants import drain
+from tests.lines import lines_of
 from tests.load.scripted import scripted_engine
 
 # On an event loop. A line takes 0.1 us on a quiet machine, and a call may take 5 ms.
@@ -39,23 +37,6 @@ def waiting(tokens: int, owner: str = "", prefill: int = 10) -> Load:
 
 def steps(new: Load, running: list[Load], queue: list[Load], room: Room = ROOM) -> float:
     return ahead_of(new, running, queue, room).steps
-
-
-def lines_of(work: Callable[[], object]) -> int:
-    """How many lines this thread executes, each as often as it does."""
-    count, before = 0, sys.gettrace()
-
-    def saw(_frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return saw
-
-    sys.settrace(saw)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_an_idle_engine_lets_no_call_wait() -> None:
@@ -210,10 +191,10 @@ def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_
         for owner in owners[:-1]:
             generate(owner)
         lines = lines_of(lambda: generate(owners[-1]))
-        go_on.set()
-        script.on_step = None
         for generation in generations:
-            drain(generation)
+            generation.cancel()
+        script.on_step = None
+        go_on.set()
     assert lines < MOST_LINES
 
 

@@ -20,7 +20,6 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.scheduler import batching
 from inference_engine.scheduler.batching import Batching
 from inference_engine.types import GenerateParams, Mode
 from tests.facade import standing_still
@@ -41,17 +40,24 @@ def whole_model(windowed: bool) -> TorchForward:
 class Pieces(TorchForward):
     """TinyModel on a device that says what it is at its best with; notes the tokens of each step."""
 
-    def __init__(self, at_once: int | None, *, windowed: bool = True, busy: int | None = None) -> None:
+    def __init__(
+        self, at_once: int | None, *, windowed: bool = True, busy: int | None = None, positions: int = 4096
+    ) -> None:
         whole = whole_model(windowed)
         super().__init__(whole.seam, whole.facts, whole.device, ops=TOGETHER)
-        self._at_once, self._busy, self.windowed = at_once, busy, windowed
+        self._at_once, self._busy, self._positions, self.windowed = at_once, busy, positions, windowed
         self.steps: list[int] = []
 
     def open(
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
         context = super().open(geometry, capacity_bytes, address_bytes=address_bytes, tap_layers=tap_layers)
-        return replace(context, most_tokens_at_once=self._at_once, busy_tokens=self._busy)
+        return replace(
+            context,
+            most_tokens_at_once=self._at_once,
+            busy_tokens=self._busy,
+            most_positions_in_pieces=self._positions,
+        )
 
     def run(self, step: Step) -> Result:
         self.steps.append(step.plan.query_count)
@@ -116,9 +122,8 @@ def test_what_is_read_in_several_places_is_no_reason_to_cut(generations: int, st
     assert forward.steps == steps
 
 
-def test_a_prefill_behind_a_long_history_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_MOST_RAGGED_POSITIONS", 72)
-    forward = Pieces(AT_ONCE, windowed=False)
+def test_a_prefill_behind_a_long_history_is_not_cut() -> None:
+    forward = Pieces(AT_ONCE, windowed=False, positions=72)
     with engine_on(forward) as engine:
         generate(engine, opened(engine, Full(), 120), 1)
     assert forward.steps == [24, 24, 24, 48]

@@ -19,7 +19,6 @@ from openai.types.chat.completion_create_params import (
 )
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.server.http import request as request_module
 from inference_engine.server.http.errors import BadJson
 from inference_engine.server.http.request import HONOURED, MAX_VALUES, ChatRequest, count_values, read_request
 from inference_engine.types import Sampling
@@ -276,9 +275,7 @@ def test_the_values_of_a_body_are_counted_and_empty_ones_twice(value: Any, piece
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else "a value"
         return 1 + (not inner) + (0 if inner == "a value" else sum(map(counted, inner)))
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(request_module, "_PIECE_BYTES", piece_bytes)
-        assert count_values(json.dumps(value).encode()) == counted(value)
+    assert count_values(json.dumps(value).encode(), piece_bytes) == counted(value)
 
 
 @given(parameters=st.dictionaries(st.sampled_from(HONOURED), JSON, max_size=6))

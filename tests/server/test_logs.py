@@ -100,8 +100,7 @@ def test_the_root_logger_is_left_as_it_was() -> None:
     assert (list(root.handlers), root.level) == before
 
 
-def test_a_reader_that_does_not_read_stops_no_writer_and_learns_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_QUEUED_LINES", 10)
+def test_a_reader_that_does_not_read_stops_no_writer_and_learns_what_was_lost() -> None:
     may_write, is_writing = threading.Event(), threading.Event()
 
     class Slow(io.StringIO):
@@ -111,7 +110,7 @@ def test_a_reader_that_does_not_read_stops_no_writer_and_learns_what_was_lost(mo
             return super().write(text)
 
     stream = Slow()
-    with written("json", stream):
+    with written("json", stream, queued_lines=10):
         log.info("the first")
         is_writing.wait()
         for number in range(25):

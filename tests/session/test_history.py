@@ -35,10 +35,13 @@ VOCABULARY = 700
 pieces = st.lists(st.tuples(st.lists(st.integers(0, VOCABULARY - 1), max_size=300), st.sampled_from(Mark)), max_size=12)
 
 
+SMALL_LEAF_TOKENS = 128
+
+
 @contextmanager
 def small_leaves() -> Iterator[None]:
     """So that a short history has many, and several branches."""
-    with mock.patch.multiple(histories, LEAF_TOKENS=128, BRANCH_LEAVES=2, BRANCH_TOKENS=256):
+    with mock.patch.multiple(histories, LEAF_TOKENS=SMALL_LEAF_TOKENS, BRANCH_LEAVES=2, BRANCH_TOKENS=256):
         yield
 
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
-from inference_engine.session import sqlite_journal, wal_scan
+from inference_engine.session import wal_scan
 from inference_engine.session.journal import CopyRecord, GenerateRecord, Kept, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
+from tests.facade import a_checkpoint_after_each_commit, looking_for_unused_sessions_after_each_commit
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
@@ -129,10 +130,8 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
     journal.stop()
 
 
-def test_a_session_whose_last_rows_are_damaged_counts_no_more_once_it_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_journal, "_EXPIRE_SECONDS", 0.0)
+@looking_for_unused_sessions_after_each_commit()
+def test_a_session_whose_last_rows_are_damaged_counts_no_more_once_it_is_deleted(tmp_path: Path) -> None:
     now = 1000.0
     journal = open_journal(tmp_path, wall_clock=lambda: now)
     for number, tokens in enumerate((3000, 5)):
@@ -180,9 +179,7 @@ def test_a_fork_of_a_session_whose_rows_are_damaged_is_refused_too_and_not_short
 
 
 @pytest.mark.parametrize("table", ["tokens", "ends", "tail", "generates", "replies", "sessions"])
-def test_a_session_that_is_refused_stops_no_checkpoint(
-    tmp_path: Path, table: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_is_refused_stops_no_checkpoint(tmp_path: Path, table: str) -> None:
     """The error lives on while its answer waits for what is recorded, and what it was found by must not."""
     journal = open_journal(tmp_path)
     some = np.ones(3000, dtype=np.uint32)
@@ -195,18 +192,18 @@ def test_a_session_that_is_refused_stops_no_checkpoint(
         journal.leave("session-0")
     assert journal._writer.flush(20)
     folder = stopped_and_damaged(journal, tmp_path, table, "crc = cast('text' as blob)")
-    monkeypatch.setattr(sqlite_journal, "_WAL_PAGES", 1)
-    journal = open_journal(folder)
     refused = None
-    try:
-        journal.load("session-0", "alice")
-    except HistoryCorrupt as error:
-        refused = error
-    assert (refused is None) is (table in ("generates", "replies"))
-    journal.open(record_of(9))
-    assert journal._writer.flush(20), journal.failure
-    assert not journal.failure
-    journal.stop()
+    with a_checkpoint_after_each_commit():
+        journal = open_journal(folder)
+        try:
+            journal.load("session-0", "alice")
+        except HistoryCorrupt as error:
+            refused = error
+        assert (refused is None) is (table in ("generates", "replies"))
+        journal.open(record_of(9))
+        assert journal._writer.flush(20), journal.failure
+        assert not journal.failure
+        journal.stop()
 
 
 def stopped_and_damaged(journal: SQLiteJournal, folder: Path, table: str, values: str) -> Path:

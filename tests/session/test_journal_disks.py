@@ -9,8 +9,8 @@ from typing import Any
 import apsw
 import pytest
 
-from inference_engine.session import sqlite_journal
 from inference_engine.types import Durability
+from tests.facade import a_checkpoint_after_each_commit
 from tests.further import further
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
@@ -29,11 +29,9 @@ def test_after_any_error_of_the_disk_nothing_more_is_confirmed_and_what_was_is_t
 
 
 @pytest.mark.parametrize("kind", ["write", "sync"])
-def test_a_checkpoint_that_fails_is_an_error_of_the_disk(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_journal, "_WAL_PAGES", 1)  # one after each commit
-    assert fail_calls(tmp_path, kind, range(1, 9))["whole"] == 8
+def test_a_checkpoint_that_fails_is_an_error_of_the_disk(tmp_path: Path, kind: str) -> None:
+    with a_checkpoint_after_each_commit():
+        assert fail_calls(tmp_path, kind, range(1, 9))["whole"] == 8
 
 
 def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from inference_engine.errors import InvalidArgument, RequestIdReused
 from inference_engine.session.replies import KEEP_SECONDS, MOST_ENDED_PER_OWNER, Call, Replies, ReplyBook, identify
 from inference_engine.types import GenerateParams, Sampling
+from tests.lines import lines_of
 
 
 class Clock:
@@ -230,17 +231,19 @@ def test_owners_whose_sessions_ended_at_different_times_are_forgotten_each_in_ti
     assert len(kept) == 0
 
 
-def test_looking_for_what_is_too_old_before_anything_is_walks_no_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    kept = replies(clock)
-    for number in range(3):
-        kept.remember(call(number, owner=str(number)), "reply", session_id=str(number))
-        kept.session_ended(str(number), str(number))
-    walked: list[str] = []
-    monkeypatch.setattr(kept, "_expire_of", lambda owner, _now: walked.append(owner))
-    clock.now += KEEP_SECONDS - 1.0
-    kept.expire()
-    assert not walked, "the engine asks before every step"
-    clock.now += 1.0
-    kept.expire()
-    assert walked == ["0", "1", "2"]
+def test_looking_for_what_is_too_old_before_anything_is_walks_no_owners() -> None:
+    early, due = [], []
+    for owners in (3, 300):
+        clock = Clock()
+        kept = replies(clock)
+        for number in range(owners):
+            kept.remember(call(number, owner=str(number)), "reply", session_id=str(number))
+            kept.session_ended(str(number), str(number))
+        clock.now += KEEP_SECONDS - 1.0
+        early.append(lines_of(kept.expire))
+        assert len(kept) == owners
+        clock.now += 1.0
+        due.append(lines_of(kept.expire))
+        assert len(kept) == 0
+    assert early[0] == early[1] < 10, "the engine asks before every step"
+    assert due[1] > 50 * due[0], "lines are counted"

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import apsw
 import numpy as np
 import pytest
 
-from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import GenerateRecord, ReplyRecord
 from inference_engine.session.journal_rows import ROW_BYTES, reply_crc, tokens_crc, unpacked
 from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.session.sqlite_journal import FILE
-from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability, Mark
+from tests.facade import looking_for_unused_sessions_after_each_commit, no_room_to_fold
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.talks import (
@@ -90,15 +86,7 @@ def test_a_step_is_a_few_statements_and_a_turn_is_folded_by_as_many_however_long
 
 def test_turns_that_a_full_disk_has_no_room_to_fold_are_folded_when_it_has(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
-    transact, was_full = journal._transact, threading.Event()
-
-    def on_a_full_disk(changes: Sequence[Change]) -> None:
-        if any(apply == journal._tables.fold for apply, _ in changes):
-            was_full.set()
-            raise DiskFull
-        transact(changes)
-
-    with patch.object(journal, "_transact", on_a_full_disk):
+    with no_room_to_fold(journal) as was_full:
         for number in range(2):
             journal.open(record_of(number))
             journal.append(f"session-{number}", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
@@ -137,10 +125,8 @@ def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path:
     assert "session-9" in kept
 
 
-def test_a_session_in_memory_is_not_deleted_however_long_it_is_unused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_journal, "_EXPIRE_SECONDS", 0.0)
+@looking_for_unused_sessions_after_each_commit()
+def test_a_session_in_memory_is_not_deleted_however_long_it_is_unused(tmp_path: Path) -> None:
     now = 1000.0
     journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
     for number in range(2):

@@ -22,7 +22,6 @@ from inference_engine.backends.mlx.reading import Run, Visible
 Part = tuple[mx.array, mx.array]  # keys and values
 
 _FEW_QUERIES = 8
-_MOST_COPIED_BYTES = 2**20  # of the keys of one layer; a copy of so many costs less than three more operations
 
 
 def part_of(pool: Part, run: Run, heads: int) -> Part:
@@ -40,11 +39,12 @@ def attend(
     *,
     scaling: float,
     softcap: float | None,
+    most_copied_bytes: int = 2**20,
 ) -> mx.array:
-    """[T, Hq, D], in the dtype of `queries`."""
+    """[T, Hq, D], in the dtype of `queries`. A copy of a few bytes of keys costs less than three more operations."""
     count = queries.shape[0]
     copied = sum(keys.nbytes for keys, _ in parts)
-    if softcap is None and (count > _FEW_QUERIES or copied <= _MOST_COPIED_BYTES):
+    if softcap is None and (count > _FEW_QUERIES or copied <= most_copied_bytes):
         return _joined(queries, parts, visible, scaling)
     return _apart(queries, parts, visible, scaling, softcap)
 

@@ -321,9 +321,20 @@ class _Job(NamedTuple):
 
 
 class _Packed:
-    """The packed matrices, each once. shared: of another program, found under their names."""
+    """The packed matrices, each once. shared: of another program, found under their names.
 
-    def __init__(self, library: Library, checkpoint: Checkpoint, weights: str, shared: _Packed | None = None) -> None:
+    at_once: numbers that a thread packs before it takes other ones.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        checkpoint: Checkpoint,
+        weights: str,
+        shared: _Packed | None = None,
+        *,
+        at_once: int = _PACKED_AT_ONCE,
+    ) -> None:
         self.matrices: list[Matrix] = []
         self._library = library
         self._checkpoint = checkpoint
@@ -331,6 +342,7 @@ class _Packed:
         self._tiles: list[NDArray[np.uint8]] = []
         self._found: dict[tuple[str, ...], int] = {}
         self._shared = shared
+        self._at_once = at_once
         self._workers: Executor | None = None
         self._jobs: list[_Job] = []
 
@@ -410,7 +422,7 @@ class _Packed:
         """Have a matrix packed, some rows at a time: whole tiles, which lie one behind the other."""
         assert self._workers is not None, "matrices are added while they are packed"
         outputs, inputs = tensor.shape
-        most = max(_PACKED_AT_ONCE // max(inputs, 1) // _LANES, 1) * _LANES
+        most = max(self._at_once // max(inputs, 1) // _LANES, 1) * _LANES
         for first in range(0, outputs, most):
             rows = slice(first, min(first + most, outputs))
             begin, end = (self._library.packed_bytes(wanted, row, inputs) for row in (rows.start, rows.stop))

@@ -120,15 +120,15 @@ def _object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def count_values(body: bytes) -> int:
+def count_values(body: bytes, piece_bytes: int = _PIECE_BYTES) -> int:
     """How many values JSON has, without parsing it: commas and opening brackets outside strings, and one.
 
     At least as many as there are, where empty lists and objects count twice. Anything for what is no JSON. The
     interpreter's lock is not held.
     """
     found, in_string, is_escaped = 1, False, False
-    for first in range(0, len(body), _PIECE_BYTES):
-        piece = np.frombuffer(body, dtype=np.uint8, count=min(_PIECE_BYTES, len(body) - first), offset=first)
+    for first in range(0, len(body), piece_bytes):
+        piece = np.frombuffer(body, dtype=np.uint8, count=min(piece_bytes, len(body) - first), offset=first)
         quotes = piece == ord('"')
         backslashes = piece == ord("\\")
         if is_escaped or backslashes.any():
