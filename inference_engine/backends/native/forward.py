@@ -73,6 +73,7 @@ class NativeForward:
             trellis=trellis,
             attends_together=True,
             attends_in_one_order=True,
+            attend_generated=attention,
         )
         tables = described.rotary_tables()
         turns = {name: Turns.of(table.frequencies, described.trained_positions) for name, table in tables.items()}
