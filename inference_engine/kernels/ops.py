@@ -61,7 +61,9 @@ class DeviceOps:
     merge_two: of two such states; merging: of many. reads_offloaded: does attend_ragged read blocks that are not on the
     device? attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise
     each session is attended to by itself, which is better where there is no kernel. attends_in_one_order: does a query
-    get the same bits from attend_ragged whatever other queries are given with it?
+    get the same bits from attend_ragged whatever other queries are given with it? attend_generated: an attend_ragged
+    that needs no choices, for generated queries of a session whose others read by views; None: these, too, read by
+    views.
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -83,6 +85,7 @@ class DeviceOps:
     reads_offloaded: bool = False
     attends_together: bool = False
     attends_in_one_order: bool = False
+    attend_generated: RaggedAttention | None = None
 
 
 REFERENCE = DeviceOps()

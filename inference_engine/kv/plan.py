@@ -99,6 +99,7 @@ class StepPlan:
             attend_piece=ops.attend_piece,
             attend_causal_state=ops.attend_causal_state,
             merging=ops.merging,
+            attend_generated=ops.attend_generated,
         )
         by_numbers = replace(self._reads, attends_together=True) if unpadded else self._reads
         for index, (session, span) in enumerate(zip(sessions, self.spans, strict=True)):

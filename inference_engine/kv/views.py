@@ -21,6 +21,7 @@ from inference_engine.kernels.attention import CausalAttention, attend, attend_c
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, attend_piece
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
+from inference_engine.kernels.ragged_attention import RaggedAttention
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
@@ -89,7 +90,8 @@ class StepReads:
     """What all sessions of a step share to plan their reads.
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
-    most_queries: sessions that stage more queries have views, too.
+    most_queries: sessions that stage more queries have views, too. attend_generated: of generated queries of a session
+    that has views; see `DeviceOps`.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
     attend_piece, attend_causal_state, merging: of reads chunk by chunk.
     selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
@@ -110,6 +112,7 @@ class StepReads:
     attend_piece: AttendPiece = attend_piece
     attend_causal_state: AttendCausalState = attend_causal_state
     merging: type[MergingStates] = Merging
+    attend_generated: RaggedAttention | None = None
     selects: bool = False
     reads_offloaded: bool = False
     choosing: dict[IndexShape, int] = field(default_factory=dict)

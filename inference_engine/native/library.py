@@ -107,6 +107,7 @@ class Attention(ctypes.Structure):
         ("regions", ctypes.c_void_p),
         ("head_sinks", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("query_stride", ctypes.c_int64),
         ("region_stride", ctypes.c_int64),
@@ -124,6 +125,7 @@ class Attention(ctypes.Structure):
     regions: int | None
     head_sinks: int | None
     out: int | None
+    lse: int | None
     count: int
     query_stride: int
     region_stride: int

@@ -24,6 +24,7 @@ from inference_engine.engine import Engine
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv import plan
+from inference_engine.kv.parts.component_index import ComponentView
 from inference_engine.kv.parts.offload import OffloadedBlocks
 from inference_engine.kv.parts.shared_prefix import PrefixView
 from inference_engine.kv.strategies.full import Full
@@ -46,6 +47,7 @@ from tests.kept import keeping
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import (
+    all_strategies,
     drain,
     each_mechanism,
     each_strategy,
@@ -213,6 +215,20 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     reads_elsewhere |= options.get("scorer") == "bounds"
     assert counts[0] == 1 and (counts.max() > 1) == reads_elsewhere, counts
     assert options.get("mode") != "select" or (counts[-16:] == 1).all(), counts
+
+
+def test_tokens_choose_in_the_native_library_whatever_is_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token that was generated last is computed with those that are appended after it."""
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("plain operations choose")
+
+    monkeypatch.setattr(ComponentView, "read", refused)
+    restores = [strategy for strategy in all_strategies() if strategy.options().get("mode") == "select"]
+    assert {strategy.options()["appended"] for strategy in restores} == {"all", "select"}
+    for strategy in restores:
+        for turn in conversation("native-float16", strategy):
+            assert turn
 
 
 @BY_TOKENS

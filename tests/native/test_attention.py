@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.backends.native.forward import NativeAttention
 from inference_engine.kernels.attention import attend
+from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ragged_attention import (
     BASE,
     BLOCK,
@@ -38,6 +40,7 @@ from inference_engine.kernels.ragged_attention import (
 )
 from inference_engine.native import build
 from inference_engine.native.library import load, why_missing
+from tests.tiny_native import library as tiny_library
 
 LEVELS = ["plain", "neon", "i8mm", "avx2", "avxvnni", "avx512"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -48,7 +51,7 @@ pytestmark = pytest.mark.skipif(load() is None, reason=str(why_missing()))
 
 class Attention(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "regions", "head_sinks", "out")),
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "regions", "head_sinks", "out", "lse")),
         *((name, ctypes.c_int64) for name in ("count", "query_stride", "region_stride", "out_stride")),
         *((name, ctypes.c_int32) for name in ("query_heads", "kv_heads", "head_dim", "kv_type")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
@@ -109,6 +112,7 @@ def run(case: Case, *, level: str | None = None, thread_count: int = 1) -> Tenso
         regions=lines.ctypes.data,
         head_sinks=None if case.head_sinks is None else case.head_sinks.data_ptr(),
         out=out.data_ptr(),
+        lse=None,
         count=count,
         query_stride=query_heads * dim,
         region_stride=FIELDS,
@@ -450,3 +454,37 @@ def test_a_query_that_is_not_a_number_is_the_only_one() -> None:
     assert found[4, 7].isnan().all()
     expected[4, 7] = found[4, 7]
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_states_of_a_piece_and_of_recent_entries_equal_the_reference(dtype: torch.dtype, softcap: float | None) -> None:
+    """Of queries that lie in a wider register; each has the bits that it has alone."""
+    generator = torch.Generator().manual_seed(3)
+    queries = 3 * torch.randn(41, 12, 32, generator=generator)[:, :6]
+    keys, values = torch.randn(2, 2, 300, 32, generator=generator).to(dtype)
+    with tiny_library().open_threads(2) as opened:
+        attention = NativeAttention(tiny_library().kernels(), opened)
+        for count in (300, 41):
+            given = (keys[:, :count], values[:, :count])
+            piece = attention.piece(queries, *given, scaling=0.3, softcap=softcap)
+            recent = attention.causal_state(queries, *given, scaling=0.3, softcap=softcap)
+            assert piece[0].shape == recent[0].shape == (41, 6, 32) and piece[1].shape == recent[1].shape == (41, 6)
+            for found, expected in (
+                (piece, attend_state(queries, *given, None, scaling=0.3, softcap=softcap)),
+                (recent, attend_causal_state(queries, *given, scaling=0.3, softcap=softcap)),
+            ):
+                for own, wanted in zip(found, expected, strict=True):
+                    torch.testing.assert_close(own, wanted, atol=2e-5, rtol=2e-5)
+            alone = attention.piece(queries[7:8], *given, scaling=0.3, softcap=softcap)
+            assert all(torch.equal(own[7:8], one) for own, one in zip(piece, alone, strict=True))
+
+
+def test_a_piece_with_a_key_that_is_not_finite_has_no_finite_state() -> None:
+    keys, values = torch.randn(2, 1, 20, 16)
+    keys[0, 5, 3] = torch.nan
+    with tiny_library().open_threads(1) as opened:
+        out, lse = NativeAttention(tiny_library().kernels(), opened).piece(
+            torch.randn(3, 2, 16), keys, values, scaling=0.3
+        )
+    assert out.isnan().all() and lse.isnan().all()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from inference_engine.native.library import LayerDecoder as NativeLayerDecoder
 
 Floats = NDArray[np.float32]
 _WORD = 32
+_READ_BEYOND = 32  # levels: a table may be read as a vector or two
 _FINE = 256  # positions of a table of small angles, and the distance of those in one of large angles
 
 
@@ -123,6 +125,7 @@ def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
     tables, levels, scales, means = (
         states.cpu().contiguous() for states in (decoder.tables.int(), decoder.levels, decoder.scales, decoder.means)
     )
+    levels = F.pad(levels, (0, _READ_BEYOND))
     structure = NativeLayerDecoder(
         octets=octets.data_ptr(),
         lefts=lefts.data_ptr(),

@@ -33,8 +33,9 @@ from inference_engine.kernels.archived import Unpacked
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.few_candidates import Heavy
 from inference_engine.kernels.kept import as_kept
+from inference_engine.kernels.long_chunks import State
 from inference_engine.kernels.ops import REFERENCE
-from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.ragged_attention import COUNT, FIELDS, HEAD_SLOTS, UPTO
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kernels.trellis import Trellis, levels_of
 from inference_engine.kv.context import KVContext
@@ -65,7 +66,14 @@ class NativeForward:
         attention = NativeAttention(program.kernels, program.threads)
         trellis = Trellis(NativeChoice(program.kernels, program.threads), levels_of)
         self._ops = replace(
-            REFERENCE, attend_ragged=attention, trellis=trellis, attends_together=True, attends_in_one_order=True
+            REFERENCE,
+            attend_ragged=attention,
+            attend_piece=attention.piece,
+            attend_causal_state=attention.causal_state,
+            trellis=trellis,
+            attends_together=True,
+            attends_in_one_order=True,
+            attend_generated=attention,
         )
         tables = described.rotary_tables()
         turns = {name: Turns.of(table.frequencies, described.trained_positions) for name, table in tables.items()}
@@ -242,7 +250,7 @@ class NativeForward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeAttention:
-    """Implements RaggedAttention on float32 queries."""
+    """Implements RaggedAttention on float32 queries; by methods AttendPiece and AttendCausalState."""
 
     kernels: Kernels
     threads: Threads
@@ -264,9 +272,69 @@ class NativeAttention:
     ) -> Tensor:
         assert not reads_offloaded, "it reads what is on the device"
         assert unpacked is None, "it knows no archive"
+        out, _ = self._attend(
+            queries,
+            keys,
+            values,
+            regions.contiguous(),
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            has_lse=False,
+        )
+        return out
+
+    def piece(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+    ) -> State:
+        """Implements AttendPiece, of entries in a dtype that K and V are kept in."""
+        seen = torch.full((len(queries),), keys.shape[1] - 1)
+        return self._state(queries, keys, values, seen, scaling, softcap)
+
+    def causal_state(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
+    ) -> State:
+        """Implements AttendCausalState, of entries in a dtype that K and V are kept in."""
+        seen = torch.arange(keys.shape[1] - len(queries), keys.shape[1])
+        return self._state(queries, keys, values, seen, scaling, softcap)
+
+    def _state(
+        self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softcap: float | None
+    ) -> State:
+        """seen: int64 [T], the last of the entries that each query sees."""
+        kv_heads, entries, _ = keys.shape
+        regions = torch.zeros((len(queries), FIELDS), dtype=torch.int64)
+        regions[:, HEAD_SLOTS] = regions[:, COUNT] = entries
+        regions[:, UPTO] = seen
+        return self._attend(
+            queries,
+            keys.contiguous(),
+            values.contiguous(),
+            regions,
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            has_lse=True,
+        )
+
+    def _attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        regions: Tensor,
+        *,
+        kv_heads: int,
+        scaling: float,
+        softcap: float | None,
+        has_lse: bool,
+    ) -> State:
+        """The second is empty unless `has_lse`."""
         count, heads, head_dim = queries.shape
-        queries, regions = queries.contiguous(), regions.contiguous()
-        out = torch.empty_like(queries)
+        if queries.stride()[1:] != (head_dim, 1):  # those of a step lie in a wider register
+            queries = queries.contiguous()
+        out = torch.empty((count, heads, head_dim))
+        lse = torch.empty((count, heads) if has_lse else 0)
         self.kernels.attend(
             self.threads,
             Attention(
@@ -276,8 +344,9 @@ class NativeAttention:
                 regions=regions.data_ptr(),
                 head_sinks=None,
                 out=out.data_ptr(),
+                lse=lse.data_ptr() if has_lse else None,
                 count=count,
-                query_stride=heads * head_dim,
+                query_stride=queries.stride(0),
                 region_stride=FIELDS,
                 out_stride=heads * head_dim,
                 query_heads=heads,
@@ -288,7 +357,7 @@ class NativeAttention:
                 softcap=softcap or 0.0,
             ),
         )
-        return out
+        return out, lse
 
 
 def _address_of(array: NDArray[Any]) -> int:

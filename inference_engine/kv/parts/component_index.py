@@ -12,7 +12,7 @@ not depend on how the tokens came. Generated tokens read the sink, the window an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
@@ -40,11 +40,12 @@ from inference_engine.kernels.gather import (
     gather_vectors,
     select,
 )
+from inference_engine.kernels.ragged_attention import START, RaggedAttention
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, RestoreCache, TiledLayers, TileWriter
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
 from inference_engine.kv.memory.pool import Demand, KVBuffer
-from inference_engine.kv.numbers import choose_tokens
+from inference_engine.kv.numbers import RegionLines, choose_tokens
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.slots import LayerSlots
@@ -184,8 +185,11 @@ class ComponentIndex(LayoutPart):
         return queries.has_generated or self._selector.appended
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        if not self._has_choosing(queries):
-            return True
+        return not self._has_choosing(queries) or self._is_known
+
+    @property
+    def _is_known(self) -> bool:
+        """Does the device's operation know all that queries which choose read?"""
         return all(self._numbers) and (self.far is None or self._restores)
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
@@ -215,6 +219,8 @@ class ComponentIndex(LayoutPart):
         if not self._has_choosing(queries):
             return inner()
         selector = self._selector
+        if step.attends_together and step.attend_generated is not None and self._is_known and not selector.appended:
+            return self._beside(queries, step.attend_generated, inner())
         choosing = queries.staged_queries if selector.appended else queries.generated_queries
         positions = queries.positions[choosing]
         local_starts = selector.local_starts(positions)
@@ -240,6 +246,22 @@ class ComponentIndex(LayoutPart):
                 for layer, components in zip(self._slots.layer_set.layers, self._components, strict=True)
             },
             rotate=self._rotate,
+        )
+
+    def _beside(self, queries: StagedQueries, attend: RaggedAttention, others: View) -> BesideView:
+        """The view of queries of which the generated ones choose, and the others read by `others`."""
+        slots, own = self._slots, queries.staged[queries.generated]
+        count = min(slots.layout.capacity + slots.layout.base, queries.end)
+        lines = RegionLines(slots.layout).of(own, last=queries.end - 1, count=count)
+        by_layer = lines[None].repeat(len(self.layers), axis=0)
+        by_layer[..., START] = slots.starts[:, None]
+        choose_tokens(by_layer, self._selector, own, self._numbers, queries.generated[queries.generated])
+        return BesideView(
+            choosing=torch.from_numpy(queries.generated_queries),
+            lines=dict(zip(self.layers, torch.from_numpy(by_layer), strict=True)),
+            kv_heads=slots.kv_heads,
+            attend=attend,
+            others=others,
         )
 
     def _rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
@@ -296,6 +318,34 @@ class ComponentIndex(LayoutPart):
         tiles = length // self._shape.tile
         for keys, values in self._halves:
             yield keys[: -(-tiles // 2)], values[: tiles // 2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BesideView:
+    """Reads some queries, each of which chooses, by the operation over regions, as it would alone; `others` the others.
+
+    choosing: indexes of queries [G]. lines: by layer, [G, FIELDS].
+    """
+
+    choosing: Tensor
+    lines: Mapping[int, Tensor]
+    kv_heads: int
+    attend: RaggedAttention
+    others: View
+
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        assert scoring.head_sinks is None, "the operation has none"
+        out = self.others.read(layer, queries, buffer, scoring)
+        out[self.choosing] = self.attend(
+            queries[self.choosing],
+            buffer.keys,
+            buffer.values,
+            self.lines[layer],
+            kv_heads=self.kv_heads,
+            scaling=scoring.scaling,
+            softcap=scoring.softcap,
+        )
+        return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

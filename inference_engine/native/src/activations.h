@@ -92,9 +92,17 @@ INLINE void load_block(const float* x, int64_t inputs, int64_t block, F& low, F&
 
 // A group's numbers, by input; those beyond `inputs` are 0.
 INLINE void interleave(const float* x, int64_t x_stride, int64_t inputs, int64_t padded, int width, float* out) {
-  for (int64_t i = 0; i < inputs; i++)
+  int64_t i = 0;
+  // A vector has an input of all tokens, and more lanes than there are tokens: the next vector is stored over these.
+  for (; GROUP >= 6 && width >= 4 && (i + LANES) * width + LANES <= inputs * width; i += LANES) {
+    F square[LANES];
+    for (int t = 0; t < LANES; t++) square[t] = t < width ? load(x + t * x_stride + i) : all(0.0f);
+    transpose(square);
+    for (int k = 0; k < LANES; k++) store(out + (i + k) * width, square[k]);
+  }
+  for (; i < inputs; i++)
     for (int t = 0; t < width; t++) out[i * width + t] = x[t * x_stride + i];
-  for (int64_t i = inputs * width; i < padded * width; i++) out[i] = 0;
+  for (i = inputs * width; i < padded * width; i++) out[i] = 0;
 }
 
 struct Quantised {

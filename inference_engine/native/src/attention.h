@@ -18,6 +18,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -623,6 +624,7 @@ class Reader {
         int query_head = head * group_ + g;
         const float* sink = call_.head_sinks ? call_.head_sinks + query_head : nullptr;
         finish(states, sink, dim_, call_.out + query * call_.out_stride + (int64_t)query_head * dim_);
+        if (call_.lse) call_.lse[query * call_.query_heads + query_head] = states[dim_ + 1] + std::log(states[dim_]);
       }
   }
 
@@ -657,6 +659,7 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
     const int64_t* line = line_of(call, query);
     if (!line[COUNT]) {
       memset(call.out + query * call.out_stride, 0, sizeof(float) * call.query_heads * call.head_dim);
+      if (call.lse) std::fill_n(call.lse + query * call.query_heads, call.query_heads, -INFINITY);
       query++;
       continue;
     }

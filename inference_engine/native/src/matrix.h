@@ -424,6 +424,8 @@ template <int FORMAT>
 void many_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, int64_t end,
                  const Outputs& out) {
   for (; end - tile >= MANY_TILES; tile += MANY_TILES) many_tiles<FORMAT, MANY_TILES>(matrix, a, from, to, tile, out);
+  if constexpr (MANY_TILES > 2)
+    if (end - tile == 2) return many_tiles<FORMAT, 2>(matrix, a, from, to, tile, out);
   for (; tile < end; tile++) many_tiles<FORMAT, 1>(matrix, a, from, to, tile, out);
 }
 
@@ -473,15 +475,21 @@ INLINE void with_format(int32_t format, const Body& body) {
   }
 }
 
+// Of tokens that are prepared, for this matrix or one of the same format and inputs.
+inline void linear_prepared(Threads& threads, const Matrix& matrix, Identity identity, const Activations& a, float* y,
+                            int64_t y_stride) {
+  Outputs out{y, y_stride, matrix.outputs};
+  with_format(matrix.format, [&](auto format) {
+    multiply<decltype(format)::value>(threads, matrix, identity == QUANTISED && matrix.format >= INT8, a, out);
+  });
+}
+
 inline void linear(Threads& threads, const Matrix& matrix, Identity identity, const float* x, int64_t x_stride,
                    int64_t count, float* y, int64_t y_stride) {
   for (int64_t first = 0; first < count; first += SLICE) {
     int64_t tokens = std::min(SLICE, count - first);
     Activations a = prepare(threads, matrix, identity, x + first * x_stride, x_stride, tokens);
-    Outputs out{y + first * y_stride, y_stride, matrix.outputs};
-    with_format(matrix.format, [&](auto format) {
-      multiply<decltype(format)::value>(threads, matrix, identity == QUANTISED && matrix.format >= INT8, a, out);
-    });
+    linear_prepared(threads, matrix, identity, a, y + first * y_stride, y_stride);
   }
 }
 

@@ -20,8 +20,16 @@
 namespace KERNELS {
 namespace restoring {
 
-constexpr int64_t AT_ONCE = 16;  // tokens whose entries are restored together
+// Tokens whose entries are restored together: numbers of a matrix are made of its 16 bits once for all of them.
+constexpr int64_t AT_ONCE = 128;
+constexpr int64_t LEAST_AT_ONCE = LANES;
 constexpr float LARGEST_F16 = 65504.0f;
+
+// As many of `count` tokens at once as leave some for each thread. Their bits do not depend on it.
+INLINE int64_t at_once(int64_t count, int threads) {
+  int64_t fair = (count / (2 * threads) + LEAST_AT_ONCE - 1) / LEAST_AT_ONCE * LEAST_AT_ONCE;
+  return std::min(AT_ONCE, std::max(LEAST_AT_ONCE, fair));
+}
 
 struct Missing {
   int32_t position, slot;
@@ -76,8 +84,8 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
 // What a thread needs to restore AT_ONCE tokens.
 struct Room {
   std::vector<uint8_t> bytes;
-  std::vector<int32_t> codes, ends;
-  std::vector<float> units, entries, turns;
+  std::vector<uint32_t> words, ends;
+  std::vector<float> numbers, units, entries, turns;
   Threads alone{1};
 
   static Room& own() {
@@ -88,43 +96,70 @@ struct Room {
 
 typedef uint32_t __attribute__((aligned(1), may_alias)) Word;
 
-// The codes of one token, and the lowest bit of each. In plain loops over arrays, which compilers turn into vectors.
-static void take_codes(const LayerDecoder& decoder, const uint8_t* __restrict packed, int32_t* __restrict codes,
-                       int32_t* __restrict ends) {
-  const int32_t *octets = decoder.octets, *lefts = decoder.lefts, *rights = decoder.rights;
-  for (int32_t c = 0; c < decoder.count; c++) {
-    uint32_t word = __builtin_bswap32(*(const Word*)(packed + octets[c])) << lefts[c] >> rights[c];
-    codes[c] = (int32_t)word;
-    ends[c] = (int32_t)(word & 1);
+// A lane is a token, so that where a code lies and how wide it is are the same for all lanes. In plain loops over arrays,
+// which compilers turn into vectors.
+
+// Of each lane, the bits from `shift` on of its word in this row and the next one, all but `right` of 32.
+INLINE void take_codes(const uint32_t* __restrict row, int32_t shift, int32_t right, uint32_t* __restrict codes) {
+  for (int lane = 0; lane < LANES; lane++)
+    codes[lane] = (row[lane] << shift | (row[LANES + lane] >> 1) >> (31 - shift)) >> right;
+}
+
+// Which level a code names, counted from its table. The lowest bits of codes in a chain, its own and those of the three
+// before it, say which of four.
+INLINE void take_places(const uint32_t* __restrict codes, uint32_t* __restrict ends, const uint32_t* __restrict one,
+                        const uint32_t* __restrict two, const uint32_t* __restrict three, int32_t* __restrict places) {
+  for (int lane = 0; lane < LANES; lane++) {
+    uint32_t end = codes[lane] & 1;
+    ends[lane] = end;
+    places[lane] = (int32_t)((codes[lane] >> 1) << 2 | (end ^ one[lane] ^ three[lane]) << 1 | two[lane]);
   }
 }
 
-static void take_levels(const LayerDecoder& decoder, float scale, const int32_t* __restrict codes,
-                        const int32_t* __restrict ends, float* __restrict out) {
-  const int32_t *one = ends - decoder.chains, *two = one - decoder.chains, *three = two - decoder.chains;
-  const int32_t* tables = decoder.tables;
-  const float* levels = decoder.levels;
-  for (int32_t c = 0; c < decoder.count; c++) {
-    int32_t subset = (ends[c] ^ one[c] ^ three[c]) << 1 | two[c];
-    out[c] = levels[tables[c] + ((codes[c] >> 1) << 2) + subset] * scale;
-  }
-}
-
-// The group's numbers of one token, [count].
-static void take_units(const Codes& given, const LayerDecoder& decoder, int64_t place, Room& room, float* out) {
-  int64_t before = 3 * decoder.chains, first = decoder.first_byte, size = decoder.bytes;
-  room.bytes.resize((size_t)size + 8);
-  room.ends.resize((size_t)(decoder.count + before));
-  room.codes.resize((size_t)decoder.count);
-  uint8_t* bytes = room.bytes.data();
+// The group's bytes of one token, 0 behind them.
+static void take_bytes(const Codes& given, const LayerDecoder& decoder, int64_t place, int64_t behind, uint8_t* bytes) {
+  int64_t first = decoder.first_byte, size = decoder.bytes;
   int64_t low = std::min(std::max<int64_t>(given.half - first, 0), size);
   memcpy(bytes, given.low + place * given.half + first, (size_t)low);
   memcpy(bytes + low, given.high + place * given.half + (first + low - given.half), (size_t)(size - low));
-  memset(bytes + size, 0, 8);
-  std::fill(room.ends.begin(), room.ends.begin() + before, 0);  // nothing stands before the first codes
-  int32_t* ends = room.ends.data() + before;
-  take_codes(decoder, bytes + 1, room.codes.data(), ends);
-  take_levels(decoder, decoder.scales[bytes[0]], room.codes.data(), ends, out);
+  memset(bytes + size, 0, (size_t)behind);
+}
+
+// The group's numbers of at most LANES tokens, [token][count], `stride` from one token to the next: a multiple of LANES.
+template <class Positions>
+static void take_units(const Codes& given, const LayerDecoder& decoder, int64_t first, int64_t tokens,
+                       const Positions& positions, Room& room, float* out, int64_t stride) {
+  int64_t rows = (decoder.bytes + 3) / 4 + 1, chain = decoder.chains * LANES;  // a code may end in the row behind its own
+  room.bytes.resize((size_t)(decoder.bytes + 16));
+  room.words.assign((size_t)(rows * LANES), 0);
+  room.ends.resize((size_t)(3 * chain + decoder.count * LANES));
+  room.numbers.resize((size_t)(stride * LANES));
+  float scales[LANES] = {};
+  for (int64_t lane = 0; lane < tokens; lane++) {
+    uint8_t* bytes = room.bytes.data();
+    take_bytes(given, decoder, positions(first + lane) - given.first, 16, bytes);
+    scales[lane] = decoder.scales[bytes[0]];
+    for (int64_t row = 0; row < rows; row++)
+      room.words[(size_t)(row * LANES + lane)] = __builtin_bswap32(*(const Word*)(bytes + 1 + 4 * row));
+  }
+  std::fill(room.ends.begin(), room.ends.begin() + 3 * chain, 0u);  // nothing stands before the first codes
+  uint32_t* ends = room.ends.data() + 3 * chain;
+  float* numbers = room.numbers.data();
+  F scale = load(scales);
+  for (int32_t c = 0; c < decoder.count; c++, ends += LANES) {
+    uint32_t codes[LANES];
+    int32_t bit = 8 * decoder.octets[c] + decoder.lefts[c], places[LANES];
+    int32_t right = decoder.rights[c], levels = 2 << (32 - right);
+    take_codes(room.words.data() + bit / 32 * LANES, bit % 32, right, codes);
+    take_places(codes, ends, ends - chain, ends - 2 * chain, ends - 3 * chain, places);
+    store(numbers + c * LANES, mul(pick(decoder.levels + decoder.tables[c], levels, places), scale));
+  }
+  for (int64_t c = 0; c < decoder.count; c += LANES) {
+    F square[LANES];
+    for (int i = 0; i < LANES; i++) square[i] = load(numbers + (c + i) * LANES);
+    transpose(square);
+    for (int64_t lane = 0; lane < tokens; lane++) store(out + lane * stride + c, square[lane]);
+  }
 }
 
 // Cosines and sines of a position: those of the sum of two angles.
@@ -146,17 +181,21 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
                     const Places& places) {
   Room& room = Room::own();
   int64_t width = 2 * dim, turned = turning.turned, stride = turned + 2 * LANES;
-  room.units.resize((size_t)(AT_ONCE * decoder.count) + LANES);
+  int64_t apart = (decoder.count + LANES - 1) / LANES * LANES;
+  room.units.resize((size_t)(AT_ONCE * apart));
   room.entries.resize((size_t)(AT_ONCE * width) + LANES);
   room.turns.resize((size_t)(AT_ONCE * stride));
-  for (int64_t i = 0; i < count; i++) {
-    take_units(codes, decoder, positions(i) - codes.first, room, room.units.data() + i * decoder.count);
-    take_turns(turning, positions(i), room.turns.data() + i * stride);
+  for (int64_t i = 0; i < count; i += LANES) {
+    int64_t tokens = std::min<int64_t>(LANES, count - i);
+    take_units(codes, decoder, i, tokens, positions, room, room.units.data() + i * apart, apart);
   }
+  for (int64_t i = 0; i < count; i++) take_turns(turning, positions(i), room.turns.data() + i * stride);
   F rest = all(0.0f), most = all(0.0f);
+  // The heads' matrices are alike, so what they are multiplied with is prepared once.
+  auto identity = (Identity)decoder.identity;
+  Activations units = prepare(room.alone, decoder.matrices[from], identity, room.units.data(), apart, count);
   for (int head = from; head < to; head++) {
-    linear(room.alone, decoder.matrices[head], (Identity)decoder.identity, room.units.data(), decoder.count, count, room.entries.data(),
-           width);
+    linear_prepared(room.alone, decoder.matrices[head], identity, units, room.entries.data(), width);
     const float* means = decoder.means + head * width;
     for (int64_t i = 0; i < count; i++) {
       float *entry = room.entries.data() + i * width, *turns = room.turns.data() + i * stride;
@@ -193,10 +232,10 @@ static void restore_missing(const KeyIndex& index, int head, int dim, int32_t kv
 // Consecutive tokens of all heads. False if a number is not finite.
 static bool restore_run(Threads& threads, const RestoredRun& run) {
   std::atomic<bool> is_finite{true};
-  int64_t blocks = (run.count + restoring::AT_ONCE - 1) / restoring::AT_ONCE;
+  int64_t each = restoring::at_once(run.count, threads.count()), blocks = (run.count + each - 1) / each;
   threads.split(blocks, 1, [&](int64_t block, int64_t end) {
     for (; block < end; block++) {
-      int64_t first = block * restoring::AT_ONCE, count = std::min(restoring::AT_ONCE, run.count - first);
+      int64_t first = block * each, count = std::min(each, run.count - first);
       bool found = restoring::restore(
           run.codes, *run.decoder, run.turning, run.head_dim, run.kv_type, run.keys, run.values, count, 0, run.kv_heads,
           [&](int64_t i) { return run.first + first + i; },

@@ -532,17 +532,19 @@ static void attend_some(Threads& threads, const Attention& call, const int64_t* 
     scratch.counts[(size_t)j] = (int32_t)found;
     if (job.ring) find_places(call, j, found, scratch);
   });
-  constexpr int64_t AT_ONCE = restoring::AT_ONCE;
+  int64_t missed = 0;
+  for (int64_t j = 0; j < jobs; j++) missed += (int64_t)scratch.missing[(size_t)j].size();
+  int64_t at_once = restoring::at_once(missed, threads.count());
   scratch.items.clear();
   for (int64_t j = 0; j < jobs; j++)
-    for (int64_t first = 0; first < (int64_t)scratch.missing[(size_t)j].size(); first += AT_ONCE)
+    for (int64_t first = 0; first < (int64_t)scratch.missing[(size_t)j].size(); first += at_once)
       scratch.items.emplace_back((int32_t)j, (int32_t)first);
   if (!scratch.items.empty())
     take_turns(threads, (int64_t)scratch.items.size(), false, [&](int64_t item) {
       auto [j, first] = scratch.items[(size_t)item];
       const Job& job = scratch.jobs[(size_t)j];
       const auto& missing = scratch.missing[(size_t)j];
-      int64_t count = std::min<int64_t>(AT_ONCE, (int64_t)missing.size() - first);
+      int64_t count = std::min<int64_t>(at_once, (int64_t)missing.size() - first);
       restoring::restore_missing(*job.index, job.head, call.head_dim, call.kv_type, (void*)call.keys,
                                  (void*)call.values, missing.data() + first, count);
     });

@@ -11,6 +11,7 @@
 //   dot_nibbles, total         the same of codes of at most 15, for 32 products of a lane at most: then `total` has them
 //   dot_pair                   where the machine multiplies small matrices of bytes: two quads, and of two tokens at once
 //   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
+//   pick                       lane i: what the table has at index i of 16, all below `size`; at least 32 can be read
 //   lane_field                 lane i: `width` bits from bit `offset` on of the words i, 16 + i, 32 + i, …, as a number
 #pragma once
 #include <cmath>
@@ -72,6 +73,12 @@ INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256
 INLINE void store_f16(uint16_t* p, F a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, 0)); }
 INLINE F load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+INLINE F pick(const float* table, int32_t size, const int32_t* index) {  // a gather takes as long as ten permutations
+  __m512i places = _mm512_loadu_si512(index);
+  if (size <= 16) return _mm512_permutexvar_ps(places, load(table));
+  if (size <= 32) return _mm512_permutex2var_ps(load(table), places, load(table + 16));
+  return _mm512_i32gather_ps(places, table, 4);
 }
 INLINE I zeros() { return _mm512_setzero_si512(); }
 INLINE I all_int(int32_t a) { return _mm512_set1_epi32(a); }
@@ -167,6 +174,10 @@ INLINE F load_bf16(const uint16_t* p) {
   __m128i a = _mm_loadu_si128((const __m128i*)p), b = _mm_loadu_si128((const __m128i*)p + 1);
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(b), 16))};
+}
+INLINE F pick(const float* table, int32_t, const int32_t* index) {
+  return {_mm256_i32gather_ps(table, _mm256_loadu_si256((const __m256i*)index), 4),
+          _mm256_i32gather_ps(table, _mm256_loadu_si256((const __m256i*)index + 1), 4)};
 }
 INLINE I zeros() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE I all_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -322,6 +333,11 @@ INLINE F load_bf16(const uint16_t* p) {
   EACH r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
   return r;
 }
+INLINE F pick(const float* table, int32_t, const int32_t* index) {
+  float lanes[LANES];
+  for (int i = 0; i < LANES; i++) lanes[i] = table[index[i]];
+  return load(lanes);
+}
 INLINE I zeros() { I r; EACH r.v[i] = vdupq_n_s32(0); return r; }
 INLINE I all_int(int32_t x) { I r; EACH r.v[i] = vdupq_n_s32(x); return r; }
 INLINE F as_floats(I x) { F r; EACH r.v[i] = vcvtq_f32_s32(x.v[i]); return r; }
@@ -449,6 +465,7 @@ INLINE uint32_t lanes_least(F x, float floor) {
 INLINE F load_f16(const uint16_t* p) { F r; EACH r.v[i] = from_f16(p[i]); return r; }
 INLINE void store_f16(uint16_t* p, F x) { EACH p[i] = to_f16(x.v[i]); }
 INLINE F load_bf16(const uint16_t* p) { F r; EACH r.v[i] = from_bf16(p[i]); return r; }
+INLINE F pick(const float* table, int32_t, const int32_t* index) { F r; EACH r.v[i] = table[index[i]]; return r; }
 INLINE I zeros() { I r; EACH r.v[i] = 0; return r; }
 INLINE I all_int(int32_t x) { I r; EACH r.v[i] = x; return r; }
 INLINE F as_floats(I x) { F r; EACH r.v[i] = (float)x.v[i]; return r; }

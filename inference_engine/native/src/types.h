@@ -44,6 +44,8 @@ struct Attention {
   const int64_t* regions;  // [count][16], `region_stride` from one to the next
   const float* head_sinks; // [query_heads], logits that join each head's softmax; null: none
   float* out;              // as queries, `out_stride` from one to the next
+  float* lse;              // [count][query_heads], ln Σ e^score of what each sees; null: not asked for, and not of
+                           // queries that choose
   int64_t count, query_stride, region_stride, out_stride;
   int32_t query_heads, kv_heads, head_dim, kv_type;
   float scaling, softcap;  // softcap 0: none
@@ -55,7 +57,7 @@ struct LayerDecoder {
   // [count]: of each code the byte behind the scale in which it begins, how many bits stand before and behind it in the
   // 32 bits from there, and where its levels begin.
   const int32_t *octets, *lefts, *rights, *tables;
-  const float *levels, *scales;             // scales: [256], by the group's first byte
+  const float *levels, *scales;             // levels: 32 more can be read; scales: [256], by the group's first byte
   const float* means;                       // [kv_heads][2 · head_dim]
   const Matrix* matrices;                   // [kv_heads], 2 · head_dim outputs and `count` inputs
   int32_t count, chains, first_byte, bytes; // bytes: of the group's codes, its scale among them
