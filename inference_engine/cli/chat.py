@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine.cli import first_use
-from inference_engine.cli.answers import add_max_tokens
+from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     """Chat until /quit or the end of standard input. Raises the SDK's errors and those of starting a server."""
     console = Console(highlight=False)
     if not args.target:
-        first_use.before_start(settings(args, ModelConfig), settings(args, EngineConfig))
+        engine = settings(args, EngineConfig)
+        refuse_longer(args.max_tokens, engine.max_generate_tokens)
+        first_use.before_start(settings(args, ModelConfig), engine)
     with ExitStack() as stack:
         with Console(stderr=True).status("getting ready"):
             conversation = _open(args, stack)
@@ -91,7 +93,9 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     if args.target:
         client = stack.enter_context(connect(args, args.target))
-        tokenizer = _tokenizer(args.model, model) if args.model else _served_tokenizer(client, model)
+        served = client.server_info()
+        refuse_longer(args.max_tokens, served.max_generate_tokens)
+        tokenizer = _tokenizer(args.model, model) if args.model else _served_tokenizer(served.model_id, model)
     else:
         child = stack.enter_context(child_server(model, engine))
         # The tokenizer loads while the server loads its model.
@@ -100,9 +104,8 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
     return _conversation(client, tokenizer, args, stack)
 
 
-def _served_tokenizer(client: Client, model: ModelConfig) -> Any:
-    """That of a model with the name of the server's, if there is one on this machine."""
-    name = client.server_info().model_id
+def _served_tokenizer(name: str, model: ModelConfig) -> Any:
+    """That of a model with this name, the server's, if there is one on this machine."""
     try:
         return _tokenizer(name, model)
     except ModelError as error:
