@@ -23,6 +23,7 @@ from inference_engine.cli.settings import CONVERSATION, add_config_file, add_set
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ModelError, counted
+from inference_engine.types import Sampling
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 COMMANDS = "/info shows the session, /quit ends the chat; Ctrl-C stops an answer"
 PROMPT = "> "
+SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -61,6 +63,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chat until /quit or the end of standard input. Raises the SDK's errors and those of starting a server."""
     console = Console(highlight=False)
+    # Refused here, not with the first message: a model is loaded before that.
+    Sampling(**{name: value for name, value in _sampling(args).items() if value is not None})
     if not args.target:
         engine = settings(args, EngineConfig)
         refuse_longer(args.max_tokens, engine.max_generate_tokens)
@@ -146,15 +150,16 @@ def _answer(conversation: Conversation, message: str, args: argparse.Namespace, 
         message,
         max_tokens=args.max_tokens,
         show=shown_on(console),
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        **_sampling(args),
     )
     console.out()
     console.print(cost(turn), style="dim", markup=False, soft_wrap=True)
     return turn
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """As it was typed; None: not at all."""
+    return {name: getattr(args, name) for name in SAMPLING}
 
 
 def cost(turn: Turn) -> str:

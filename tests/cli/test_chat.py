@@ -164,6 +164,24 @@ def test_a_longer_answer_than_its_own_server_would_give_is_refused_before_that_i
         assert "--max-tokens 48 is more than the server's limit of 40" in said
 
 
+def test_what_cannot_be_sampled_with_is_refused_before_a_server_is_started_or_asked(
+    chat: Chat, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for name in ("child_server", "connect"):
+        monkeypatch.setattr(chat_command, name, Mock(side_effect=AssertionError("a server was started or asked")))
+    for flag, said in (
+        ("--temperature=-1", "temperature: must be 0, or from 2^-20 (about 0.000001) to 100, got -1"),
+        ("--temperature=nan", "temperature: must be 0, or from 2^-20 (about 0.000001) to 100, got nan"),
+        ("--top-p=0", "top_p: must be in (0, 1], got 0"),
+        ("--top-k=-1", "top_k: must be ≥ 0, got -1"),
+        ("--repetition-penalty=0", "repetition_penalty: must be from 0.0078125 to 100, got 0"),
+        ("--seed=-1", "seed: must be in [0, 2^64), got -1"),
+    ):
+        for more in ((), ("--target=127.0.0.1:1",)):
+            with subtests.test(" ".join((flag, *more))):
+                assert chat("Hi\n", "--model", tiny_folder, flag, *more) == (1, "", f"kakeya chat: {said}\n")
+
+
 def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp_path: Path) -> None:
     status, _, said = chat("Hi\n", "--model", save_tiny_model(tmp_path / "bare"), "--target", server.target)
     assert status == 1
