@@ -478,9 +478,11 @@ def _parse(source: str, value: Any, kind: Any) -> Any:
     try:
         if kind is Mode:
             modes = {mode.value: mode for mode in Mode}
-            if not isinstance(value, Mode) and value not in modes:
+            if isinstance(value, Mode):
+                return value
+            if not isinstance(value, str) or value not in modes:
                 raise ValueError(f"must be {' or '.join(modes)}, got {value!r}")
-            return value if isinstance(value, Mode) else modes[value]
+            return modes[value]
         if kind is int and isinstance(value, str):
             if _BELOW_ZERO.fullmatch(value.strip()):
                 return int(value)  # each setting says what is the least

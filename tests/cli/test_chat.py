@@ -119,6 +119,14 @@ def test_a_message_from_a_pipe_that_looks_like_a_command_is_said(chat: Chat, ser
     assert cost[0] == as_long[0]
 
 
+def test_a_line_that_is_not_utf_8_ends_the_chat_with_the_reason(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    """As Python reads bytes from a pipe that are none."""
+    status, printed, said = chat("caf\udce9\n", "--model", tiny_folder, "--target", server.target)
+    assert (status, printed) == (1, "")
+    assert said.startswith("kakeya chat: messages[0]: holds '\\udce9', no character")
+    assert said.count("\n") == 1
+
+
 def test_the_system_message_begins_the_history(chat: Chat, server: Server, tiny_folder: Path) -> None:
     options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=1")
     plain, ordered = (chat("Hi\n", *options, *more)[1] for more in ((), ("--system", "Be kind.")))
