@@ -27,7 +27,7 @@ from inference_engine.scheduler.step_time import StepPace
 _MEMORY = 0.98  # decay: the weight of an ended Generate when the next one of its kind has ended
 _MOST_OVER_MEAN = 4.0  # most tokens assumed for a Generate of a new size, over the mean of many before
 # What was expected before an owner's first Generate counts as this many before it: one that is short promises nothing.
-_PRIOR = 4.0
+_PRIOR = 2.0
 _LEAST_SHARE = 0.01
 MOST_OWNERS = 1024  # whose lengths are remembered
 _MOST_PLAYS = 64  # owners whose predictions are kept until the queue changes
@@ -208,18 +208,22 @@ _ANY = 0  # the size of all Generates together, each of which counts as if it ha
 
 
 class Used(NamedTuple):
-    """What an owner's Generates of one size asked for and generated. Each fades by `_MEMORY` as the next ends."""
+    """What an owner's Generates of one size asked for and generated, and their number. Each fades by `_MEMORY` as the
+    next ends. expected: the share that was, before the first.
+    """
 
     asked: float
     generated: float
+    number: float
+    expected: float
 
 
 class Others(NamedTuple):
-    """Of all owners with Generates of one size: how many they are, their shares together, and what all asked for."""
+    """Of all owners with Generates of one size: how many they are, their shares together, and all their Generates."""
 
     owners: int
     shares: float
-    asked: float
+    number: float
 
 
 _NONE = Others(0, 0.0, 0.0)
@@ -231,8 +235,8 @@ class Lengths:
     two.
 
     For an owner whose first of a size it is: the mean of the other owners' shares. Each owner counts once there, and
-    nowhere else for others, so that its cancelled Generates do not make others' seem short. That mean counts as
-    `_PRIOR` Generates before the owner's first, and fades like them.
+    nowhere else for others, so that its cancelled Generates do not make others' seem short. Where that mean is longer
+    than the owner's own, it counts as `_PRIOR` Generates before the owner's first, and fades like them.
     """
 
     # By size. The owner whose Generate ended last is at the end.
@@ -240,35 +244,39 @@ class Lengths:
     _others: dict[int, Others] = field(default_factory=dict)
 
     def saw(self, owner: str, asked: int, generated: int) -> None:
-        size, expected = asked.bit_length(), self.share(owner, asked)
+        expected = self.share(owner, asked)
         sizes = self._owners.setdefault(owner, {})
         self._owners.move_to_end(owner)
-        begun = {size: Used(_PRIOR * asked, _PRIOR * asked * expected), _ANY: Used(0.0, 0.0)}
-        for each, unit in ((size, asked), (_ANY, 1)):
-            if (before := sizes.get(each)) is not None:
-                self._count(each, before, -1)
+        for size, each in ((asked.bit_length(), asked), (_ANY, 1)):
+            if (before := sizes.get(size)) is not None:
+                self._count(size, before, -1)
             else:
-                before = begun[each]
-            sizes[each] = Used(_MEMORY * before.asked + unit, _MEMORY * before.generated + generated)
-            self._count(each, sizes[each], 1)
+                before = Used(0.0, 0.0, 0.0, expected)
+            sizes[size] = Used(
+                _MEMORY * before.asked + each,
+                _MEMORY * before.generated + generated,
+                _MEMORY * before.number + 1,
+                before.expected,
+            )
+            self._count(size, sizes[size], 1)
         if len(self._owners) > MOST_OWNERS:
-            for each, used in self._owners.popitem(last=False)[1].items():
-                self._count(each, used, -1)
+            for size, used in self._owners.popitem(last=False)[1].items():
+                self._count(size, used, -1)
 
     def share(self, owner: str, asked: int) -> float:
         """The expected share of `asked` tokens, in (0, 1]: many Generates stop early."""
         if (found := self._seen(owner, asked.bit_length()))[1]:
             return max(_LEAST_SHARE, found[0])
-        mean, count = self._seen(owner, _ANY)
+        mean, number = self._seen(owner, _ANY)
         # The more Generates there were, the more their mean says of a size that none of them had.
-        return math.pow(min(1.0, _MOST_OVER_MEAN * max(1.0, mean) / asked), count / (count + _PRIOR))
+        return _weighed(min(1.0, _MOST_OVER_MEAN * max(1.0, mean) / asked), number, 1.0)
 
     def _seen(self, owner: str, size: int) -> tuple[float, float]:
-        """The share of this owner's Generates, or else of others', and what they asked for together: 0 for none."""
+        """The share of this owner's Generates, or else of others', and the number of them: 0 for none."""
         if (sizes := self._owners.get(owner)) is not None and (used := sizes.get(size)) is not None:
-            return used.generated / used.asked, used.asked
+            return _share(size, used), used.number
         others = self._others.get(size, _NONE)
-        return others.shares / (others.owners or 1), others.asked
+        return others.shares / (others.owners or 1), others.number
 
     def _count(self, size: int, used: Used, owners: int) -> None:
         """Take an owner's Generates of a size into what is known of all, 1, or out of it, -1."""
@@ -277,12 +285,29 @@ class Lengths:
         self._others[size] = (
             Others(
                 others.owners + owners,
-                others.shares + owners * used.generated / used.asked,
-                others.asked + owners * used.asked,
+                others.shares + owners * _share(size, used),
+                others.number + owners * used.number,
             )
             if others.owners + owners
             else _NONE
         )
+
+
+def _share(size: int, used: Used) -> float:
+    mean = used.generated / used.asked
+    # What is longer than was expected is believed at once: others would be promised too much.
+    if size == _ANY or mean >= used.expected:
+        return mean
+    return _weighed(max(_LEAST_SHARE, mean), used.number, used.expected)
+
+
+def _weighed(seen: float, number: float, expected: float) -> float:
+    """The share `seen` of so many Generates, and what was expected before them, which counts as `_PRIOR` and fades.
+
+    The geometric mean: the arithmetic one would take a hundred short Generates to believe what ten of them say.
+    """
+    before = max(0.0, _PRIOR * (1.0 - (1.0 - _MEMORY) * number))
+    return math.exp((number * math.log(seen) + before * math.log(expected)) / (number + before))
 
 
 @dataclass(slots=True)

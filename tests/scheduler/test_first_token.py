@@ -218,3 +218,9 @@ def test_a_single_short_generate_is_no_promise_that_an_owners_next_are_short(ask
     simulation = played([*first, *paced, *full, Arrival(at=27.0, max_tokens=200), Arrival(at=27.5, max_tokens=200)])
     assert len(refused(simulation)) == 2
     assert max(first_tokens(simulation, since=0.0)) <= LIMIT
+
+
+def test_an_owner_that_asks_for_more_than_it_lets_be_generated_is_soon_believed() -> None:
+    simulation = played(generates(0.6, 25, seed=1, asks=256))
+    assert not [seen for seen in refused(simulation) if seen.arrival.at >= 5.0]
+    assert percentile(first_tokens(simulation, since=0.0), 99) <= LIMIT
