@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from typing import cast
 
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, resolve
 
@@ -93,8 +94,7 @@ def main() -> None:
     args = parser.parse_args()
     commit = "" if args.quick else record.running_commit(args.commit)
     config = resolve(ModelConfig, {"threads": args.threads, "backend": "native"})
-    opened = open_backend(config)
-    assert isinstance(opened, NativeForward), "backend=native opens no other"
+    opened = cast(NativeForward, open_backend(config))
     watched = Watched(opened.program)
     forward = NativeForward(opened.described, opened.facts, watched)
     tokenizer = load_tokenizer(tokenizer_folder(config.model, config.cache_path))
