@@ -27,8 +27,10 @@ from inference_engine.types import Durability, Mode
 T = TypeVar("T", bound="EngineConfig | ModelConfig | ServerConfig")
 
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.ASCII)
+_BELOW_ZERO = re.compile(r"-\d+", re.ASCII)
 _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
+_MOST_THREADS = 1024  # with more than a system lets a process have, OpenMP ends it
 _WIRE_LARGEST = 2**31 - 1  # the range of gRPC and the wire contract
 _BOOLEANS = {"true": True, "false": False}
 # Settings of sessions in a state_dir, which say nothing without one.
@@ -243,6 +245,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)
+        _at_most(self, threads=_MOST_THREADS)
+        if not self.model:
+            raise ConfigError("model must be a name, a folder or a file, got an empty string")
         if self.device == "auto":
             object.__setattr__(self, "device", default_device())
         if not self.latent:
@@ -472,8 +477,15 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _parse(source: str, value: Any, kind: Any) -> Any:
     try:
         if kind is Mode:
-            return value if isinstance(value, Mode) else Mode(value)
+            modes = {mode.value: mode for mode in Mode}
+            if isinstance(value, Mode):
+                return value
+            if not isinstance(value, str) or value not in modes:
+                raise ValueError(f"must be {' or '.join(modes)}, got {value!r}")
+            return modes[value]
         if kind is int and isinstance(value, str):
+            if _BELOW_ZERO.fullmatch(value.strip()):
+                return int(value)  # each setting says what is the least
             match = _SIZE.fullmatch(value.strip())
             if match is None:
                 raise ValueError(f"{value!r} is not a whole number or a size such as 512MiB")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, resolve
 
@@ -20,9 +20,12 @@ forbid_model_hub()
 
 import numpy as np
 
+from inference_engine.backends.native.forward import NativeForward
+from inference_engine.backends.native.program import Program
 from inference_engine.compose import find_drafter, open_backend
 from inference_engine.engine import Engine
 from inference_engine.models import tokenizer_folder
+from inference_engine.native.library import Step as NativeStep
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 from laboratory.evaluation import record
 from laboratory.evaluation.models import load_tokenizer
@@ -35,19 +38,19 @@ DRAFTERS = ("none", "ngram")
 SHARE = "beside the call ÷ step"
 
 
-class Watched:
-    """The native calls of a program: wall and processor seconds of the thread that makes them."""
+class Watched(Program):
+    """A program that notes its native calls: wall and processor seconds of the thread that makes them."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Program) -> None:
+        vars(self).update(vars(program))
+        self._opened = program  # closes what both have
         self.wall = self.processor = 0.0
-        self.count = 0
-        self._run = program.run
-        program.run = self
+        self.calls = 0
 
-    def __call__(self, *args: Any) -> None:
+    def run(self, step: NativeStep, first: int = 0, end: int | None = None) -> None:
         wall, processor = time.perf_counter(), time.thread_time()
-        self._run(*args)
-        self.count += 1
+        super().run(step, first, end)
+        self.calls += 1
         self.wall += time.perf_counter() - wall
         self.processor += time.thread_time() - processor
 
@@ -58,7 +61,7 @@ def steps(engine: Engine, watched: Watched, text: Sequence[int], sessions: int, 
 
     def note(event: object) -> None:
         if isinstance(event, TokenCommitted):  # with drafts, a step gives several: the first of them
-            rows.setdefault(watched.count, (time.perf_counter(), time.thread_time(), watched.wall, watched.processor))
+            rows.setdefault(watched.calls, (time.perf_counter(), time.thread_time(), watched.wall, watched.processor))
 
     opened = [engine.create_session().session_id for _ in range(sessions)]
     for number, session in enumerate(opened):
@@ -91,8 +94,9 @@ def main() -> None:
     args = parser.parse_args()
     commit = "" if args.quick else record.running_commit(args.commit)
     config = resolve(ModelConfig, {"threads": args.threads, "backend": "native"})
-    forward = open_backend(config)
-    watched = Watched(forward.program)
+    opened = cast(NativeForward, open_backend(config))
+    watched = Watched(opened.program)
+    forward = NativeForward(opened.described, opened.facts, watched)
     tokenizer = load_tokenizer(tokenizer_folder(config.model, config.cache_path))
     text = list(tokenizer.encode((record.ROOT / TEXT).read_text(encoding="utf-8")[:20_000]))
     engines = {

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from inference_engine.cli.answers import refuse_longer
 from inference_engine.cli.connection import add_connection, connect_async
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig
@@ -125,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         target = args.target
         if target is None:
+            refuse_longer(args.generate_tokens, engine.max_generate_tokens, flag="--generate-tokens")
             first_use.before_start(model, engine)
             with Console(stderr=True).status("starting a server"):
                 target = stack.enter_context(child_server(model, engine)).wait_ready()
@@ -150,6 +152,7 @@ async def _audit(args: argparse.Namespace, target: str, strategy: Strategy | Non
     rng = random.Random(args.seed)
     async with connect_async(args, target) as client:
         info = await client.server_info()
+        refuse_longer(args.generate_tokens, info.max_generate_tokens, flag="--generate-tokens")
         found = Found(is_exact=info.mode is Mode.FIXED_SHAPE)
         for number in range(args.histories):
             history = _some_history(args, rng, info.vocab_size, is_sampled=found.is_exact and number % 2 == 1)

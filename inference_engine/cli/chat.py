@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine.cli import first_use
-from inference_engine.cli.answers import add_max_tokens
+from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ModelError, counted
+from inference_engine.types import Sampling
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 COMMANDS = "/info shows the session, /quit ends the chat; Ctrl-C stops an answer"
 PROMPT = "> "
+SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -61,8 +63,12 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chat until /quit or the end of standard input. Raises the SDK's errors and those of starting a server."""
     console = Console(highlight=False)
+    # Refused here, not with the first message: a model is loaded before that.
+    Sampling(**{name: value for name, value in _sampling(args).items() if value is not None})
     if not args.target:
-        first_use.before_start(settings(args, ModelConfig), settings(args, EngineConfig))
+        engine = settings(args, EngineConfig)
+        refuse_longer(args.max_tokens, engine.max_generate_tokens)
+        first_use.before_start(settings(args, ModelConfig), engine)
     with ExitStack() as stack:
         with Console(stderr=True).status("getting ready"):
             conversation = _open(args, stack)
@@ -91,7 +97,9 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     if args.target:
         client = stack.enter_context(connect(args, args.target))
-        tokenizer = _tokenizer(args.model, model) if args.model else _served_tokenizer(client, model)
+        served = client.server_info()
+        refuse_longer(args.max_tokens, served.max_generate_tokens)
+        tokenizer = _tokenizer(args.model, model) if args.model else _served_tokenizer(served.model_id, model)
     else:
         child = stack.enter_context(child_server(model, engine))
         # The tokenizer loads while the server loads its model.
@@ -100,9 +108,8 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
     return _conversation(client, tokenizer, args, stack)
 
 
-def _served_tokenizer(client: Client, model: ModelConfig) -> Any:
-    """That of a model with the name of the server's, if there is one on this machine."""
-    name = client.server_info().model_id
+def _served_tokenizer(name: str, model: ModelConfig) -> Any:
+    """That of a model with this name, the server's, if there is one on this machine."""
     try:
         return _tokenizer(name, model)
     except ModelError as error:
@@ -143,15 +150,16 @@ def _answer(conversation: Conversation, message: str, args: argparse.Namespace, 
         message,
         max_tokens=args.max_tokens,
         show=shown_on(console),
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        **_sampling(args),
     )
     console.out()
     console.print(cost(turn), style="dim", markup=False, soft_wrap=True)
     return turn
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """As it was typed; None: not at all."""
+    return {name: getattr(args, name) for name in SAMPLING}
 
 
 def cost(turn: Turn) -> str:

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inference_engine.cli import first_use, kill_demo, recall_demo
-from inference_engine.cli.answers import add_max_tokens
+from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.models import fetch, is_known, model_folder, tokenizer_folder
 
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+    refuse_longer(args.max_tokens, engine.max_generate_tokens)
     console = Console(highlight=False)
     if is_known(model.model):
         is_new = not model_folder(model.model, model.cache_path).is_dir()

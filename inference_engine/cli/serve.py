@@ -27,6 +27,7 @@ from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, mis
 from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import cannot_bind, refuse_open_doors, resolve_bind
+from inference_engine.server.metrics_port import refuse_unless_loopback
 from inference_engine.server.trace_export import check_exporter, exported
 
 if TYPE_CHECKING:
@@ -68,12 +69,13 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
     # Cheap checks first, before libraries and weights are loaded.
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)
-    for setting, bind in (("bind", server.bind), ("http_bind", server.http_bind)):
-        if not bind:
-            continue
+    optional = (("http_bind", server.http_bind), ("metrics_bind", server.metrics_bind))
+    for setting, bind in (("bind", server.bind), *(one for one in optional if one[1])):
         if bind_error(address := resolve_bind(setting, bind)):
             raise cannot_bind(setting, address)
-        if not address.is_loopback:
+        if setting == "metrics_bind":
+            refuse_unless_loopback(address, bind)
+        elif not address.is_loopback:
             refuse_open_doors(f"{setting} {bind}", server, has_keys=bool(server.api_key_file))
 
     # A truncated file of weights (SIGBUS) or a fault in a library ends the process, with a stack on standard error.

@@ -6,7 +6,7 @@
 Other owners are assumed to keep sending: when a Generate of an owner ends and none of its own is waiting, another one
 is assumed to arrive. So an owner that has its share of the places waits for one of its own to end.
 
-A Generate is expected to use as much of its `max_tokens` as earlier ones of its owner did.
+A Generate is expected to use as much of its `max_tokens` as earlier ones of its owner did, once there were some.
 
 Only work for other requests counts as waiting, not the prefill of the request itself. So an idle engine refuses
 nothing.
@@ -15,17 +15,19 @@ nothing.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import NamedTuple
 
 from inference_engine.scheduler.request import Prediction, Request
 from inference_engine.scheduler.step_time import StepPace
 
 _MEMORY = 0.98  # decay: the weight of an ended Generate when the next one of its kind has ended
-_MOST_OVER_MEAN = 4.0  # most tokens assumed for a Generate of a new size, over the mean of those before
+_MOST_OVER_MEAN = 4.0  # most tokens assumed for a Generate of a new size, over the mean of many before
+# What was expected before an owner's first Generate counts as this many before it: one that is short promises nothing.
+_PRIOR = 2.0
 _LEAST_SHARE = 0.01
 MOST_OWNERS = 1024  # whose lengths are remembered
 _MOST_PLAYS = 64  # owners whose predictions are kept until the queue changes
@@ -205,26 +207,57 @@ class _Play:
 _ANY = 0  # the size of all Generates together, each of which counts as if it had asked for one token
 
 
+class Used(NamedTuple):
+    """What an owner's Generates of one size asked for and generated, and their number. Each fades by `_MEMORY` as the
+    next ends. expected: the share that was, before the first.
+    """
+
+    asked: float
+    generated: float
+    number: float
+    expected: float
+
+
+class Others(NamedTuple):
+    """Of all owners with Generates of one size: how many they are, their shares together, and all their Generates."""
+
+    owners: int
+    shares: float
+    number: float
+
+
+_NONE = Others(0, 0.0, 0.0)
+
+
 @dataclass(slots=True)
 class Lengths:
     """The share of `max_tokens` that Generates use, cancelled ones included, by owner and by `max_tokens` in powers of
     two.
 
     For an owner whose first of a size it is: the mean of the other owners' shares. Each owner counts once there, and
-    nowhere else for others, so that its cancelled Generates do not make others' seem short.
+    nowhere else for others, so that its cancelled Generates do not make others' seem short. Where that mean is longer
+    than the owner's own, it counts as `_PRIOR` Generates before the owner's first, and fades like them.
     """
 
-    # Asked and generated, by size. The owner whose Generate ended last is at the end.
-    _owners: OrderedDict[str, dict[int, tuple[float, float]]] = field(default_factory=OrderedDict)
-    _sums: dict[int, tuple[int, float]] = field(default_factory=dict)  # owners, and their shares together
+    # By size. The owner whose Generate ended last is at the end.
+    _owners: OrderedDict[str, dict[int, Used]] = field(default_factory=OrderedDict)
+    _others: dict[int, Others] = field(default_factory=dict)
 
     def saw(self, owner: str, asked: int, generated: int) -> None:
+        expected = self.share(owner, asked)
         sizes = self._owners.setdefault(owner, {})
         self._owners.move_to_end(owner)
         for size, each in ((asked.bit_length(), asked), (_ANY, 1)):
-            before = sizes.get(size, (0.0, 0.0))
-            self._count(size, before, -1)
-            sizes[size] = (_MEMORY * before[0] + each, _MEMORY * before[1] + generated)
+            if (before := sizes.get(size)) is not None:
+                self._count(size, before, -1)
+            else:
+                before = Used(0.0, 0.0, 0.0, expected)
+            sizes[size] = Used(
+                _MEMORY * before.asked + each,
+                _MEMORY * before.generated + generated,
+                _MEMORY * before.number + 1,
+                before.expected,
+            )
             self._count(size, sizes[size], 1)
         if len(self._owners) > MOST_OWNERS:
             for size, used in self._owners.popitem(last=False)[1].items():
@@ -232,23 +265,49 @@ class Lengths:
 
     def share(self, owner: str, asked: int) -> float:
         """The expected share of `asked` tokens, in (0, 1]: many Generates stop early."""
-        if (share := self._share(owner, asked.bit_length())) is not None:
-            return max(_LEAST_SHARE, share)
-        mean = self._share(owner, _ANY)
-        return 1.0 if mean is None else min(1.0, _MOST_OVER_MEAN * max(1.0, mean) / asked)
+        if (found := self._seen(owner, asked.bit_length()))[1]:
+            return max(_LEAST_SHARE, found[0])
+        mean, number = self._seen(owner, _ANY)
+        # The more Generates there were, the more their mean says of a size that none of them had.
+        return _weighed(min(1.0, _MOST_OVER_MEAN * max(1.0, mean) / asked), number, 1.0)
 
-    def _share(self, owner: str, size: int) -> float | None:
-        """Of this owner's Generates, or else of others'; None if there were none of that size."""
+    def _seen(self, owner: str, size: int) -> tuple[float, float]:
+        """The share of this owner's Generates, or else of others', and the number of them: 0 for none."""
         if (sizes := self._owners.get(owner)) is not None and (used := sizes.get(size)) is not None:
-            return used[1] / used[0]
-        owners, total = self._sums.get(size, (0, 0.0))
-        return total / owners if owners else None
+            return _share(size, used), used.number
+        others = self._others.get(size, _NONE)
+        return others.shares / (others.owners or 1), others.number
 
-    def _count(self, size: int, used: tuple[float, float], owners: int) -> None:
-        """Take an owner's share into the sum, 1, or out of it, -1. used: nothing where the owner is new to the size."""
-        if used[0]:
-            count, total = self._sums.get(size, (0, 0.0))
-            self._sums[size] = (count + owners, total + owners * used[1] / used[0])
+    def _count(self, size: int, used: Used, owners: int) -> None:
+        """Take an owner's Generates of a size into what is known of all, 1, or out of it, -1."""
+        others = self._others.get(size, _NONE)
+        # Exactly nothing is left of those that are forgotten.
+        self._others[size] = (
+            Others(
+                others.owners + owners,
+                others.shares + owners * _share(size, used),
+                others.number + owners * used.number,
+            )
+            if others.owners + owners
+            else _NONE
+        )
+
+
+def _share(size: int, used: Used) -> float:
+    mean = used.generated / used.asked
+    # What is longer than was expected is believed at once: others would be promised too much.
+    if size == _ANY or mean >= used.expected:
+        return mean
+    return _weighed(max(_LEAST_SHARE, mean), used.number, used.expected)
+
+
+def _weighed(seen: float, number: float, expected: float) -> float:
+    """The share `seen` of so many Generates, and what was expected before them, which counts as `_PRIOR` and fades.
+
+    The geometric mean: the arithmetic one would take a hundred short Generates to believe what ten of them say.
+    """
+    before = max(0.0, _PRIOR * (1.0 - (1.0 - _MEMORY) * number))
+    return math.exp((number * math.log(seen) + before * math.log(expected)) / (number + before))
 
 
 @dataclass(slots=True)
@@ -308,7 +367,7 @@ class Foresight:
         found = played.until(load)
         step_seconds = self._step_seconds(min(len(running), self.room.max_batch))
         token_seconds = self._pace.token_seconds
-        own_steps = ceil(load.prefill_tokens / self.room.segment_tokens)
+        own_steps = math.ceil(load.prefill_tokens / self.room.segment_tokens)
         return Prediction(
             wait=found.steps * step_seconds + found.prefill_tokens * token_seconds,
             own=own_steps * step_seconds + load.prefill_tokens * token_seconds,

@@ -197,10 +197,9 @@ async def _started(
     if address.is_loopback:
         names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-    # Last: gRPC closes the port of a server only if the server was started.
     target = _bind(server, address, None if certificates is None else certificates.for_grpc())
+    opened.push_async_callback(_close, server)
     await server.start()
-    opened.push_async_callback(server.stop, None)
     door.follow(int(target.rpartition(":")[2]))
     return ServerHandle(
         target=target,
@@ -340,6 +339,12 @@ def _bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCre
     if port == 0:
         raise cannot_bind("bind", address)
     return str(Address(host=address.host, port=port, is_loopback=address.is_loopback))
+
+
+async def _close(server: grpc.aio.Server) -> None:
+    """gRPC closes the port of a server only if the server was started. Starting it again does nothing."""
+    await server.start()
+    await server.stop(None)
 
 
 def _describe(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import InvariantViolated
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.types import Mode
+from kakeya import AsyncClient
 from tests.server_thread import server_thread
 from tests.tiny import tiny_engine
 
@@ -31,6 +33,15 @@ def test_a_server_whose_tokens_depend_on_the_history_alone_passes(
         assert main(["audit", "--target", target, "--strategy", strategy, *FEW]) == 0
     # Of each history one stream in one piece and four in pieces, each with two turns of four tokens.
     assert "10 streams of 2 histories, 80 tokens: 0 violations" in capsys.readouterr().out
+
+
+def test_more_tokens_than_a_server_generates_at_once_are_refused_before_a_session_is_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(AsyncClient, "create_session", Mock(side_effect=AssertionError("a session was opened")))
+    with tiny_engine(max_generate_tokens=3) as engine, server_thread(engine) as target:
+        assert main(["audit", "--target", target, *FEW]) == 1
+    assert "--generate-tokens 4 is more than the server's limit of 3" in capsys.readouterr().err
 
 
 def test_a_server_that_cares_how_ids_came_is_found_out(

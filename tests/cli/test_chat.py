@@ -7,14 +7,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
 from inference_engine.cli import chat as chat_command
-from inference_engine.cli import first_use
+from inference_engine.cli import demo as demo_command
+from inference_engine.cli import first_use, kill_demo
 from inference_engine.cli.main import main
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
+from kakeya import Client
 from tests.processes import Server, warm_children
 from tests.tiny_folder import save_tiny_model
 
@@ -41,11 +44,15 @@ class Chat:
         self._capsys = capsys
 
     def __call__(
-        self, typed: str, *arguments: str | Path, where: type[io.StringIO] = io.StringIO
+        self,
+        typed: str,
+        *arguments: str | Path,
+        where: type[io.StringIO] = io.StringIO,
+        command: str = "chat",
     ) -> tuple[int, str, str]:
         """Status, output and errors. where: it is typed; by default into a pipe."""
         self._monkeypatch.setattr("sys.stdin", where(typed))
-        status = main(("chat", *map(str, arguments)))
+        status = main((command, *map(str, arguments)))
         printed = self._capsys.readouterr()
         return status, printed.out, printed.err
 
@@ -112,6 +119,14 @@ def test_a_message_from_a_pipe_that_looks_like_a_command_is_said(chat: Chat, ser
     assert cost[0] == as_long[0]
 
 
+def test_a_line_that_is_not_utf_8_ends_the_chat_with_the_reason(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    """As Python reads bytes from a pipe that are none."""
+    status, printed, said = chat("caf\udce9\n", "--model", tiny_folder, "--target", server.target)
+    assert (status, printed) == (1, "")
+    assert said.startswith("kakeya chat: messages[0]: holds '\\udce9', no character")
+    assert said.count("\n") == 1
+
+
 def test_the_system_message_begins_the_history(chat: Chat, server: Server, tiny_folder: Path) -> None:
     options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=1")
     plain, ordered = (chat("Hi\n", *options, *more)[1] for more in ((), ("--system", "Be kind.")))
@@ -129,6 +144,50 @@ def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(
     assert len(COST.findall(printed)) == 1
     assert "would exceed the session's limit of 512" in said
     assert "sink_window has no limit" in said, "512 is all that the model has, so a larger limit_tokens is no way out"
+
+
+def test_a_longer_answer_than_a_server_gives_is_refused_before_a_session_is_opened(
+    chat: Chat, server: Server, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "create_session", Mock(side_effect=AssertionError("a session was opened")))
+    options = ("--model", tiny_folder, "--target", server.target)
+    status, printed, said = chat("Hi\n", *options, "--max-tokens=32769")
+    assert (status, printed) == (1, "")
+    assert said == (
+        "kakeya chat: --max-tokens 32769 is more than the server's limit of 32768 tokens a Generate; ask for at most "
+        "--max-tokens 32768, or start a server with a larger max_generate_tokens\n"
+    )
+
+
+def test_a_longer_answer_than_its_own_server_would_give_is_refused_before_that_is_started(
+    chat: Chat, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (chat_command, demo_command, kill_demo):
+        monkeypatch.setattr(command, "child_server", Mock(side_effect=AssertionError("a server was started")))
+    monkeypatch.setenv("KAKEYA_MAX_GENERATE_TOKENS", "40")
+    assert "--max-tokens 512 is more than the server's limit of 40" in chat("Hi\n", "--model", tiny_folder)[2]
+    for more in ((), ("--kill",)):
+        status, printed, said = chat("", "--model", tiny_folder, *more, command="demo")
+        assert (status, printed) == (1, "")
+        assert "--max-tokens 48 is more than the server's limit of 40" in said
+
+
+def test_what_cannot_be_sampled_with_is_refused_before_a_server_is_started_or_asked(
+    chat: Chat, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for name in ("child_server", "connect"):
+        monkeypatch.setattr(chat_command, name, Mock(side_effect=AssertionError("a server was started or asked")))
+    for flag, said in (
+        ("--temperature=-1", "temperature: must be 0, or from 2^-20 (about 0.000001) to 100, got -1"),
+        ("--temperature=nan", "temperature: must be 0, or from 2^-20 (about 0.000001) to 100, got nan"),
+        ("--top-p=0", "top_p: must be in (0, 1], got 0"),
+        ("--top-k=-1", "top_k: must be ≥ 0, got -1"),
+        ("--repetition-penalty=0", "repetition_penalty: must be from 0.0078125 to 100, got 0"),
+        ("--seed=-1", "seed: must be in [0, 2^64), got -1"),
+    ):
+        for more in ((), ("--target=127.0.0.1:1",)):
+            with subtests.test(" ".join((flag, *more))):
+                assert chat("Hi\n", "--model", tiny_folder, flag, *more) == (1, "", f"kakeya chat: {said}\n")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp_path: Path) -> None:

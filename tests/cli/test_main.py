@@ -118,6 +118,13 @@ def test_an_answer_of_no_length_is_refused_with_the_command_line(
             "kakeya serve: dtype must be float32 or bfloat16, or float16 with device=mlx",
         ),
         (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
+        (("serve", "--kv-bytes", "-5"), "kv_bytes must be at least 0, got -5"),
+        (("serve", "--max-running=-1"), "max_running must be at least 1, got -1"),
+        (("serve", "--kv-bytes=-5MiB"), "'-5MiB' is not a whole number or a size such as 512MiB"),
+        # With more than a system allows, a library ends the process.
+        (("serve", "--threads", "100000"), "threads must be at most 1024, got 100000"),
+        (("serve", "--mode", "exact"), "--mode: must be batched or fixed-shape, got 'exact'"),
+        (("serve", "--model="), "model must be a name, a folder or a file, got an empty string"),
         (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
         (("serve", "--bind=127.0.0.1:0", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),
         (

@@ -88,15 +88,24 @@ def test_a_port_in_use_is_one_line_and_status_1(server: Server, tiny_folder: Pat
     assert done.stdout == ""
 
 
-def test_a_server_that_others_could_reach_needs_a_key_and_a_certificate(tiny_folder: Path, tmp_path: Path) -> None:
-    """Before any weights are read."""
+def test_an_address_that_cannot_be_served_is_refused_before_any_weights_are_read(
+    server: Server, tiny_folder: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
     (folder / "model.safetensors").write_bytes(b"not weights at all")
-    done = kakeya("serve", "--model", folder, "--kv-bytes=64MiB", "--bind=0.0.0.0:0")
-    assert done.returncode == 1
-    assert done.stderr.startswith("kakeya serve: bind 0.0.0.0:0 can be reached from other machines")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    for flag, said in (
+        ("--bind=0.0.0.0:0", "bind 0.0.0.0:0 can be reached from other machines: set both api_key_file and tls_"),
+        ("--bind=", "bind must be host:port with a port from 0 to 65535, got ''"),
+        ("--metrics-bind=nowhere", "metrics_bind must be host:port with a port from 0 to 65535, got 'nowhere'"),
+        ("--metrics-bind=0.0.0.0:0", "metrics_bind 0.0.0.0:0 can be reached from other machines"),
+        (f"--metrics-bind={server.target}", f"metrics_bind: {server.target} is already in use"),
+    ):
+        with subtests.test(flag):
+            done = kakeya("serve", "--model", folder, "--kv-bytes=64MiB", "--bind=127.0.0.1:0", flag)
+            assert done.returncode == 1
+            assert done.stderr.startswith(f"kakeya serve: {said}")
+            assert done.stderr.count("\n") == 1
+            assert done.stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,15 @@ def test_flags_beat_the_environment_which_beats_the_file(file: Path, monkeypatch
     assert settings(args, ModelConfig).dtype == "float32"
 
 
+def test_a_mode_that_there_is_not_is_refused_of_whatever_type_it_is(file: Path, subtests: pytest.Subtests) -> None:
+    for written in ('"exact"', '""', "5", "true", '["batched"]'):
+        file.write_text(f"mode = {written}\n", encoding="utf-8")
+        with subtests.test(written), pytest.raises(ConfigError, match="mode: must be batched or fixed-shape, got "):
+            resolve(EngineConfig, file=str(file))
+    file.write_text('mode = "fixed-shape"\n', encoding="utf-8")
+    assert resolve(EngineConfig, file=str(file)).mode is Mode.FIXED_SHAPE
+
+
 def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,3 +206,21 @@ def test_an_owner_that_cancels_its_generates_makes_no_other_late() -> None:
     simulation = played([*honest, *hasty])
     assert percentile(first_tokens(simulation, since=6.0), 99) <= 1.25 * LIMIT
     assert simulation.tokens_per_second(6.0, seconds) >= 0.9 * CAPACITY
+
+
+@pytest.mark.parametrize("asks", [200, 1], ids=["that stopped early", "that asked for no more"])
+def test_a_single_short_generate_is_no_promise_that_an_owners_next_are_short(asks: int) -> None:
+    """Each of the next takes 20 s, and as many as there are places for begin before the fifth and the sixth come."""
+    first = [Arrival(at=0.0, max_tokens=asks, says_tokens=1)]
+    # Of another owner, so that it is known what steps take.
+    paced = [Arrival(at=1.0, owner="another", max_tokens=60)]
+    full = [Arrival(at=25.0 + 0.2 * number, max_tokens=200) for number in range(PLACES)]
+    simulation = played([*first, *paced, *full, Arrival(at=27.0, max_tokens=200), Arrival(at=27.5, max_tokens=200)])
+    assert len(refused(simulation)) == 2
+    assert max(first_tokens(simulation, since=0.0)) <= LIMIT
+
+
+def test_an_owner_that_asks_for_more_than_it_lets_be_generated_is_soon_believed() -> None:
+    simulation = played(generates(0.6, 25, seed=1, asks=256))
+    assert not [seen for seen in refused(simulation) if seen.arrival.at >= 5.0]
+    assert percentile(first_tokens(simulation, since=0.0), 99) <= LIMIT

@@ -134,30 +134,63 @@ def test_the_longest_queue_there_may_be_is_played_in_few_lines(waits: int, owner
 def test_the_lengths_of_an_owners_generates_are_known_from_its_own() -> None:
     lengths = Lengths()
     assert lengths.share("whole", 100) == 1.0
-    for _ in range(200):
+    for _ in range(500):
         lengths.saw("whole", 100, 100)
         lengths.saw("hasty", 100, 1)  # it cancels them, or has them end at once
-    assert lengths.share("whole", 100) == pytest.approx(1.0)
-    assert lengths.share("hasty", 100) == pytest.approx(0.01)
+    assert lengths.share("whole", 100) == pytest.approx(1.0, abs=1e-3)
+    assert lengths.share("hasty", 100) == pytest.approx(0.01, abs=1e-3)
     # Each owner has one voice for those whose first it is, however many Generates it has.
-    for _ in range(200):
+    for _ in range(500):
         lengths.saw("hasty", 100, 1)
-    assert lengths.share("new", 100) == pytest.approx(0.505)
-    # Of a size that no Generate had, at most some times as many tokens as the owner's others.
-    assert lengths.share("whole", 10_000) == pytest.approx(4 * 100 / 10_000)
-    assert lengths.share("hasty", 10_000) == pytest.approx(4 * 1 / 10_000)
+    assert lengths.share("new", 100) == pytest.approx(0.505, abs=1e-3)
+    # Of a size that no Generate had, hardly more than some times as many tokens as the owner's others.
+    assert 4 * 100 <= 10_000 * lengths.share("whole", 10_000) < 6 * 100
+    assert 4 * 1 <= 10_000 * lengths.share("hasty", 10_000) < 8 * 1
+
+
+def test_what_was_expected_counts_as_a_few_generates_before_an_owners_first() -> None:
+    lengths = Lengths()
+    lengths.saw("first", 1000, 1)
+    assert lengths.share("first", 1000) > 0.2
+    assert lengths.share("another", 1000) > 0.2  # for which it is all that is known
+    assert lengths.share("first", 200) > 0.2  # of a size that it never asked for
+    for number in range(2, 300):
+        before = lengths.share("first", 1000)
+        lengths.saw("first", 1000, 1)
+        assert 0.4 * before < lengths.share("first", 1000) <= before
+        if number == 6:
+            assert lengths.share("first", 1000) < 0.05, "some alike are believed"
+    assert lengths.share("first", 1000) == pytest.approx(0.01, rel=0.01)
+    # What is longer than the others' is believed at once.
+    assert lengths.share("whole", 1000) < 0.02
+    lengths.saw("whole", 1000, 1000)
+    assert lengths.share("whole", 1000) == 1.0
+
+
+def test_generates_that_ask_for_one_token_say_little_of_longer_ones_until_they_are_many() -> None:
+    lengths = Lengths()
+    for _ in range(2):
+        lengths.saw("warms up", 1, 1)
+    assert lengths.share("warms up", 500) > 0.05
+    for _ in range(100):
+        lengths.saw("warms up", 1, 1)
+    assert lengths.share("warms up", 500) < 0.02
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(0, 40)), max_size=30))
 def test_owners_whose_lengths_are_forgotten_leave_nothing_behind(seen: list[tuple[str, int, int]]) -> None:
-    lengths = Lengths()
+    lengths, others = Lengths(), Lengths()
     with patch.object(foresight, "MOST_OWNERS", 2):
         for owner, asked, generated in seen:
             lengths.saw(owner, asked, min(asked, generated))
-        for owner in ("x", "y"):
-            lengths.saw(owner, 64, 32)
+        for known in (lengths, others):
+            for owner in ("x", "y"):
+                # What others' led to expect fades.
+                for _ in range(1500):
+                    known.saw(owner, 64, 32)
+    for asked in (20, 64, 1_000_000):
+        assert lengths.share("new", asked) == pytest.approx(others.share("new", asked))
     assert lengths.share("new", 64) == pytest.approx(0.5)
-    assert lengths.share("new", 1_000_000) == pytest.approx(4 * 32 / 1_000_000)
 
 
 def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_in_few_lines() -> None:

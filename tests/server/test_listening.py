@@ -196,6 +196,32 @@ async def test_a_start_that_failed_late_leaves_no_http_port_behind(
         assert handle.http_url == f"http://{http_bind}/v1"
 
 
+@pytest.mark.parametrize("late", ["before gRPC starts", "while gRPC starts", "door"])
+async def test_a_start_that_failed_late_leaves_no_grpc_port_behind(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    kind: Any = type(grpc.aio.server())
+    start, starts = kind.start, list[object]()
+
+    async def fail_once(server: object) -> None:
+        starts.append(server)
+        if len(starts) > 1 or late == "while gRPC starts":
+            await start(server)
+        if len(starts) == 1:
+            raise OSError("no more descriptors")
+
+    bind = f"127.0.0.1:{free_port()}"
+    with monkeypatch.context() as patch:
+        if late == "door":
+            patch.setattr(GrpcDoor, "follow", Mock(side_effect=OSError("no more descriptors")))
+        else:
+            patch.setattr(kind, "start", fail_once)
+        with pytest.raises(OSError, match="no more descriptors"):
+            await start_server(engine, ServerConfig(bind=bind))
+    async with serving(engine, bind=bind) as handle, connected(handle) as client:
+        assert len(await client.generate(await client.open())) == 8
+
+
 @pytest.mark.parametrize("taken", ["bind", "http_bind"])
 async def test_a_start_without_one_of_its_ports_leaves_the_other_to_others(
     engine: Engine, chat: ChatText, taken_port: int, taken: str

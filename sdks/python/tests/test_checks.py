@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,19 @@ import pytest
 import torch
 
 import kakeya
+from kakeya import _requests as requests
 from kakeya._channel import OPTIONS, address
 from kakeya._checks import finite, token_ids
 from kakeya._session import CALL_SECONDS
+from kakeya.v1 import runtime_pb2 as pb
+
+
+def generate(**arguments: Any) -> pb.GenerateRequest:
+    """The request of a Generate with these arguments, and the defaults of the others."""
+    defaults = {name: one.default for name, one in signature(kakeya.Session.generate).parameters.items()}
+    for name in ("self", "max_tokens", "timeout"):
+        del defaults[name]
+    return requests.generate("id", 4, **{**defaults, **arguments})
 
 
 def test_integers_of_any_making_become_plain_ints(subtests: pytest.Subtests) -> None:
@@ -112,6 +123,50 @@ def test_a_target_is_host_and_port(subtests: pytest.Subtests) -> None:
         with subtests.test(target):
             assert address(target, None, False).target == target
     assert address("models.example.org", None, True).target == "models.example.org"
+
+
+def test_a_port_that_there_is_not_is_refused_and_no_other_is_asked(subtests: pytest.Subtests) -> None:
+    """gRPC takes it modulo 65536."""
+    for target in ("127.0.0.1:65536", "[::1]:115587", "h:99999", "dns:///h:65537", "ipv4:1.2.3.4:1,1.2.3.5:70000"):
+        with subtests.test(target), pytest.raises(kakeya.InvalidArgument, match="target must have ports up to 65535"):
+            kakeya.Client(target)
+    for target in ("127.0.0.1:65535", "unix:/run/k:99999", "[fe80::99]:1"):
+        with subtests.test(target):
+            assert address(target, None, False).target == target
+
+
+def test_what_is_no_setting_of_a_connection_is_refused_when_the_client_is_made(subtests: pytest.Subtests) -> None:
+    wrong: tuple[tuple[str, Any], ...] = (("tls", "ca.pem"), ("tls", None), ("tls", 1), ("retry", 5), ("retry", {}))
+    for name, value in wrong:
+        for kind in (kakeya.Client, kakeya.AsyncClient):
+            with subtests.test(f"{name}={value!r}"), pytest.raises(kakeya.InvalidArgument, match=f"{name} must be"):
+                kind("127.0.0.1:1", **{name: value})
+
+
+def test_what_the_wire_cannot_say_is_refused_by_its_name(subtests: pytest.Subtests) -> None:
+    lone = "a lone surrogate: \udcff"
+    with pytest.raises(kakeya.InvalidArgument, match="session_id must be"):
+        requests.session_id(lone)
+    with pytest.raises(kakeya.InvalidArgument, match="label must be"):
+        requests.create_session(None, (), None, lone, None)
+    with pytest.raises(kakeya.InvalidArgument, match="label must be"):
+        requests.fork_session("id", None, lone, None)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"logit_bias": [1]},
+        {"logit_bias": "bias"},
+        {"logprobs": "yes"},
+        {"logprobs": 5},
+        {"drafting": "no"},
+        {"drafting": None},
+        {"on_progress": 5},
+    )
+    for arguments in wrong:
+        (name,) = arguments
+        with subtests.test(str(arguments)), pytest.raises(kakeya.InvalidArgument, match=f"{name} must be"):
+            generate(**arguments)
+    for given in (True, 1, np.bool_(True)):
+        assert generate(logprobs=given).logprobs
+        assert not generate(drafting=given).HasField("drafting")
 
 
 def test_a_key_with_the_line_break_of_its_file_is_named(subtests: pytest.Subtests) -> None:

@@ -194,3 +194,8 @@ async def test_what_would_not_survive_the_wire_is_refused_before_it(session: Any
     with pytest.raises(kakeya.InvalidTokenIds):
         await do(session.append, [1, -1])
     assert (await do(session.info)).history_length == 0
+
+
+async def test_a_call_with_more_than_the_server_takes_is_the_callers(client: Any, do: Do) -> None:
+    with pytest.raises(kakeya.CallerError, match=r"too large for .*32768"):
+        await do(client.create_session, eos_token_ids=range(100_000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -214,13 +215,35 @@ def test_what_the_model_said_is_not_passed_again() -> None:
 
 
 def test_what_is_no_list_of_messages_is_refused(subtests: pytest.Subtests) -> None:
-    wrong: list[Any] = [[], "hello", {"role": "user"}, ["hello"]]
+    # Of a generator the second look would see nothing: the turn would be without its messages.
+    wrong: list[Any] = [[], "hello", {"role": "user"}, ["hello"], (user(text) for text in "ab"), iter([user("a")]), 5]
     for messages in wrong:
-        with subtests.test(str(messages)):
-            with pytest.raises(kakeya.InvalidMessages):
-                tokens_for_chat(messages, BYTE_LEVEL)
-            with pytest.raises(kakeya.InvalidMessages):
-                tokens_for_next_turn(messages, BYTE_LEVEL, after=[])
+        for into_ids in (tokens_for_chat, partial(tokens_for_next_turn, after=[])):
+            with subtests.test(str(messages)), pytest.raises(kakeya.InvalidMessages, match=r"^messages"):
+                into_ids(messages, BYTE_LEVEL)
+
+
+def test_text_that_is_none_is_refused_with_its_place(subtests: pytest.Subtests) -> None:
+    """Bytes would be rendered as Python shows them, and half a pair fails in the tokenizers' library."""
+    wrong: list[tuple[Any, str]] = [
+        (user("caf\udce9"), r"messages\[1\]: holds '\\udce9'"),
+        ({"role": "user\ud800", "content": "a"}, r"messages\[1\]: holds '\\ud800'"),
+        ({"role": "user", "content": [{"type": "text", "text": "\udcff"}]}, r"messages\[1\]: holds '\\udcff'"),
+        ({"role": "user", "content": b"bytes"}, r"messages\[1\]: holds bytes"),
+    ]
+    for message, said in wrong:
+        for into_ids in (tokens_for_chat, partial(tokens_for_next_turn, after=[])):
+            with subtests.test(ascii(message)), pytest.raises(kakeya.InvalidMessages, match=said):
+                into_ids([user("a"), message], BYTE_LEVEL)
+    with pytest.raises(kakeya.TokenizerError, match=r"holds '\\udcff'"):
+        tokens_for_chat([user("a")], byte_level_tokenizer("{{ word }}"), word="\udcff")
+
+
+def test_what_was_generated_before_is_token_ids(subtests: pytest.Subtests) -> None:
+    wrong: list[Any] = [None, 5, "text", ["a"], [-1], [1.5]]
+    for after in wrong:
+        with subtests.test(str(after)), pytest.raises(kakeya.InvalidTokenIds, match=r"^after"):
+            tokens_for_next_turn([user("a")], BYTE_LEVEL, after=after)
 
 
 def test_end_ids_are_the_tokenizers_and_the_templates() -> None:

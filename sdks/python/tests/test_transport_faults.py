@@ -472,6 +472,7 @@ def test_a_channel_closed_in_the_moment_of_a_call_is_reported_as_the_client_clos
     [
         ("RESOURCE_EXHAUSTED", "SERVER: Received message larger than max (5 vs. 4)", kakeya.CallerError),
         ("RESOURCE_EXHAUSTED", "gRPC message exceeds maximum size 4: 5", kakeya.CallerError),
+        ("RESOURCE_EXHAUSTED", "the message has 5 bytes; this method takes 4 at most", kakeya.CallerError),
         ("INTERNAL", "Exception deserializing request!", kakeya.CallerError),
         ("INTERNAL", "Exception serializing response!", kakeya.ServerError),
     ],

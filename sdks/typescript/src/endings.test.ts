@@ -460,6 +460,7 @@ test.each([
   [Code.ResourceExhausted, "SERVER: Received message larger than max (5 vs. 4)", kakeya.CallerError],
   [Code.ResourceExhausted, "message size 5 is larger than configured readMaxBytes 4", kakeya.CallerError],
   [Code.ResourceExhausted, "gRPC message exceeds maximum size 4: 5", kakeya.CallerError],
+  [Code.ResourceExhausted, "the message has 5 bytes; this method takes 4 at most", kakeya.CallerError],
   [Code.Internal, "Exception deserializing request!", kakeya.CallerError],
   [Code.Internal, "Exception serializing response!", kakeya.ServerError],
 ])("what fails alike each time is sent once: %i %s", async (code, message, kind) => {

@@ -80,11 +80,11 @@ const HTTP1 =
 // HTTP/2's word for it (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 const REFUSED_STREAM = "REFUSED_STREAM";
 
-// What fails alike each time, in the words of gRPC's cores, its Go and Java, and Connect.
+// What fails alike each time, in the words of gRPC's cores, its Go and Java, of Connect, and of our server.
 const FINAL: readonly [Code, RegExp, ErrorClass, string][] = [
   [
     Code.ResourceExhausted,
-    /larger than (?:max|configured)|exceeds maximum size/,
+    /larger than (?:max|configured)|exceeds maximum size|this method takes/,
     errors.CallerError,
     "the message is too large for",
   ],

@@ -250,11 +250,11 @@ class AsyncSession(SessionBase):
             logit_bias=logit_bias,
             stop_token_ids=stop_token_ids,
             logprobs=logprobs,
-            progress=on_progress is not None,
+            on_progress=on_progress,
             expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
             drafting=drafting,
         )
-        fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
+        fold = Fold(wants_logprobs=request.logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)
         call = self._client._generate(request, patience, self._route)
         return AsyncGenerateStream(

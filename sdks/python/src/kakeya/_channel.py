@@ -50,6 +50,10 @@ _PLAIN_KEY = re.compile(rb"-----BEGIN (?:[A-Z]+ )?(?<!ENCRYPTED )PRIVATE KEY----
 _NO_PORT = re.compile(r"[^:/]+ | \[[^\]]*\]", re.VERBOSE)
 
 
+# In a list of addresses there are several. What belongs to IPv6 has four digits at most.
+_PORT = re.compile(r":(\d+)(?=,|$)")
+_MOST_PORT = 65535
+
 _Pem: TypeAlias = "bytes | str | os.PathLike[str] | None"
 
 
@@ -95,6 +99,11 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
     if not encrypted and _NO_PORT.fullmatch(target) is not None:
         # gRPC would ask port 443, where TLS is spoken.
         raise invalid("target", f"must have a port, such as '127.0.0.1:50051', got {target!r}")
+    if not target.startswith("unix") and any(int(port) > _MOST_PORT for port in _PORT.findall(target)):
+        # gRPC would ask another port, without a word.
+        raise invalid("target", f"must have ports up to {_MOST_PORT}, such as '127.0.0.1:50051', got {target!r}")
+    if not isinstance(tls, bool | TLS):
+        raise invalid("tls", f"must be True, False or TLS(…), got {tls!r}")
     if api_key is not None:
         # What HTTP/2 lets into a header.
         if not isinstance(api_key, str) or not api_key or not api_key.isascii() or not api_key.isprintable():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import SupportsIndex
 
@@ -91,6 +92,25 @@ def seconds(value: object, field: str) -> float | None:
     if not 0 < number <= MAX_SECONDS:
         raise invalid(field, f"must be above 0 and at most {MAX_SECONDS} seconds, or None for no limit; got {value!r}")
     return number
+
+
+def text(value: object, field: str) -> str:
+    """`value` as text that UTF-8 can say. Raises InvalidArgument."""
+    if isinstance(value, str):
+        with suppress(UnicodeEncodeError):
+            value.encode()
+            return value
+    raise invalid(field, f"must be a text in UTF-8, got {value!r}")
+
+
+def flag(value: object, field: str) -> bool:
+    """`value` as a bool; 0 and 1 of any library's making are taken for one. Raises InvalidArgument."""
+    if isinstance(value, bool):
+        return value
+    # numpy's is called one or the other, by its version.
+    if type(value).__name__ in ("bool", "bool_") or _integer(value) in (0, 1):
+        return bool(value)
+    raise invalid(field, f"must be True or False, got {value!r}")
 
 
 def invalid(field: str, problem: str) -> InvalidArgument:

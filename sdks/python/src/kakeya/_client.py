@@ -9,7 +9,7 @@ import grpc
 
 from kakeya._append import AppendLimit
 from kakeya._channel import TLS, address
-from kakeya._checks import seconds
+from kakeya._checks import invalid, seconds
 from kakeya._errors import ConnectionFailed, KakeyaError, StateError, TLSFailed
 from kakeya._probe import tls_mismatch
 from kakeya._requests import route_metadata
@@ -33,6 +33,8 @@ class ClientBase:
         retry: RetryPolicy | None,
     ) -> None:
         self._address = address(target, api_key, tls)
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            raise invalid("retry", f"must be a RetryPolicy(…), or None, got {retry!r}")
         self._timeout = seconds(timeout, "timeout")
         self._generate_timeout = seconds(generate_timeout, "generate_timeout")
         self._retry = RetryPolicy() if retry is None else retry

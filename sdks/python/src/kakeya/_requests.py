@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 
-from kakeya._checks import finite, invalid, token_ids, whole_number
+from kakeya._checks import finite, flag, invalid, text, token_ids, whole_number
 from kakeya._strategies import Strategy
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -50,12 +50,10 @@ def create_session(
 ) -> pb.CreateSessionRequest:
     if strategy is not None and not isinstance(strategy, Strategy):
         raise invalid("strategy", f"must be a strategy such as Full() or SinkWindow(…), or None, got {strategy!r}")
-    if not isinstance(label, str):
-        raise invalid("label", f"must be a text, got {label!r}")
     if guaranteed is not None and not isinstance(guaranteed, bool):
         raise invalid("guaranteed", f"must be True, False or None, got {guaranteed!r}")
     return pb.CreateSessionRequest(
-        client_label=label,
+        client_label=text(label, "label"),
         eos_token_ids=token_ids(eos_token_ids, "eos_token_ids"),
         strategy=None if strategy is None else strategy._to_wire(),
         limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
@@ -67,13 +65,11 @@ def create_session(
 def fork_session(
     session_id: str, limit_tokens: int | None, label: str, expected_history_length: int | None
 ) -> pb.ForkSessionRequest:
-    if not isinstance(label, str):
-        raise invalid("label", f"must be a text, got {label!r}")
     return pb.ForkSessionRequest(
         session_id=session_id,
         request_id=new_request_id(),
         expected_history_length=history_length(expected_history_length),
-        client_label=label,
+        client_label=text(label, "label"),
         limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
     )
 
@@ -91,11 +87,15 @@ def generate(
     logit_bias: Mapping[int, float] | None,
     stop_token_ids: Iterable[int],
     logprobs: bool,
-    progress: bool,
+    on_progress: object,
     expected_history_length: int | None,
     drafting: bool,
 ) -> pb.GenerateRequest:
     """The request for one Generate. It always asks for detailed frames: they carry the history length as it grows."""
+    if logit_bias is not None and not isinstance(logit_bias, Mapping):
+        raise invalid("logit_bias", f"must be a mapping from token ids to numbers, got {logit_bias!r}")
+    if on_progress is not None and not callable(on_progress):
+        raise invalid("on_progress", f"must be a function of a Progress, or None, got {on_progress!r}")
     bias = dict(logit_bias or {})
     biased_ids = token_ids(list(bias), "logit_bias")
     return pb.GenerateRequest(
@@ -112,11 +112,11 @@ def generate(
             for token_id, value in zip(biased_ids, bias.values(), strict=True)
         },
         stop_token_ids=token_ids(stop_token_ids, "stop_token_ids"),
-        logprobs=logprobs or None,
+        logprobs=flag(logprobs, "logprobs") or None,
         token_details=True,
-        progress=progress or None,
+        progress=None if on_progress is None else True,
         expected_history_length=history_length(expected_history_length),
-        drafting=None if drafting else False,
+        drafting=None if flag(drafting, "drafting") else False,
         request_id=new_request_id(),
     )
 
@@ -138,7 +138,7 @@ def read_history(session_id: str, first_position: int, piece_tokens: int) -> pb.
 def session_id(value: str) -> str:
     if not isinstance(value, str) or not value:
         raise invalid("session_id", f"must be the id of a session, got {value!r}")
-    return value
+    return text(value, "session_id")
 
 
 def history_length(value: int | None) -> int | None:

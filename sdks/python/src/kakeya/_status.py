@@ -87,11 +87,11 @@ _UNEXPLAINED: dict[grpc.StatusCode, tuple[type[errors.KakeyaError], str]] = {
 }
 
 
-# What fails alike each time, in the words of gRPC's cores, its Go and Java.
+# What fails alike each time, in the words of gRPC's cores, its Go and Java, and of our server.
 _FINAL: tuple[tuple[grpc.StatusCode, re.Pattern[str], type[errors.KakeyaError], str], ...] = (
     (
         grpc.StatusCode.RESOURCE_EXHAUSTED,
-        re.compile("larger than (?:max|configured)|exceeds maximum size"),
+        re.compile("larger than (?:max|configured)|exceeds maximum size|this method takes"),
         errors.CallerError,
         "the message is too large for {target}",
     ),

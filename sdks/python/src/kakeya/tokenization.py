@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
+from kakeya._checks import token_ids
 from kakeya._errors import InvalidMessages, TemplateError, TokenizerError
 from kakeya._openai_messages import from_openai_messages
 from kakeya._special_text import Conversation, Respelled, SpecialTextError, SpecialTokens
@@ -128,6 +129,7 @@ def tokens_for_next_turn(
     differently when another follows, or refuses the roles; or markup and messages cannot be kept apart.
     """
     _require_new(messages)
+    generated = token_ids(after, "after")
     start: list[Message] = [{"role": "user", "content": _USER}]
     longer = [*start, {"role": "assistant", "content": _USER}, *start]
     options = {"tools": tools, **template_options}
@@ -139,7 +141,6 @@ def tokens_for_next_turn(
             "the chat template renders what follows an assistant's turn differently depending on what came before it, "
             "so the next turn cannot be had without rendering the history again; put the ids together yourself"
         )
-    generated = list(after)
     # A template that ends no last turn leaves the end token to the first place of the next.
     longest = max(len(end), 1)
     present = next((n for n in range(longest, 0, -1) if generated[-n:] == turn[:n]), 0)
@@ -170,15 +171,19 @@ def _markers(texts: Sequence[str]) -> list[str]:
 
 def _texts(value: Any) -> Iterator[str]:
     """Every text within messages and options, names of fields too."""
+    yield from map(str, _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for name, part in value.items():
-            yield str(name)
-            yield from _texts(part)
+            yield name
+            yield from _leaves(part)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _texts(part)
+            yield from _leaves(part)
     else:
-        yield str(value)
+        yield value
 
 
 def _require_new(messages: Sequence[Message]) -> None:
@@ -192,11 +197,26 @@ def _require_new(messages: Sequence[Message]) -> None:
 
 
 def _require_messages(messages: Sequence[Message]) -> None:
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+    # Iterated more than once.
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidMessages("messages", f"must be a list of at least one message, got {messages!r}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidMessages(f"messages[{index}]", f"must be a mapping, got {type(message).__name__}")
+        if (problem := next(filter(None, map(_no_text, _leaves(message))), None)) is not None:
+            raise InvalidMessages(f"messages[{index}]", problem)
+
+
+def _no_text(value: object) -> str | None:
+    """Why no tokenizer takes `value` for text, or None."""
+    if isinstance(value, (bytes, bytearray)):
+        return "holds bytes; decode them"
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return f"holds {value[error.start]!a}, no character: half of a pair, or of bytes that are not UTF-8"
+    return None
 
 
 class _Writer:
@@ -336,7 +356,7 @@ def _render(
 
 def _template_failures() -> tuple[type[Exception], ...]:
     """What running a template can raise: jinja's errors, and those of the expressions in it."""
-    failures: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, AttributeError)
+    failures: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
     try:
         from jinja2 import TemplateError as JinjaError
     except ImportError:
@@ -345,6 +365,8 @@ def _template_failures() -> tuple[type[Exception], ...]:
 
 
 def _encode(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    if (problem := _no_text(text)) is not None:
+        raise TokenizerError(f"what the chat template makes of the messages {problem}")
     try:
         # The template has written all special tokens; the tokenizer must not add its own.
         return [int(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
