@@ -37,7 +37,7 @@ def test_a_part_outlives_the_memory_it_was_taken_from() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a process has asked for")
-def test_huge_pages_are_asked_for_and_what_nobody_wrote_to_takes_no_memory() -> None:
+def test_huge_pages_are_asked_for_and_what_was_not_written_to_takes_no_memory() -> None:
     part = TileMemory().take(HUGE)
     part[:1] = 1
     lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()

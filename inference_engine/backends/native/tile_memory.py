@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 _ALIGNMENT = 64  # a cache line, and the widest vector
 _HUGE_PAGE = 2 * 2**20
-_PIECE = 16 * _HUGE_PAGE  # what nobody has written to takes no memory
+_PIECE = 16 * _HUGE_PAGE  # what has not been written to takes no memory
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40
 
 
