@@ -47,7 +47,7 @@ class Threads {
 
   int count() const { return count_; }
 
-  // Is no thread asleep? Then a region that takes some microseconds is worth dividing; waking one takes longer.
+  // Does no thread sleep? Then a region of some microseconds is worth dividing; waking one takes longer.
   bool are_awake() const { return !sleeping_.load(std::memory_order_relaxed); }
 
   // body(index, count) on the caller and on each thread that is free; returns when all that have begun it have finished.
