@@ -1,7 +1,7 @@
 """Memory for packed weights: the tiles of a model's matrices lie behind each other, in the order of their use.
 
 A decode step reads all of it once, so what it waits for is memory. Pages are huge where the system has them: a
-processor's prefetcher stops where a page ends, and looking up small pages takes longer than it computes.
+processor's prefetcher stops where a page ends, and small pages are looked up often.
 """
 
 from __future__ import annotations
