@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_engine.backends.native.tile_memory import TileMemory
 from inference_engine.errors import BackendError, ModelError, NotNative, Overloaded
 from inference_engine.models.gguf_header import ENCODINGS
 from inference_engine.models.mapped import let_go
@@ -56,7 +57,6 @@ from inference_engine.native.library import Step as NativeStep
 
 _LANES = 16
 _NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
-_ALIGNMENT = 64
 _PACKED_AT_ONCE = 2**20  # numbers
 # Their places are the numbers of types.h.
 _KINDS = (Embed, Norm, Product, Rotate, Attend, Add, Gated, Tap, Select, Softcap, Experts, Given, Write)
@@ -340,6 +340,7 @@ class _Packed:
         self._checkpoint = checkpoint
         self._weights = weights
         self._tiles: list[NDArray[np.uint8]] = []
+        self._memory = TileMemory()
         self._found: dict[tuple[str, ...], int] = {}
         self._shared = shared
         self._at_once = at_once
@@ -410,7 +411,7 @@ class _Packed:
         for name, tensor in zip(names[:-1], tensors[:-1], strict=True):
             check_outputs(name, tensor)
         sizes = [self._library.packed_bytes(wanted, tensor.shape[0], inputs) for tensor in tensors]
-        tiles = _aligned(sum(sizes))
+        tiles = self._memory.take(sum(sizes))
         first = 0
         for name, tensor, size in zip(names, tensors, sizes, strict=True):
             self._pack(name, tensor, wanted, tiles[first : first + size])
@@ -526,9 +527,3 @@ def packed_format(name: str, tensor: StoredTensor, weights: str) -> Format:
 
 def _known() -> list[str]:
     return [*_FLOATS, *_QUANTISED]
-
-
-def _aligned(count: int) -> NDArray[np.uint8]:
-    memory = np.empty(count + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + count]

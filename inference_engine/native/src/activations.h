@@ -54,6 +54,7 @@ struct Groups {
   explicit Groups(int64_t tokens) : tokens(tokens), count((tokens + GROUP - 1) / GROUP) {}
   int64_t first(int64_t group) const { return tokens * group / count; }
   int width(int64_t group) const { return (int)(first(group + 1) - first(group)); }
+  int64_t of(int64_t token) const { return ((token + 1) * count - 1) / tokens; }
 };
 
 // Where quad `quad` of token `token` lies in a block of a group. Those that one instruction reads are neighbours.
@@ -106,26 +107,28 @@ INLINE void interleave(const float* x, int64_t x_stride, int64_t inputs, int64_t
 }
 
 struct Quantised {
-  int32_t quads[QUADS], sums[2];
+  int32_t quads[QUADS], sum, later;  // sums of the bytes, and of those in the second half
   float scale;
 };
 
 // 32 numbers as signed bytes. A block with a number that is not finite has that as its scale, and bytes of 0: every
 // output of the token becomes it. One with numbers that are smaller than any activation counts as zeros: the inverse of
-// its scale would not be finite.
-INLINE Quantised quantise(F low, F high) {
+// its scale would not be finite. halves: is the second sum wanted?
+INLINE Quantised quantise(F low, F high, bool halves) {
+  constexpr float MOST = std::numeric_limits<float>::max();
   Quantised result;
-  bool finite = sum(fma(low, all(0.0f), mul(high, all(0.0f)))) == 0.0f;
-  float most = largest(larger(absolute(low), absolute(high)));
+  F size = absolute(low), later = absolute(high), zero = all(0.0f);
+  bool finite = (lanes_least(sub(zero, size), -MOST) & lanes_least(sub(zero, later), -MOST)) == 0xffff;
+  float most = largest(larger(size, later));
   bool some = finite && most >= 1e-30f;
   F inverse = all(some ? 127.0f / most : 0.0f);
   result.scale = !finite ? std::numeric_limits<float>::quiet_NaN() : some ? most / 127.0f : 0.0f;
-  if (!some) low = high = all(0.0f);
+  if (!some) low = high = zero;
   I a = as_ints(mul(low, inverse)), b = as_ints(mul(high, inverse));
   store_bytes((int8_t*)result.quads, a);
   store_bytes((int8_t*)result.quads + LANES, b);
-  result.sums[0] = sum_int(a);
-  result.sums[1] = sum_int(b);
+  result.sum = sum_int(add_int(a, b));
+  result.later = halves ? sum_int(b) : 0;
   return result;
 }
 
@@ -152,29 +155,35 @@ struct Preparation {
       }
   }
 
-  void bytes(int64_t group) const {
-    int64_t first = groups.first(group);
-    int width = groups.width(group);
-    for (int t = 0; t < width; t++)
-      for (int64_t b = 0; b < blocks; b++) {
+  // Blocks [from, to) of all tokens, counted token by token.
+  void bytes(int64_t from, int64_t to) const {
+    while (from < to) {
+      int64_t token = from / blocks, b = from - token * blocks, end = std::min(blocks, b + to - from);
+      int64_t group = groups.of(token), first = groups.first(group);
+      int width = groups.width(group);
+      from += end - b;
+      for (; b < end; b++) {
         F low, high;
-        load_block(x + (first + t) * x_stride, inputs, b, low, high);
-        put(quantise(low, high), first, b, t, width);
+        load_block(x + token * x_stride, inputs, b, low, high);
+        put(quantise(low, high, format == INT8_PAIR), first, b, (int)(token - first), width);
       }
+    }
   }
 
  private:
   void put(const Quantised& block, int64_t first, int64_t b, int t, int width) const {
     int32_t* own = quads + first * blocks * QUADS + b * QUADS * width;
     for (int q = 0; q < QUADS; q++) own[quad_at(q, t, width)] = block.quads[q];
-    int32_t all_bytes = block.sums[0] + block.sums[1];
     int32_t* correction = corrections + first * blocks * 2 + b * 2 * width + t;
-    correction[0] = -128 * (format == INT8_PAIR ? block.sums[0] : all_bytes);
-    correction[width] = -128 * block.sums[1];
+    correction[0] = -128 * (block.sum - block.later);
+    correction[width] = -128 * block.later;
     scales[first * blocks + b * width + t] = block.scale;
-    sums[first * blocks + b * width + t] = block.scale * (float)all_bytes;
+    sums[first * blocks + b * width + t] = block.scale * (float)block.sum;
   }
 };
+
+// Numbers of a call that dividing among threads pays for: to bytes, and into groups as they are.
+constexpr int64_t WORTH_BYTES = 8192, WORTH_NUMBERS = 16384;
 
 // Prepares the tokens on all threads; the arrays live in the caller's thread until its next call.
 inline Activations prepare(Threads& threads, const Matrix& matrix, Identity identity, const float* x, int64_t x_stride,
@@ -194,11 +203,17 @@ inline Activations prepare(Threads& threads, const Matrix& matrix, Identity iden
     work.numbers = number_memory.of<float>(count * padded);
   }
   if (bytes || offsets) work.sums = sum_memory.of<float>(count * blocks);
-  auto groups = [&](int64_t first, int64_t end) {
-    for (int64_t g = first; g < end; g++) bytes ? work.bytes(g) : work.exact(g);
-  };
-  if (count * inputs < 16384) groups(0, work.groups.count);
-  else threads.split(work.groups.count, 1, groups);
+  if (bytes) {
+    auto quantise = [&](int64_t from, int64_t to) { work.bytes(from, to); };
+    if (count * inputs < WORTH_BYTES) quantise(0, count * blocks);
+    else threads.split(count * blocks, 8, quantise);
+  } else {
+    auto groups = [&](int64_t first, int64_t end) {
+      for (int64_t g = first; g < end; g++) work.exact(g);
+    };
+    if (count * inputs < WORTH_NUMBERS) groups(0, work.groups.count);
+    else threads.split(work.groups.count, 1, groups);
+  }
   const float* numbers = as_it_is ? x : work.numbers;
   return {work.groups, padded, blocks, numbers, work.sums, work.quads, work.scales, work.corrections};
 }

@@ -38,7 +38,11 @@ constexpr int TURN_FETCHES = 8;    // slots whose values are fetched while 16 ke
 constexpr int ROWS = 6;            // rows of a small matrix product
 constexpr int MOST_ROWS = 96;      // of a tile: a row is a query head of a query
 constexpr int64_t MOST_STATES = 32 << 20;  // floats that wait to be merged
-constexpr int64_t WORTH_THREADS = 40000;   // row · slots · channels / 16 of a call that waking threads pays for
+// row · slots · channels / 16 of a call that dividing among threads pays for: those that spin, and those to be woken
+constexpr int64_t WORTH_SPINNING = 8000, WORTH_WAKING = 40000;
+inline bool worth_dividing(const Threads& threads, int64_t work) {
+  return work >= (threads.are_awake() ? WORTH_SPINNING : WORTH_WAKING);
+}
 constexpr float HIDDEN = -std::numeric_limits<float>::max();  // the score of what is not seen, until it has no weight
 // Vectors across it, as many as there are registers for.
 #if defined(__AVX512F__)
@@ -732,7 +736,7 @@ static void attend_as(Threads& threads, const Attention& call) {
     for (int head = 0; tile.pieces > 1 && head < call.kv_heads; head++) left[tile.left + head] = tile.pieces;
   }
   int64_t last = (int64_t)plan.items.size() - 1;
-  take_turns(threads, last + 1, work < WORTH_THREADS, [&](int64_t index) {
+  take_turns(threads, last + 1, !worth_dividing(threads, work), [&](int64_t index) {
     const Item& item = plan.items[last - index];  // the later ones of a prefill are the larger ones
     const Tile& tile = plan.tiles[item.tile];
     Reader<T> reader(call);

@@ -240,7 +240,7 @@ static void attend_all(Threads& threads, const Attention& call) {
   int64_t work = 0;
   for (const Choice& one : lists.choices)
     work += (one.chunks * CHUNK * (call.query_heads / call.kv_heads + 2) + 2 * (one.end - one.first)) * call.head_dim / 16;
-  bool is_alone = work < WORTH_THREADS;
+  bool is_alone = !worth_dividing(threads, work);
   std::vector<std::atomic<int32_t>> left((size_t)count);
   // body(item, choice, part) for each part; the thread that does the last one of a choice calls after(choice).
   auto each_part = [&](auto parts_of, const auto& body, const auto& after) {

@@ -61,14 +61,22 @@ struct Tile {
   INLINE F offset(const uint8_t* block) { return after_codes(block, 1); }
 };
 
-// Asks for what lies `ahead` bytes after a step of C tiles. A processor predicts what a loop reads next only once it has
-// read some of it, and a tile is over soon: while one tile is computed, the next ones come into the second cache.
-template <int64_t BYTES, int C>
-INLINE void fetch(const uint8_t* at, int64_t tile_bytes, int64_t ahead) {
-  UNROLL for (int c = 0; c < C; c++)
-    UNROLL for (int64_t line = 0; line < BYTES; line += 64)
-      __builtin_prefetch(at + c * tile_bytes + ahead + line, 0, 2);
-}
+// Asks for the tiles that come next, some lines at each step. A processor predicts what a loop reads next only once it has
+// read some of it, and a tile is over soon: while tiles are computed, the next ones come into the second cache. Each group
+// of tokens asks for its part of them: the first one alone would wait for all of it.
+struct Ahead {
+  const uint8_t *at, *end;
+  int64_t lines;  // at a step
+
+  static Ahead of(const uint8_t* next, int64_t bytes, int64_t steps, int64_t group, int64_t groups) {
+    int64_t lines = (bytes + 64 * steps * groups - 1) / (64 * steps * groups), own = 64 * steps * lines;
+    return {next + std::min(group * own, bytes), next + std::min((group + 1) * own, bytes), lines};
+  }
+  INLINE void fetch(Ahead& ahead) {
+    for (int64_t line = 0; line < ahead.lines; line++) __builtin_prefetch(ahead.at + 64 * line, 0, 2);
+    if ((ahead.at += 64 * ahead.lines) >= ahead.end) ahead.lines = 0;
+  }
+};
 
 // Totals of `T` tokens and `C` tiles.
 template <int T, int C>
@@ -112,14 +120,14 @@ INLINE void direct_block(const uint8_t* block, int64_t tile_bytes, const float* 
 }
 
 template <int FORMAT, int T, int C>
-INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, int64_t ahead, const Activations& a, int64_t group,
+INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const Activations& a, int64_t group,
                    Totals<T, C>& y) {
   using Kind = Tile<FORMAT>;
   int64_t first = a.groups.first(group);
   const float* x = a.numbers + first * a.inputs;
   if constexpr (Kind::FLOATS) {
     for (int64_t i = 0; i < a.inputs; i++, tiles += Kind::STEP, x += T) {
-      if (ahead) fetch<Kind::STEP, C>(tiles, tile_bytes, ahead);
+      Ahead::fetch(ahead);
       F w[C];
       UNROLL for (int c = 0; c < C; c++) w[c] = Kind::number(tiles + c * tile_bytes);
       UNROLL for (int t = 0; t < T; t++) {
@@ -130,7 +138,7 @@ INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, int64_t ahead, cons
   } else {
     const float* sums = a.sums + first * a.blocks;
     for (int64_t b = 0; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T) {
-      if (ahead) fetch<Kind::STEP, C>(tiles, tile_bytes, ahead);
+      Ahead::fetch(ahead);
       direct_block<FORMAT, T, C>(tiles, tile_bytes, x, sums, y);
     }
   }
@@ -208,13 +216,13 @@ INLINE void bytes_block(const uint8_t* block, int64_t tile_bytes, const int32_t*
 }
 
 template <int FORMAT, int T, int C>
-INLINE void bytes(const uint8_t* tiles, int64_t tile_bytes, int64_t ahead, const Activations& a, int64_t group,
+INLINE void bytes(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const Activations& a, int64_t group,
                   Totals<T, C>& y) {
   int64_t first = a.groups.first(group) * a.blocks;
   const int32_t *quads = a.quads + first * QUADS, *corrections = a.corrections + first * 2;
   const float *scales = a.scales + first, *sums = a.sums + first;
   for (int64_t b = 0; b < a.blocks; b++) {
-    if (ahead) fetch<Tile<FORMAT>::STEP, C>(tiles, tile_bytes, ahead);
+    Ahead::fetch(ahead);
     bytes_block<FORMAT, T, C>(tiles, tile_bytes, quads, scales, corrections, sums, y);
     tiles += Tile<FORMAT>::STEP;
     quads += QUADS * T;
@@ -257,9 +265,8 @@ constexpr int tiles_at_once(int tokens, bool floats, bool bytes) {
 }
 
 template <int FORMAT, bool BYTES, int T, int C>
-__attribute__((noinline)) void few(const uint8_t* tiles, int64_t tile_bytes, bool far,
+__attribute__((noinline)) void few(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead,
                                    const Activations& a, int64_t group, const Outputs& out, int64_t tile) {
-  int64_t ahead = far ? C * tile_bytes : 0;
   Totals<T, C> y;
   UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) y.at[t][c] = all(0.0f);
   if constexpr (BYTES) bytes<FORMAT, T, C>(tiles, tile_bytes, ahead, a, group, y);
@@ -280,10 +287,11 @@ INLINE void with_width(int width, const Body& body) {
 }
 
 // The products of groups [from, to) with tiles [tile, end); every tile stays in the nearest cache for all groups.
-template <int FORMAT, bool BYTES>
+// upcoming: says which tile this thread most likely begins with when it has finished these.
+template <int FORMAT, bool BYTES, class Upcoming>
 void few_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, int64_t end,
-                const Outputs& out) {
-  int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs);
+                const Outputs& out, const Upcoming& upcoming) {
+  int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs), steps = std::max<int64_t>(1, Tile<FORMAT>::FLOATS ? a.inputs : a.blocks);
   int most = 4, next;
   for (int64_t g = from; g < to; g++)
     most = std::min(most, tiles_at_once(a.groups.width(g), Tile<FORMAT>::FLOATS, BYTES));
@@ -291,13 +299,14 @@ void few_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_
     const uint8_t* at = matrix.tiles + tile * tile_bytes;
     next = most;
     while (next > end - tile) next /= 2;
+    const uint8_t* later = tile + next < end ? at + next * tile_bytes : matrix.tiles + upcoming() * tile_bytes;
     for (int64_t g = from; g < to; g++)
       with_width(a.groups.width(g), [&](auto width) {
         constexpr int T = width, MOST = tiles_at_once(T, Tile<FORMAT>::FLOATS, BYTES);
-        bool far = g == from;  // for the other groups the tiles are near
-        if (next == 4) if constexpr (MOST >= 4) return few<FORMAT, BYTES, T, 4>(at, tile_bytes, far, a, g, out, tile);
-        if (next == 2) if constexpr (MOST >= 2) return few<FORMAT, BYTES, T, 2>(at, tile_bytes, far, a, g, out, tile);
-        few<FORMAT, BYTES, T, 1>(at, tile_bytes, far, a, g, out, tile);
+        Ahead ahead = Ahead::of(later, next * tile_bytes, steps, g - from, to - from);
+        if (next == 4) if constexpr (MOST >= 4) return few<FORMAT, BYTES, T, 4>(at, tile_bytes, ahead, a, g, out, tile);
+        if (next == 2) if constexpr (MOST >= 2) return few<FORMAT, BYTES, T, 2>(at, tile_bytes, ahead, a, g, out, tile);
+        few<FORMAT, BYTES, T, 1>(at, tile_bytes, ahead, a, g, out, tile);
       });
   }
 }
@@ -448,14 +457,18 @@ void multiply(Threads& threads, const Matrix& matrix, bool bytes, const Activati
   bool many = !bytes && a.groups.count > 1;
   int64_t tiles = (matrix.outputs + LANES - 1) / LANES, unit = many ? MANY_TILES : a.groups.count > 1 ? 2 : 1;
   int64_t units = (tiles + unit - 1) / unit, parts = token_parts(units, a.groups.count, threads.count());
-  threads.split(units * parts, 1, [&](int64_t first, int64_t end) {
+  threads.split(units * parts, 1, [&](int64_t first, int64_t end, const auto& next) {
+    auto upcoming = [&] {  // a tile; when none is left, what lies behind the matrix
+      int64_t free = next();
+      return free < units * parts ? free % units * unit : tiles;
+    };
     while (first < end) {  // the rest of one part's tiles
       int64_t part = first / units, stop = std::min(end, (part + 1) * units);
       int64_t from = a.groups.count * part / parts, to = a.groups.count * (part + 1) / parts;
       int64_t tile = (first - part * units) * unit, last = std::min((stop - part * units) * unit, tiles);
       if (many) many_tokens<FORMAT>(matrix, a, from, to, tile, last, out);
-      else if (!bytes) few_tokens<FORMAT, false>(matrix, a, from, to, tile, last, out);
-      else if constexpr (!Tile<FORMAT>::FLOATS) few_tokens<FORMAT, true>(matrix, a, from, to, tile, last, out);
+      else if (!bytes) few_tokens<FORMAT, false>(matrix, a, from, to, tile, last, out, upcoming);
+      else if constexpr (!Tile<FORMAT>::FLOATS) few_tokens<FORMAT, true>(matrix, a, from, to, tile, last, out, upcoming);
       first = stop;
     }
   });

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -46,6 +47,9 @@ class Threads {
 
   int count() const { return count_; }
 
+  // Does no thread sleep? Then a region of some microseconds is worth dividing; waking one takes longer.
+  bool are_awake() const { return !sleeping_.load(std::memory_order_relaxed); }
+
   // body(index, count) on the caller and on each thread that is free; returns when all that have begun it have finished.
   // Bodies take pieces of work from a counter until none is left. Throws what one of them has thrown.
   template <class Body>
@@ -69,27 +73,39 @@ class Threads {
     if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
   }
 
-  // body(first, end) over [0, total) in pieces of whole units. A free thread takes the next piece:
-  // a core that something else keeps busy then delays a step by one piece, not by half of the work.
+  // body(first, end) over [0, total) in pieces of whole units. A free thread takes the next piece, a part of what is left:
+  // the last ones are small, so threads finish together, and one on a core that is busy elsewhere delays nothing by half of
+  // the work. body(first, end, next): `next` says where the piece begins that is free now, or that none is.
   template <class Body>
   void split(int64_t total, int64_t unit, const Body& body) {
     int64_t units = (total + unit - 1) / unit;
     if (count_ == 1 || units <= 1) {
-      if (total) body((int64_t)0, total);
+      if (total) piece(body, 0, total, [=] { return total; });
       return;
     }
-    int64_t most = (int64_t)count_ * PIECES, piece = (units + most - 1) / most * unit;
+    int64_t parts = (int64_t)count_ * PARTS;
     std::atomic<int64_t> next{0};
     run([&](int, int) {
-      for (int64_t first; (first = next.fetch_add(piece, std::memory_order_relaxed)) < total;)
-        body(first, first + piece < total ? first + piece : total);
+      for (int64_t first = next.load(std::memory_order_relaxed); first < units;) {
+        int64_t end = first + (units - first + parts - 1) / parts;
+        if (!next.compare_exchange_weak(first, end, std::memory_order_relaxed)) continue;
+        piece(body, first * unit, end * unit < total ? end * unit : total,
+              [&] { return next.load(std::memory_order_relaxed) * unit; });
+        first = next.load(std::memory_order_relaxed);
+      }
     });
   }
 
  private:
   static constexpr uint64_t OPEN = 1 << 16, BUSY = OPEN - 1, ROUND = 2 * OPEN;
   static constexpr int SPINS = 4000;
-  static constexpr int PIECES = 4;  // for each thread
+  static constexpr int PARTS = 2;  // of what is left, for each thread
+
+  template <class Body, class Next>
+  static void piece(const Body& body, int64_t first, int64_t end, const Next& next) {
+    if constexpr (std::is_invocable_v<const Body&, int64_t, int64_t, const Next&>) body(first, end, next);
+    else body(first, end);
+  }
 
   static void pause() {
 #if defined(__x86_64__)

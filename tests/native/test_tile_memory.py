@@ -1,0 +1,62 @@
+"""Memory for packed weights: parts that no other part reaches into, in huge pages where the system has them."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference_engine.backends.native.tile_memory import TileMemory
+
+HUGE = 2 * 2**20
+
+
+def test_parts_begin_at_cache_lines_and_do_not_overlap() -> None:
+    memory = TileMemory()
+    parts = [memory.take(count) for count in (1, 64, 544, 0, 40 * HUGE + 3, 100, 15 * HUGE, 3 * HUGE)]
+    for number, part in enumerate(parts):
+        assert not part.any()
+        part[:] = number + 1
+    for number, part in enumerate(parts):
+        assert (part == number + 1).all()
+        assert not len(part) or part.ctypes.data % 64 == 0
+
+
+def test_small_parts_lie_behind_each_other() -> None:
+    memory = TileMemory()
+    first, second = memory.take(544), memory.take(64)
+    assert second.ctypes.data == first.ctypes.data + 576
+
+
+def test_a_part_outlives_the_memory_it_was_taken_from() -> None:
+    part = TileMemory().take(100)
+    part[:] = 7
+    assert (part == 7).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a process has asked for")
+def test_huge_pages_are_asked_for_and_what_was_not_written_to_takes_no_memory() -> None:
+    part = TileMemory().take(HUGE)
+    part[:1] = 1
+    lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
+    inside, found = False, {}
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        if "-" in name and not name.endswith(":"):
+            begin, end = (int(number, 16) for number in name.split("-"))
+            inside = begin <= part.ctypes.data < end
+        elif inside:
+            found[name] = rest.strip()
+    assert "hg" in found["VmFlags:"].split()
+    assert int(found["Rss:"].split()[0]) <= HUGE // 1024
+
+
+def test_a_system_without_so_much_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuses)
+    with pytest.raises(MemoryError, match=f"no {16 * HUGE} bytes for the weights"):
+        TileMemory().take(1)
