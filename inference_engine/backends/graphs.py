@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
 MOST_SELECTING = MOST_QUERIES  # tokens of a step in which some read selected blocks or tokens, or archives
 MOST_KINDS = 256  # of steps recorded while serving, at a time: clients choose what their sessions read
-STALE_STEPS = 32 * MOST_KINDS  # a recording unused for so many of these steps may be replaced
+# A recording that was not looked for among so many looks may be replaced; a step takes several.
+STALE_LOOKS = 128 * MOST_KINDS
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
@@ -96,7 +97,7 @@ class StepGraphs:
         self._memory, self._ends = memory, ends
         self._taps = {(), tap_layers}
         self._tried: OrderedDict[Kind, _Tried] = OrderedDict()  # least recently used first
-        self._selecting_steps = 0
+        self._looks = 0
         # The largest first: the others reuse its temporary memory.
         self._at_start: dict[Kind, Recorded] = {
             (size, taps, False, False, (), None): self._record(pool, (size, taps, False, False, (), None))
@@ -160,13 +161,13 @@ class StepGraphs:
         kind = _kind(step)
         if kind in self._at_start:
             return self._at_start[kind]
-        self._selecting_steps += 1
+        self._looks += 1
         if kind not in self._tried:
             if not self._has_place():
                 return None
             self._tried[kind] = _Tried(self._try_to_record(step.plan.pool, kind))
         known = self._tried[kind]
-        known.used_at = self._selecting_steps
+        known.used_at = self._looks
         self._tried.move_to_end(kind)
         return known.recorded
 
@@ -182,7 +183,7 @@ class StepGraphs:
         if len(self._tried) < MOST_KINDS:
             return True
         oldest, known = next(iter(self._tried.items()))
-        if self._selecting_steps - known.used_at < STALE_STEPS:
+        if self._looks - known.used_at < STALE_LOOKS:
             return False
         del self._tried[oldest]
         return True

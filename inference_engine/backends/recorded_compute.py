@@ -74,6 +74,9 @@ class RecordedCompute:
         shapes = tuple((torch.Size((size, *tensor.shape[1:])), tensor.dtype) for tensor in tensors)
         key = (name, shapes)
         known = self._known.get(key)
+        if known is None and sum(part[:1].nbytes for part in tensors) * size > MOST_BYTES:
+            known = _Known(is_padded=False, can_record=False)
+            self._remember(key, known)
         if known is None:
             results = _padded(function, size, tensors)
             bytes_each = sum(part[:1].nbytes for part in (*tensors, *results))

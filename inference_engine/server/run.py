@@ -343,8 +343,10 @@ def _bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCre
 
 async def _close(server: grpc.aio.Server) -> None:
     """gRPC closes the port of a server only if the server was started. Starting it again does nothing."""
-    await server.start()
-    await server.stop(None)
+    try:
+        await server.start()
+    finally:
+        await server.stop(None)
 
 
 def _describe(engine: Engine) -> None:

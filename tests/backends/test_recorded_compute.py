@@ -107,8 +107,13 @@ def test_what_runs_without_a_recording_has_the_size_of_one(made: list[Shapes], m
     assert sizes == [8] * 4 and len(made) == 1
     sizes.clear()
     monkeypatch.setattr(recorded_compute, "MOST_BYTES", 1)
-    for count in (5, 7):  # too wide to be recorded: not padded either, and the size is found out once
+    for count in (5, 7):  # too wide to be recorded: not padded either
         assert torch.equal(compute("wide", seen, [entries := gaussian(count, 4)])[0], 2 * entries)
+    assert sizes == [5, 7] and len(made) == 1
+    sizes.clear()
+    monkeypatch.setattr(recorded_compute, "MOST_BYTES", 8 * 3 * 4)
+    for count in (5, 7):  # the results are, which is found out once
+        compute("wide results", lambda tensors: seen([torch.cat(list(tensors) * 2, dim=1)]), [gaussian(count, 2)])
     assert sizes == [8, 5, 7] and len(made) == 1
 
 

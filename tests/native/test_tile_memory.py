@@ -36,7 +36,10 @@ def test_a_part_outlives_the_memory_it_was_taken_from() -> None:
     assert (part == 7).all()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a process has asked for")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
+    reason="only Linux says what a process has asked for, and not every kernel has such pages",
+)
 def test_huge_pages_are_asked_for_and_what_was_not_written_to_takes_no_memory() -> None:
     part = TileMemory().take(HUGE)
     part[:1] = 1

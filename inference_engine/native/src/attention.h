@@ -628,7 +628,9 @@ class Reader {
         int query_head = head * group_ + g;
         const float* sink = call_.head_sinks ? call_.head_sinks + query_head : nullptr;
         finish(states, sink, dim_, call_.out + query * call_.out_stride + (int64_t)query_head * dim_);
-        if (call_.lse) call_.lse[query * call_.query_heads + query_head] = states[dim_ + 1] + std::log(states[dim_]);
+        if (call_.lse)  // of a query that sees nothing there is no largest score
+          call_.lse[query * call_.query_heads + query_head] =
+              states[dim_] == 0 ? -INFINITY : states[dim_ + 1] + std::log(states[dim_]);
       }
   }
 
