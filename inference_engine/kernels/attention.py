@@ -54,8 +54,10 @@ def attend(
     kv_heads = keys.shape[0]
     group = query_heads // kv_heads
     folded = queries.transpose(0, 1).reshape(1, kv_heads, group * query_count, head_dim)
-    if mask is not None:
-        mask = _with_room(mask.repeat(group, 1) if group > 1 else mask)
+    if mask is not None and group > 1:
+        mask = mask.repeat(group, 1)
+    if mask is not None and mask.is_cuda:
+        mask = _with_room(mask)
     if softcap is None and head_sinks is None:
         out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
     else:
@@ -115,9 +117,7 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None
 def _with_room(mask: Tensor) -> Tensor:
     """Torch's and cuDNN's kernels read odd rows beyond their end; of the last one, that would be beyond the tensor."""
     keys = mask.shape[-1]
-    if mask.device.type != "cuda" or not keys % _ROOM:
-        return mask
-    return F.pad(mask, (0, -keys % _ROOM))[:, :keys]
+    return F.pad(mask, (0, -keys % _ROOM))[:, :keys] if keys % _ROOM else mask
 
 
 def _attend_spelled_out(
