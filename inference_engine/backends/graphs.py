@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import OrderedDict
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.listed import ListedStep
-from inference_engine.backends.recording import GraphMemory, Recording, padded
+from inference_engine.backends.recording import GraphMemory, Recording, Recordings, padded
 from inference_engine.errors import BackendError
 from inference_engine.kernels.archived import MOST_QUERIES, ReadFrom
 from inference_engine.kernels.components import ChosenBy, TokenChoice
@@ -46,14 +44,6 @@ Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
 # Tokens, tap layers, whether some read selected blocks, whether these may be off the device, the indexes by which some
 # choose tokens, and what those need that read archives.
 Kind = tuple[int, tuple[int, ...], bool, bool, tuple[ChosenBy, ...], ReadFrom | None]
-
-
-@dataclass(slots=True)
-class _Tried:
-    """A kind of step met while serving."""
-
-    recorded: Recorded | None  # None: it cannot be recorded
-    used_at: int = 0
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -96,8 +86,9 @@ class StepGraphs:
         self._device = next(iter(pool.buffers.values())).keys.device
         self._memory, self._ends = memory, ends
         self._taps = {(), tap_layers}
-        self._tried: OrderedDict[Kind, _Tried] = OrderedDict()  # least recently used first
-        self._looks = 0
+        # Of kinds met while serving; None: it cannot be recorded.
+        self._tried: Recordings[Recorded | None] = Recordings(MOST_KINDS, STALE_LOOKS)
+        self._is_full = False
         # The largest first: the others reuse its temporary memory.
         self._at_start: dict[Kind, Recorded] = {
             (size, taps, False, False, (), None): self._record(pool, (size, taps, False, False, (), None))
@@ -161,15 +152,17 @@ class StepGraphs:
         kind = _kind(step)
         if kind in self._at_start:
             return self._at_start[kind]
-        self._looks += 1
-        if kind not in self._tried:
-            if not self._has_place():
-                return None
-            self._tried[kind] = _Tried(self._try_to_record(step.plan.pool, kind))
-        known = self._tried[kind]
-        known.used_at = self._looks
-        self._tried.move_to_end(kind)
-        return known.recorded
+        found = self._tried.find(kind)
+        if found is not None or kind in self._tried:
+            return found
+        was_full, self._is_full = self._is_full, not self._tried.has_place()
+        if self._is_full:
+            if not was_full:
+                logger.warning("%d kinds of steps are recorded and in use: others run unrecorded", MOST_KINDS)
+            return None
+        found = self._try_to_record(step.plan.pool, kind)
+        self._tried.keep(kind, found)
+        return found
 
     def _try_to_record(self, pool: Pool, kind: Kind) -> Recorded | None:
         try:
@@ -177,16 +170,6 @@ class StepGraphs:
         except BackendError:
             logger.exception("steps of %d tokens, some of which select what they read, run unrecorded", kind[0])
             return None
-
-    def _has_place(self) -> bool:
-        """Is there a place, if need be a stale one? Recently used ones stay: replacing them would thrash."""
-        if len(self._tried) < MOST_KINDS:
-            return True
-        oldest, known = next(iter(self._tried.items()))
-        if self._looks - known.used_at < STALE_LOOKS:
-            return False
-        del self._tried[oldest]
-        return True
 
     def run(self, step: Step, fed: Tensor | None = None) -> Result:
         """As `Forward.run`, for a step that `can_run`; fed: as in `Launcher`. Does not wait for the device."""

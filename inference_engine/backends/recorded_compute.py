@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_engine.backends.recording import GraphMemory, TensorRecording
+from inference_engine.backends.recording import GraphMemory, Recordings, TensorRecording
 from inference_engine.kv.context import BatchFunction
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ class _Known:
 
     is_padded: bool  # to a size; False for what is too wide
     can_record: bool
-    recorded: Recorded | None = None
-    used_at: int = 0
 
 
 class RecordedCompute:
@@ -62,18 +60,16 @@ class RecordedCompute:
         self._record: Record = record or partial(TensorRecording, memory=memory)
         # By name and shapes; least recently used first.
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
-        self._recorded: OrderedDict[Hashable, _Known] = OrderedDict()
-        self._calls = 0
+        self._recorded: Recordings[Recorded] = Recordings(MOST, STALE_CALLS)
 
     def __call__(self, name: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         count = len(tensors[0])
         size = next((size for size in self._sizes if size >= count), None)
         if size is None or not count:
             return function(tensors)
-        self._calls += 1
         shapes = tuple((torch.Size((size, *tensor.shape[1:])), tensor.dtype) for tensor in tensors)
         key = (name, shapes)
-        known = self._known.get(key)
+        known, recorded = self._known.get(key), self._recorded.find(key)
         if known is None and sum(part[:1].nbytes for part in tensors) * size > MOST_BYTES:
             known = _Known(is_padded=False, can_record=False)
             self._remember(key, known)
@@ -84,43 +80,32 @@ class RecordedCompute:
             self._remember(key, _Known(is_padded=is_padded, can_record=is_padded))
             return results if is_padded else function(tensors)
         self._known.move_to_end(key)
-        if known.recorded is None and known.can_record and self._has_place():
-            self._try_to_record(key, known, shapes, function, tensors[0].device)
-        if known.recorded is None:
+        if recorded is None and known.can_record and self._recorded.has_place():
+            recorded = self._try_to_record(key, known, shapes, function, tensors[0].device)
+        if recorded is None:
             return _padded(function, size, tensors) if known.is_padded else function(tensors)
-        known.used_at = self._calls
-        self._recorded.move_to_end(key)
-        return [part[:count] for part in known.recorded.run(tensors)]
+        return [part[:count] for part in recorded.run(tensors)]
 
     def _remember(self, key: Hashable, known: _Known) -> None:
         self._known[key] = known
         if len(self._known) > _REMEMBERED:
             oldest, _ = self._known.popitem(last=False)
-            self._recorded.pop(oldest, None)
+            self._recorded.drop(oldest)
 
     def _try_to_record(
         self, key: Hashable, known: _Known, shapes: Shapes, function: BatchFunction, device: torch.device
-    ) -> None:
+    ) -> Recorded | None:
         try:
-            known.recorded = self._record(shapes, device, function)
+            recorded = self._record(shapes, device, function)
         except torch.OutOfMemoryError:
             logger.warning("no memory to record a computation over KV entries now; the next call tries again")
         except RuntimeError:
             logger.exception("a computation over %s runs unrecorded", [tuple(shape) for shape, _ in shapes])
             known.can_record = False
         else:
-            self._recorded[key] = known
-
-    def _has_place(self) -> bool:
-        """Is there a place, if need be of a stale recording? Recently used ones stay: replacing them would thrash."""
-        if len(self._recorded) < MOST:
-            return True
-        oldest, known = next(iter(self._recorded.items()))
-        if self._calls - known.used_at < STALE_CALLS:
-            return False
-        del self._recorded[oldest]
-        known.recorded = None
-        return True
+            self._recorded.keep(key, recorded)
+            return recorded
+        return None
 
 
 def _padded(function: BatchFunction, size: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

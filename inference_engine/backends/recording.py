@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -75,6 +76,45 @@ class GraphMemory:
                 gc.enable()
         self._first = self._first or graph
         return result
+
+
+class Recordings(Generic[T]):
+    """At most so many recordings, by what they are of. A new one replaces one that the last `stale` looks passed over.
+
+    No other is replaced: to record again and again what is in use would take longest.
+    """
+
+    def __init__(self, most: int, stale: int) -> None:
+        self._most, self._stale = most, stale
+        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()  # least recently used first
+        self._looks = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def find(self, key: Hashable) -> T | None:
+        self._looks += 1
+        if key not in self._kept:
+            return None
+        self.keep(key, self._kept[key][0])
+        return self._kept[key][0]
+
+    def has_place(self) -> bool:
+        """Is there one for another recording, if need be that of a stale one?"""
+        if len(self._kept) < self._most:
+            return True
+        oldest, (_, used_at) = next(iter(self._kept.items()))
+        if self._looks - used_at < self._stale:
+            return False
+        del self._kept[oldest]
+        return True
+
+    def keep(self, key: Hashable, made: T) -> None:
+        self._kept[key] = made, self._looks
+        self._kept.move_to_end(key)
+
+    def drop(self, key: Hashable) -> None:
+        self._kept.pop(key, None)
 
 
 class Recording(Generic[T]):

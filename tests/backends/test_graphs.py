@@ -61,7 +61,9 @@ def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_o
         assert recorded.can_run(step(context.pool, tokens=8, selects=True))
 
 
-def test_kinds_that_clients_choose_are_few_at_a_time_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_that_clients_choose_are_few_at_a_time_and_those_in_use_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     made: list[int] = []
 
     class Made:
@@ -83,6 +85,7 @@ def test_kinds_that_clients_choose_are_few_at_a_time_and_those_in_use_stay(monke
         at_start = len(made)
         assert can_run(10) and can_run(20)
         assert not can_run(30) and can_run(10) and can_run(20), "a third one replaces what is in use"
+        assert caplog.text.count("others run unrecorded") == 1
         assert len(made) == at_start + 2
         assert any(can_run(30) for _ in range(20) if can_run(10)), "what nothing uses stays"  # 20 leaves
         assert len(made) == at_start + 3 and can_run(10) and len(made) == at_start + 3
