@@ -25,6 +25,15 @@ from inference_engine.kv.numbers import Indexes, RegionLines, as_slice, places_o
 from inference_engine.kv.views import ChunkView, EntrySource, Portion, Region, StagedQueries, StepReads
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Moved:
+    """Entries of ascending positions that have left their slots for a step: keys, values [layers, n, Hkv, D]."""
+
+    positions: Positions
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class LayerSlots:
     """The regions of a set of layers. `held` says which position each slot holds, -1 for none.
@@ -184,6 +193,37 @@ class LayerSlots:
             portions.append(Portion(queries=some, count=count, mask=self.mask(positions[some], count, step)))
         return self._chunk_view(step, source, chunks, portions)
 
+    def view_of_two_segments(
+        self, queries: StagedQueries, step: StepReads, source: EntrySource, chunks: Sequence[range], moved: Moved
+    ) -> ChunkView:
+        """As `chunk_view`, of queries of two segments. chunks: those of the second one; the first one reads them
+        up to where its window begins. moved: what only the first one reads of the regions."""
+        layout = self.layout
+        assert self._can_read_in_order(queries, step)
+        boundary = layout.segment_start(queries.end - 1)
+        split, portions = boundary - queries.first, []
+        moved_by_layer = {
+            layer: (keys.transpose(0, 1), values.transpose(0, 1))
+            for layer, keys, values in zip(self.layer_set.layers, moved.keys, moved.values, strict=True)
+        }
+        for some, first, end in (
+            (slice(0, split), queries.first, boundary),
+            (slice(split, None), boundary, queries.end),
+        ):
+            horizon, is_first = layout.horizon(first), end == boundary
+            begin = horizon + len(moved.positions) if is_first else horizon
+            portions.append(
+                Portion(
+                    queries=some,
+                    count=layout.sink,
+                    mask=None,
+                    recent=on_device(layout.slots(np.arange(begin, end)), step.device),
+                    upto=horizon,
+                    moved=moved_by_layer if is_first else None,
+                )
+            )
+        return self._chunk_view(step, source, chunks, portions)
+
     def _chunk_view(
         self, step: StepReads, source: EntrySource, chunks: Sequence[range], portions: Sequence[Portion]
     ) -> ChunkView:
@@ -212,6 +252,24 @@ class LayerSlots:
         for layer in self.layer_set.layers:
             for states in (self.buffer.keys, self.buffer.values):
                 self.region.slots(states, layer, first, count).copy_(other.region.slots(states, layer, source, count))
+
+    # -- slots that are taken while their entries are still read ------------------------------------------------------
+
+    def move_out(self, staged: Positions) -> Moved:
+        """Copies of the entries whose slots `staged` will take, which are free then."""
+        slots = self.layout.slots(staged)
+        slots = slots[self.held[slots] >= 0]
+        positions = self.held[slots]
+        moved = Moved(positions, self.gather(self.buffer.keys, slots), self.gather(self.buffer.values, slots))
+        self.held[slots] = -1
+        return moved
+
+    def move_back(self, moved: Moved) -> None:
+        """Undo `move_out`; the slots are free again."""
+        slots = self.layout.slots(moved.positions)
+        self.put(self.buffer.keys, slots, moved.keys)
+        self.put(self.buffer.values, slots, moved.values)
+        self.held[slots] = moved.positions
 
     # Slots are read and written run by run, for evenly spaced layers at once: no index table goes to the device, and
     # nothing waits for one.
