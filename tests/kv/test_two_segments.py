@@ -17,7 +17,10 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import Positions
+from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.slots import Moved
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.native.library import KVType
@@ -143,17 +146,26 @@ def test_a_step_goes_on_behind_its_segment_only_where_chunks_are_read_and_can_be
 
 
 @each_mode
+@pytest.mark.parametrize("fails", ["archiving", "moving"])
 def test_entries_that_cannot_be_archived_ahead_fail_the_step_and_nothing_else(
-    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
+    strategy: KVStrategy, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv, clean = (fed(strategy, 67)[0] for _ in range(2))
-    archive = kv._archived[0]._archive
+    last, move_out = kv.groups[-1], LayerEntries.move_out
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any) -> Tensor:
         raise MemoryError
 
+    def moved(self: LayerEntries, staged: Positions) -> Moved:
+        if self is last:  # after another one
+            raise MemoryError
+        return move_out(self, staged)
+
     with monkeypatch.context() as patch:
-        patch.setattr(archive, "keep_from", broken)
+        if fails == "archiving":
+            patch.setattr(OwnTokens, "encode", broken)
+        else:
+            patch.setattr(LayerEntries, "move_out", moved)
         with pytest.raises(RestorationFailed):
             kv.stage(kv.room(generated=False))
     assert kv.staged == 0

@@ -222,10 +222,11 @@ class StreamedEntries(ArchivedEntries):
     # -- a step of two segments --------------------------------------------------------------------------------------
 
     def room_beyond(self, position: int) -> int:
-        has_chunks = all(reads.chunks(position) for reads in self._reads)
         # What the second tier was given is not taken back.
-        joins = self._joins_segments and has_chunks and not self._archive.moves
-        return self._context.geometry.segment_tokens if joins else 0
+        joins = self._joins_segments and not self._archive.moves
+        if joins and all(reads.chunks(position) for reads in self._reads):
+            return self._context.geometry.segment_tokens
+        return 0
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         layout, first, last = self._sets[0].layout, int(positions[0]), int(positions[-1])
@@ -238,11 +239,12 @@ class StreamedEntries(ArchivedEntries):
         leaving = [exact.leaving(first, boundary) for exact in self._sets]
         try:
             self._archive.keep_from(self.regions, leaving)
+            self._ahead = _Ahead(boundary=boundary, leaving=leaving)
+            for exact, reads in zip(self._sets, self._reads, strict=True):
+                reads.moved = exact.regions.move_out(behind)
         except Exception as error:
+            self._end_ahead(first)
             raise RestorationFailed(error) from error
-        self._ahead = _Ahead(boundary=boundary, leaving=leaving)
-        for exact, reads in zip(self._sets, self._reads, strict=True):
-            reads.moved = exact.regions.move_out(behind)
 
     def _end_ahead(self, length: int) -> None:
         """The step is over, with a history of `length`: if that ends before the boundary, nothing leaves."""
