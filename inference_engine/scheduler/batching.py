@@ -193,9 +193,10 @@ class Batching:
     @staticmethod
     def _room(request: Request) -> int:
         session = request.session
-        kv, pending = session.kv, request.pending_tokens
+        kv = session.kv
         if not kv.is_selective:
             return kv.room(generated=False)
+        pending = request.pending_tokens
         generated = session.pending_generated(pending)
         if True not in generated:
             return kv.room(generated=False)
