@@ -15,6 +15,7 @@ from inference_engine import __version__
 from inference_engine.cli import doctor, late
 from inference_engine.cli.connection import add_connection, in_flags
 from inference_engine.cli.main import main
+from tests.further import further_test
 from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,6 +187,7 @@ def in_a_process_of_its_own(program: str) -> str:
     return done.stdout
 
 
+@further_test
 def test_everything_that_serves_is_imported_without_the_laboratory(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     # Where it is forked, libraries are there, which take most of the time; what is ours is imported anew.

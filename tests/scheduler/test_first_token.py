@@ -9,6 +9,7 @@ import pytest
 
 from inference_engine.config import EngineConfig
 from laboratory.load.samples import percentile
+from tests.further import further
 from tests.scheduler.simulated import Arrival, Seen, Simulation
 
 PLACES, STEP_SECONDS = 4, 0.1
@@ -68,7 +69,7 @@ def refused(simulation: Simulation, owner: str = "") -> list[Seen]:
 
 @pytest.mark.parametrize(
     ("load", "seconds", "asks"),
-    [(1, 25, 0), (2, 20, 0), (10, 12, 0), (2, 20, 64)],
+    [further(1, 25, 0), further(2, 20, 0), (10, 12, 0), (2, 20, 64)],
     ids=["1x", "2x", "10x", "2x, asks for more"],
 )
 def test_what_is_taken_is_in_time_and_every_place_is_filled_however_much_comes(

@@ -18,6 +18,7 @@ from inference_engine.scheduler.policy import admit
 from inference_engine.scheduler.request import Prediction
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script
+from tests.further import further_test
 from tests.laws.variants import drain
 from tests.lines import lines_of
 from tests.load.scripted import scripted_engine
@@ -193,6 +194,7 @@ def test_owners_whose_lengths_are_forgotten_leave_nothing_behind(seen: list[tupl
     assert lengths.share("new", 64) == pytest.approx(0.5)
 
 
+@further_test
 def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_in_few_lines() -> None:
     """All that a Generate's call does on the event loop, the prediction among it."""
     script, go_on = Script(), threading.Event()

@@ -6,7 +6,7 @@ import json
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import (
     ChatCompletionContentPartParam,
@@ -268,6 +268,7 @@ json_values = st.recursive(
 
 
 @given(json_values, st.integers(1, 9))
+@settings(max_examples=40)
 def test_the_values_of_a_body_are_counted_and_empty_ones_twice(value: Any, piece_bytes: int) -> None:
     """However its pieces cut through strings and escapes."""
 
@@ -279,6 +280,7 @@ def test_the_values_of_a_body_are_counted_and_empty_ones_twice(value: Any, piece
 
 
 @given(parameters=st.dictionaries(st.sampled_from(HONOURED), JSON, max_size=6))
+@settings(max_examples=40)
 def test_whatever_a_parameter_is_given_it_is_read_or_refused_by_a_name(parameters: dict[str, Any]) -> None:
     field = refused_field(parameters)
     assert not field or field.startswith(HONOURED)

@@ -41,6 +41,7 @@ from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.scripted import Script
 from tests.facade import session_of, store_of
+from tests.further import further_test
 from tests.load.scripted import scripted_engine
 from tests.server.wire import Client, connected, refused, serving, until_free
 from tests.server_thread import server_thread
@@ -145,6 +146,7 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
             session.record(ids[:missing], Mark.APPENDED)
 
 
+@further_test
 def test_no_call_on_a_session_at_the_cap_keeps_others_waiting() -> None:
     # In a process of its own, as a server is: what freeing memory takes depends on all that a process did before.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
