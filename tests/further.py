@@ -53,7 +53,7 @@ def interpreted(*values: Any) -> Any:
 
 
 def off_metal(*values: Any) -> Any:
-    """The parameters of a case of MLX that is a further one where there is no Metal: there all of it is emulated."""
+    """The parameters of a case of MLX that is a further one off a Mac: there it says little of Metal."""
     return pytest.param(*values) if sys.platform == "darwin" else further(*values)
 
 
