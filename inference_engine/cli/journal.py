@@ -75,8 +75,12 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_backup(args: argparse.Namespace) -> int:
+    """Raises ConfigError for a folder within the one that is copied."""
+    state_dir, to = Path(args.state_dir).expanduser(), Path(args.to).expanduser()
+    if to.resolve().is_relative_to(state_dir.resolve()) and to.resolve() != state_dir.resolve():
+        raise ConfigError(f"{to} would be a part of {state_dir}, and be lost with it; name a folder elsewhere")
     with _opened(args.state_dir) as journal:
-        journal.back_up(Path(args.to).expanduser())
+        journal.back_up(to)
     return 0
 
 

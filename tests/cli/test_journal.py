@@ -42,6 +42,18 @@ def test_sessions_are_listed_checked_and_purged(tmp_path: Path, capsys: pytest.C
         assert [one.session_id for one in engine.list_sessions(owner="alice")] == [second]
 
 
+def test_a_backup_within_the_folder_is_refused_and_nothing_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    sessions_in(state, "one")
+    found = sorted(state.rglob("*"))
+    for within in (state / "backup", state / "copies" / "backup", state / "copies" / ".." / "backup"):
+        assert main(["journal", "backup", str(state), str(within)]) == 1
+        assert "name a folder elsewhere" in capsys.readouterr().err
+    assert sorted(state.rglob("*")) == found
+
+
 def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = tmp_path / "state"
     damaged, whole = sessions_in(state, "one", "two")
