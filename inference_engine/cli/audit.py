@@ -25,7 +25,7 @@ from rich.console import Console
 
 from inference_engine.cli.answers import refuse_longer
 from inference_engine.cli.connection import add_connection, connect_async
-from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.cli.settings import add_config_file, add_settings, refuse_without_effect, settings
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
 
@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("histories", "splits", "at_once", "turns", "turn_tokens", "generate_tokens"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    refuse_without_effect(args, used=("strategy",))
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     console = Console(highlight=False)
     with ExitStack() as stack:

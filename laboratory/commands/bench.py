@@ -20,7 +20,7 @@ from rich.console import Console
 
 from inference_engine.cli import first_use
 from inference_engine.cli.connection import add_connection, connect_async
-from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.cli.settings import add_config_file, add_settings, refuse_without_effect, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from laboratory.load import report
     from laboratory.load.phases import Plan
 
+    refuse_without_effect(args, used=("strategy",))
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     console = Console(highlight=False)
     plan = Plan(

@@ -134,6 +134,12 @@ def test_an_answer_of_no_length_is_refused_with_the_command_line(
         (("serve", "--bind=127.0.0.1:0", "--strategy", "layer_window"), "`kakeya evaluate backstop` finds those that"),
         (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
+        (
+            ("chat", "--target", "far.example:1", "--model=m", "--strategy=full", "--kv-bytes=1GiB", "--device=cuda"),
+            "--device, --kv-bytes: without effect with --target, whose server has its own settings; leave out either",
+        ),
+        (("audit", "--target", "far.example:1", "--mode=fixed-shape"), "--mode: without effect with --target"),
+        (("bench", "serve", "--target", "far.example:1", "--max-batch=1"), "--max-batch: without effect with --target"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),
     ],
 )
