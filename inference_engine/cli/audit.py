@@ -6,7 +6,7 @@
 The same ids, split at random, are appended to many sessions, several at a time, so that their batches differ, too.
 Every session also reports the invariants it found violated. In fixed-shape mode, tokens and log-probabilities must be
 bit-identical. In batched mode, tokens must be equal; a difference between two tokens whose log-probabilities are within
-NEAR_TIE is reported as a near-tie, not as a violation.
+0.001 is reported as a near-tie, not as a violation.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "audit",
         help="check that a server's tokens depend on the history alone",
-        description=__doc__.partition("\n\n")[2],
+        description="Check that a server's tokens depend on the history alone.\n\n" + __doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_file(parser)

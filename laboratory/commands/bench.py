@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = commands.add_parser(
         "serve",
         help="many agents at once, open loop",
-        description=__doc__.partition("\n\n")[2],
+        description="Measure a server under the load of many agents.\n\n" + __doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_file(serve)
