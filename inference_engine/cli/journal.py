@@ -29,7 +29,9 @@ def add_parser(subparsers: Subparsers) -> None:
     backup = _action(actions, "backup", run_backup, "copy everything into a new folder, which a server can use")
     backup.add_argument("to", metavar="FOLDER")
     purge = _action(actions, "purge", run_purge, "delete sessions, damaged ones too")
-    purge.add_argument("session_ids", nargs="+", metavar="ID")
+    purge.add_argument(
+        "session_ids", nargs="+", metavar="ID", help="as `list` shows it; behind -- if it begins with a dash"
+    )
 
 
 def _action(

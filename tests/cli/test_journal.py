@@ -34,6 +34,8 @@ def test_sessions_are_listed_checked_and_purged(tmp_path: Path, capsys: pytest.C
     assert main(["journal", "check", str(state)]) == 0
     assert "2 sessions, 0 damaged" in capsys.readouterr().out
     assert main(["journal", "purge", str(state), first, "unknown"]) == 1
+    assert main(["journal", "purge", str(state), first, "--", "-unknown"]) == 1
+    assert f"{state} has no session -unknown; nothing was deleted" in capsys.readouterr().err
     assert main(["journal", "purge", str(state), first]) == 0
     capsys.readouterr()
     assert main(["journal", "check", str(state)]) == 0
