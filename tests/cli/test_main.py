@@ -42,6 +42,22 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: kakeya {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("audit",), "Check that a server's tokens depend on the history alone.\n\n    in one piece"),
+        (("bench", "serve"), "Measure a server under the load of many agents.\n\nThe load is that of agents"),
+    ],
+)
+def test_a_long_help_begins_with_what_the_command_does(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And names nothing of the code."""
+    assert status_of(*arguments, "--help") == 0
+    printed = capsys.readouterr().out
+    assert said in printed and "NEAR_TIE" not in printed
+
+
 def test_reading_the_command_line_loads_neither_torch_nor_grpc() -> None:
     program = (
         "import sys; from inference_engine.cli.main import parser; parser().parse_args(['serve']);"
@@ -135,6 +151,12 @@ def test_an_answer_of_no_length_is_refused_with_the_command_line(
         (("serve", "--bind=127.0.0.1:0", "--strategy", "layer_window"), "`kakeya evaluate backstop` finds those that"),
         (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
+        (
+            ("chat", "--target", "far.example:1", "--model=m", "--strategy=full", "--kv-bytes=1GiB", "--device=cuda"),
+            "--device, --kv-bytes: without effect with --target, whose server has its own settings; leave out either",
+        ),
+        (("audit", "--target", "far.example:1", "--mode=fixed-shape"), "--mode: without effect with --target"),
+        (("bench", "serve", "--target", "far.example:1", "--max-batch=1"), "--max-batch: without effect with --target"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),
     ],
 )

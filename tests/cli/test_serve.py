@@ -117,6 +117,8 @@ def test_an_address_that_cannot_be_served_is_refused_before_any_weights_are_read
         (("--model", "org/name@v2", "--cache-dir", "{empty}"), "kakeya models fetch org/name@v2"),
         (("--model", "{tampered}"), "adapter_config.json"),
         (("--model", "{unserved}", "--http-bind=127.0.0.1:0", "--latent={empty}"), "rotary kind 'dynamic'"),
+        (("--model", "{tiny}", "--drafter=ngrams"), "drafter must be auto, none, ngram, trained or a folder that is"),
+        (("--model", "{tiny}", "--latent=never"), "latent must be auto, none or a folder that is there, got 'never'"),
         (("--model", "{tiny}", "--device", "no-such-device"), "device 'no-such-device' cannot be used here"),
         (("--model", "{tiny}", "--strategy", "sink_window:window=4096"), "the model was trained for 512"),
     ],

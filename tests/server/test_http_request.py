@@ -239,6 +239,22 @@ def test_a_body_that_is_no_json_object_is_refused(subtests: pytest.Subtests) -> 
             read_request(body)
 
 
+UNREADABLE = [
+    (b'{"a":' * 2000 + b"1" + b"}" * 2000, "too deep in each other"),
+    (b'{"a":' + b"1" * 5000 + b"}", "a number has 5000 digits; the limit is 4000"),
+    (b'{"a":-' + b"1" * 4001 + b"}", "a number has 4001 digits"),
+    (b"\xef\xbb\xbf{}", "begins with a byte order mark; send it without"),
+]
+
+
+def test_a_body_that_the_parser_cannot_read_is_refused_in_words_for_its_sender(subtests: pytest.Subtests) -> None:
+    """The parser's own name functions of Python."""
+    for body, reason in UNREADABLE:
+        with subtests.test(reason), pytest.raises(BadJson, match=reason) as refused:
+            read_request(body)
+        assert not {"recursion", "sys.", "utf-8-sig"} & set(str(refused.value).split())
+
+
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
