@@ -344,7 +344,9 @@ class Foresight:
     _pace: StepPace = field(default_factory=StepPace)
     _steps: int = 0
     _lengths: Lengths = field(default_factory=Lengths)
-    # By owner, of the queue as it is now: under overload most calls are refused and leave it so.
+    # Of the queue as it is now, what runs and what waits, and by owner: under overload most calls are refused and leave
+    # it so.
+    _queue: tuple[Sequence[Load], Sequence[Load]] | None = None
     _plays: dict[str, _Play] = field(default_factory=dict)
     _changes: int = 0
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
@@ -378,6 +380,7 @@ class Foresight:
         """
         if changes != self._changes:
             self._changes = changes
+            self._queue = None
             self._plays.clear()
         if self._pace.mean_seconds is None:
             return None
@@ -385,7 +388,9 @@ class Foresight:
         if (played := self._plays.get(load.owner)) is None:
             if len(self._plays) >= _MOST_PLAYS:
                 self._plays.clear()
-            played = self._plays[load.owner] = _Play(load.owner, self._loads(running), self._loads(waiting), self.room)
+            if self._queue is None:
+                self._queue = self._loads(running), self._loads(waiting)
+            played = self._plays[load.owner] = _Play(load.owner, *self._queue, self.room)
         found = played.until(load)
         step_seconds = self._step_seconds(min(len(running), self.room.max_batch))
         token_seconds = self._pace.token_seconds

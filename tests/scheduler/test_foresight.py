@@ -261,6 +261,7 @@ def test_a_wait_is_predicted_for_the_queue_as_it_is_at_each_call() -> None:
     def noted(self: foresight.Foresight, *queue: Any, changes: int) -> Prediction | None:
         found = predict(self, *queue, changes=changes)
         self._plays.clear()
+        self._queue = None
         assert found == predict(self, *queue, changes=changes)
         if found is not None:
             waits.append(found.wait)
