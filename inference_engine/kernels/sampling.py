@@ -142,6 +142,7 @@ class Draws(Sequence[Draw]):
         """ahead: positions by which all draws come later. plans: by vocabulary size, for draws like these."""
         self._draws, self._ahead = draws, ahead
         self._plans = {} if plans is None else plans
+        self._are_greedy: bool | None = None
         self._are_largest: bool | None = None
 
     def __len__(self) -> int:
@@ -165,16 +166,27 @@ class Draws(Sequence[Draw]):
     def following(self) -> Draws:
         """The same draws one position later."""
         draws = Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
-        draws._are_largest = self._are_largest
+        draws._are_greedy, draws._are_largest = self._are_greedy, self._are_largest
         return draws
+
+    @property
+    def rows(self) -> list[range]:
+        """The indices of each."""
+        return [each.indices for each in self._draws]
+
+    @property
+    def are_greedy(self) -> bool:
+        """Is there any, and are all samples ids of the largest raw logits?"""
+        if self._are_greedy is None:
+            self._are_greedy = len(self._draws) > 0 and all(each.is_plainly_greedy for each in self._draws)
+        return self._are_greedy
 
     @property
     def are_largest(self) -> bool:
         """Is each draw the id of the largest raw logit of one row, and the rows those of the logits in their order?"""
         if self._are_largest is None:
-            rows = [each.indices for each in self._draws]
-            self._are_largest = bool(rows) and all(each.is_plainly_greedy for each in self._draws)
-            self._are_largest &= rows == [range(place, place + 1) for place in range(len(rows))]
+            rows = self.rows
+            self._are_largest = self.are_greedy and rows == [range(place, place + 1) for place in range(len(rows))]
         return self._are_largest
 
     def drawn(self, ids: Tensor, table: Arriving) -> Drawing:
