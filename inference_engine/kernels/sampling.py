@@ -324,17 +324,21 @@ class Drawing:
 
 
 def draw_all(
-    logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all, weigh: Weigh | None = None
+    logits: Tensor,
+    draws: Sequence[Draw],
+    noise_of_all: NoiseOfAll = noise_of_all,
+    weigh: Weigh | None = None,
+    peaks: Sequence[Sample] | None = None,
 ) -> list[list[Sample]]:
     """For each draw a sample of each of its rows of raw float32 `logits` [n, V]. One synchronisation for all.
 
-    weigh: the device's own, on a CPU; None: there is none.
+    weigh: the device's own, on a CPU; None: there is none. peaks: the largest of each row, if it is known.
     """
     if logits.device.type == "cpu" and all(each.is_plainly_greedy for each in draws):
         raw = logits.numpy()
         return [[_largest_of(raw[index]) for index in each.indices] for each in draws]
     if logits.device.type == "cpu" and not any(each.needs_logprob for each in draws):
-        return _drawn_on_host(logits, draws, noise_of_all, weigh)
+        return _drawn_on_host(logits, draws, noise_of_all, weigh, peaks)
     if not any(len(each.indices) for each in draws):
         return [[] for _ in draws]
     return start_drawing(logits, draws, noise_of_all).samples()
@@ -348,7 +352,11 @@ def start_drawing(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAl
 
 
 def _drawn_on_host(
-    logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll, weigh: Weigh | None
+    logits: Tensor,
+    draws: Sequence[Draw],
+    noise_of_all: NoiseOfAll,
+    weigh: Weigh | None,
+    peaks: Sequence[Sample] | None,
 ) -> list[list[Sample]]:
     """Row by row: each is drawn from as few ids as decide, or else as rows are on a device."""
     raw = logits.numpy()
@@ -363,7 +371,7 @@ def _drawn_on_host(
         if not sampler.is_plain:
             adjusted = sampler.adjusted(logits[indices.start : indices.stop], each.drafted).numpy()
         for offset, (index, row) in enumerate(zip(indices, adjusted, strict=True)):
-            largest = _largest_of(raw[index])
+            largest = _largest_of(raw[index]) if peaks is None else peaks[index]
             own.append(largest)
             if not largest.is_finite:
                 continue

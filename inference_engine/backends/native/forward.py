@@ -174,14 +174,13 @@ class NativeForward:
 
     def run(self, step: Step) -> Result:
         with self._program.threads.lock:  # several engines may run one model
-            raw, tapped, largest = self._forward(step)
+            raw, tapped, peaks = self._forward(step)
         step.on_computed()
         if isinstance(step.draws, Draws) and step.draws.are_greedy and not step.needs_logits:
             # No operation of torch: between two steps, when the caches hold weights, each takes as long as a plan.
-            found = [Sample(max(token_id, 0), None, token_id >= 0) for token_id in largest]
-            return Result(_NO_LOGITS, tapped, [found[rows.start : rows.stop] for rows in step.draws.rows])
+            return Result(_NO_LOGITS, tapped, [peaks[rows.start : rows.stop] for rows in step.draws.rows])
         logits = torch.from_numpy(raw)
-        samples = draw_all(logits, step.draws, self._ops.noise_of_all, self._weigh) if step.draws else ()
+        samples = draw_all(logits, step.draws, self._ops.noise_of_all, self._weigh, peaks) if step.draws else ()
         return Result(logits, tapped, samples)
 
     def _weigh(self, rows: Sequence[NDArray[np.float32]], temperatures: Sequence[float]) -> list[Heavy | None]:
@@ -194,9 +193,9 @@ class NativeForward:
             for own, count, weight in zip(ids, found.tolist(), rest.tolist(), strict=True)
         ]
 
-    def _forward(self, step: Step) -> tuple[NDArray[np.float32], Tensor | None, list[int]]:
-        """The logits, the hidden states after the layers that the step asks for, and of each row of logits the id of
-        the largest, -1 if they are not all finite: if any are drawn from."""
+    def _forward(self, step: Step) -> tuple[NDArray[np.float32], Tensor | None, list[Sample]]:
+        """The logits, the hidden states after the layers that the step asks for, and, if it draws, the largest of each
+        row of logits."""
         plan, steps = step.plan, self._program.steps
         tokens, asked, taps = plan.query_count, len(step.logit_queries), len(step.tap_layers)
         logits = np.empty((asked, steps.vocabulary), np.float32)
@@ -210,7 +209,8 @@ class NativeForward:
             self._program.run(native)
         else:
             self._run_by_layers(step, native)
-        return logits, tapped, self._arguments.largest.tolist()
+        largest = self._arguments.largest[: asked if native.largest else 0].tolist()
+        return logits, tapped, [Sample(max(token_id, 0), None, token_id >= 0) for token_id in largest]
 
     def _run_by_layers(self, step: Step, native: NativeStep) -> None:
         """The plan attends, layer by layer; everything else is native."""
