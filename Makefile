@@ -68,8 +68,8 @@ serve: native ## the server, until Ctrl-C
 chat: native ## talk to a model in the terminal
 	@$(BIN)/kakeya chat $(ARGS)
 
-# The checks without the site: a test builds it, beside others. Most checks use one core, and the TypeScript SDK's tests
-# wait much: both at once.
+# The checks without the site, which a further test builds. Most checks use one core, and the TypeScript SDK's tests wait
+# much: both at once.
 test: native $(TYPESCRIPT)/node_modules/.package-lock.json ## all that must hold: checks, then unit and integration tests
 	@$(MAKE) --no-print-directory --jobs=2 $(WHOLE) IS_SET_UP=yes unit-typescript $(CHECKS)
 	@$(MAKE) --no-print-directory unit
@@ -78,7 +78,7 @@ unit: native node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-further: native ## what `make test` has no time for: laboratory, benchmarks, cases much like others; CI runs it, too
+test-further: native ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 

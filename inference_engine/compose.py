@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import kv_cache_proposer
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import BackendError, NotNative, NotOnMlx
+from inference_engine.errors import BackendError, ConfigError, NotNative, NotOnMlx
 from inference_engine.models import check_model, weights_digest
 from inference_engine.types import Durability
 from kv_cache_proposer.errors import DrafterError
@@ -107,10 +107,12 @@ DLMRestoredVerifier = Parts
 
 
 def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
-    """Everything that `model` asks for. Raises ModelError or BackendError; the cheapest check comes first.
+    """Everything that `model` asks for. Raises ConfigError, ModelError or BackendError, after the cheapest check first.
 
     admitted: the result of `admit` for this configuration, if available.
     """
+    _check_is_there("latent", model.latent, ("auto", "none"))
+    _check_is_there("drafter", model.drafter, ("auto", "none", "ngram", "trained"))
     latent = find_latent(model)
     components = find_components(model)
     forward = open_backend(model, admitted)
@@ -121,6 +123,12 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
         digests=lambda: _digests(model),
         components=components,
     )
+
+
+def _check_is_there(setting: str, given: str, names: tuple[str, ...]) -> None:
+    """What is no name is a folder: a name that was mistyped is none that is there."""
+    if given not in names and not Path(given).expanduser().exists():
+        raise ConfigError(f"{setting} must be {', '.join(names)} or a folder that is there, got {given!r}")
 
 
 def _digests(model: ModelConfig) -> tuple[str, str]:

@@ -253,7 +253,7 @@ class ModelConfig:
         if not self.latent:
             raise ConfigError("latent must be auto, none or a folder, got an empty string")
         if not self.drafter:
-            raise ConfigError("drafter must be auto, none, ngram or a folder, got an empty string")
+            raise ConfigError("drafter must be auto, none, ngram, trained or a folder, got an empty string")
         if self.backend not in ("auto", "native", "torch"):
             raise ConfigError(f"backend must be auto, native or torch, got {self.backend!r}")
         if self.weights not in ("auto", "float32", "bfloat16", "fp8", "int8", "int4"):

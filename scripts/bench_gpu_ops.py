@@ -6,9 +6,11 @@
 Attention is one query for each session over all entries, in the shape of Qwen2.5-7B: 28 query heads on 4 KV heads of
 128. A graph runs it over as many caches as the model has layers, each of its own, so that nothing is left in the
 device's cache from one to the next. All contenders read the same entries, are compared with a reference in float32,
-and take turns. FA3 joins if the package `fa3_fwd` can be imported; what is not there is named in the record.
+and take turns. FA3 joins if the package `fa3_fwd` can be imported, FlashInfer if `flashinfer` can: it compiles its
+kernels at their first call, which takes minutes and needs nvcc. What is not there is named in the record.
 
-Exact Top-K takes 2,048 of float32 scores, beside torch.topk, which orders them by value and equals arbitrarily.
+Exact Top-K takes 2,048 of float32 scores, beside torch.topk, which orders them by value and equals arbitrarily, and
+FlashInfer, which takes the lowest index among equals if it is asked to.
 
 The record is written anew after every case: a run that is cut off keeps what it has.
 """
@@ -44,6 +46,9 @@ from laboratory.evaluation.on_gpu import Ceilings, Timed, in_turns, measure_ceil
 
 SEED = 1
 QUERY_HEADS, KV_HEADS, HEAD_DIM, LAYERS, KEPT = 28, 4, 128, 28, 2048
+PAGE = 16  # tokens of a page, for kernels that read pages
+WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends
+LOWEST_AMONG_EQUALS = 1  # its `tie_break`
 OURS = "ours"
 WORST = 2e-2  # of an output in 16 bits, as a share of its largest number
 RING, BAND = 1024, 256  # of MAC, as its source has them at 120k
@@ -64,12 +69,19 @@ class Contenders:
 
     def add(self, name: str, run: Callable[[int], Any], copies: int, check: Callable[[Any], str]) -> None:
         """check: of what `run(0)` returns, what is wrong with it; nothing: it is right."""
+        self.add_made(name, lambda: run, copies, check)
+
+    def add_made(
+        self, name: str, make: Callable[[], Callable[[int], Any]], copies: int, check: Callable[[Any], str]
+    ) -> None:
+        """Like `add`, of an operation that has to be made first, which may fail like its calls."""
         try:
+            run = make()
             if wrong := check(run(0)):
                 self.left_out[name] = wrong
                 return
             self.timed[name] = Timed(run, copies, self.device)
-        except (RuntimeError, ImportError, ValueError, TypeError) as error:
+        except (RuntimeError, ImportError, OSError, ValueError, TypeError) as error:
             if name == OURS:
                 raise
             self.left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
@@ -81,6 +93,51 @@ def fa3() -> Callable[..., Tensor] | None:
     except (ImportError, OSError):
         return None
     return found
+
+
+def paged(cache: Tensor) -> Tensor:
+    """A cache [sessions, Hkv, length, D] as pages [P, Hkv, PAGE, D] over the same memory; `page_ids` says whose.
+
+    Raises ValueError if a session's last page would not be full.
+    """
+    sessions, heads, length, dim = cache.shape
+    if length % PAGE:
+        raise ValueError(f"{length} tokens are not whole pages of {PAGE}")
+    pages = ((sessions - 1) * heads + 1) * length // PAGE
+    return cache.as_strided((pages, heads, PAGE, dim), (PAGE * dim, length * dim, dim, 1))
+
+
+def page_ids(cache: Tensor) -> Tensor:
+    """int32 [sessions, length / PAGE]: between two sessions lie the pages that would begin in another head."""
+    sessions, heads, length, _ = cache.shape
+    own = torch.arange(length // PAGE, dtype=torch.int32)
+    return torch.arange(sessions, dtype=torch.int32)[:, None] * (heads * length // PAGE) + own
+
+
+def flashinfer_decode(keys: Tensor, values: Tensor, queries: Tensor, scaling: float, *, tensor_cores: bool) -> Any:
+    """FlashInfer's decode attention. Keys, values [copies, sessions, Hkv, length, D]; queries [sessions, H, D].
+
+    Raises ImportError, or RuntimeError if its kernels cannot be compiled.
+    """
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=keys.device)
+    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "HND", use_tensor_cores=tensor_cores
+    )
+    ids = page_ids(keys[0]).to(keys.device)
+    sessions, count = ids.shape
+    wrapper.plan(
+        torch.arange(sessions + 1, dtype=torch.int32, device=keys.device) * count,
+        ids.flatten(),
+        torch.full((sessions,), PAGE, dtype=torch.int32, device=keys.device),
+        QUERY_HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        PAGE,
+        q_data_type=keys.dtype,
+        kv_data_type=keys.dtype,
+        sm_scale=scaling,
+    )
+    return lambda copy: wrapper.run(queries, (paged(keys[copy]), paged(values[copy])))
 
 
 def regions_of(copies: int, sessions: int, length: int, device: torch.device) -> Tensor:
@@ -141,10 +198,18 @@ def attention_case(sessions: int, length: int, buffers: tuple[Tensor, Tensor], o
         else:
             contenders.add("FA3", partial(flash_attention_3, attend, None), copies, check)
             contenders.add("FA3, heads packed", partial(flash_attention_3, attend, True), copies, check)
-        contenders.left_out["FlashInfer"] = "its kernels are compiled at the first call, which takes minutes"
+        for name, packs in (("FlashInfer", False), ("FlashInfer, tensor cores", True)):
+            make = partial(flashinfer_decode, k, v, queries, scaling, tensor_cores=packs)
+            contenders.add_made(name, make, copies, check)
     else:
         contenders.add("SDPA", partial(dense, SDPBackend.MATH, True), copies, check)
     return in_turns(contenders.timed, rounds), contenders.left_out, 2 * vectors * HEAD_DIM * keys.itemsize
+
+
+def flashinfer_topk(scores: Tensor, kept: int, ties: int) -> Callable[[int], Tensor]:
+    """Indices in any order. Raises ImportError."""
+    largest = import_module("flashinfer").top_k
+    return lambda copy: largest(scores[copy], kept, tie_break=ties)[1]
 
 
 def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, rounds: int) -> Measured:
@@ -164,6 +229,10 @@ def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, r
         lambda found: check(found.sort().values),
     )
     if device.type == "cuda":
+        for name, ties in (("FlashInfer", LOWEST_AMONG_EQUALS), ("FlashInfer, any of equals", 0)):
+            contenders.add_made(
+                name, partial(flashinfer_topk, scores, kept, ties), LAYERS, lambda found: check(found.sort().values)
+            )
         contenders.left_out["vLLM's Top-K"] = "it comes in vLLM's wheel alone, hundreds of MB that are not installed"
     return in_turns(contenders.timed, rounds), contenders.left_out, sessions * (4 * count + 8 * kept)
 
@@ -228,7 +297,7 @@ def write(
         {
             "command": record.command_line(without=("--results", "--commit")),
             "commit": arguments.commit,
-            "machine": record.describe_machine(("torch", "triton", "fa3-fwd")),
+            "machine": record.describe_machine(("torch", "triton", "fa3-fwd", "flashinfer-python")),
             "config": {
                 "device": torch.cuda.get_device_name() if on_gpu else "cpu",
                 "heads": [QUERY_HEADS, KV_HEADS, HEAD_DIM],

@@ -1,10 +1,11 @@
 """What `make test` has no time for: `make test-further` runs it, and `make test-long`.
 
-Cases that say little more than others, and the laboratory and the benchmarks, which no server imports.
+Cases that say little more than others; the laboratory and the benchmarks, which no server imports; the site and wheels.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -28,6 +29,10 @@ BENCHMARKS = (
 )
 
 
+# And of what is published: the site of the documents, and wheels.
+PUBLISHED = ("tests/docs/test_site.py", "tests/test_packages.py")
+
+
 def further(*values: Any) -> Any:
     """The parameters of such a case."""
     return pytest.param(*values, marks=FURTHER)
@@ -38,6 +43,23 @@ def further_test(test: Callable[..., Any]) -> Any:
     for mark in FURTHER:
         test = mark(test)
     return test
+
+
+def interpreted(*values: Any) -> Any:
+    """The parameters of a case that takes long where a GPU's kernels are interpreted: there it is a further one."""
+    import torch
+
+    return pytest.param(*values) if torch.cuda.is_available() else further(*values)
+
+
+def off_metal(*values: Any) -> Any:
+    """The parameters of a case of MLX that is a further one off a Mac: there it says little of Metal."""
+    return pytest.param(*values) if sys.platform == "darwin" else further(*values)
+
+
+def off_metal_test(test: Callable[..., Any]) -> Any:
+    """A test all cases of which are such ones."""
+    return test if sys.platform == "darwin" else further_test(test)
 
 
 def one_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[Any]:

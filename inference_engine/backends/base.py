@@ -34,6 +34,7 @@ class Step:
     tap_layers: the layers after which the hidden states of all tokens are returned, ascending.
     draws: the samples to draw, each from logits of `logit_queries`.
     on_computed: called when the forward is launched, or done, before anything waits for the device.
+    needs_logits: False if only the samples are used; then the result may have no logits.
     """
 
     token_ids: NDArray[np.int64]
@@ -42,14 +43,16 @@ class Step:
     tap_layers: tuple[int, ...] = ()
     draws: Sequence[Draw] = ()
     on_computed: Callable[[], None] = lambda: None
+    needs_logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """The result of a step.
 
-    logits: float32 [len(logit_queries), V], on the device. taps: [N, len(tap_layers), hidden] in the model's dtype, on
-    the device; None without tap_layers. samples: for each draw, one for each of its logits, on the host.
+    logits: float32 [len(logit_queries), V], on the device, unless the step needs none. taps: [N, len(tap_layers),
+    hidden] in the model's dtype, on the device; None without tap_layers. samples: for each draw, one for each of its
+    logits, on the host.
     """
 
     logits: Tensor

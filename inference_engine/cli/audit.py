@@ -6,7 +6,7 @@
 The same ids, split at random, are appended to many sessions, several at a time, so that their batches differ, too.
 Every session also reports the invariants it found violated. In fixed-shape mode, tokens and log-probabilities must be
 bit-identical. In batched mode, tokens must be equal; a difference between two tokens whose log-probabilities are within
-NEAR_TIE is reported as a near-tie, not as a violation.
+0.001 is reported as a near-tie, not as a violation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.console import Console
 
 from inference_engine.cli.answers import refuse_longer
 from inference_engine.cli.connection import add_connection, connect_async
-from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.cli.settings import add_config_file, add_settings, refuse_without_effect, settings
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
 
@@ -94,7 +94,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "audit",
         help="check that a server's tokens depend on the history alone",
-        description=__doc__.partition("\n\n")[2],
+        description="Check that a server's tokens depend on the history alone.\n\n" + __doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_file(parser)
@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("histories", "splits", "at_once", "turns", "turn_tokens", "generate_tokens"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    refuse_without_effect(args, used=("strategy",))
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     console = Console(highlight=False)
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from inference_engine.cli import first_use
 from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
-from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
+from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, refuse_without_effect, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ModelError, counted
@@ -63,6 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chat until /quit or the end of standard input. Raises the SDK's errors and those of starting a server."""
     console = Console(highlight=False)
+    refuse_without_effect(args, used=("model", "cache_dir", "strategy"))
     # Refused here, not with the first message: a model is loaded before that.
     Sampling(**{name: value for name, value in _sampling(args).items() if value is not None})
     if not args.target:

@@ -29,7 +29,9 @@ def add_parser(subparsers: Subparsers) -> None:
     backup = _action(actions, "backup", run_backup, "copy everything into a new folder, which a server can use")
     backup.add_argument("to", metavar="FOLDER")
     purge = _action(actions, "purge", run_purge, "delete sessions, damaged ones too")
-    purge.add_argument("session_ids", nargs="+", metavar="ID")
+    purge.add_argument(
+        "session_ids", nargs="+", metavar="ID", help="as `list` shows it; behind -- if it begins with a dash"
+    )
 
 
 def _action(
@@ -75,8 +77,12 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_backup(args: argparse.Namespace) -> int:
+    """Raises ConfigError for a folder within the one that is copied."""
+    state_dir, to = Path(args.state_dir).expanduser(), Path(args.to).expanduser()
+    if to.resolve().is_relative_to(state_dir.resolve()) and to.resolve() != state_dir.resolve():
+        raise ConfigError(f"{to} would be a part of {state_dir}, and be lost with it; name a folder elsewhere")
     with _opened(args.state_dir) as journal:
-        journal.back_up(Path(args.to).expanduser())
+        journal.back_up(to)
     return 0
 
 

@@ -29,10 +29,12 @@ def add_parser(subparsers: Subparsers) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _action(actions, "list", run_list, "show your sessions, a line each")
     show = _action(actions, "show", run_show, "show one session")
-    show.add_argument("session_id", metavar="ID")
+    show.add_argument("session_id", metavar="ID", help="as `list` shows it; behind -- if it begins with a dash")
     show.add_argument("--ids", action="store_true", help="show the token ids of its history, too")
     close = _action(actions, "close", run_close, "close sessions and free what they hold")
-    close.add_argument("session_ids", nargs="*", metavar="ID")
+    close.add_argument(
+        "session_ids", nargs="*", metavar="ID", help="as `list` shows it; behind -- if it begins with a dash"
+    )
     close.add_argument("--all", action="store_true", help="all that `list` shows")
 
 

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import TypeAlias, TypeVar
 
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, resolve
+from inference_engine.errors import ConfigError
 
 Config: TypeAlias = EngineConfig | ModelConfig | ServerConfig
 T = TypeVar("T", bound=Config)
@@ -191,6 +192,19 @@ def settings(args: argparse.Namespace, kind: type[T]) -> T:
     """The settings of `kind` from flags, environment, file and defaults. Raises ConfigError."""
     flags = {field.name: getattr(args, field.name, None) for field in fields(kind)}
     return resolve(kind, flags, file=args.config)
+
+
+def refuse_without_effect(args: argparse.Namespace, *, used: Sequence[str]) -> None:
+    """Raise ConfigError for flags of a server that the command would start, if --target names one that runs.
+
+    used: settings of the command itself. Files and variables may have others, which are for other commands.
+    """
+    names = [field.name for kind in (ModelConfig, EngineConfig) for field in fields(kind) if field.name not in used]
+    given = [_flag(name) for name in names if getattr(args, name, None) is not None]
+    if args.target and given:
+        raise ConfigError(
+            f"{', '.join(given)}: without effect with --target, whose server has its own settings; leave out either"
+        )
 
 
 def as_flags(config: Config) -> list[str]:

@@ -59,6 +59,22 @@ class Block:
         return 0 if self.sampler is None else 1 + self.drafted
 
     @property
+    def is_decoded(self) -> bool:
+        """Is it one token that the model generated, from which the next one is sampled, and nothing else?"""
+        is_sampled = self.sampler is not None and not self.drafted and not self.wanted_logits
+        return is_sampled and self.generated is not None and len(self.token_ids) == 1 and bool(self.generated[0])
+
+    def goes_on(self, before: Block, position: int) -> bool:
+        """Does it follow another one of the same Generate, whose token is at `position`, and which is decoded, too?"""
+        return (
+            self.kv is before.kv
+            and self.sampler is before.sampler
+            and self.is_decoded
+            and self.kv.next_position == position + 1
+            and self.needs_taps == before.needs_taps
+        )
+
+    @property
     def draft_tokens(self) -> list[int]:
         ids: list[int] = self.token_ids[len(self.token_ids) - self.drafted :].tolist()
         return ids
@@ -138,13 +154,28 @@ class _Planned:
     ends: Sequence[int]
     checks: _Checks | None  # of old entries; None: no session has any that are checked
 
-    def following(self, blocks: Sequence[Block], lap: Callable[[], None]) -> _Planned:
-        """The step behind this one, of one token each, whose blocks are staged. Its ids come from this one."""
+    @property
+    def can_be_followed(self) -> bool:
+        """Is the plan of the next tokens known, if all sessions go on decoding?"""
+        return all(block.is_decoded for block in self.blocks) and self.step.plan.grows_evenly
+
+    def leads_to(self, blocks: Sequence[Block]) -> bool:
+        """Are these the next tokens of the same Generates, in the same order?"""
+        if len(blocks) != len(self.blocks):
+            return False
+        return all(map(Block.goes_on, blocks, self.blocks, self.step.plan.positions.tolist()))
+
+    def following(
+        self, blocks: Sequence[Block], lap: Callable[[], None], token_ids: NDArray[np.int64] | None = None
+    ) -> _Planned:
+        """The step behind this one, of one token each, whose blocks are staged. token_ids: None if its ids come from
+        this one."""
         draws, checks, on_computed = self.draws.following(), None, lap
         if self.checks is not None:
             checks = self.checks.following(blocks)
             on_computed = partial(checks.ask, lap)
-        step = replace(self.step, plan=self.step.plan.following(), draws=draws, on_computed=on_computed)
+        ids = self.step.token_ids if token_ids is None else token_ids
+        step = replace(self.step, token_ids=ids, plan=self.step.plan.following(), draws=draws, on_computed=on_computed)
         return replace(self, blocks=blocks, step=step, draws=draws, checks=checks)
 
     def outcomes(self, result: Result) -> list[Outcome]:
@@ -209,6 +240,12 @@ class Verifier:
         lap: called at the end of each part of a step; see `metrics.StepTimer`.
         """
         self._forward = forward
+        # Nothing of a model that torch does not compute has gradients, and to enter the mode takes as long as a plan.
+        self._mode: Callable[[], contextlib.AbstractContextManager[object]] = (
+            contextlib.nullcontext if forward.seam is None else torch.inference_mode
+        )
+        self._launches = forward.launcher is not None
+        self._before: _Planned | None = None  # the last step, if it `can_be_followed`
         self._lap = lap
         self.context = context  # of the sessions
         self._tap_layers = tap_layers
@@ -236,7 +273,7 @@ class Verifier:
         """
         launcher = self._forward.launcher if launches else None
         try:
-            with torch.inference_mode():
+            with self._mode():
                 planned = self._plan(blocks)
                 on_planned()
                 self._lap("plan")
@@ -261,7 +298,7 @@ class Verifier:
         launcher = self._forward.launcher
         assert launcher is not None, "another step was launched"
         try:
-            with torch.inference_mode():
+            with self._mode():
                 _stage(blocks)
                 planned = behind._planned.following(blocks, partial(self._lap, "forward"))
                 self._lap("plan")
@@ -280,8 +317,23 @@ class Verifier:
         return choice == "on" or (choice == "auto" and self._forward.device.type != "cpu")
 
     def _plan(self, blocks: Sequence[Block]) -> _Planned:
-        """Stage the blocks, and plan the step."""
+        """Stage the blocks, and plan the step: as the one before it, if its sessions go on decoding.
+
+        Where steps are launched ahead, `follow` does so.
+        """
         _stage(blocks)
+        if self._launches:
+            return self._plan_anew(blocks)
+        before, self._before = self._before, None
+        if before is None or not before.leads_to(blocks):
+            planned = self._plan_anew(blocks)
+            self._before = planned if planned.can_be_followed else None
+        else:
+            token_ids = np.array([block.token_ids[0] for block in blocks], dtype=np.int64)
+            self._before = planned = before.following(blocks, partial(self._lap, "forward"), token_ids)
+        return planned
+
+    def _plan_anew(self, blocks: Sequence[Block]) -> _Planned:
         context = self.context
         plan = StepPlan(
             [block.kv for block in blocks],
@@ -295,9 +347,12 @@ class Verifier:
         ends: list[int] = []  # per block, one past the place of its last token in `wanted`
         drawn: list[Draw] = []
         asked_of: list[tuple[int, Block]] = []
+        needs_logits = needs_taps = False
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
             sampled = block.sampled
+            needs_logits |= block.wanted_logits > 0
+            needs_taps |= block.needs_taps
             count = max(block.wanted_logits, sampled)
             if count and block.kv.checks_old_entries:
                 asked_of.append((len(ends), block))
@@ -306,12 +361,12 @@ class Verifier:
             wanted.extend(aligned)
             if block.sampler is not None:
                 drawn.append(block.draw(block.sampler, ends[-1], span.end))
-        tap_layers = self._tap_layers if any(block.needs_taps for block in blocks) else ()
-
+        tap_layers = self._tap_layers if needs_taps else ()
         draws, checks = Draws(drawn), _Checks(asked_of) if asked_of else None
         lap = partial(self._lap, "forward")
         on_computed = lap if checks is None else partial(checks.ask, lap)
-        return _Planned(blocks, Step(token_ids, plan, wanted, tap_layers, draws, on_computed), draws, ends, checks)
+        step = Step(token_ids, plan, wanted, tap_layers, draws, on_computed, needs_logits)
+        return _Planned(blocks, step, draws, ends, checks)
 
 
 def _stage(blocks: Sequence[Block]) -> None:

@@ -129,10 +129,11 @@ class Arguments:
 
 
 def check_label(label: str) -> None:
-    if len(label) > MAX_LABEL_CHARACTERS or not label.isprintable():
-        raise InvalidArgument(
-            "client_label", f"must be at most {MAX_LABEL_CHARACTERS} printable characters, got {len(label)}"
-        )
+    if len(label) > MAX_LABEL_CHARACTERS:
+        raise InvalidArgument("client_label", f"must be at most {MAX_LABEL_CHARACTERS} characters, got {len(label)}")
+    for index, character in enumerate(label):
+        if not character.isprintable():
+            raise InvalidArgument("client_label", f"must be printable characters, got {character!a} at index {index}")
 
 
 def check_route(route: str) -> None:

@@ -187,7 +187,7 @@ class HistoryPiece:
         if not len(self.marks):
             return []
         edges = np.flatnonzero(np.diff(self.marks)) + 1
-        runs: list[int] = np.diff([0, *edges, len(self.marks)]).tolist()
+        runs: list[int] = np.diff(edges, prepend=0, append=len(self.marks)).tolist()
         return runs if self.marks[0] == Mark.APPENDED else [0, *runs]
 
 

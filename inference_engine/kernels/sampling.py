@@ -142,6 +142,7 @@ class Draws(Sequence[Draw]):
         """ahead: positions by which all draws come later. plans: by vocabulary size, for draws like these."""
         self._draws, self._ahead = draws, ahead
         self._plans = {} if plans is None else plans
+        self._are_greedy: bool | None = None
         self._are_largest: bool | None = None
 
     def __len__(self) -> int:
@@ -165,16 +166,27 @@ class Draws(Sequence[Draw]):
     def following(self) -> Draws:
         """The same draws one position later."""
         draws = Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
-        draws._are_largest = self._are_largest
+        draws._are_greedy, draws._are_largest = self._are_greedy, self._are_largest
         return draws
+
+    @property
+    def rows(self) -> list[range]:
+        """The indices of each."""
+        return [each.indices for each in self._draws]
+
+    @property
+    def are_greedy(self) -> bool:
+        """Is there any, and are all samples ids of the largest raw logits?"""
+        if self._are_greedy is None:
+            self._are_greedy = len(self._draws) > 0 and all(each.is_plainly_greedy for each in self._draws)
+        return self._are_greedy
 
     @property
     def are_largest(self) -> bool:
         """Is each draw the id of the largest raw logit of one row, and the rows those of the logits in their order?"""
         if self._are_largest is None:
-            rows = [each.indices for each in self._draws]
-            self._are_largest = bool(rows) and all(each.is_plainly_greedy for each in self._draws)
-            self._are_largest &= rows == [range(place, place + 1) for place in range(len(rows))]
+            rows = self.rows
+            self._are_largest = self.are_greedy and rows == [range(place, place + 1) for place in range(len(rows))]
         return self._are_largest
 
     def drawn(self, ids: Tensor, table: Arriving) -> Drawing:
@@ -312,17 +324,21 @@ class Drawing:
 
 
 def draw_all(
-    logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all, weigh: Weigh | None = None
+    logits: Tensor,
+    draws: Sequence[Draw],
+    noise_of_all: NoiseOfAll = noise_of_all,
+    weigh: Weigh | None = None,
+    peaks: Sequence[Sample] | None = None,
 ) -> list[list[Sample]]:
     """For each draw a sample of each of its rows of raw float32 `logits` [n, V]. One synchronisation for all.
 
-    weigh: the device's own, on a CPU; None: there is none.
+    weigh: the device's own, on a CPU; None: there is none. peaks: the largest of each row, if it is known.
     """
     if logits.device.type == "cpu" and all(each.is_plainly_greedy for each in draws):
         raw = logits.numpy()
         return [[_largest_of(raw[index]) for index in each.indices] for each in draws]
     if logits.device.type == "cpu" and not any(each.needs_logprob for each in draws):
-        return _drawn_on_host(logits, draws, noise_of_all, weigh)
+        return _drawn_on_host(logits, draws, noise_of_all, weigh, peaks)
     if not any(len(each.indices) for each in draws):
         return [[] for _ in draws]
     return start_drawing(logits, draws, noise_of_all).samples()
@@ -336,7 +352,11 @@ def start_drawing(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAl
 
 
 def _drawn_on_host(
-    logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll, weigh: Weigh | None
+    logits: Tensor,
+    draws: Sequence[Draw],
+    noise_of_all: NoiseOfAll,
+    weigh: Weigh | None,
+    peaks: Sequence[Sample] | None,
 ) -> list[list[Sample]]:
     """Row by row: each is drawn from as few ids as decide, or else as rows are on a device."""
     raw = logits.numpy()
@@ -351,7 +371,7 @@ def _drawn_on_host(
         if not sampler.is_plain:
             adjusted = sampler.adjusted(logits[indices.start : indices.stop], each.drafted).numpy()
         for offset, (index, row) in enumerate(zip(indices, adjusted, strict=True)):
-            largest = _largest_of(raw[index])
+            largest = _largest_of(raw[index]) if peaks is None else peaks[index]
             own.append(largest)
             if not largest.is_finite:
                 continue

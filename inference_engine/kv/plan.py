@@ -135,6 +135,18 @@ class StepPlan:
             for shape, (restored, numbers) in zip(shapes, needs, strict=True)
         )
 
+    @property
+    def grows_evenly(self) -> bool:
+        """Are these single tokens whose reads change with their positions alone, whatever happens between two steps?"""
+        geometry = self._geometry
+        return (
+            self.is_numbers_only
+            and self.query_count == len(self._sessions)
+            and geometry.token_quantum == geometry.key_quantum == 1
+            and not any(kv.checks_old_entries for kv in self._sessions)
+            and all(part.reads_by_numbers_only for kv in self._sessions for part in kv.parts)
+        )
+
     def following(self) -> StepPlan:
         """The plan of the next step of the same sessions, each of which has committed its token and staged another.
 

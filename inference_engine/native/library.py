@@ -290,7 +290,8 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "positions", "writes", "regions", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("logit_queries", "logits", "taps", "tapped", "given")),
+        *((name, ctypes.c_void_p) for name in ("logit_queries", "logits", "taps", "tapped")),
+        *((name, ctypes.c_void_p) for name in ("given", "largest")),
         *((name, ctypes.c_int64) for name in ("tokens", "logit_count", "vocabulary")),
         ("tap_count", ctypes.c_int32),
     )

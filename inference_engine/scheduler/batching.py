@@ -99,7 +99,10 @@ class Batching:
         is_last = tokens == request.pending_tokens
         is_scored = request.forced is not None
         wanted = tokens if request.has_recorded_forced else int(is_last and is_scored)
-        token_ids, generated = request.session.pending_ids(tokens), request.session.pending_generated(tokens)
+        token_ids = request.session.pending_ids(tokens)
+        # All but the last sampled token have K/V while a Generate decodes.
+        is_decoded = is_last and tokens == 1 and not request.is_prefilling
+        generated = _GENERATED if is_decoded else request.session.pending_generated(tokens)
         if draft is not None:
             token_ids = np.concatenate([token_ids, draft])
             generated = np.concatenate([generated, np.ones(len(draft), dtype=np.bool_)])
@@ -137,6 +140,8 @@ class Batching:
     def _tokens(self, request: Request, decoders: int) -> int:
         """Tokens that the request would contribute to a step in which `decoders` requests decode."""
         pending, segment = request.pending_tokens, self._config.segment_tokens
+        if pending == 1:
+            return 1
         most = self._most_tokens(request)
         if decoders and request.is_prefilling:
             beside = min(decoders, self._config.max_batch)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,16 +79,21 @@ class Ahead:
 
 def ahead_of(new: Load, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> Ahead:
     """The work before `new`, which arrives last. running: in the order they are served, longest unserved first."""
-    return _Play(running, waiting, room).until(new)
+    return _Play(new.owner, running, waiting, room).until(new)
 
 
-_NEW, _LATER = 1 << 62, 1 << 63  # in the order of arrival
+_NEW = 1 << 62  # in the order of arrival; those that come later have greater numbers
 
 
 class _Play:
-    """A simulation of the queue in steps, under the rules of `scheduler/policy.py`."""
+    """A simulation of the queue in steps, under the rules of `scheduler/policy.py`, for the next Generate of an owner.
 
-    def __init__(self, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> None:
+    Time 0 is the beginning of the step under way. Nothing begins before its end. At the end of a step all Generates
+    that end with it give their places back; then those that wait begin.
+    """
+
+    def __init__(self, owner: str, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> None:
+        self._owner = owner
         self._room = room
         self._new_begins: float | None = None
         self._counts = Counter(load.owner for load in running)
@@ -97,61 +102,60 @@ class _Play:
         self._steps_a_token = max(1.0, len(running) / room.max_batch)
         self._prefilled_at = 0.0
         self._prefills: list[tuple[float, float, str]] = []  # when it is done, its segments, its owner
-        self._ends: list[tuple[float, str, float]] = []  # when, the owner, and how many tokens it had
-        for load in running:
-            self._ends.append(self._end(load, 0.0))
+        # When a Generate ends, its owner, and how many tokens it had.
+        self._ends = [self._end(load, 0.0) for load in running]
+        heapq.heapify(self._ends)
+        self._now = 1.0 if running else 0.0
+        self._ended = 0
+        self._later = _NEW
+        ended = self._end_all()
         self._lines: dict[str, deque[tuple[int, Load]]] = {}
         begun: set[str] = set()
         for index, load in enumerate(waiting):
             # An owner with none running begins at once, wherever its request is in the queue. Handled here, without
             # the heap, since there may be thousands of such owners.
-            if load.owner not in begun and not self._counts[load.owner]:
+            if load.owner not in begun and not self._counts.get(load.owner):
                 begun.add(load.owner)
-                self._ends.append(self._end(load, 0.0))
+                self._ends.append(self._end(load, self._now))
                 continue
             self._lines.setdefault(load.owner, deque()).append((index, load))
-        for owner in begun:
-            self._counts[owner] = 1
+        for each in begun:
+            self._counts[each] = 1
         self._total += len(begun)
         heapq.heapify(self._ends)
         # Which owner comes next, by number of running Generates and arrival; outdated items are skipped.
         self._order: list[tuple[int, int, str]] = []
-        for owner in self._lines:
-            self._stand_in_line(owner)
+        for each in self._lines:
+            self._stand_in_line(each)
+        self._ask_again(ended, begun)
 
     def until(self, new: Load) -> Ahead:
         """`new` arrives now, behind all others of its owner. Returns the work before its first token.
 
-        It may be called again for another of the same owner, instead of the one before.
+        It may be called again for another one, instead of the one before.
         """
-        if self._new_begins is not None:
-            return self._ahead(new, self._new_begins)
-        self._new_begins = self._played_until(new)
+        if self._new_begins is None:
+            self._new_begins = self._played_until(new)
         return self._ahead(new, self._new_begins)
 
     def _played_until(self, new: Load) -> float:
         """When `new` begins."""
-        line = self._lines.setdefault(new.owner, deque())
+        line = self._lines.setdefault(self._owner, deque())
         line.append((_NEW, new))
         if len(line) == 1:
-            self._stand_in_line(new.owner)
-        now = 0.0
-        for _ in range(_MOST_ENDS):
+            self._stand_in_line(self._owner)
+        while True:
             while (load := self._next()) is not None:
                 if load is new:
-                    return now
-                heapq.heappush(self._ends, self._end(load, now))
+                    return self._now
+                heapq.heappush(self._ends, self._end(load, self._now))
                 self._counts[load.owner] += 1
                 self._total += 1
                 self._stand_in_line(load.owner)
-            now, owner, tokens = heapq.heappop(self._ends)
-            self._counts[owner] -= 1
-            self._total -= 1
-            line = self._lines.setdefault(owner, deque())
-            if not line and owner != new.owner:
-                line.append((_LATER, Load(owner, 0, tokens, tokens)))
-            self._stand_in_line(owner)
-        return now
+            if self._ended >= _MOST_ENDS:
+                return self._now
+            self._now = self._ends[0][0]
+            self._ask_again(self._end_all())
 
     def _next(self) -> Load | None:
         """The Generate that begins now, by the rules of `policy.admit`; None if none may."""
@@ -171,6 +175,27 @@ class _Play:
     def _stand_in_line(self, owner: str) -> None:
         if line := self._lines.get(owner):
             heapq.heappush(self._order, (self._counts[owner], line[0][0], owner))
+
+    def _end_all(self) -> dict[str, list[float]]:
+        """Those that are over by now give their places back, all of them. Returns their tokens by owner."""
+        ended: dict[str, list[float]] = {}
+        while self._ends and self._ends[0][0] <= self._now:
+            _, owner, tokens = heapq.heappop(self._ends)
+            self._counts[owner] -= 1
+            self._total -= 1
+            self._ended += 1
+            ended.setdefault(owner, []).append(tokens)
+        return ended
+
+    def _ask_again(self, ended: Mapping[str, Sequence[float]], begun: Collection[str] = ()) -> None:
+        """An owner for which fewer wait than have `ended` now sends others. begun: one of each began just now."""
+        for owner, each in ended.items():
+            line = self._lines.setdefault(owner, deque())
+            if owner != self._owner:
+                for tokens in each[len(line) + (owner in begun) :]:
+                    self._later += 1
+                    line.append((self._later, Load(owner, 0, tokens, tokens)))
+            self._stand_in_line(owner)
 
     def _end(self, load: Load, now: float) -> tuple[float, str, float]:
         """`load` begins now. Returns when it ends, as an item of `_ends`."""
@@ -198,10 +223,7 @@ class _Play:
         own = new.prefill_tokens / self._room.segment_tokens
         beside = sum(min(rest, own) for rest in left.pop(new.owner, ()))
         between = sum(min(sum(rests), own + beside) for rests in left.values())
-        return Ahead(
-            steps=now + beside + between + (1.0 if self._total else 0.0),  # the current step
-            prefill_tokens=(done + beside + between) * self._room.segment_tokens,
-        )
+        return Ahead(steps=now + beside + between, prefill_tokens=(done + beside + between) * self._room.segment_tokens)
 
 
 _ANY = 0  # the size of all Generates together, each of which counts as if it had asked for one token
@@ -322,7 +344,9 @@ class Foresight:
     _pace: StepPace = field(default_factory=StepPace)
     _steps: int = 0
     _lengths: Lengths = field(default_factory=Lengths)
-    # By owner, of the queue as it is now: under overload most calls are refused and leave it so.
+    # Of the queue as it is now, what runs and what waits, and by owner: under overload most calls are refused and leave
+    # it so.
+    _queue: tuple[Sequence[Load], Sequence[Load]] | None = None
     _plays: dict[str, _Play] = field(default_factory=dict)
     _changes: int = 0
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
@@ -356,6 +380,7 @@ class Foresight:
         """
         if changes != self._changes:
             self._changes = changes
+            self._queue = None
             self._plays.clear()
         if self._pace.mean_seconds is None:
             return None
@@ -363,7 +388,9 @@ class Foresight:
         if (played := self._plays.get(load.owner)) is None:
             if len(self._plays) >= _MOST_PLAYS:
                 self._plays.clear()
-            played = self._plays[load.owner] = _Play(self._loads(running), self._loads(waiting), self.room)
+            if self._queue is None:
+                self._queue = self._loads(running), self._loads(waiting)
+            played = self._plays[load.owner] = _Play(load.owner, *self._queue, self.room)
         found = played.until(load)
         step_seconds = self._step_seconds(min(len(running), self.room.max_batch))
         token_seconds = self._pace.token_seconds

@@ -196,10 +196,11 @@ class GrpcDoor:
                 before = self._seen.get(file)
                 if not stat.S_ISSOCK(facts.st_mode):
                     continue
-                is_same = before is not None and before[0] == facts.st_ino
-                # A socket that was not connected may be now: check it again.
-                peer = before[1] if is_same and before is not None else None
-                seen[file] = (facts.st_ino, peer or _peer_of(file, self._port))
+                if before is not None and before[0] == facts.st_ino and before[1] is not None:
+                    seen[file] = before
+                else:
+                    # A socket that was not connected may be now.
+                    seen[file] = facts.st_ino, _peer_of(file, self._port)
         self._seen = seen
         self._looking_seconds = time.thread_time() - began
         return {peer: file for file, (_, peer) in seen.items() if peer is not None}

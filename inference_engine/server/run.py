@@ -325,6 +325,10 @@ def _options(config: ServerConfig, connections: int, messages: MessageLimits) ->
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
+        # Each connection would hold statistics for channelz, a service that is not served, and places for sends without
+        # a copy, which are off.
+        ("grpc.enable_channelz", 0),
+        ("grpc.experimental.tcp_tx_zerocopy_max_simultaneous_sends", 0),
     ]
 
 

@@ -253,10 +253,16 @@ def peer_of(text: str) -> Peer | None:
 
 def peer_at(host: str, port: int) -> Peer:
     """host: as a socket names it; an IPv4 address is one also where an IPv6 socket names it."""
+    return _host(host), port
+
+
+@functools.lru_cache(4096)
+def _host(host: str) -> str:
+    """Of all connections of an address one text, which each of them holds."""
     if ":" in host:
         address = ipaddress.IPv6Address(host.partition("%")[0])
-        host = str(address.ipv4_mapped or address)
-    return host, port
+        return str(address.ipv4_mapped or address)
+    return host
 
 
 @functools.lru_cache(4096)

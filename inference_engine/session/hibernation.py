@@ -74,7 +74,9 @@ class CopyIndex:
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             self.folder.chmod(0o700)
-            files = {entry.name: entry.stat().st_size for entry in os.scandir(self.folder)}
+            # A folder is none of ours: `lost+found` of a disk, a file system's snapshots.
+            found = [entry for entry in os.scandir(self.folder) if not entry.is_dir(follow_symlinks=False)]
+            files = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
             if not limits.state_bytes:
                 self._most[None] = (shutil.disk_usage(self.folder).free + sum(files.values())) // _SHARE
             for file in files.keys() - {record.file for record in records}:

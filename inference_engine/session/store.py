@@ -679,7 +679,9 @@ def _put_last(book: OrderedDict[str, T], key: str, value: T) -> None:
 
 def _new_id(route: str) -> str:
     # The secret part has no dot, so what is before a dot is the route.
-    secret = secrets.token_urlsafe(24)
+    # A command takes what begins with - for an option.
+    while (secret := secrets.token_urlsafe(24)).startswith("-"):
+        pass
     return f"{route}.{secret}" if route else secret
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from inference_engine.cli import first_use
 from inference_engine.cli.connection import add_connection, connect_async
-from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.cli.settings import add_config_file, add_settings, refuse_without_effect, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = commands.add_parser(
         "serve",
         help="many agents at once, open loop",
-        description=__doc__.partition("\n\n")[2],
+        description="Measure a server under the load of many agents.\n\n" + __doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_file(serve)
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from laboratory.load import report
     from laboratory.load.phases import Plan
 
+    refuse_without_effect(args, used=("strategy",))
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     console = Console(highlight=False)
     plan = Plan(

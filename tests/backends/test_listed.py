@@ -39,6 +39,7 @@ from inference_engine.models.step_list import (
 from inference_engine.types import GenerateParams
 from tests.admissions import traits_of
 from tests.backends.test_families import SERVED, SIZES, write_model
+from tests.further import further, further_test
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, generate, text, tokens
 from tests.native.test_forward import FAMILIES
@@ -49,7 +50,7 @@ def listed_ops() -> DeviceOps:
     return DeviceOps(attends_together=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "smollm3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", [further("llama"), further("qwen2"), "smollm3", further("gemma2"), "gemma3"])
 def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     run = ListedStep.run
@@ -238,6 +239,7 @@ def test_listed_steps_choose_the_blocks_that_torchs_modules_choose() -> None:
     assert [token for token, _ in found[0]] == [token for token, _ in found[1]]
 
 
+@further_test
 def test_turns_from_a_table_are_those_that_a_step_works_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, up to the trained positions; past them, no table has any."""
     found: list[list[tuple[int, float | None]]] = []

@@ -20,6 +20,7 @@ from inference_engine.models import LoadedModel
 from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import ATTENTION
 from tests.admissions import admitted_once
+from tests.further import further
 from tests.laws.variants import generate, text
 from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model
 
@@ -57,8 +58,15 @@ def greedy(forward: TorchForward, history: list[int], count: int) -> list[int]:
         return [token for token, _ in generate(engine, session, count)]
 
 
-@pytest.mark.parametrize(("weights", "format_name"), [("fp8", "fp8"), ("int4", "int4/128")])
-@pytest.mark.parametrize("numerics", ["auto", "invariant"])
+@pytest.mark.parametrize(
+    ("numerics", "weights", "format_name"),
+    [
+        ("auto", "int4", "int4/128"),
+        ("invariant", "fp8", "fp8"),
+        further("auto", "fp8", "fp8"),
+        further("invariant", "int4", "int4/128"),
+    ],
+)
 def test_weights_made_at_the_load_give_the_tokens_of_their_numbers(
     weights: str, format_name: str, numerics: str
 ) -> None:

@@ -81,14 +81,14 @@ from inference_engine.models.layer_traits import find_traits
 from inference_engine.models.seam import ATTENTION, Seam, TokenRotary
 from inference_engine.types import Mode, ModelFacts
 from tests.admissions import admitted_once, traits_of
-from tests.further import further
+from tests.further import further, further_test
 from tests.laws.variants import each_mode, generate, text
 from tests.tiny import SMALL, tiny_engine, tiny_model
 
 # Of the families of which test_families.py serves whole folders, admission is a further case.
 SERVED: list[Any] = [
     (LlamaForCausalLM, LlamaConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})),
-    (Qwen3ForCausalLM, Qwen3Config(use_sliding_window=True, sliding_window=64, max_window_layers=14)),
+    further(Qwen3ForCausalLM, Qwen3Config(use_sliding_window=True, sliding_window=64, max_window_layers=14)),
     (Gemma3ForCausalLM, Gemma3TextConfig()),  # two rotary tables, five windows to one
     (GlmForCausalLM, GlmConfig()),  # half of each head rotated, interleaved
     further(LlamaForCausalLM, LlamaConfig(num_key_value_heads=8)),
@@ -163,7 +163,7 @@ def test_layers_that_do_not_rotate_their_keys_are_known(config: PretrainedConfig
 
 
 @pytest.mark.parametrize(
-    "config", [SmolLM3Config(), further(Cohere2Config()), HunYuanDenseV1Config()], ids=lambda c: c.model_type
+    "config", [SmolLM3Config(), further(Cohere2Config()), further(HunYuanDenseV1Config())], ids=lambda c: c.model_type
 )
 def test_strategies_that_would_move_keys_wrongly_are_refused_by_name(
     config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +181,7 @@ def test_strategies_that_would_move_keys_wrongly_are_refused_by_name(
     assert "differ" in refused["sink_window"]
 
 
+@further_test
 def test_strategies_that_read_other_tokens_than_they_choose_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
@@ -205,7 +206,9 @@ def test_strategies_that_read_other_tokens_than_they_choose_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "config", [SmolLM3Config(num_hidden_layers=4), PhiConfig(num_hidden_layers=2)], ids=lambda config: config.model_type
+    "config",
+    [SmolLM3Config(num_hidden_layers=4), further(PhiConfig(num_hidden_layers=2))],
+    ids=lambda config: config.model_type,
 )
 def test_every_strategy_runs_far_past_its_window(config: PretrainedConfig) -> None:
     """Phi's keys are rotated in part, by a function that gets that part alone: they could not be moved once."""

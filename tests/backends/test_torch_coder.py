@@ -24,6 +24,7 @@ from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import GenerateParams, ModelFacts, TokenCommitted
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from laboratory.training.latent import calibrate
+from tests.further import further
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -104,7 +105,7 @@ def test_a_model_that_rotates_neighbours_is_left_to_plain_torch() -> None:
     assert coder.restores(archived, UNROTATED)
 
 
-@pytest.mark.parametrize("mode", ["hold", "stream"])
+@pytest.mark.parametrize("mode", [further("hold"), "stream"])
 def test_a_session_restored_by_operations_says_what_one_by_plain_torch_says(mode: str) -> None:
     said: list[list[TokenCommitted]] = []
     for kind in (TorchForward, WithoutOperations):

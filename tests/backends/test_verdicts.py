@@ -22,6 +22,7 @@ from inference_engine.compose import admit, forget_admission, open_backend, try_
 from inference_engine.config import ModelConfig
 from inference_engine.models.seam import Seam
 from tests.admissions import admitted_once
+from tests.further import further
 from tests.models.tiny_gguf import FAMILIES, tiny_model
 from tests.processes import run
 from tests.tiny_native import library
@@ -72,7 +73,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return tried
 
 
-@pytest.mark.parametrize("find_out", [open_backend, try_out])
+@pytest.mark.parametrize("find_out", [open_backend, further(try_out)])
 def test_a_server_with_kept_verdicts_imports_no_transformers(
     model: ModelConfig, find_out: Callable[[ModelConfig], object], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from inference_engine.errors import InvariantViolated
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.types import Mode
 from kakeya import AsyncClient
+from tests.further import further
 from tests.server_thread import server_thread
 from tests.tiny import tiny_engine
 
@@ -24,8 +25,15 @@ TURN = [(7, -0.5), (8, -1.5), (9, -2.5)]
 CUT = [(4, 6)]
 
 
-@pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize("strategy", ["full", "sink_window:sink=4,window=16"])
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("full", Mode.FIXED_SHAPE),
+        ("sink_window:sink=4,window=16", Mode.BATCHED),
+        further("full", Mode.BATCHED),
+        further("sink_window:sink=4,window=16", Mode.FIXED_SHAPE),
+    ],
+)
 def test_a_server_whose_tokens_depend_on_the_history_alone_passes(
     mode: Mode, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

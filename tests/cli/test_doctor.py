@@ -15,6 +15,7 @@ from inference_engine.cli.main import main
 from inference_engine.errors import BackendError
 from inference_engine.native import build
 from inference_engine.native.library import why_missing
+from tests.further import further_test
 
 pytestmark = pytest.mark.usefixtures("admitting_once")
 
@@ -135,6 +136,7 @@ def test_a_native_library_of_other_sources_fails(
     assert lines(capsys.readouterr().out)["native"] == ("fail", "libkakeya.so was compiled from other sources")
 
 
+@further_test
 @pytest.mark.real_model
 def test_the_real_model_passes_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor() == 0

@@ -13,6 +13,7 @@ from inference_engine.cli import first_use
 from inference_engine.compose import DLMRestoredVerifier, open_parts
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import BackendError
+from tests.further import further_test
 
 LATENT, GATHER = "restored:source=latent", "gather:scorer=components"
 
@@ -114,6 +115,7 @@ def test_a_start_that_waits_for_the_calibration_of_another_says_so(
     assert made == ["latent"]
 
 
+@further_test
 def test_components_are_made_once_and_the_next_start_finds_them(
     parts: tuple[ModelConfig, DLMRestoredVerifier], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,12 +34,26 @@ def test_sessions_are_listed_checked_and_purged(tmp_path: Path, capsys: pytest.C
     assert main(["journal", "check", str(state)]) == 0
     assert "2 sessions, 0 damaged" in capsys.readouterr().out
     assert main(["journal", "purge", str(state), first, "unknown"]) == 1
+    assert main(["journal", "purge", str(state), first, "--", "-unknown"]) == 1
+    assert f"{state} has no session -unknown; nothing was deleted" in capsys.readouterr().err
     assert main(["journal", "purge", str(state), first]) == 0
     capsys.readouterr()
     assert main(["journal", "check", str(state)]) == 0
     assert capsys.readouterr().out == "1 session, 0 damaged\n"
     with keeping(state) as engine:
         assert [one.session_id for one in engine.list_sessions(owner="alice")] == [second]
+
+
+def test_a_backup_within_the_folder_is_refused_and_nothing_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    sessions_in(state, "one")
+    found = sorted(state.rglob("*"))
+    for within in (state / "backup", state / "copies" / "backup", state / "copies" / ".." / "backup"):
+        assert main(["journal", "backup", str(state), str(within)]) == 1
+        assert "name a folder elsewhere" in capsys.readouterr().err
+    assert sorted(state.rglob("*")) == found
 
 
 def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

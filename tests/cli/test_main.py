@@ -15,6 +15,7 @@ from inference_engine import __version__
 from inference_engine.cli import doctor, late
 from inference_engine.cli.connection import add_connection, in_flags
 from inference_engine.cli.main import main
+from tests.further import further_test
 from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,22 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(command, "--help") == 0
     assert f"usage: kakeya {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("audit",), "Check that a server's tokens depend on the history alone.\n\n    in one piece"),
+        (("bench", "serve"), "Measure a server under the load of many agents.\n\nThe load is that of agents"),
+    ],
+)
+def test_a_long_help_begins_with_what_the_command_does(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And names nothing of the code."""
+    assert status_of(*arguments, "--help") == 0
+    printed = capsys.readouterr().out
+    assert said in printed and "NEAR_TIE" not in printed
 
 
 def test_reading_the_command_line_loads_neither_torch_nor_grpc() -> None:
@@ -134,6 +151,12 @@ def test_an_answer_of_no_length_is_refused_with_the_command_line(
         (("serve", "--bind=127.0.0.1:0", "--strategy", "layer_window"), "`kakeya evaluate backstop` finds those that"),
         (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
+        (
+            ("chat", "--target", "far.example:1", "--model=m", "--strategy=full", "--kv-bytes=1GiB", "--device=cuda"),
+            "--device, --kv-bytes: without effect with --target, whose server has its own settings; leave out either",
+        ),
+        (("audit", "--target", "far.example:1", "--mode=fixed-shape"), "--mode: without effect with --target"),
+        (("bench", "serve", "--target", "far.example:1", "--max-batch=1"), "--max-batch: without effect with --target"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),
     ],
 )
@@ -186,6 +209,7 @@ def in_a_process_of_its_own(program: str) -> str:
     return done.stdout
 
 
+@further_test
 def test_everything_that_serves_is_imported_without_the_laboratory(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     # Where it is forked, libraries are there, which take most of the time; what is ours is imported anew.

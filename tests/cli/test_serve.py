@@ -18,6 +18,7 @@ import pytest
 import kakeya as sdk
 from inference_engine.cli.main import main
 from inference_engine.server.watchdog import EXIT_SPOILED, LOOK_SECONDS
+from tests.further import further, further_test
 from tests.models.hub_entry import write_entry
 from tests.processes import Server, kakeya, kakeya_serve
 
@@ -116,6 +117,8 @@ def test_an_address_that_cannot_be_served_is_refused_before_any_weights_are_read
         (("--model", "org/name@v2", "--cache-dir", "{empty}"), "kakeya models fetch org/name@v2"),
         (("--model", "{tampered}"), "adapter_config.json"),
         (("--model", "{unserved}", "--http-bind=127.0.0.1:0", "--latent={empty}"), "rotary kind 'dynamic'"),
+        (("--model", "{tiny}", "--drafter=ngrams"), "drafter must be auto, none, ngram, trained or a folder that is"),
+        (("--model", "{tiny}", "--latent=never"), "latent must be auto, none or a folder that is there, got 'never'"),
         (("--model", "{tiny}", "--device", "no-such-device"), "device 'no-such-device' cannot be used here"),
         (("--model", "{tiny}", "--strategy", "sink_window:window=4096"), "the model was trained for 512"),
     ],
@@ -197,6 +200,7 @@ def test_a_server_that_was_tied_to_its_parent_ends_when_the_parent_is_gone(tiny_
         assert server.wait() == 0
 
 
+@further_test
 def test_a_server_that_does_not_watch_its_weights_goes_on_when_they_are_touched(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -221,7 +225,7 @@ def answered(client: sdk.Client) -> tuple[int, ...]:
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("how", ["overwritten", "cut"])
+@pytest.mark.parametrize("how", ["overwritten", further("cut")])
 def test_a_server_whose_weights_are_written_into_ends_and_says_so(how: str, tiny_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
     weights, log = folder / "model.safetensors", tmp_path / "log"

@@ -23,7 +23,7 @@ from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitte
 from laboratory.scripted import ScriptedForward
 from tests.facade import drop_entries, room_searches, store_of
 from tests.laws.drafters import Knowing
-from tests.laws.variants import LENGTH, drain, each_mechanism, generate, same, text
+from tests.laws.variants import LENGTH, drain, each_way, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
 from tests.tiny_native import served_engine
 
@@ -209,7 +209,7 @@ def test_growth_best_effort_is_refused_in_words_without_address_space(monkeypatc
             engine.create_session(guaranteed=False)
 
 
-@each_mechanism
+@each_way
 def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVStrategy) -> None:
     """Also after its K/V was dropped for another session, when it is granted memory for its history so far."""
     now, said = 0.0, []
@@ -227,7 +227,7 @@ def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVSt
     assert same(said[0], said[1], Mode.BATCHED)
 
 
-@each_mechanism
+@each_way
 def test_what_is_held_never_exceeds_what_is_granted(strategy: KVStrategy) -> None:
     """At every step of a history that grows by appends, generated tokens and forks."""
     with served_engine(mode=Mode.BATCHED) as engine:

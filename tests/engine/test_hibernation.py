@@ -85,6 +85,25 @@ def test_beyond_a_budget_the_file_of_the_session_used_longest_ago_goes(tmp_path:
         assert [cached(engine, *one) for one in sessions] == [0, 0, LENGTH + 3, LENGTH + 3, LENGTH + 3]
 
 
+def test_folders_beside_the_files_are_left_alone_and_links_are_removed(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=made()) as engine:
+        session = talked(engine, 0)
+        (file,) = save_copies(engine, tmp_path)
+    copies, elsewhere = file.parent, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (copies / "lost+found").mkdir()
+    (copies / "lost+found" / "file").touch()
+    (copies / "gone").symlink_to(tmp_path / "nothing")
+    (copies / "link").symlink_to(elsewhere)
+    with keeping(tmp_path, make=made()) as engine:
+        engine.recall(session)
+        assert cached(engine, session) == LENGTH + 3
+    assert elsewhere.is_dir()
+    assert {path.name for path in copies.iterdir()} >= {"lost+found"}
+    assert not {"gone", "link"} & {path.name for path in copies.iterdir()}
+    assert (copies / "lost+found" / "file").exists()
+
+
 def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is_closed_neither(tmp_path: Path) -> None:
     with keeping(tmp_path, make=made()) as engine:
         session = talked(engine, 0)

@@ -20,6 +20,7 @@ from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
 from tests.facade import no_memory_for_histories, remembered_appends, session_of, store_of
+from tests.further import further
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
@@ -323,7 +324,7 @@ def generated(engine: Engine, session: str, count: int, **options: Any) -> Gener
     return generation
 
 
-@pytest.mark.parametrize("end", ["closed", "failed", "evicted"])
+@pytest.mark.parametrize("end", ["closed", further("failed"), further("evicted")])
 def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessions_end(end: str) -> None:
     now = 0.0
     options: dict[str, Any] = {"session_idle_ttl_seconds": 10.0, "stall_seconds": 1e6, "max_generate_tokens": 400}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -156,10 +158,18 @@ def test_what_is_wrong_with_a_call_is_said_before_anything_happens() -> None:
             engine.create_session(limit_tokens=TRAINED_POSITIONS + 1)
         with pytest.raises(InvalidArgument, match="limit_tokens"):
             engine.create_session(limit_tokens=0)
-        with pytest.raises(InvalidArgument, match="printable"):
+        with pytest.raises(InvalidArgument, match=r"printable characters, got '\\n' at index 1"):
             engine.create_session(label="a\nb")
+        with pytest.raises(InvalidArgument, match="at most 128 characters, got 129"):
+            engine.create_session(label="x" * 129)
         assert engine.append(session, [5], expected_history_length=20) == 21
         still_works(engine)
+
+
+def test_no_id_looks_like_an_option_of_a_command() -> None:
+    drawn = ["-" + "a" * 31, "-" * 32, "b" * 32]
+    with served_engine() as engine, patch.object(secrets, "token_urlsafe", side_effect=drawn):
+        assert engine.create_session().session_id == "b" * 32
 
 
 def test_a_session_ends_at_its_limit_and_says_so() -> None:

@@ -19,6 +19,7 @@ from inference_engine.server.auth import Key
 from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.run import ServerHandle
 from inference_engine.server.unauthenticated import ADDRESS_REFUSALS, FIRST_BYTES, MOST_EXCESS, MOST_REFUSALS
+from tests.further import further
 from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM
 from tests.hostile.http_attacks import ATTACKS, HEALTH, LONG_BODY, NO_HTTP, WRONG_KEY, connect, says
@@ -61,7 +62,9 @@ async def test_an_http_connection_of_a_removed_key_is_closed_when_it_is_refused_
     chat.close()
 
 
-@pytest.mark.parametrize("said", [b"", HEALTH[:-2], HEALTH], ids=["nothing", "half a request", "health"])
+@pytest.mark.parametrize(
+    "said", [further(b""), HEALTH[:-2], further(HEALTH)], ids=["nothing", "half a request", "health"]
+)
 async def test_an_owner_gets_in_beside_as_many_http_connections_as_there_may_be(tmp_path: Path, said: bytes) -> None:
     async with (
         served(tmp_path, max_connections=MAX_CONNECTIONS) as (server, http),
@@ -99,8 +102,8 @@ async def connects(target: str, source: str) -> bool:
     ("said", "source"),
     [
         (WRONG_KEY * MOST_REFUSALS, "127.0.4.1"),
-        (NO_HTTP, "127.0.4.2"),
-        (HEALTH * (FIRST_BYTES // len(HEALTH)), "127.0.4.3"),
+        further(NO_HTTP, "127.0.4.2"),
+        further(HEALTH * (FIRST_BYTES // len(HEALTH)), "127.0.4.3"),
         (LONG_BODY, "127.0.4.4"),
     ],
     ids=["wrong keys", "not HTTP", "a flood of health", "a long body"],
@@ -120,7 +123,9 @@ async def test_an_address_that_goes_on_attacking_over_http_is_barred_from_both_p
             assert [model.id async for model in client.models.list()]
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("requests with a wrong key", "slow headers") else further(name) for name in ATTACKS]
+)
 async def test_an_owner_is_served_over_http_beside_an_attack_on_that_port(name: str, tmp_path: Path) -> None:
     async with served(tmp_path) as (server, http):
         attack = asyncio.create_task(ATTACKS[name](http, 1.0, f"127.0.5.{1 + list(ATTACKS).index(name)}"))

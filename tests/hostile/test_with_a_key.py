@@ -18,6 +18,7 @@ from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
 from laboratory.commands.scripted_server import scripted_child
+from tests.further import further_test
 from tests.hostile.attacks import INFO, KEY, METADATA, OWN_KEY, STOP_IDS, WITH_KEY
 from tests.hostile.conftest import VICTIM, Attacked, Victim, attack, bearer
 from tests.hostile.http2 import Connection
@@ -80,6 +81,7 @@ async def test_calls_whose_message_does_not_come_are_an_owners_calls_until_their
     assert details.reason == "RESOURCE_EXHAUSTED OVERLOADED"
 
 
+@further_test
 def test_appends_that_wait_hold_their_ids_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message takes three times the memory of its ids."""
     # glibc gives back what is freed of allocations this large. Else holes stay between the ids, as many as messages

@@ -21,6 +21,7 @@ from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
 from laboratory.commands.scripted_server import scripted_child
+from tests.further import further
 from tests.hostile import attacks
 from tests.hostile.attacks import CHECK, INFO, KEY, WITHOUT_KEY
 from tests.hostile.conftest import (
@@ -128,7 +129,11 @@ def cancel_until_dropped(connection: Connection, first_stream: int = 1) -> None:
 )
 @pytest.mark.parametrize(
     ("name", "address"),
-    [("rapid reset", "127.0.2.1"), ("HPACK bomb", "127.0.2.2"), ("calls with a wrong key", "127.0.2.3")],
+    [
+        ("rapid reset", "127.0.2.1"),
+        further("HPACK bomb", "127.0.2.2"),
+        further("calls with a wrong key", "127.0.2.3"),
+    ],
 )
 def test_an_address_that_goes_on_attacking_gets_no_new_connection_and_owners_do(
     name: str, address: str, attacked: Attacked, victim: Victim

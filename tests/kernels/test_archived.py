@@ -26,6 +26,7 @@ from inference_engine.kernels.ragged_attention import (
     UPTO,
     attend_ragged,
 )
+from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
 from tests.kernels.test_latents import made_codes, made_synthesis, made_tables, made_turn
@@ -138,13 +139,22 @@ def small_parts() -> str:
 
 def compare_archived() -> None:
     """What a child process runs: sessions with and without archives, and padding between them, over rubbish."""
+    _compare_archived(SIZES[:1])
+
+
+def compare_larger() -> None:
+    _compare_archived(SIZES[1:])
+
+
+def _compare_archived(sizes: Sequence[tuple[int, int, int, int, int]]) -> None:
     from inference_engine.kernels.triton.archived import open_archives
     from inference_engine.kernels.triton.ragged_attention import attend_invariant
     from inference_engine.kernels.triton.ragged_attention import attend_ragged as attend
 
     device = small_parts()
     dtypes = [torch.float32, torch.float16, *([torch.bfloat16] if device == "cuda" else [])]
-    for number, size in enumerate(SIZES):
+    for size in sizes:
+        number = SIZES.index(size)
         for kind, dtype in enumerate(dtypes):
             if device == "cpu" and (number + kind) % 2:
                 continue  # the interpreter takes its time
@@ -221,7 +231,14 @@ def compare_broken() -> None:
         assert other.found.isfinite().all(), "entries are read that have not left"
 
 
-@pytest.mark.parametrize("compare", [compare_archived, compare_rooms, compare_lengths, compare_broken])
+@pytest.mark.parametrize(
+    "compare",
+    [
+        compare_archived,
+        compare_broken,
+        *(interpreted(compare) for compare in (compare_larger, compare_rooms, compare_lengths)),
+    ],
+)
 def test_the_kernels_do_what_the_reference_does(compare: Callable[[], None]) -> None:
     run_with_triton(compare)
 

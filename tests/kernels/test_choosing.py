@@ -4,7 +4,7 @@ the reference does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from inference_engine.kernels.ragged_attention import (
 )
 from inference_engine.kernels.ragged_attention import attend_ragged as attend_by_reference
 from inference_engine.kv.layout import TokenSelector
+from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
 from tests.kernels.test_ragged_attention import device_of_kernels
@@ -241,12 +242,22 @@ def compare_choosing() -> None:
     """What a child process runs: sessions of several shapes and lengths in one step, over memory full of rubbish, one
     that reads all it sees and padding between them.
     """
+    _compare_choosing(MODELS[:1])
+
+
+def compare_models() -> None:
+    """Likewise: heads that are rotated in part, scores that are capped; on a GPU larger heads, too."""
+    _compare_choosing(MODELS[1:] if torch.cuda.is_available() else MODELS[1:2])
+
+
+def _compare_choosing(models: Sequence[Model]) -> None:
     from inference_engine.kernels.triton import components
     from inference_engine.kernels.triton.ragged_attention import attend_invariant
 
     device = small_parts()
     poison(components)
-    for number, model in enumerate(MODELS if device.type == "cuda" else MODELS[:2]):
+    for model in models:
+        number = MODELS.index(model)
         softcap = 4.0 if number == 1 else None
         own, keys, values = histories(model, KINDS, torch.float32, device)
         codes = [one.codes() for one in own]
@@ -379,20 +390,22 @@ def compare_tiles() -> None:
 
 def compare_restoring() -> None:
     """What a child process runs: sessions whose old entries are codes, beside one that holds all of its own."""
+    _compare_restoring(MODELS[0], 7)
+
+
+def compare_long_codes() -> None:
+    """Likewise: codes of three bytes, heads that are rotated in part."""
+    _compare_restoring(MODELS[1], 14)
+
+
+def _compare_restoring(model: Model, most_bits: int) -> None:
     from inference_engine.kernels.triton import components
+    from inference_engine.kernels.triton.component_index import key_indexes
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     device = small_parts()
     components._UNPACKED, components._THREADS, components._RESTORED = 16, 32, 16
     poison(components)
-    # Heads that are rotated as wholes, and in part; codes of two bytes, and of three.
-    for model, most_bits in zip(MODELS[:2], (7, 14), strict=True):
-        _compare_restoring(model, device, most_bits)
-
-
-def _compare_restoring(model: Model, device: torch.device, most_bits: int) -> None:
-    from inference_engine.kernels.triton.component_index import key_indexes
-    from inference_engine.kernels.triton.ragged_attention import attend_ragged
-
     shape, ring = IndexShape(rank=5, bits=3, run=1), 110
     kind: dict[str, Any] = {"shape": shape, "sink": 6, "window": 33, "kept": 41, "length": 300}
     own, keys, values = histories(model, [kind, kind], torch.float32, device)
@@ -459,7 +472,13 @@ def made_archive(
 
 
 @pytest.mark.parametrize(
-    "compare", [compare_choosing, compare_equals, compare_rounded, compare_tiles, compare_restoring]
+    "compare",
+    [
+        compare_choosing,
+        compare_tiles,
+        compare_restoring,
+        *(interpreted(compare) for compare in (compare_models, compare_equals, compare_rounded, compare_long_codes)),
+    ],
 )
 def test_the_kernels_do_what_the_references_do(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from inference_engine.kernels.latents import (
     operand_dtype,
     padded,
 )
+from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 
 # Tokens, codes, chains, Hkv, D.
@@ -237,5 +240,6 @@ def _compare_broken(operations: LatentOps, device: str) -> None:
     assert found.isnan().all()
 
 
-def test_triton_computes_the_same() -> None:
-    run_with_triton(compare_with_triton)
+@pytest.mark.parametrize("compare", [interpreted(compare_with_triton)])
+def test_triton_computes_the_same(compare: Callable[[], None]) -> None:
+    run_with_triton(compare)

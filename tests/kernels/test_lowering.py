@@ -194,8 +194,7 @@ def test_every_kernel_of_latents_is_a_program_for_a_gpu(
     assert len(launched) == 3
 
 
-@pytest.mark.parametrize("serves_all", [False, True], ids=["beside others", "alone"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_dtype_with("serves_all", False, True)
 def test_every_kernel_that_reads_archives_is_a_program_for_a_gpu(
     dtype: torch.dtype, serves_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

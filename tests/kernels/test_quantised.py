@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.quantised import QuantisedMatrix, joined, pack_codes, quantise
+from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
 from tests.kernels.test_fused import Case, device_of_kernels, is_close, moved, numbers
@@ -162,7 +163,7 @@ def compare_every_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "compare", [compare_products, compare_products_of_any_number, compare_numbers, compare_every_code]
+    "compare", [interpreted(compare_products), compare_products_of_any_number, compare_numbers, compare_every_code]
 )
 def test_the_kernels_give_what_the_references_give(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -30,6 +30,7 @@ from inference_engine.kernels.topk import topk_by_sorting
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
 from inference_engine.kv.numbers import RegionLines, choose_blocks
+from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
 
@@ -421,7 +422,12 @@ def compare_alone(
 
 @pytest.mark.parametrize(
     "compare",
-    [compare_kernel, compare_chunks_and_selections, compare_selecting_steps, compare_beside_selections],
+    [
+        compare_kernel,
+        compare_selecting_steps,
+        interpreted(compare_chunks_and_selections),
+        interpreted(compare_beside_selections),
+    ],
 )
 def test_the_kernel_gives_what_the_reference_gives(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -27,6 +27,7 @@ from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
+from tests.further import further
 from tests.laws.test_session_kv_laws import LAYERS, SEGMENT, Entries, HalfTokens, context, feed, step
 from tests.tiny import LATENT_BYTES
 
@@ -135,8 +136,17 @@ def test_holding_all_entries_and_streaming_them_give_the_same() -> None:
     assert not torch.allclose(nothing[0], streamed[0], atol=1e-2)
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["under a mask", "in order"])
-@pytest.mark.parametrize("mode", ["hold", "stream", "select"])
+@pytest.mark.parametrize(
+    ("mode", "in_order"),
+    [
+        ("stream", False),
+        ("hold", True),
+        ("select", True),
+        further("hold", False),
+        further("stream", True),
+        further("select", False),
+    ],
+)
 def test_segments_are_longer_where_a_device_takes_several_at_once(mode: str, *, in_order: bool) -> None:
     narrow = make_strategy("restored", **{**LATENT, "window": 31}, mode="hold")
     wide = SELECT if mode == "select" else make_strategy("restored", **{**LATENT, "window": 40}, mode=mode)
@@ -237,8 +247,14 @@ def test_a_chunk_that_cannot_be_allocated_names_the_session_and_leaves_it_as_it_
     step(kv, Entries(LIMIT), 1)
 
 
-@pytest.mark.parametrize("mode", ["hold", "stream"])
-@pytest.mark.parametrize("resident_bytes", [0, 1000, 8000, 10**6])
+@pytest.mark.parametrize(
+    ("mode", "resident_bytes"),
+    [
+        (mode, count) if place % 2 == number else further(mode, count)
+        for number, mode in enumerate(("hold", "stream"))
+        for place, count in enumerate((0, 1000, 10**6, 8000))
+    ],
+)
 def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int) -> None:
     """To the bit, through an idle time, a rejection and a replay of everything."""
     outs = []

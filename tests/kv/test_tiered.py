@@ -25,6 +25,7 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
 from tests.facade import kv_of
+from tests.further import further
 from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Entries, active, context, feed, step
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.tiny import SMALL, tiny_forward_on
@@ -187,7 +188,7 @@ def test_memory_that_could_not_be_pinned_ahead_is_asked_for_again(monkeypatch: p
     store.close()
 
 
-@pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
+@pytest.mark.parametrize("quanta", [further((1, 1)), (4, 32)], ids=["exact shapes", "padded shapes"])
 def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, int]) -> None:
     entries = Entries(LIMIT)
     outs = []
@@ -200,7 +201,7 @@ def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, i
         assert torch.equal(outs[2][layer], outs[0][layer])
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["under a mask", "in order"])
+@pytest.mark.parametrize("in_order", [further(False), True], ids=["under a mask", "in order"])
 def test_a_step_of_several_segments_reads_everything_and_leaves_what_short_steps_leave(*, in_order: bool) -> None:
     layers = tuple(replace(layer, native_window=None) for layer in LAYERS)
     entries = Entries(LIMIT, layers=layers)

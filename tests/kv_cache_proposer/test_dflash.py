@@ -26,6 +26,7 @@ from kv_cache_proposer.errors import DrafterError
 from laboratory.training.drafter_blocks import Texts, blocks_at
 from laboratory.training.drafter_measure import draft_states
 from laboratory.training.drafter_taps import read_taps
+from tests.further import further_test
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.tiny import PAGES, VOCABULARY, tiny_forward, tiny_model
 
@@ -102,6 +103,7 @@ def test_a_draft_is_what_training_computes_however_tokens_arrived(
     assert drafts(drafter, [wanted(memory, ids)]) == [by_training(network, ids)]
 
 
+@further_test
 def test_every_position_of_a_growing_history_is_drafted_from_alike() -> None:
     network = tiny_network()
     drafter, ids = make_drafter(network), history(3)

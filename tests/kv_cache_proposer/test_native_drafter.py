@@ -25,6 +25,7 @@ from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.hybrid import HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.training.drafter_taps import read_taps
+from tests.further import further
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.variants import drain, text, tokens
 from tests.tiny import PAGES, SMALL, VOCABULARY, tiny_model
@@ -74,8 +75,14 @@ def wanted(memory: DraftMemory, ids: torch.Tensor, limit: int, temperature: floa
     return Wanted(memory, ids.numpy().astype(np.uint32), limit, temperature, seed)
 
 
-@each_network
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        case if place % 2 == number else further(*case)
+        for place, kind in enumerate(NETWORKS)
+        for number, case in enumerate(((kind, 0.0), (kind, 0.7)))
+    ],
+)
 def test_native_drafts_are_those_of_torch(kind: str, temperature: float) -> None:
     """Sessions whose rings are empty, filling, full, gone round, and with a gap before what they see."""
     native, torchs = exact(kind), DFlashDrafter(network(kind), words_of(tiny_model()))
@@ -141,10 +148,19 @@ def generated(engine: Engine, strategy: KVStrategy, params: GenerateParams) -> t
     return [token for token, _ in tokens(events)], done
 
 
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+
+
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95, seed=7)], ids=["greedy", "sampled"]
+    ("strategy", "sampling"),
+    [
+        (Full(), SAMPLED),
+        (SinkWindow(sink=2, window=24), Sampling()),
+        further(Full(), Sampling()),
+        further(SinkWindow(sink=2, window=24), SAMPLED),
+    ],
+    ids=lambda value: str(value) if isinstance(value, KVStrategy) else "sampled" if value.temperature else "greedy",
 )
-@pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=2, window=24)], ids=str)
 def test_drafts_change_no_token_of_a_native_target(strategy: KVStrategy, sampling: Sampling) -> None:
     params = GenerateParams(max_tokens=60, sampling=sampling)
     config, forward = EngineConfig(**SMALL, draft_tokens=3), tiny_native()

@@ -16,6 +16,7 @@ from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
 from kv_cache_proposer.dflash.target import TargetWords, words_of
+from tests.further import further_test
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.processes import run
 from tests.tiny import tiny_forward, tiny_model
@@ -102,6 +103,7 @@ def test_a_place_has_its_shortlist_whatever_its_neighbours() -> None:
         assert torch.equal(likeliest(alone), together[place])
 
 
+@further_test
 def test_a_cpu_that_adds_products_in_pairs_of_16_bits_loses_none() -> None:
     """All numbers are as large as they get, and what is rounded is whole already: the shortlist is exact."""
     variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ONEDNN_VERBOSE": "1"}

@@ -7,7 +7,7 @@ with the others as further cases. `--executor mlx` runs all cases on it alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ OF_THE_ENGINE = (
 GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
 SOME = 1
-# With every variant. In the others, variants of one mechanism take turns.
+# With every variant, whose other values take turns. In the others, variants of one mechanism do, too.
 WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
 
 
@@ -127,27 +127,24 @@ def _is_further(item: pytest.Item) -> bool:
 
 
 def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Whose turn it is not. What a module names in IN_TURN takes turns as modes do: the values of a parameter that are
-    alike, or several sets of such."""
+    """Whose turn it is not. What a module names in IN_TURN takes turns as modes do: values of a parameter."""
     cases: list[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]] = []
     of: list[pytest.Item] = []
     for item in items:
         values = dict(_given(item))
         strategy, in_turn = values.pop("strategy", None), [str(values.pop("mode", None))]
         for name, some in getattr(getattr(item, "module", None), "IN_TURN", {}).items():
-            alike = next((one for one in _sets_of(some) if values.get(name) in one), None)
-            if alike is not None:
-                in_turn.append(str(values[name]))
-                values[name] = sorted(map(str, alike))  # in place of each of them
+            if values.get(name) in some:
+                in_turn.append(str(values.pop(name)))
         law = str(getattr(item, "originalname", ""))
-        if isinstance(strategy, KVStrategy) and law not in WITH_ALL and not _is_further(item):
-            cases.append(((law, str(values)), strategy, tuple(in_turn)))
+        if isinstance(strategy, KVStrategy) and not _is_further(item):
+            group = (law, str(values))
+            if law in WITH_ALL:
+                in_turn.extend(str(value) for value in values.values())
+                group = (law, str(strategy))
+            cases.append((group, strategy, tuple(in_turn)))
             of.append(item)
     yield from (item for item, stays in zip(of, by_turns(cases), strict=True) if not stays)
-
-
-def _sets_of(some: Collection[Any]) -> Iterable[Collection[Any]]:
-    return some if any(isinstance(one, frozenset) for one in some) else [some]
 
 
 def _law_and_name(item: pytest.Item) -> tuple[str, str]:

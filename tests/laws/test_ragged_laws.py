@@ -78,19 +78,17 @@ EACH = tuple(variant for variant in EVERYWHERE if variant not in ALIKE)
 each_variant = pytest.mark.parametrize(
     "variant", [further(variant) if variant in ALIKE else variant for variant in EVERYWHERE]
 )
-# Likewise those that are invariant: they take turns with those launched ahead. So do, natively, K and V in 32 bits and
-# in 16, which are read by the same numbers (`tests/native/test_attention.py` has queries of every kind over either).
-ON_A_CPU = [frozenset({"invariant", "ahead"}), frozenset({"native", "native-float16"})]
-IN_TURN = {"variant": [] if ON_GPU else ON_A_CPU}
+# Likewise those that are invariant: they take turns with those launched ahead, and with native ones, which all other
+# laws have (`tests/native/test_attention.py` has queries of every kind over K and V in 32 bits and in 16).
+IN_TURN = {"variant": [] if ON_GPU else EACH}
 
 
 def each_with(name: str, values: Mapping[str, Any], variants: Iterable[str]) -> pytest.MarkDecorator:
-    """Every value with every variant; of those that are ALIKE, each has one value, and the others are further cases."""
+    """Every value with every variant; off a GPU each variant has one value, and the others are further cases."""
     cases = []
-    for variant in variants:
+    for number, variant in enumerate(variants):
         for place, (said, value) in enumerate(values.items()):
-            is_further = variant in ALIKE and place != ALIKE.index(variant) % len(values)
-            marks = FURTHER if is_further else ()
+            marks = () if ON_GPU or place == number % len(values) else FURTHER
             cases.append(pytest.param(value, variant, id=f"{said}-{variant}", marks=marks))
     return pytest.mark.parametrize((name, "variant"), cases)
 

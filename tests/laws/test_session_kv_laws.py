@@ -29,7 +29,8 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Footprint
-from tests.laws.variants import all_strategies, each_strategy, each_strategy_with
+from tests.further import further
+from tests.laws.variants import all_strategies, each_strategy, each_strategy_with, mechanism
 from tests.tiny import LATENT_BYTES
 
 D, HKV, GROUP = 8, 2, 3
@@ -38,6 +39,10 @@ SEGMENT = 16
 QUANTA = [(1, 1), (4, 32)]  # exact shapes, padded shapes
 ENDS = [(15, 16, 17), (3, 64, 65, 100)]
 IN_TURN = {"quanta": QUANTA, "ends": ENDS}
+# One of each mechanism, and as a further case the others of them.
+FIRST = tuple({mechanism(strategy): strategy for strategy in reversed(all_strategies())}.values())
+OTHERS = tuple(strategy for strategy in all_strategies() if strategy not in FIRST)
+each_part = pytest.mark.parametrize("strategies", [FIRST, further(OTHERS)], ids=["each mechanism", "the others"])
 # Layers that differ: native windows narrower and wider than a segment, other head counts and sizes.
 LAYERS = (
     LayerGeometry(query_heads=HKV * GROUP, kv_heads=HKV, head_dim=D),
@@ -300,9 +305,9 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
 @each_strategy
 def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, subtests: pytest.Subtests) -> None:
     """Rejection: every byte of the buffers, the slot tables and the footprint, before eviction and long after."""
-    for length in (13, 30, 94):
+    for length, each in ((13, (0, 1, 3)), (30, (0, 3)), (94, (1,))):
         with subtests.test(length=length):
-            check_rejected_drafts(strategy, length, (0, 1, 3))
+            check_rejected_drafts(strategy, length, each)
 
 
 def check_rejected_drafts(strategy: KVStrategy, length: int, each: Sequence[int]) -> None:
@@ -457,8 +462,11 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
         kv.release()
 
 
-def test_an_idle_session_holds_no_more_than_is_sustained(subtests: pytest.Subtests) -> None:
-    for strategy in all_strategies():
+@each_part
+def test_an_idle_session_holds_no_more_than_is_sustained(
+    strategies: Sequence[KVStrategy], subtests: pytest.Subtests
+) -> None:
+    for strategy in strategies:
         with subtests.test(str(strategy)):
             ctx = context()
             kv = SessionKV(strategy, ctx, LIMIT)
@@ -489,8 +497,11 @@ def test_a_session_that_was_idle_reads_what_one_that_stayed_active_reads(
         torch.testing.assert_close(ours, expected[layer], atol=close(strategy), rtol=0)
 
 
-def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(subtests: pytest.Subtests) -> None:
-    for strategy in all_strategies():
+@each_part
+def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(
+    strategies: Sequence[KVStrategy], subtests: pytest.Subtests
+) -> None:
+    for strategy in strategies:
         with subtests.test(str(strategy)):
             ctx = context()
             first = active(strategy, ctx)
@@ -503,9 +514,12 @@ def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(
             assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 
-def test_a_session_of_any_limit_gives_back_what_it_took(subtests: pytest.Subtests) -> None:
+@each_part
+def test_a_session_of_any_limit_gives_back_what_it_took(
+    strategies: Sequence[KVStrategy], subtests: pytest.Subtests
+) -> None:
     """Also where the limit leaves nothing to code, and where no other session holds memory."""
-    for strategy in all_strategies():
+    for strategy in strategies:
         with subtests.test(str(strategy)):
             for limit in (1, SEGMENT - 1, SEGMENT + 3, 3 * SEGMENT):
                 ctx = context()

@@ -178,6 +178,10 @@ each_strategy = pytest.mark.parametrize("strategy", all_strategies(), ids=str)
 each_mode = pytest.mark.parametrize("mode", MODES, ids=_named)
 # For what depends on how entries are kept and come back, and hardly on how many.
 each_mechanism = pytest.mark.parametrize("strategy", one_of_each(all_strategies(), mechanism), ids=str)
+# For what depends on how entries come back alone.
+each_way = pytest.mark.parametrize(
+    "strategy", one_of_each(all_strategies(), lambda one: (one.name, one.options().get("mode"))), ids=str
+)
 
 
 def text(length: int = LENGTH, *, seed: int = 0) -> list[int]:

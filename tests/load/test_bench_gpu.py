@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,27 @@ def test_an_operation_that_gives_something_else_is_not_timed() -> None:
     contenders = bench_gpu_ops.Contenders(torch.device("cpu"))
     contenders.add("wrong", lambda _copy: 1, 1, lambda found: f"{found} is not 2")
     assert not contenders.timed and contenders.left_out == {"wrong": "1 is not 2"}
+
+
+def test_an_operation_that_cannot_be_made_is_named_with_the_reason() -> None:
+    def make() -> Callable[[int], int]:
+        raise ImportError("it is not installed\nand more")
+
+    contenders = bench_gpu_ops.Contenders(torch.device("cpu"))
+    contenders.add_made("absent", make, 1, lambda _found: "")
+    assert not contenders.timed and contenders.left_out == {"absent": "ImportError: it is not installed"}
+
+
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_pages_are_each_session_s_entries_in_place(sessions: int) -> None:
+    cache = torch.randn(sessions, 4, 48, 8)
+    pages, ids = bench_gpu_ops.paged(cache), bench_gpu_ops.page_ids(cache)
+    assert pages.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+    for session in range(sessions):
+        read = pages[ids[session].long()].transpose(0, 1).reshape(4, 48, 8)
+        assert torch.equal(read, cache[session])
+
+
+def test_a_last_page_that_is_not_full_is_refused() -> None:
+    with pytest.raises(ValueError, match="40 tokens are not whole pages of 16"):
+        bench_gpu_ops.paged(torch.zeros(1, 4, 40, 8))

@@ -33,7 +33,7 @@ def test_interleaved_operations_of_many_owners_leave_every_stream_its_own(seed: 
     assert {"SessionNotFound", "SessionBusy", "HistoryLengthMismatch", "TokenOutOfRange"} <= set(counts.refused)
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 64])
+@pytest.mark.parametrize("max_batch", [further(1), 3, further(64)])
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
 def test_grouping_of_appends_and_size_of_batches_change_no_token(mode: Mode, max_batch: int) -> None:
     rng = np.random.default_rng(max_batch)

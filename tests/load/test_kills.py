@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.config import child_environment
+from tests.further import further_test
 from tests.load.kills import (
     AGENT,
     ROOT,
@@ -130,6 +131,7 @@ def test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged(tmp
         assert counts[name], f"{name}: none"
 
 
+@further_test
 def test_a_server_that_tells_before_it_records_is_caught(tmp_path: Path, nursery: Nursery) -> None:
     """The control: so many kills are enough to notice."""
     _, wrong, _ = kill_often(tmp_path / "state", "process", kills=20, agents=3, seed=2, is_early=True, nursery=nursery)

@@ -21,6 +21,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Mode
 from laboratory.scripted import Script
+from tests.further import further
 from tests.load.alone import Alone, AloneSolo
 from tests.load.calls import Calls
 from tests.load.cancels import Cancels
@@ -29,7 +30,7 @@ from tests.load.population import Population, World, limits
 from tests.tiny import SMALL, tiny_forward_on
 
 TINY, REAL = "tiny", "smollm2-135m"
-MODELS = [TINY, pytest.param(REAL, marks=[pytest.mark.long, pytest.mark.real_model])]
+MODELS = [further(TINY), pytest.param(REAL, marks=[pytest.mark.long, pytest.mark.real_model])]
 INTERLEAVINGS = {TINY: 4, REAL: 20}
 CANCELS = {TINY: 25, REAL: 40}
 SEQUENCES = {TINY: 8, REAL: 4}
@@ -58,8 +59,8 @@ def engine_on(forward: Forward, mode: Mode, **settings: Any) -> Engine:
 @pytest.mark.parametrize(
     ("model", "mode"),
     [
-        (TINY, Mode.BATCHED),
-        (TINY, Mode.FIXED_SHAPE),
+        further(TINY, Mode.BATCHED),
+        further(TINY, Mode.FIXED_SHAPE),
         pytest.param(REAL, Mode.FIXED_SHAPE, marks=[pytest.mark.long, pytest.mark.real_model]),
     ],
     ids=["tiny-batched", "tiny-fixed-shape", "smollm2"],

@@ -21,7 +21,7 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.models import load_model
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode
-from tests.further import further_test
+from tests.further import further_test, off_metal, off_metal_test
 from tests.laws.variants import generate, same, text
 from tests.mlx.test_loading import DENSE, MIXED, config_of, logits_of, published
 from tests.tiny_folder import tiny_tokenizer
@@ -36,7 +36,7 @@ def on_torch(config: ModelConfig, facts_of: Forward) -> TorchForward:
     return TorchForward(Seam(model), facts, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("config", "bits"), [(DENSE, 3), (MIXED, 4)], ids=["3 bits", "experts in 4"])
+@pytest.mark.parametrize(("config", "bits"), [off_metal(DENSE, 3), (MIXED, 4)], ids=["3 bits", "experts in 4"])
 def test_unpacked_groups_give_the_logits_of_mlx(config: PretrainedConfig, bits: int, tmp_path: Path) -> None:
     model = config_of(published(config, tmp_path, bits=bits))
     forward = open_backend(model)
@@ -68,6 +68,7 @@ def test_calibrations_of_a_model_in_the_layout_of_mlx_serve_both_executors(tmp_p
     assert same(said[0], said[1], Mode.BATCHED)
 
 
+@off_metal_test
 def test_components_of_one_executor_are_those_of_the_other(tmp_path: Path) -> None:
     """Found by the digest of the weights, whatever device they were made on; equal up to rounding."""
     from laboratory.training.components import fit_components

@@ -21,7 +21,7 @@ from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.evaluation import record
 from laboratory.training import corpus_prompts
 from tests import tiny
-from tests.further import further_test
+from tests.further import further_test, off_metal_test
 from tests.kv_cache_proposer.drafter_cases import tiny_network
 from tests.laws.variants import engine_for, generate, same, text
 from tests.mlx.test_loading import DENSE, SIZES, published
@@ -49,6 +49,7 @@ def test_doctor_says_that_mlx_runs_the_model_and_generates_with_it(
     assert found["self test"][0] == "ok"
 
 
+@off_metal_test
 def test_doctor_says_what_mlx_does_not_run_and_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     CohereForCausalLM(CohereConfig(**SIZES)).save_pretrained(folder)

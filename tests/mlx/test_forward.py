@@ -24,6 +24,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.models.step_list import NoStepListError
 from inference_engine.types import Mode
 from tests.admissions import traits_of
+from tests.further import off_metal, off_metal_test
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions, ids_of
 from tests.tiny import PAGES, TRAINED_POSITIONS, tiny_forward
@@ -31,7 +32,7 @@ from tests.tiny import PAGES, TRAINED_POSITIONS, tiny_forward
 ROUNDING = 1e-4  # of logits of order 10 in float32, added in another order
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [each if each in ("llama", "gemma3") else off_metal(each) for each in FAMILIES])
 def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
     config, kind = text_generator(FAMILIES[family])
     sizes = TwinSizes(head_dim=32, kv_heads=1) if family == "qwen2" else TwinSizes()
@@ -172,6 +173,7 @@ threads = [threading.Thread(target=compute) for _ in range(2)]
 """
 
 
+@off_metal_test
 def test_a_process_whose_threads_computed_ends_well() -> None:
     """Streams of a thread end with it: mlx 0.32 aborts otherwise."""
     sessions, begun = Sessions(tiny_mlx(), Full()), []

@@ -21,6 +21,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests import tiny
 from tests.facade import forward_of, is_anything_held, on_the_engines_thread, save_copies
+from tests.further import off_metal
 from tests.kept import keeping
 from tests.laws import test_fork_laws as fork_laws
 from tests.laws import test_hibernation_laws as hibernation_laws
@@ -40,6 +41,7 @@ from tests.tiny_native import tiny_native
 
 ON_TORCH = tiny.tiny_forward
 MECHANISMS = list({mechanism(strategy): strategy for strategy in all_strategies()}.values())
+FIRST = list({strategy.name: strategy for strategy in MECHANISMS}.values())  # of each name one
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
 
 
@@ -60,7 +62,7 @@ def spoken(mode: Mode, strategy: KVStrategy, **settings: Any) -> list[tuple[int,
         return first + generate(engine, session, 6, sampling=SAMPLED)
 
 
-@pytest.mark.parametrize("strategy", MECHANISMS, ids=str)
+@pytest.mark.parametrize("strategy", [each if each in FIRST else off_metal(each) for each in MECHANISMS], ids=str)
 def test_tokens_are_those_of_torch_beside_others_and_however_they_arrive(
     strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

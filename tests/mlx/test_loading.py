@@ -23,6 +23,7 @@ from inference_engine.errors import BackendError, ConfigError, ModelError
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.folder import CONFIG
 from inference_engine.models.open_checkpoint import open_checkpoint
+from tests.further import off_metal, off_metal_test
 from tests.laws.variants import generate
 from tests.models.hub_entry import COMMIT
 from tests.models.hub_server import Hub, served
@@ -102,7 +103,7 @@ def logits_of(forward: Forward) -> torch.Tensor:
     return Sessions(forward, Full()).logits(0, IDS, [16, 32])
 
 
-@pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [off_metal(DENSE), MIXED], ids=["dense", "experts"])
 def test_a_folder_of_safetensors_gives_the_logits_of_torch(config: PretrainedConfig, tmp_path: Path) -> None:
     folder = saved(config, tmp_path / "model", dtype=torch.bfloat16)
     forward = open_backend(config_of(folder))
@@ -117,9 +118,9 @@ def test_a_folder_of_safetensors_gives_the_logits_of_torch(config: PretrainedCon
     ("config", "bits", "exceptions", "dtype"),
     [
         (DENSE, 4, None, torch.bfloat16),
-        (DENSE, 8, {"v_proj": {"group_size": 64, "bits": 4}, "down_proj": False}, torch.float16),
+        off_metal(DENSE, 8, {"v_proj": {"group_size": 64, "bits": 4}, "down_proj": False}, torch.float16),
         (MIXED, 4, {"mlp.gate": {"group_size": 64, "bits": 8}}, torch.bfloat16),
-        (MIXED, 0, None, torch.float32),
+        off_metal(MIXED, 0, None, torch.float32),
     ],
     ids=["4 bits", "8 bits, some with fewer, some with none", "experts", "experts, not quantised"],
 )
@@ -142,6 +143,7 @@ def test_a_checkpoint_in_the_layout_of_mlx_gives_the_logits_of_its_own_library(
     assert (f"{bits} bits" if bits else "F32") in encodings
 
 
+@off_metal_test
 def test_a_checkpoint_in_the_layout_of_mlx_is_fetched_and_served_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

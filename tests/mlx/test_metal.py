@@ -25,7 +25,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode
 from tests import tiny
 from tests.admissions import traits_of
-from tests.further import further
+from tests.further import further, off_metal, off_metal_test
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.mlx.attention_steps import SHAPES, TOLERANCES, attention_step
@@ -46,7 +46,15 @@ HALVES += [further(SHAPES[0], torch.float16), further(SHAPES[1], torch.bfloat16)
 
 
 @needs_a_kernel
-@pytest.mark.parametrize(("shape", "dtype"), [*((shape, torch.float32) for shape in SHAPES), *HALVES], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((SHAPES[number], torch.float32) for number in (0, -1)),
+        *(off_metal(shape, torch.float32) for shape in SHAPES[1:-1]),
+        *HALVES,
+    ],
+    ids=str,
+)
 def test_the_kernel_gives_what_the_reference_gives(
     shape: tuple[int, int, int], dtype: torch.dtype, kernel: RecordedKernel
 ) -> None:
@@ -58,7 +66,7 @@ def test_the_kernel_gives_what_the_reference_gives(
 
 
 @needs_a_kernel
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap", [off_metal(None), 3.0])
 def test_parts_of_a_long_history_share_one_softmax(softcap: float | None, kernel: RecordedKernel) -> None:
     """Short histories beside it have parts in which nothing is read."""
     given = attention_step(SHAPES[0], torch.float32, longest=1300)
@@ -78,6 +86,7 @@ def test_a_query_that_reads_nothing_gets_zeros_and_nan_is_not_lost(kernel: Recor
     assert bool(found[:-1].isfinite().all())
 
 
+@off_metal_test
 @needs_a_kernel
 def test_the_order_of_threads_changes_no_bit(kernel: RecordedKernel) -> None:
     given = attention_step(SHAPES[1], torch.float32)
@@ -113,7 +122,7 @@ def test_an_index_out_of_bounds_would_be_seen(kernel: RecordedKernel) -> None:
 
 
 @needs_a_kernel
-@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma2", off_metal("qwen3")])
 def test_a_model_is_admitted_by_a_twin_that_the_kernel_serves(family: str, kernel: RecordedKernel) -> None:
     """Alone and beside others, with a softcap, windows, and heads of another size than the twins of other tests."""
     config, kind = text_generator(FAMILIES[family])
@@ -123,7 +132,7 @@ def test_a_model_is_admitted_by_a_twin_that_the_kernel_serves(family: str, kerne
 
 
 @needs_a_kernel
-@pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=40)], ids=str)
+@pytest.mark.parametrize("strategy", [off_metal(Full()), SinkWindow(sink=3, window=40)], ids=str)
 def test_tokens_with_the_kernel_are_those_of_torch(
     strategy: KVStrategy, kernel: RecordedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +170,7 @@ def test_the_kernel_is_for_mlx_alone_and_never_the_default() -> None:
     assert ModelConfig(device="mlx").kernels == "auto"
 
 
+@off_metal_test
 @needs_a_kernel
 def test_the_setting_chooses_the_kernel_and_a_start_says_so(
     tmp_path: Path, kernel: RecordedKernel, monkeypatch: pytest.MonkeyPatch

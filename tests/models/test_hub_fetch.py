@@ -19,6 +19,7 @@ from inference_engine.cli import models as command
 from inference_engine.errors import ModelError
 from inference_engine.models import HubModel, fetch_from_hub, find_model, hub_download, hub_fetch, load_model
 from inference_engine.models.hub import snapshot
+from tests.further import further, further_test
 from tests.models.hub_entry import share
 from tests.models.hub_server import Hub, served
 from tests.models.tiny_folder import logits, tiny_llama
@@ -117,6 +118,7 @@ def test_shards_are_those_of_the_index(tmp_path: Path, cache: Path, monkeypatch:
     assert torch.equal(logits(load_model(NAME, cache=cache).model), logits(tiny_llama()))
 
 
+@further_test
 def test_a_revision_is_fetched_under_its_name(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.revisions = ("v1",)
     with served(hub):
@@ -134,6 +136,7 @@ def test_what_is_here_is_not_downloaded_again(hub: Hub, cache: Path, monkeypatch
     assert not any(path.startswith("/large/") for path in hub.asked)
 
 
+@further_test
 def test_what_is_here_suffices_where_the_hub_cannot_be_reached(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +145,7 @@ def test_what_is_here_suffices_where_the_hub_cannot_be_reached(
     assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
 
 
+@further_test
 def test_what_is_missing_of_a_model_is_added(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(hub):
         assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
@@ -159,8 +163,8 @@ def test_what_is_missing_of_a_model_is_added(hub: Hub, cache: Path, monkeypatch:
     ("changes", "said"),
     [
         ('"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 32', "in 0 of them"),
-        ('"model_type": "llama", "quantization_config": {"bits": 4}', "quantised"),
-        ('"model_type": "no-such-type"', "no model of type 'no-such-type'"),
+        further('"model_type": "llama", "quantization_config": {"bits": 4}', "quantised"),
+        further('"model_type": "no-such-type"', "no model of type 'no-such-type'"),
     ],
 )
 def test_a_model_that_is_not_served_is_refused_before_its_weights_are_fetched(
@@ -259,7 +263,9 @@ def test_code_in_the_current_folder_is_not_run(
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("shard", ["a\0.safetensors", "\ud800.safetensors", "../x.safetensors", "-x.safetensors"])
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", *map(further, ("a\0.safetensors", "\ud800.safetensors", "-x.safetensors"))]
+)
 def test_shards_with_impossible_names_are_refused_in_a_line(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shard: str
 ) -> None:

@@ -30,6 +30,7 @@ from inference_engine.models.step_list import NoStepListError
 from inference_engine.native.library import Identity, KVType
 from inference_engine.types import Mode
 from tests.admissions import traits_of
+from tests.further import further
 from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
 from tests.tiny_native import library, tiny_native
 
@@ -49,14 +50,21 @@ KINDS = [
     (Identity.QUANTISED, "int8"),
     (Identity.QUANTISED, "int4"),
 ]
+SIZES = (TwinSizes(), TwinSizes(head_dim=32, kv_heads=1), TwinSizes(hidden=80, head_dim=48))
 each_kind = pytest.mark.parametrize(
     ("identity", "weights"), KINDS, ids=lambda value: str(getattr(value, "name", value))
 )
 each_kv_type = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sizes", [TwinSizes(), TwinSizes(head_dim=32, kv_heads=1), TwinSizes(hidden=80, head_dim=48)])
+@pytest.mark.parametrize(
+    ("sizes", "family"),
+    [
+        (sizes, family) if place % len(SIZES) == number else further(sizes, family)
+        for number, sizes in enumerate(SIZES)
+        for place, family in enumerate(FAMILIES)
+    ],
+)
 def test_a_list_gives_the_logits_of_transformers(family: str, sizes: TwinSizes) -> None:
     config, kind = text_generator(FAMILIES[family])
     traits = traits_of(config, kind)  # which do not depend on sizes

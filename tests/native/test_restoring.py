@@ -22,6 +22,7 @@ from inference_engine.kv.context import (
     Rotate,
 )
 from inference_engine.native.library import Identity, KVType, Matrix, Threads
+from tests.further import further
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
 
@@ -158,8 +159,14 @@ class Archived(Session):
             return attention(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
 
 
-@pytest.mark.parametrize("identity", [Identity.EXACT, Identity.QUANTISED])
-@pytest.mark.parametrize(("count", "chains"), [(5, 1), (37, 2), (37, 37), (300, 2)])
+@pytest.mark.parametrize(
+    ("count", "chains", "identity"),
+    [
+        (count, chains, identity) if place % 2 == number else further(count, chains, identity)
+        for place, (count, chains) in enumerate([(300, 2), (5, 1), (37, 2), (37, 37)])
+        for number, identity in enumerate([Identity.EXACT, Identity.QUANTISED])
+    ],
+)
 def test_chosen_tokens_are_read_as_the_decoder_gives_them(count: int, chains: int, identity: Identity) -> None:
     session = Archived(make_decoder(count, chains), identity=identity, has_series=False)
     queries = session.queries(len(POSITIONS))

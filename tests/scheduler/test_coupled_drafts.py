@@ -12,6 +12,7 @@ from inference_engine.decode.draft import Wanted
 from inference_engine.engine import Engine
 from inference_engine.kernels.noise import key, noise_of_all
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling
+from tests.further import further
 from tests.laws.drafters import Plain
 from tests.laws.variants import drain, engine_for, text, tokens
 from tests.tiny import VOCABULARY, tiny_model
@@ -47,7 +48,9 @@ def opened(engine: Engine, ids: Sequence[int]) -> str:
     return session_id
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.6, 0), (1.0, 2**64 - 1), (3.0, None)])
+@pytest.mark.parametrize(
+    ("temperature", "seed"), [further(0.0, None), further(0.6, 0), (1.0, 2**64 - 1), further(3.0, None)]
+)
 def test_a_drafter_that_knows_the_targets_logits_is_never_wrong(temperature: float, seed: int | None) -> None:
     sampling = Sampling(temperature=temperature, seed=seed)
     with engine_for(Mode.BATCHED, drafter=Twin(), draft_tokens=4) as engine:

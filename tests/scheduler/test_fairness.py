@@ -15,6 +15,7 @@ from inference_engine.engine.generation import Generation
 from inference_engine.errors import Overloaded, QuotaExceeded
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Mode, Progress, TokenCommitted
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
+from tests.further import further
 from tests.laws.variants import drain, each_mode, text, tokens
 
 PROMPT = 40
@@ -59,7 +60,7 @@ def held(engine: Engine, owner: str = "a") -> Iterator[None]:
         may_go.set()
 
 
-@pytest.mark.parametrize("max_running", [8, 128])
+@pytest.mark.parametrize("max_running", [8, further(128)])
 def test_a_hundred_generates_of_one_owner_delay_the_only_one_of_another_by_a_step(max_running: int) -> None:
     forward = ScriptedForward(ScriptedModel())
     first_at: list[int] = []

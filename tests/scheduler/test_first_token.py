@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import statistics
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from inference_engine.config import EngineConfig
+from inference_engine.scheduler.foresight import Foresight
+from inference_engine.scheduler.request import Request
 from laboratory.load.samples import percentile
+from tests.further import further
 from tests.scheduler.simulated import Arrival, Seen, Simulation
 
 PLACES, STEP_SECONDS = 4, 0.1
@@ -68,7 +73,7 @@ def refused(simulation: Simulation, owner: str = "") -> list[Seen]:
 
 @pytest.mark.parametrize(
     ("load", "seconds", "asks"),
-    [(1, 25, 0), (2, 20, 0), (10, 12, 0), (2, 20, 64)],
+    [further(1, 25, 0), further(2, 20, 0), (10, 12, 0), (2, 20, 64)],
     ids=["1x", "2x", "10x", "2x, asks for more"],
 )
 def test_what_is_taken_is_in_time_and_every_place_is_filled_however_much_comes(
@@ -80,6 +85,30 @@ def test_what_is_taken_is_in_time_and_every_place_is_filled_however_much_comes(
     assert simulation.tokens_per_second(since, seconds) >= 0.95 * CAPACITY
     assert all(0 < seen.retry_after <= 60 for seen in refused(simulation) if seen.retry_after is not None)
     assert len(refused(simulation)) > (load - 1) * len(simulation.seen) / (load + 1)
+
+
+def test_a_wait_is_predicted_to_the_step() -> None:
+    """Where lengths and durations are known, and none comes later that begins earlier."""
+    answered, seen = Foresight.answered, list[float]()
+
+    def noted(self: Foresight, request: Request, now: float) -> None:
+        if (predicted := request.predicted) is not None and predicted.wait > 0:
+            seen.append((predicted.wait + predicted.own - (now - request.accepted_at)) / STEP_SECONDS)
+        answered(self, request, now)
+
+    # The first two are for what steps take.
+    arrivals = [Arrival(at=0.0, max_tokens=20), Arrival(at=3.0, max_tokens=20)]
+    rng, at = random.Random(1), 10.0
+    for _ in range(150):
+        at += rng.expovariate(1.2 * CAPACITY * 2 / sum(TOKENS))
+        arrivals.append(Arrival(at=at, prompt_tokens=4, max_tokens=rng.randint(*TOKENS)))
+    with patch.object(Foresight, "answered", noted):
+        played(arrivals, max_first_token_seconds=600.0)
+    assert len(seen) >= 140
+    # Of the step under way what is left; and prefills that run in one step with this one count as parts of a step.
+    part = PLACES * 4 / SETTINGS["segment_tokens"]
+    assert min(seen) >= -1e-6 and max(seen) <= 1 + part, (min(seen), max(seen))
+    assert 0.4 <= statistics.mean(seen) <= 0.6
 
 
 def test_without_a_limit_nothing_is_refused_and_first_tokens_are_late() -> None:

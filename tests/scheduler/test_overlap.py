@@ -28,10 +28,12 @@ from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampli
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.engine.test_restoration_failures import Failing
 from tests.facade import context_of, kv_of, on_the_engines_thread, session_of
+from tests.further import FURTHER, further
 from tests.laws.variants import drain, generate, same, text, tokens
 from tests.tiny import LATENT_BYTES, SMALL, tiny_forward_on, tiny_latent
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+DRAFTER = NgramDrafter(min_ngram=1)
 HOLD = make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES)
 PENALISED = Sampling(temperature=0.9, repetition_penalty=1.3, seed=7)
 
@@ -127,8 +129,17 @@ def turns(overlap: str, sampling: Sampling, **settings: Any) -> list[list[tuple[
     return found
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-@pytest.mark.parametrize("drafter", [None, NgramDrafter(min_ngram=1)], ids=["plain", "drafting"])
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    [
+        pytest.param(None, SAMPLED, id="plain-sampled"),
+        pytest.param(DRAFTER, Sampling(), id="drafting-greedy", marks=FURTHER),
+        pytest.param(DRAFTER, PENALISED, id="drafting-penalised"),
+        pytest.param(None, Sampling(), id="plain-greedy", marks=FURTHER),
+        pytest.param(None, PENALISED, id="plain-penalised", marks=FURTHER),
+        pytest.param(DRAFTER, SAMPLED, id="drafting-sampled", marks=FURTHER),
+    ],
+)
 def test_tokens_are_those_of_steps_that_are_waited_for(sampling: Sampling, drafter: Any) -> None:
     expected, found = turns("off", sampling, drafter=drafter), turns("on", sampling, drafter=drafter)
 
@@ -136,7 +147,7 @@ def test_tokens_are_those_of_steps_that_are_waited_for(sampling: Sampling, draft
         assert same(wanted, got, Mode.BATCHED)
 
 
-@pytest.mark.parametrize("well_before", [1, 2, 3])
+@pytest.mark.parametrize("well_before", [further(1), 2, further(3)])
 def test_entries_that_come_back_as_nan_end_their_generate_and_no_other(well_before: int) -> None:
     """They are noticed when a step that read them arrives, and the step behind it is under way."""
     codec = Failing()

@@ -23,7 +23,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.scheduler.batching import Batching
 from inference_engine.types import GenerateParams, Mode
 from tests.facade import standing_still
-from tests.laws.variants import drain, each_mechanism, generate, same, text
+from tests.laws.variants import drain, each_way, generate, same, text
 from tests.tiny import SMALL, tiny_components, tiny_forward_on, tiny_latent
 
 AT_ONCE = 24  # not a multiple of a segment
@@ -76,7 +76,7 @@ def opened(engine: Engine, strategy: KVStrategy, length: int = 110, seed: int = 
     return session
 
 
-@each_mechanism
+@each_way
 def test_a_prefill_in_pieces_gives_what_a_whole_one_does(strategy: KVStrategy) -> None:
     runs = []
     for at_once in (None, AT_ONCE):

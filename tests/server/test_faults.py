@@ -1,5 +1,7 @@
 """What breaks under a running Generate reaches its client as a typed error, and no other client."""
 
+from dataclasses import replace
+
 import torch
 
 from inference_engine.backends.base import Result, Step
@@ -14,7 +16,7 @@ async def test_logits_that_are_not_finite_are_never_sampled(engine: Engine, clie
     run = forward_of(engine).run
 
     def broken(step: Step) -> Result:
-        logits = torch.full_like(run(step).logits, torch.nan)
+        logits = torch.full_like(run(replace(step, needs_logits=True)).logits, torch.nan)
         return Result(logits, samples=draw_all(logits, step.draws))
 
     with steps_run_by(engine, broken):

@@ -11,6 +11,7 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle
+from tests.further import FURTHER
 from tests.server.http_client import MESSAGES, left_nothing, openai_client, over_grpc, serving_http, tiny_chat
 from tests.tiny import tiny_engine
 from tests.tiny_folder import END, tiny_tokenizer
@@ -61,8 +62,14 @@ def shown(token_ids: list[int]) -> str:
     return str(tiny_tokenizer().decode(token_ids, skip_special_tokens=True))
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["one", "system", "parts"])
-@pytest.mark.parametrize("draw", DRAWS, ids=["default", "greedy", "seeded", "top_p", "bias"])
+@pytest.mark.parametrize(
+    ("draw", "messages"),
+    [
+        pytest.param(draw, messages, id=f"{name}-{said}", marks=() if place % len(CONVERSATIONS) == number else FURTHER)
+        for place, (name, draw) in enumerate(zip(("default", "greedy", "seeded", "top_p", "bias"), DRAWS, strict=True))
+        for number, (said, messages) in enumerate(zip(("one", "system", "parts"), CONVERSATIONS, strict=True))
+    ],
+)
 async def test_an_answer_is_that_of_a_session_with_the_rendered_ids(
     server: ServerHandle, client: openai.AsyncOpenAI, messages: Any, draw: dict[str, Any]
 ) -> None:

@@ -26,6 +26,7 @@ from inference_engine.server.http.render_process import fewest_ids
 from inference_engine.server.http.template import MAX_TEMPLATE_CHARACTERS, PromptTooLong
 from inference_engine.server.http.turns import Turns
 from kakeya.tokenization import tokens_for_chat
+from tests.further import further, further_test
 from tests.server.http_client import COMPLETIONS, asking, http_client, serving_http
 from tests.server.test_http_template import ENDLESS
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
@@ -200,6 +201,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_characters(make: Callable[...,
     assert len(chat.prompt_ids([{"role": "user", "content": "7" * 400}], 512)) > 400
 
 
+@further_test
 def test_a_million_ids_come_from_their_process_in_little_time_of_ours(make: Callable[..., ChatText]) -> None:
     """Reading them holds the interpreter's lock, which the event loop and the engine need. Counted is the processor
     time of the thread, so that a machine that is busy with something else fails nothing."""
@@ -301,7 +303,7 @@ def growing(character: str) -> PreTrainedTokenizerFast:
     return byte_level(normalizer=normalizers.Sequence([normalizers.Replace(character, character * 64)] * 6))
 
 
-@pytest.mark.parametrize("bomb", ["normaliser", "template", "not JSON", "long template", "long list"])
+@pytest.mark.parametrize("bomb", ["template", "not JSON", "long list", further("normaliser"), further("long template")])
 def test_a_folder_that_takes_for_ever_or_all_memory_to_load_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: str
 ) -> None:

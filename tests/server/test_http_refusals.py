@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ import pytest
 from inference_engine import logs
 from inference_engine.engine import Engine
 from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.http.completion import MAX_BODY_SECONDS
 from inference_engine.server.run import ServerHandle
 from tests.server.http_client import (
     COMPLETIONS,
@@ -146,6 +148,25 @@ async def test_a_body_that_a_page_could_send_unasked_is_refused(client: httpx2.A
 async def test_a_body_that_is_too_large_is_refused(client: httpx2.AsyncClient) -> None:
     answer = await client.post(COMPLETIONS, json=asking(stop="x" * MAX_BODY_BYTES))
     assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
+
+
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(
+    client: httpx2.AsyncClient, subtests: pytest.Subtests
+) -> None:
+    """Its sender may wait for `100 Continue`, and a connection that sends nothing is kept for half a minute."""
+    port = client.base_url.port
+    assert port is not None
+    for length in (MAX_BODY_BYTES + 1, 2**64 - 1):
+        with subtests.test(length=length):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                f"POST /v1{COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                f"Expect: 100-continue\r\nContent-Length: {length}\r\n\r\n".encode()
+            )
+            async with asyncio.timeout(MAX_BODY_SECONDS / 2):
+                answer = await reader.readline()
+            assert answer.split()[1] == b"413"
+            writer.close()
 
 
 async def test_another_model_is_not_found(client: httpx2.AsyncClient) -> None:

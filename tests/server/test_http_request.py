@@ -6,7 +6,7 @@ import json
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import (
     ChatCompletionContentPartParam,
@@ -239,6 +239,22 @@ def test_a_body_that_is_no_json_object_is_refused(subtests: pytest.Subtests) -> 
             read_request(body)
 
 
+UNREADABLE = [
+    (b'{"a":' * 2000 + b"1" + b"}" * 2000, "too deep in each other"),
+    (b'{"a":' + b"1" * 5000 + b"}", "a number has 5000 digits; the limit is 4000"),
+    (b'{"a":-' + b"1" * 4001 + b"}", "a number has 4001 digits"),
+    (b"\xef\xbb\xbf{}", "begins with a byte order mark; send it without"),
+]
+
+
+def test_a_body_that_the_parser_cannot_read_is_refused_in_words_for_its_sender(subtests: pytest.Subtests) -> None:
+    """The parser's own name functions of Python."""
+    for body, reason in UNREADABLE:
+        with subtests.test(reason), pytest.raises(BadJson, match=reason) as refused:
+            read_request(body)
+        assert not {"recursion", "sys.", "utf-8-sig"} & set(str(refused.value).split())
+
+
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -268,6 +284,7 @@ json_values = st.recursive(
 
 
 @given(json_values, st.integers(1, 9))
+@settings(max_examples=40)
 def test_the_values_of_a_body_are_counted_and_empty_ones_twice(value: Any, piece_bytes: int) -> None:
     """However its pieces cut through strings and escapes."""
 
@@ -279,6 +296,7 @@ def test_the_values_of_a_body_are_counted_and_empty_ones_twice(value: Any, piece
 
 
 @given(parameters=st.dictionaries(st.sampled_from(HONOURED), JSON, max_size=6))
+@settings(max_examples=40)
 def test_whatever_a_parameter_is_given_it_is_read_or_refused_by_a_name(parameters: dict[str, Any]) -> None:
     field = refused_field(parameters)
     assert not field or field.startswith(HONOURED)

@@ -19,6 +19,7 @@ from inference_engine.server.limits import OWN_DESCRIPTORS, OwnerLimits, allowed
 from kakeya import AsyncClient, RetryPolicy
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.commands.scripted_server import scripted_child
+from tests.further import further_test
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 
 pytestmark = pytest.mark.hostile
@@ -251,6 +252,7 @@ def test_two_ports_share_the_descriptors(monkeypatch: pytest.MonkeyPatch, wanted
     assert allowed_connections(wanted, ports=2) == allowed
 
 
+@further_test
 async def test_more_agents_than_a_connection_takes_calls_share_one_client_without_an_error() -> None:
     """gRPC counts calls that are over until they are freed, so it refuses some that the client's side let through."""
     config = ServerConfig(bind="127.0.0.1:0", max_connection_calls=8)

@@ -41,6 +41,7 @@ from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.scripted import Script
 from tests.facade import session_of, store_of
+from tests.further import further_test
 from tests.load.scripted import scripted_engine
 from tests.server.wire import Client, connected, refused, serving, until_free
 from tests.server_thread import server_thread
@@ -145,6 +146,16 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
             session.record(ids[:missing], Mark.APPENDED)
 
 
+def alternate(engine: Engine, session_id: str, tokens: int) -> None:
+    """So many further tokens, every other one generated: an answer has a run for each."""
+    session = session_of(engine, session_id)
+    with store_of(engine).locked():
+        for number in range(tokens):
+            ids = np.array([number % 128], dtype=np.uint32)
+            session.record(ids, Mark.GENERATED if number % 2 else Mark.APPENDED)
+
+
+@further_test
 def test_no_call_on_a_session_at_the_cap_keeps_others_waiting() -> None:
     # In a process of its own, as a server is: what freeing memory takes depends on all that a process did before.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
@@ -181,19 +192,26 @@ async def watched_use() -> Watch:
 
 
 async def use(client: Client, engine: Engine) -> None:
-    """Append to it, fork, look, generate, replay, close; each the most that one call can."""
+    """Append to it and to a fork of it, fork, look, read, generate, replay, close; each the most that one call can."""
     most, ids = engine.config.history_tokens_per_session, list(range(128)) * (APPEND // 128)
     session = await client.open_endless([])
     fill(engine, session, most - APPEND)
+    forks = [await fork(client, session)]
     assert await client.append(session, ids) == most
+    # What both hold until now is shared; neither copies it to go on.
+    assert await client.append(forks[0], ids) == most
     assert (await refused(client.append(session, ids))).reason == "RESOURCE_EXHAUSTED HISTORY_LIMIT"
-    forks = [await fork(client, session) for _ in range(3)]
+    forks += [await fork(client, session) for _ in range(3)]
     await client.info(session)
+    for first in (0, most - APPEND - MAX_PIECE_TOKENS // 2, most - MAX_PIECE_TOKENS):
+        await read_piece(client, session, first)
     await client.call("GetServerInfo", pb.GetServerInfoRequest())
     await client.call("CloseSession", pb.CloseSessionRequest(session_id=session))
     # With room for a few more tokens, whose penalty asks for every id before them.
     shorter = await client.open_endless([])
-    fill(engine, shorter, most - 100)
+    fill(engine, shorter, most - 100 - MAX_PIECE_TOKENS)
+    alternate(engine, shorter, MAX_PIECE_TOKENS)
+    await read_piece(client, shorter, most - 100 - MAX_PIECE_TOKENS)
     running = client.stream(pb.GenerateRequest(session_id=shorter, max_tokens=8, repetition_penalty=1.3, progress=True))
     assert [(await running.read()).WhichOneof("payload") for _ in range(3)] == ["accepted", "progress", "progress"]
     running.cancel()
@@ -211,6 +229,8 @@ async def use_beside_many_sessions(client: Client, held: list[str], others: list
     forked = await fork(client, opened)
     listed = await client.call("ListSessions", pb.ListSessionsRequest(page_size=MAX_PAGE_SESSIONS))
     assert len(listed.sessions) == MAX_PAGE_SESSIONS
+    further = pb.ListSessionsRequest(page_token=listed.next_page_token, page_size=MAX_PAGE_SESSIONS)
+    assert listed.next_page_token and (await client.call("ListSessions", further)).sessions
     await client.call("GetServerInfo", pb.GetServerInfoRequest())
     await client.generate(
         opened,
@@ -220,8 +240,7 @@ async def use_beside_many_sessions(client: Client, held: list[str], others: list
         token_details=True,
     )
     endless = await client.open_endless(list(range(128)) * (APPEND // 128))
-    read = await client.call("ReadHistory", pb.ReadHistoryRequest(session_id=endless, max_tokens=MAX_PIECE_TOKENS))
-    assert len(read.token_ids) == min(APPEND, MAX_PIECE_TOKENS)
+    await read_piece(client, endless, 0)
     each_with = list(zip(held[:GENERATES], itertools.cycle(others), strict=False))
     await asyncio.gather(*(other.append(each, [1, 2, 3]) for each, other in each_with))
     running = [other.generate(each, 3) for each, other in each_with]
@@ -229,6 +248,12 @@ async def use_beside_many_sessions(client: Client, held: list[str], others: list
     assert sum(isinstance(one, list) for one in ended) >= LIMITS.max_running
     for session_id in (opened, forked, endless):
         await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+
+
+async def read_piece(client: Client, session: str, first: int) -> None:
+    """The longest piece that one call returns."""
+    request = pb.ReadHistoryRequest(session_id=session, first_position=first, max_tokens=MAX_PIECE_TOKENS)
+    assert len((await client.call("ReadHistory", request)).token_ids) == MAX_PIECE_TOKENS
 
 
 async def fork(client: Client, session: str) -> str:

@@ -17,6 +17,7 @@ from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import session_of, store_of
+from tests.further import further
 from tests.laws.variants import ROUNDING
 from tests.middle import Fate, Middle, open_middle
 from tests.server.wire import HISTORY, SERVICE, Client, connected, read_rest, refused, serving, until_free
@@ -113,8 +114,14 @@ async def conversation(
     return opened.session_id, tokens, lengths
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "sampling"),
+    [
+        (strategy, sampling) if place == number % len(SAMPLING) else further(strategy, sampling)
+        for number, strategy in enumerate(STRATEGIES)
+        for place, sampling in enumerate(SAMPLING)
+    ],
+)
 async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_one(
     engine: Engine, server: ServerHandle, strategy: str, sampling: str
 ) -> None:

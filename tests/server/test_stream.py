@@ -150,7 +150,7 @@ async def test_a_feed_gives_every_event_of_a_generate_once_in_order_and_says_whe
     with tiny_engine() as engine:
         session = engine.create_session(strategy=SinkWindow(sink=4, window=16)).session_id
         engine.append(session, HISTORY)
-        feed = Feed(engine.generate(session, GenerateParams(max_tokens=700)), LoopWaker(asyncio.get_running_loop()))
+        feed = Feed(engine.generate(session, GenerateParams(max_tokens=400)), LoopWaker(asyncio.get_running_loop()))
         received: list[Event] = []
         while not received or not isinstance(received[-1], Finished):
             await feed.wait()
@@ -162,6 +162,6 @@ async def test_a_feed_gives_every_event_of_a_generate_once_in_order_and_says_whe
                     await asyncio.sleep(0)
         first = len(HISTORY)
         tokens = [event for event in received if isinstance(event, TokenCommitted)]
-        assert [token.position for token in tokens] == list(range(first, first + 700))
+        assert [token.position for token in tokens] == list(range(first, first + 400))
         assert [token.token_id for token in tokens] == session_of(engine, session).history.ids(first).tolist()
-        assert feed.position == first + 700
+        assert feed.position == first + 400

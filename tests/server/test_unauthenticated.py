@@ -13,6 +13,7 @@ from inference_engine.server.unauthenticated import (
     PATIENCE_SECONDS,
     Peer,
     UnauthenticatedPeers,
+    peer_at,
     peer_of,
 )
 
@@ -231,3 +232,10 @@ def test_a_peer_is_read_as_grpc_writes_it(subtests: pytest.Subtests) -> None:
     for text, peer in PEERS:
         with subtests.test(text):
             assert peer_of(text) == peer
+
+
+def test_all_connections_of_an_address_hold_one_text_of_it() -> None:
+    for host in ("10.1.2.3", "::ffff:10.1.2.3", "2001:db8::1"):
+        one, other = (peer_at("".join(list(host)), port) for port in (1, 2))
+        assert one[0] is other[0] and (one[1], other[1]) == (1, 2)
+    assert peer_at("::ffff:10.1.2.3", 1) == peer_at("10.1.2.3", 1)

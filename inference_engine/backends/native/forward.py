@@ -36,7 +36,7 @@ from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.long_chunks import State
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import COUNT, FIELDS, HEAD_SLOTS, UPTO
-from inference_engine.kernels.sampling import draw_all
+from inference_engine.kernels.sampling import Draws, Sample, draw_all
 from inference_engine.kernels.trellis import Trellis, levels_of
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -49,6 +49,7 @@ from inference_engine.native.library import Step as NativeStep
 from inference_engine.types import Mode, ModelFacts
 
 _BYTES = 8  # of each number of a step
+_NO_LOGITS = torch.empty(0, 0)
 _MOST_HEAVY = 1024  # ids of a row that are worth a look before others
 KV_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVType.BFLOAT16: torch.bfloat16}
 
@@ -88,6 +89,7 @@ class NativeForward:
         )
         self._indexes = NativeIndexes(tables, turns, program.identity)
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
+        self._arguments: _Arguments | None = None  # of the last step
 
     @property
     def facts(self) -> ModelFacts:
@@ -173,9 +175,13 @@ class NativeForward:
 
     def run(self, step: Step) -> Result:
         with self._program.threads.lock:  # several engines may run one model
-            logits, tapped = self._forward(step)
+            raw, tapped, peaks = self._forward(step)
         step.on_computed()
-        samples = draw_all(logits, step.draws, self._ops.noise_of_all, self._weigh) if step.draws else ()
+        if isinstance(step.draws, Draws) and step.draws.are_greedy and not step.needs_logits:
+            # No operation of torch: between two steps, when the caches hold weights, each takes as long as a plan.
+            return Result(_NO_LOGITS, tapped, [peaks[rows.start : rows.stop] for rows in step.draws.rows])
+        logits = torch.from_numpy(raw)
+        samples = draw_all(logits, step.draws, self._ops.noise_of_all, self._weigh, peaks) if step.draws else ()
         return Result(logits, tapped, samples)
 
     def _weigh(self, rows: Sequence[NDArray[np.float32]], temperatures: Sequence[float]) -> list[Heavy | None]:
@@ -188,42 +194,24 @@ class NativeForward:
             for own, count, weight in zip(ids, found.tolist(), rest.tolist(), strict=True)
         ]
 
-    def _forward(self, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The logits, and the hidden states after the layers that the step asks for."""
+    def _forward(self, step: Step) -> tuple[NDArray[np.float32], Tensor | None, list[Sample]]:
+        """The logits, the hidden states after the layers that the step asks for, and, if it draws, the largest of each
+        row of logits."""
         plan, steps = step.plan, self._program.steps
         tokens, asked, taps = plan.query_count, len(step.logit_queries), len(step.tap_layers)
-        # Memory of numpy's: torch would let other threads run while it allocates, and readers have just been woken.
-        logits = torch.from_numpy(np.empty((asked, steps.vocabulary), np.float32))
+        logits = np.empty((asked, steps.vocabulary), np.float32)
         tapped = torch.empty(tokens, taps, steps.hidden) if taps else None
-        tap_layers = np.array(step.tap_layers, np.int32)
-        numbers = _address_of(plan.numbers.all)
-        # One array, so that one address is asked for: each takes as long as a part of the plan.
-        inputs = np.concatenate(
-            (step.token_ids, plan.positions, numbers + self._writes * tokens, np.array(step.logit_queries, np.int64))
-        )
-        ids = _address_of(inputs)
-        buffer = next(iter(plan.pool.buffers.values()))  # vectors of every size lie in the same memory
-        native = NativeStep(
-            ids=ids,
-            positions=ids + _BYTES * tokens,
-            writes=ids + 2 * _BYTES * tokens,
-            regions=numbers + self._writes_per_token * tokens,
-            keys=buffer.keys.data_ptr(),
-            values=buffer.values.data_ptr(),
-            logit_queries=ids + _BYTES * (len(inputs) - asked),
-            logits=logits.data_ptr(),
-            taps=_address_of(tap_layers),
-            tapped=None if tapped is None else tapped.data_ptr(),
-            tokens=tokens,
-            logit_count=asked,
-            vocabulary=steps.vocabulary,
-            tap_count=taps,
-        )
+        if self._arguments is None or not self._arguments.fit(step):
+            self._arguments = _Arguments(step, steps.vocabulary, self._writes, self._writes_per_token)
+        native = self._arguments.filled(step)
+        native.logits = _address_of(logits)
+        native.tapped = None if tapped is None else tapped.data_ptr()
         if plan.is_numbers_only:
             self._program.run(native)
         else:
             self._run_by_layers(step, native)
-        return logits, tapped
+        largest = self._arguments.largest[: asked if native.largest else 0].tolist()
+        return logits, tapped, [Sample(max(token_id, 0), None, token_id >= 0) for token_id in largest]
 
     def _run_by_layers(self, step: Step, native: NativeStep) -> None:
         """The plan attends, layer by layer; everything else is native."""
@@ -247,6 +235,53 @@ class NativeForward:
                 torch.from_numpy(program.register(attend.output, tokens)).copy_(out.reshape(tokens, -1))
                 first = index + 1
         program.run(native, first)
+
+
+class _Arguments:
+    """What a native call is given, in memory that is used again for steps of as many tokens and logits: while one
+    session decodes, most of it stays as it is. Used by the holder of the threads' lock."""
+
+    def __init__(self, step: Step, vocabulary: int, writes: NDArray[np.int64], writes_per_token: int) -> None:
+        """writes, writes_per_token: as `_write_offsets` returns them."""
+        tokens, asked = self._counts = step.plan.query_count, len(step.logit_queries)
+        self._tap_layers = step.tap_layers
+        self._regions = writes_per_token * tokens
+        self._writes_at = writes * tokens
+        self.largest = np.empty(asked, np.int64)
+        taps = np.array(step.tap_layers, np.int32)
+        # One array, so that one address is asked for.
+        own = np.empty(2 * tokens + len(writes) + asked, np.int64)
+        self._ids, self._positions = own[:tokens], own[tokens : 2 * tokens]
+        self._writes, self._queries = own[2 * tokens : len(own) - asked], own[len(own) - asked :]
+        ids = _address_of(own)
+        self._kept = own, taps
+        self._largest_at = _address_of(self.largest)
+        self._native = NativeStep(
+            ids=ids,
+            positions=ids + _BYTES * tokens,
+            writes=ids + 2 * _BYTES * tokens,
+            logit_queries=ids + _BYTES * (len(own) - asked),
+            taps=_address_of(taps),
+            tokens=tokens,
+            logit_count=asked,
+            vocabulary=vocabulary,
+            tap_count=len(taps),
+        )
+
+    def fit(self, step: Step) -> bool:
+        counts = step.plan.query_count, len(step.logit_queries)
+        return counts == self._counts and step.tap_layers == self._tap_layers
+
+    def filled(self, step: Step) -> NativeStep:
+        """The structure for a step that they fit, valid until the next one. Not in it: where the results go."""
+        plan, native = step.plan, self._native
+        self._ids[:], self._positions[:], self._queries[:] = step.token_ids, plan.positions, step.logit_queries
+        numbers = _address_of(plan.numbers.all)
+        np.add(self._writes_at, numbers, out=self._writes)
+        native.regions = numbers + self._regions
+        native.keys, native.values = plan.pool.addresses
+        native.largest = self._largest_at if step.draws else None
+        return native
 
 
 @dataclass(frozen=True, slots=True, eq=False)

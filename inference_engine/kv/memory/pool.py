@@ -159,6 +159,7 @@ class Pool:
         keys, values = (allocate((units + TRASH_UNITS) * self._unit) for _ in range(2))
         self._halves = (keys, values)
         self.buffers = {dim: KVBuffer(keys.view(-1, dim), values.view(-1, dim)) for dim in head_dims}
+        self.addresses = keys.data_ptr(), values.data_ptr()  # vectors of every size lie in the same memory
 
     @property
     def capacity_bytes(self) -> int:

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "entries.h"
+#include "largest.h"
 #include "matrix.h"
 #include "selection.h"
 #include "simd.h"
@@ -42,6 +43,8 @@ class Run {
   void run(int32_t first, int32_t end) {
     if (first == 0) prepare();
     for (int32_t index = first; index < end; index++) one(p_.operations[index]);
+    if (s_.largest && (size_t)end == p_.operations.size())
+      largest_ids(*p_.threads, s_.logits, s_.logit_count, s_.vocabulary, s_.largest);
   }
 
  private:

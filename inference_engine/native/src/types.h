@@ -186,6 +186,7 @@ struct Step {
   const int32_t* taps;   // layers, ascending
   float* tapped;         // [tokens][tap_count][hidden]
   const float* given;    // [tokens][width of the register they go to]: for lists that begin with states
+  int64_t* largest;      // [logit_count], once all operations have run; null: not asked for. See largest.h
   int64_t tokens, logit_count, vocabulary;
   int32_t tap_count;
 };

@@ -204,6 +204,10 @@ async def read_json_body(request: Request, limit_bytes: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise NotJson
+    # Refused before it is sent, where its length is said. More digits than int() takes are a refusal, too.
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and (len(said) > len(str(limit_bytes)) or int(said) > limit_bytes):
+        raise BodyTooLarge(limit_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(MAX_BODY_SECONDS):

@@ -5,6 +5,7 @@ Each value is checked once, here or where it is used: `types.Sampling` checks th
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ MAX_MESSAGES = 4096
 # Values in a body: that many messages with a text part each, and a quarter more. Parsing holds the interpreter's lock:
 # 4 MiB of empty lists would keep every stream waiting for a fifth of a second.
 MAX_VALUES = 2**15
+MAX_DIGITS = 4000  # of a whole number; the interpreter reads few more, and refuses others with advice for programmers
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 ROLES = ("system", "user", "assistant")
@@ -104,6 +106,8 @@ def _object(body: bytes) -> dict[str, Any]:
             f"the body has {count} JSON values; the limit is {MAX_VALUES}. A request has at most {MAX_MESSAGES} "
             "messages; send fewer, or longer ones"
         )
+    if body.startswith(codecs.BOM_UTF8):
+        raise BadJson("the body is not JSON: it begins with a byte order mark; send it without")
     try:
         value, has_repeats = _parsed(body.decode())
         if _MAY_BE_HALF.search(body):
@@ -113,7 +117,9 @@ def _object(body: bytes) -> dict[str, Any]:
             raise InvalidArgument(path[-_PATH_CHARACTERS:], "stands more than once in its object; send it once")
     except UnicodeDecodeError:
         raise BadJson("the body is not JSON: it is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise BadJson("the body has lists or objects too deep in each other; a request needs five levels") from None
+    except ValueError as error:
         raise BadJson(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadJson(f"the body must be a JSON object, got {type(value).__name__}")
@@ -170,7 +176,14 @@ def _parsed(text: str) -> tuple[Any, bool]:
             seen.add(name)
         return repeating[-1]
 
-    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=made), bool(repeating)
+    value = json.loads(text, parse_int=_int, parse_constant=_no_constant, object_pairs_hook=made)
+    return value, bool(repeating)
+
+
+def _int(text: str) -> int:
+    if (digits := len(text.removeprefix("-"))) > MAX_DIGITS:
+        raise ValueError(f"a number has {digits} digits; the limit is {MAX_DIGITS}")
+    return int(text)
 
 
 def _repeated(value: object) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import kakeya
+from tests.further import further
 from tests.middle import Fate, Middle, open_middle
 
 Do = Callable[..., Awaitable[Any]]
@@ -55,8 +56,16 @@ async def conversation(client: Any, do: Do, strategy: kakeya.Strategy, **samplin
     return results
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["full", "sink_window"])
+@pytest.mark.parametrize(
+    ("strategy", "sampling"),
+    [
+        (STRATEGIES[0], SAMPLED),
+        (STRATEGIES[1], {}),
+        further(STRATEGIES[0], {}),
+        further(STRATEGIES[1], SAMPLED),
+    ],
+    ids=["full-sampled", "sink_window-greedy", "full-greedy", "sink_window-sampled"],
+)
 async def test_a_conversation_over_a_line_that_breaks_is_the_calm_one(
     server_target: str, line: Middle, flavour: str, do: Do, strategy: kakeya.Strategy, sampling: dict[str, Any]
 ) -> None:

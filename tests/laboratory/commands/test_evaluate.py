@@ -18,6 +18,7 @@ from laboratory.commands import evaluate
 from laboratory.commands.evaluate import EXPERIMENTS, command
 from laboratory.evaluation import fidelity, record
 from laboratory.evaluation.record import ROOT
+from tests.further import further_test
 from tests.tiny import LATENT_BYTES, tiny_latent
 
 SMALL = ("--segment-tokens=16", "--page-tokens=4", "--kv-bytes=64MiB", "--threads=1")
@@ -73,6 +74,7 @@ def test_a_run_says_what_was_found_and_not_that_each_generate_ended(
     assert "a Generate ended" not in said
 
 
+@further_test
 def test_the_recorded_command_runs_and_gives_the_same_values(tiny_folder: Path, tmp_path: Path) -> None:
     assert needle(tiny_folder, tmp_path / "first", "--lengths", "337", "--seed=5", "--name=again") == 0
     first = only_record(tmp_path / "first")
@@ -87,6 +89,7 @@ def test_the_recorded_command_runs_and_gives_the_same_values(tiny_folder: Path, 
     assert second["config"] == first["config"]
 
 
+@further_test
 def test_a_commit_can_be_given_where_there_is_no_repository_and_only_there(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +130,7 @@ def save_tiny_latent(model: Path, folder: Path) -> Path:
     return kept
 
 
+@further_test
 def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Path) -> None:
     kept = save_tiny_latent(tiny_folder, tmp_path)
     assert needle(tiny_folder, tmp_path / "with", "--lengths=337", "--latent", str(kept)) == 0
@@ -142,6 +146,7 @@ def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Pat
     assert "latent" not in only_record(tmp_path / "without")["config"]
 
 
+@further_test
 def test_a_length_that_is_done_is_on_disk_whatever_becomes_of_the_next(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +181,7 @@ def test_a_record_is_whole_where_images_cannot_be_drawn(
     assert capsys.readouterr().out.splitlines()[-1].endswith("record.json")
 
 
+@further_test
 def test_a_second_tier_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
     tier = ("--tier-bytes=1MiB", "--tier-dir", str(tmp_path))
     tiered = "tiered:budget=48,block=8,sink=8,window=16,resident_tokens=16"
@@ -186,6 +192,7 @@ def test_a_second_tier_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
     assert sizes["full"] == 0 < sizes[tiered]
 
 
+@further_test
 def test_repeated_questions_are_reported(tiny_folder: Path, tmp_path: Path) -> None:
     assert needle(tiny_folder, tmp_path, "--lengths=337", "--task=counterfactual", "--trials=25") == 0
     (note,) = only_record(tmp_path)["tables"]["notes"]
@@ -286,6 +293,7 @@ def test_report_refuses_a_folder_that_is_not_there(tmp_path: Path, capsys: pytes
     assert "no such folder" in capsys.readouterr().err
 
 
+@further_test
 def test_a_shape_may_stand_in_the_place_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     typed = ("evaluate", "ladder", "--random=tiny", "--device=cpu", "--lengths=40", "--quick", *SMALL)
     assert main((*typed, "--model=tiny", "--results", str(tmp_path))) != 0

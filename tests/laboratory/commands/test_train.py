@@ -31,6 +31,7 @@ def latent(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@further_test
 def test_what_train_made_restores_sessions_of_the_same_model(tiny_folder: Path, latent: Path) -> None:
     model = ModelConfig(model=str(tiny_folder), latent=str(latent))
     config = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4)
@@ -76,6 +77,7 @@ def test_a_text_that_cannot_be_read_is_refused_before_anything_is_loaded(
     assert "absent: cannot be read" in said and "a latent for" not in said
 
 
+@further_test
 def test_a_codec_of_other_weights_is_refused(tiny_folder: Path, latent: Path, tmp_path: Path) -> None:
     manifest = (latent / "latent.json").read_text(encoding="utf-8")
     for file in latent.iterdir():
