@@ -203,6 +203,14 @@ def chunks_between(first: int, last: int, size: int) -> tuple[range, ...]:
     return tuple(range(start, min(start + size, last)) for start in range(first, last, size))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Moved:
+    """Entries of ascending positions that have left their slots for a step: the first ones of `region` hold them."""
+
+    positions: Positions
+    region: Region
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
     """Consecutive queries of the step that are computed in one operation: the first `count` slots under a mask.
@@ -211,8 +219,7 @@ class Portion:
     recent: [n], or None: further slots, of consecutive positions, the last T those of the queries, and each query sees
     those up to its own. Without a mask, a device's fused operation reads both.
     upto: the position before which it reads entries of chunks. None: it reads whole chunks.
-    moved: by layer, keys and values [Hkv, m, D] of the positions right before those of `recent`, which have given their
-    slots to others.
+    moved: entries of the positions right before those of `recent`, which have given their slots to others.
     """
 
     queries: slice
@@ -220,7 +227,7 @@ class Portion:
     mask: Tensor | None
     recent: Tensor | None = None
     upto: int | None = None
-    moved: Mapping[int, tuple[Tensor, Tensor]] | None = None
+    moved: Moved | None = None
 
     def of_chunk(self, chunk: range) -> int:
         """How many entries of a chunk, its first ones, the queries read."""
@@ -276,8 +283,9 @@ class ChunkView:
         recent = [
             part.index_select(1, portion.recent) for part in self.region.pair(buffer, layer, 0, self.region.region)
         ]
-        if portion.moved is not None:
-            recent = [torch.cat(parts, dim=1) for parts in zip(portion.moved[layer], recent, strict=True)]
+        if (moved := portion.moved) is not None:
+            before = moved.region.pair(buffer, layer, 0, len(moved.positions))
+            recent = [torch.cat(parts, dim=1) for parts in zip(before, recent, strict=True)]
         state = self.attend_causal_state(queries, *recent, scaling=scoring.scaling, softcap=scoring.softcap)
         merging = self.merging(*state)
         if portion.count:

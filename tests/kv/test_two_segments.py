@@ -20,9 +20,9 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.slots import Moved
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.views import Moved, Region
 from inference_engine.native.library import KVType
 from inference_engine.types import Mode
 from tests.laws.test_session_kv_laws import COMPONENTS, LAYERS, SEGMENT, Entries, HalfTokens, context, step
@@ -37,7 +37,6 @@ CHOICE: dict[str, Any] = {"mode": "select", "budget": 3 + SEGMENT + 4 + 32 + 20,
 SELECT = make_strategy("restored", **LATENT, **CHOICE)
 OWN = (LAYERS[0], LAYERS[2])  # of other shapes, so two sets; without native windows
 ENTRIES = Entries(LIMIT, layers=OWN)
-each_mode = pytest.mark.parametrize("strategy", [STREAM, SELECT], ids=["stream", "select"])
 
 
 class OwnTokens(HalfTokens):
@@ -55,11 +54,11 @@ class OwnTokens(HalfTokens):
         return super().decode(codes, layers)
 
 
-def joining(*, joins: bool = True, layers: Any = OWN) -> KVContext:
+def joining(*, joins: bool = True, layers: Any = OWN, segment: int = SEGMENT) -> KVContext:
     ctx = context(layers=layers)
     return replace(
         ctx,
-        geometry=replace(ctx.geometry, joins_segments=joins),
+        geometry=replace(ctx.geometry, joins_segments=joins, segment_tokens=segment),
         ops=DeviceOps(attends_together=True),
         latent=OwnTokens() if layers == OWN else ctx.latent,
         components={0: COMPONENTS[0], 1: COMPONENTS[2]} if layers == OWN else COMPONENTS,
@@ -98,10 +97,9 @@ def assert_alike(one: SessionKV, other: SessionKV) -> None:
             assert all(torch.equal(part, as_it) for part, as_it in zip(some, same_parts, strict=True)), name
 
 
-@each_mode
 @pytest.mark.parametrize("length", [95, 96, 97, 113, 130])
-def test_a_step_of_two_segments_gives_what_one_of_each_gives(strategy: KVStrategy, length: int) -> None:
-    (joined, outs), (alone, expected) = (fed(strategy, length, joins=joins) for joins in (True, False))
+def test_a_step_of_two_segments_gives_what_one_of_each_gives(length: int) -> None:
+    (joined, outs), (alone, expected) = (fed(SELECT, length, joins=joins) for joins in (True, False))
     for ours, theirs in zip(outs, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
     counts = [kv.context.latent.decoded for kv in (joined, alone)]  # type: ignore[union-attr]
@@ -109,13 +107,12 @@ def test_a_step_of_two_segments_gives_what_one_of_each_gives(strategy: KVStrateg
     assert_alike(joined, alone)
 
 
-@each_mode
 @pytest.mark.parametrize("first", [64, 67])
-def test_of_a_step_of_two_segments_any_part_can_be_kept(strategy: KVStrategy, first: int) -> None:
+def test_of_a_step_of_two_segments_any_part_can_be_kept(first: int) -> None:
     """None of it, some of the open segment, all of that, some of the next one."""
     end = 64 + 2 * SEGMENT
     for kept in (first, first + 5, 64 + SEGMENT - 1, 64 + SEGMENT, 64 + SEGMENT + 1, end - 1):
-        joined, clean = (fed(strategy, first)[0] for _ in range(2))
+        joined, clean = (fed(SELECT, first)[0] for _ in range(2))
         drafts = Entries(LIMIT, seed=1, layers=OWN)
         assert joined.room(generated=False) == end - first
         step(joined, drafts, end - first, commit=kept)
@@ -132,34 +129,36 @@ def test_a_step_goes_on_behind_its_segment_only_where_chunks_are_read_and_can_be
         kv = awake(strategy, joining(**more))
         while kv.length < length:
             step(kv, Entries(LIMIT, layers=kv.context.geometry.layers), min(kv.room(), length - kv.length))
-        assert kv.room() == SEGMENT - length % SEGMENT, "generated tokens end with their segment"
+        segment = kv.context.geometry.segment_tokens
+        assert kv.room() == segment - length % segment, "generated tokens end with their segment"
         return kv.room(generated=False) - kv.room()
 
-    assert room(STREAM) == room(SELECT) == SEGMENT
-    assert room(STREAM, joins=False) == 0
-    assert room(STREAM, 19) == 0, "nothing was archived yet"
-    assert room(make_strategy("restored", **{**LATENT, "window": SEGMENT - 1}, mode="stream")) == 0
+    assert room(SELECT) == SEGMENT
+    assert room(SELECT, joins=False) == 0
+    assert room(SELECT, 19) == 0, "nothing was archived yet"
+    assert room(SELECT, 99, segment=2 * SEGMENT) == 2 * SEGMENT, "a tile more than the window is exact"
+    assert room(SELECT, 99, segment=3 * SEGMENT) == 0, "which is shorter than this segment"
+    assert room(make_strategy("restored", **LATENT, **{**CHOICE, "budget": CHOICE["budget"] - 13})) == 0, "7 · 2 slots"
+    assert room(make_strategy("restored", **LATENT, mode="stream")) == 0, "it has no restore cache"
     assert room(make_strategy("restored", **LATENT, mode="hold")) == 0
     assert room(make_strategy("restored", **LATENT, **CHOICE, appended="select")) == 0
-    assert room(make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=0)) == 0
-    assert room(STREAM, layers=LAYERS) == 0, "layers with native windows have no room"
+    assert room(SELECT, layers=LAYERS) == 0, "layers with native windows have no room"
 
 
-@each_mode
 @pytest.mark.parametrize("fails", ["archiving", "moving"])
 def test_entries_that_cannot_be_archived_ahead_fail_the_step_and_nothing_else(
-    strategy: KVStrategy, fails: str, monkeypatch: pytest.MonkeyPatch
+    fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv, clean = (fed(strategy, 67)[0] for _ in range(2))
+    kv, clean = (fed(SELECT, 67)[0] for _ in range(2))
     last, move_out = kv.groups[-1], LayerEntries.move_out
 
     def broken(*_: Any) -> Tensor:
         raise MemoryError
 
-    def moved(self: LayerEntries, staged: Positions) -> Moved:
+    def moved(self: LayerEntries, staged: Positions, to: Region) -> Moved:
         if self is last:  # after another one
             raise MemoryError
-        return move_out(self, staged)
+        return move_out(self, staged, to)
 
     with monkeypatch.context() as patch:
         if fails == "archiving":
@@ -176,13 +175,13 @@ def test_entries_that_cannot_be_archived_ahead_fail_the_step_and_nothing_else(
 
 
 def test_a_session_that_forgets_in_the_middle_of_such_a_step_begins_anew() -> None:
-    kv = fed(STREAM, 67)[0]
+    kv = fed(SELECT, 67)[0]
     kv.stage(kv.room(generated=False))
     kv.forget()
     assert kv.length == 0 and kv.wake(LIMIT)
     while kv.length < 90:
         step(kv, ENTRIES, min(kv.room(generated=False), 90 - kv.length))
-    assert_alike(kv, fed(STREAM, 90)[0])
+    assert_alike(kv, fed(SELECT, 90)[0])
 
 
 def turns_of(strategy: KVStrategy, *lengths: int) -> tuple[list[Any], list[list[int]]]:

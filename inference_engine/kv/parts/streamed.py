@@ -9,7 +9,8 @@ Attention reads the exact entries in their regions, which are always resident, a
 Two segments in one step. What tokens of the next segment read of the archive besides was committed long ago, for the
 window is no shorter than a segment. So appended tokens may go on behind the end of theirs, and each chunk is restored
 once for both: what will leave is archived ahead, and entries that only the first segment reads give their slots to the
-tokens of the second one, and lie beside the regions until the step is over.
+tokens of the second one. Until the step is over they lie in memory that the session has and the step does not use;
+without such memory (`_spare`) a step has one segment.
 
     exact        ■ ■ ■ ■         | ■ ■ ■ | ■ ■ ■ ■ a a | b b      a: tokens of the open segment, b: of the next one
     a reads      └──┘  └ chunks ┘ └───────────────────┘
@@ -42,9 +43,9 @@ from inference_engine.kv.part import Held
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayerPart
-from inference_engine.kv.slots import LayerSlots, Moved
+from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategy import KVStrategy, Placement
-from inference_engine.kv.views import EntrySource, StagedQueries, StepReads, View, chunks_between
+from inference_engine.kv.views import EntrySource, Moved, Region, StagedQueries, StepReads, View, chunks_between
 
 
 class StreamedReads(LayerPart):
@@ -149,6 +150,9 @@ class StreamedEntries(ArchivedEntries):
         self._opened: OpenArchive | None = None  # while the device's operation knows the archive
         self._finite = FiniteCheck()
         self._ahead: _Ahead | None = None  # of a step of two segments
+        self._spare: Sequence[
+            Region
+        ] = ()  # by set of layers: memory that a step in which no token chooses does not use
         restorer, segment = strategy.restorer(), context.geometry.segment_tokens
         self._joins_segments = (
             context.geometry.joins_segments
@@ -223,10 +227,10 @@ class StreamedEntries(ArchivedEntries):
 
     def room_beyond(self, position: int) -> int:
         # What the second tier was given is not taken back.
-        joins = self._joins_segments and not self._archive.moves
-        if joins and all(reads.chunks(position) for reads in self._reads):
-            return self._context.geometry.segment_tokens
-        return 0
+        segment = self._context.geometry.segment_tokens
+        has_room = self._spare and all(region.region >= segment for region in self._spare)
+        joins = has_room and self._joins_segments and not self._archive.moves
+        return segment if joins and all(reads.chunks(position) for reads in self._reads) else 0
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         layout, first, last = self._sets[0].layout, int(positions[0]), int(positions[-1])
@@ -240,11 +244,15 @@ class StreamedEntries(ArchivedEntries):
         try:
             self._archive.keep_from(self.regions, leaving)
             self._ahead = _Ahead(boundary=boundary, leaving=leaving)
-            for exact, reads in zip(self._sets, self._reads, strict=True):
-                reads.moved = exact.regions.move_out(behind)
+            self._lend_spare()
+            for exact, reads, region in zip(self._sets, self._reads, self._spare, strict=True):
+                reads.moved = exact.regions.move_out(behind, region)
         except Exception as error:
             self._end_ahead(first)
             raise RestorationFailed(error) from error
+
+    def _lend_spare(self) -> None:
+        """What is in `_spare` is about to be overwritten."""
 
     def _end_ahead(self, length: int) -> None:
         """The step is over, with a history of `length`: if that ends before the boundary, nothing leaves."""
