@@ -140,6 +140,9 @@ class DeviceIndex:
         self._indexes.name_archive(self._numbers, self._archive)
         return True
 
+    def forget_restored(self) -> None:
+        """Nothing to do: no restored entry stays between steps."""
+
     def restore_no_more(self) -> None:
         self._indexes.name_archive(self._numbers, None)
         self._archive = None

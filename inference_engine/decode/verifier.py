@@ -375,6 +375,8 @@ def _stage(blocks: Sequence[Block]) -> None:
             block.kv.stage(len(block.token_ids), block.generated)
         except InvariantViolated as violation:
             raise BlockFailed(index, violation) from violation
+        except RestorationFailed as failure:
+            raise SpanFailed(index, failure) from failure
 
 
 def discard(blocks: Sequence[Block]) -> None:

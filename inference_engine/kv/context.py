@@ -271,6 +271,9 @@ class OpenIndex(Protocol):
         becomes not finite once a key, or a value, is restored that is not.
         """
 
+    def forget_restored(self) -> None:
+        """What the restore cache holds is about to be overwritten."""
+
     def restore_no_more(self) -> None:
         """The restore cache is about to be given back."""
 

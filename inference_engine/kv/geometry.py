@@ -58,6 +58,8 @@ class Geometry:
     segments_at_once: of appended tokens, in a step of layers whose entries are offloaded or restored. Such a step reads
     all of these entries, so a fast device is better off with a few long ones, for which these layers have room.
     segments_in_a_chunk: of restored entries that are read together. Few large chunks keep a fast device busy.
+    joins_segments: may appended tokens of two segments share a step, where they read old entries chunk by chunk? These
+    are then restored once for both (`kv/parts/streamed.py`).
     holds_restored: do chosen entries stay restored between steps? Not on a device that restores a choice in each.
     """
 
@@ -70,6 +72,7 @@ class Geometry:
     key_quantum: int = 1
     segments_at_once: int = 1
     segments_in_a_chunk: int = SEGMENTS_IN_A_CHUNK
+    joins_segments: bool = False
     holds_restored: bool = True
     # Worked out once: every step asks for them.
     opening_tokens: int = field(init=False, repr=False, compare=False)

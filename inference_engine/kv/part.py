@@ -104,7 +104,7 @@ class Part(ABC):
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         """Make room for consecutive positions; generated: [n], which of them the model generated.
 
-        Raises InvariantViolated.
+        Raises InvariantViolated; RestorationFailed if entries that leave within the step cannot be archived.
         """
 
     def stage(self, positions: Positions) -> None:

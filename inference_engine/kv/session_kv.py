@@ -85,6 +85,8 @@ class SessionKV:
         segment = context.geometry.segment_tokens
         step = self._plan.step(segment)
         self._steps = (step, segment if self._is_selective else step)
+        # Do only archived layers want steps to end with a segment?
+        self._joins_segments = all(layout.step is None for _, layout in self._plan.resident)
         self._is_reserved = False
         self.is_dropped = is_dropped
         self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
@@ -453,12 +455,14 @@ class SessionKV:
 
         If entries are evicted, or generated tokens read selected blocks, a step ends at the end of the open segment;
         if entries are offloaded, at the end of as many as appended tokens may take at once. Otherwise segments do not
-        limit it.
+        limit it. Appended tokens may go on behind that end where old entries are restored for each step.
         """
         at = self.length if self._replayed is None else self._replayed  # `next_position`
         to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - at
         step = self._steps[generated]
         to_boundary = math.inf if step is None else step - at % step
+        if not generated and self._archived and self._joins_segments and self._replayed is None:
+            to_boundary += self._archived[0].room_beyond(at)
         to_replayed = math.inf if self._replayed is None else self.pending_replay
         to_granted = math.inf if not self.grows or self.granted_tokens is None else self.granted_tokens - at
         return int(min(to_limit, to_boundary, to_replayed, to_granted))
@@ -466,7 +470,8 @@ class SessionKV:
     def stage(self, count: int, generated: NDArray[np.bool_] | None = None) -> None:
         """Give the next `count` positions their slots. They are not committed yet.
 
-        generated: [count], which of them the model generated; None: none. Some strategies let those read less.
+        generated: [count], which of them the model generated; None: none. Some strategies let those read less. Raises
+        RestorationFailed, with nothing staged, if entries that leave within the step cannot be archived.
         """
         if count == 1 and self.length < self._quiet_until and generated is not None and generated[0]:
             assert self.staged == 0

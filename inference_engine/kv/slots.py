@@ -22,7 +22,7 @@ from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import Indexes, RegionLines, as_slice, places_of
-from inference_engine.kv.views import ChunkView, EntrySource, Portion, Region, StagedQueries, StepReads
+from inference_engine.kv.views import ChunkView, EntrySource, Moved, Portion, Region, StagedQueries, StepReads
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -184,6 +184,33 @@ class LayerSlots:
             portions.append(Portion(queries=some, count=count, mask=self.mask(positions[some], count, step)))
         return self._chunk_view(step, source, chunks, portions)
 
+    def view_of_two_segments(
+        self, queries: StagedQueries, step: StepReads, source: EntrySource, chunks: Sequence[range], moved: Moved
+    ) -> ChunkView:
+        """As `chunk_view`, of queries of two segments. chunks: those of the second one; the first one reads them
+        up to where its window begins. moved: what only the first one reads of the regions."""
+        layout = self.layout
+        assert self._can_read_in_order(queries, step)
+        boundary = layout.segment_start(queries.end - 1)
+        split, portions = boundary - queries.first, []
+        for some, first, end in (
+            (slice(0, split), queries.first, boundary),
+            (slice(split, None), boundary, queries.end),
+        ):
+            horizon, is_first = layout.horizon(first), end == boundary
+            begin = horizon + len(moved.positions) if is_first else horizon
+            portions.append(
+                Portion(
+                    queries=some,
+                    count=layout.sink,
+                    mask=None,
+                    recent=on_device(layout.slots(np.arange(begin, end)), step.device),
+                    upto=horizon,
+                    moved=moved if is_first else None,
+                )
+            )
+        return self._chunk_view(step, source, chunks, portions)
+
     def _chunk_view(
         self, step: StepReads, source: EntrySource, chunks: Sequence[range], portions: Sequence[Portion]
     ) -> ChunkView:
@@ -209,9 +236,31 @@ class LayerSlots:
 
     def copy_slots(self, other: LayerSlots, first: int, source: int, count: int) -> None:
         """Copy the bytes of `count` slots of `other`, from its slot `source` on, to the slots from `first` on."""
+        self._copy(self.region, first, other.region, source, count)
+
+    # -- slots that are taken while their entries are still read ------------------------------------------------------
+
+    def move_out(self, staged: Positions, to: Region) -> Moved:
+        """The entries whose slots `staged` will take, into the first slots of `to`. Theirs are free then."""
+        slots = self.layout.slots(staged)
+        slots = slots[self.held[slots] >= 0]
+        for place, first, count in _runs(slots):
+            self._copy(to, place, self.region, first, count)
+        moved = Moved(positions=self.held[slots], region=to)
+        self.held[slots] = -1
+        return moved
+
+    def move_back(self, moved: Moved) -> None:
+        """Undo `move_out`."""
+        slots = self.layout.slots(moved.positions)
+        for place, first, count in _runs(slots):
+            self._copy(self.region, first, moved.region, place, count)
+        self.held[slots] = moved.positions
+
+    def _copy(self, to: Region, first: int, of: Region, source: int, count: int) -> None:
         for layer in self.layer_set.layers:
             for states in (self.buffer.keys, self.buffer.values):
-                self.region.slots(states, layer, first, count).copy_(other.region.slots(states, layer, source, count))
+                to.slots(states, layer, first, count).copy_(of.slots(states, layer, source, count))
 
     # Slots are read and written run by run, for evenly spaced layers at once: no index table goes to the device, and
     # nothing waits for one.
@@ -255,6 +304,14 @@ def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
             end += 1
         yield slice(first, end), apart if end - first > 1 else 0
         first = end
+
+
+def _runs(slots: Positions) -> Iterator[tuple[int, int, int]]:
+    """Of each run of neighbours the index of its first slot, that slot, and how many they are."""
+    place = 0
+    for first, end in neighbours(slots):
+        yield place, first, end - first
+        place += end - first
 
 
 def neighbours(slots: Positions) -> list[tuple[int, int]]:

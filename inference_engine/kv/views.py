@@ -203,6 +203,14 @@ def chunks_between(first: int, last: int, size: int) -> tuple[range, ...]:
     return tuple(range(start, min(start + size, last)) for start in range(first, last, size))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Moved:
+    """Entries of ascending positions that have left their slots for a step: the first ones of `region` hold them."""
+
+    positions: Positions
+    region: Region
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
     """Consecutive queries of the step that are computed in one operation: the first `count` slots under a mask.
@@ -210,12 +218,20 @@ class Portion:
     mask: additive, [T, count]; None if each query sees each key.
     recent: [n], or None: further slots, of consecutive positions, the last T those of the queries, and each query sees
     those up to its own. Without a mask, a device's fused operation reads both.
+    upto: the position before which it reads entries of chunks. None: it reads whole chunks.
+    moved: entries of the positions right before those of `recent`, which have given their slots to others.
     """
 
     queries: slice
     count: int
     mask: Tensor | None
     recent: Tensor | None = None
+    upto: int | None = None
+    moved: Moved | None = None
+
+    def of_chunk(self, chunk: range) -> int:
+        """How many entries of a chunk, its first ones, the queries read."""
+        return len(chunk) if self.upto is None else max(0, min(chunk.stop, self.upto) - chunk.start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,10 +243,11 @@ class ChunkView:
 
     The states are merged by their log-sum-exps (`kernels/merge.py`), so the result is attention over all entries, and
     only one chunk of one layer is decoded at a time. Where chunks begin and end is a function of positions alone. Each
-    query sees every entry of every chunk: chunks lie in earlier segments.
+    query sees every entry of every chunk that its portion reads: chunks lie in earlier segments.
 
-    portions: all queries of the step. One portion, or in fixed-shape mode one for each token quantum, so that the
-    shape of each operation depends on positions alone.
+    portions: all queries of the step. One portion, or one for each of two segments, whose windows begin at different
+    places; in fixed-shape mode one for each token quantum, so that the shape of each operation depends on positions
+    alone.
     """
 
     region: Region
@@ -249,8 +266,9 @@ class ChunkView:
         for chunk in self.chunks:
             keys, values = self.source.chunk(layer, chunk.start, chunk.stop)
             for portion, state in zip(self.portions, states, strict=True):
-                own = queries[portion.queries]
-                state.add(*self.attend_piece(own, keys, values, scaling=scoring.scaling, softcap=scoring.softcap))
+                if count := portion.of_chunk(chunk):
+                    own, seen = queries[portion.queries], (keys[:, :count], values[:, :count])
+                    state.add(*self.attend_piece(own, *seen, scaling=scoring.scaling, softcap=scoring.softcap))
         out, lse = (torch.cat(parts) for parts in zip(*(state.state() for state in states), strict=True))
         if scoring.head_sinks is not None:
             out, _ = with_head_sinks(out, lse, scoring.head_sinks)
@@ -265,6 +283,9 @@ class ChunkView:
         recent = [
             part.index_select(1, portion.recent) for part in self.region.pair(buffer, layer, 0, self.region.region)
         ]
+        if (moved := portion.moved) is not None:
+            before = moved.region.pair(buffer, layer, 0, len(moved.positions))
+            recent = [torch.cat(parts, dim=1) for parts in zip(before, recent, strict=True)]
         state = self.attend_causal_state(queries, *recent, scaling=scoring.scaling, softcap=scoring.softcap)
         merging = self.merging(*state)
         if portion.count:

@@ -198,8 +198,18 @@ class Batching:
     @staticmethod
     def _room(request: Request) -> int:
         session = request.session
-        has_generated = session.kv.is_selective and True in session.pending_generated(request.pending_tokens)
-        return session.kv.room(generated=has_generated)
+        kv = session.kv
+        if not kv.is_selective:
+            return kv.room(generated=False)
+        pending = request.pending_tokens
+        generated = session.pending_generated(pending)
+        if True not in generated:
+            return kv.room(generated=False)
+        room = kv.room()
+        if room < pending and kv.room(generated=False) > room and not generated[-1]:
+            # The appended ones behind the generated ones may have a longer step, which these would shorten.
+            return min(room, int(np.flatnonzero(generated)[-1]) + 1)
+        return room
 
 
 def _turn_of(request: Request) -> Turn:

@@ -77,6 +77,7 @@ def zeros(count: int) -> Tensor:
 class HalfTokens:
     """A token codec for these layers: each number in bfloat16, the layers with a window of their own left out."""
 
+    geometries: Sequence[LayerGeometry] = LAYERS
     layers = tuple(index for index, layer in enumerate(LAYERS) if layer.native_window is None)
     bytes_per_token = least_bytes_per_token = LATENT_BYTES
 
@@ -90,7 +91,8 @@ class HalfTokens:
         return torch.nn.functional.pad(codes, (0, LATENT_BYTES - codes.shape[1]))
 
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        shapes = [(LAYERS[layer].kv_heads, LAYERS[layer].head_dim) for layer in self.layers]
+        own = [self.geometries[layer] for layer in self.layers]
+        shapes = [(layer.kv_heads, layer.head_dim) for layer in own]
         sizes = [heads * dim for heads, dim in shapes] * 2
         numbers = codes[:, : 2 * sum(sizes)].contiguous().view(torch.bfloat16).float()
         vectors = [

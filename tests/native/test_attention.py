@@ -480,6 +480,23 @@ def test_states_of_a_piece_and_of_recent_entries_equal_the_reference(dtype: torc
             assert all(torch.equal(own[7:8], one) for own, one in zip(piece, alone, strict=True))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_the_first_entries_of_a_piece_are_read_where_they_lie(kv_heads: int) -> None:
+    """To the bit as a copy of them; and keys and values need not lie alike."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((5, 6, 32), (kv_heads, 300, 32), (kv_heads, 300, 32))
+    queries, keys, values = (torch.randn(shape, generator=generator) for shape in shapes)
+    keys, values = keys.half(), values.half()
+    apart = values.transpose(0, 1).contiguous().transpose(0, 1)
+    with tiny_library().open_threads(1) as opened:
+        attention = NativeAttention(tiny_library().kernels(), opened)
+        for count in (1, 257, 300):
+            expected = attention.piece(queries, keys[:, :count].clone(), values[:, :count].clone(), scaling=0.3)
+            for own in (values, apart):
+                found = attention.piece(queries, keys[:, :count], own[:, :count], scaling=0.3)
+                assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
 def test_a_piece_with_a_key_that_is_not_finite_has_no_finite_state() -> None:
     keys, values = torch.randn(2, 1, 20, 16)
     keys[0, 5, 3] = torch.nan

@@ -152,6 +152,7 @@ class NativeForward:
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
             key_quantum=key_quantum,
+            joins_segments=mode is not Mode.FIXED_SHAPE,
         )
 
     def open(
@@ -337,14 +338,17 @@ class NativeAttention:
         self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softcap: float | None
     ) -> State:
         """seen: int64 [T], the last of the entries that each query sees."""
-        kv_heads, entries, _ = keys.shape
+        kv_heads, entries, head_dim = keys.shape
+        keys, values = _by_vectors(keys), _by_vectors(values)
+        if values.stride() != keys.stride():  # one line says where both lie
+            keys, values = keys.contiguous(), values.contiguous()
         regions = torch.zeros((len(queries), FIELDS), dtype=torch.int64)
-        regions[:, HEAD_SLOTS] = regions[:, COUNT] = entries
+        regions[:, HEAD_SLOTS], regions[:, COUNT] = keys.stride(0) // head_dim, entries
         regions[:, UPTO] = seen
         return self._attend(
             queries,
-            keys.contiguous(),
-            values.contiguous(),
+            keys,
+            values,
             regions,
             kv_heads=kv_heads,
             scaling=scaling,
@@ -393,6 +397,12 @@ class NativeAttention:
             ),
         )
         return out, lse
+
+
+def _by_vectors(states: Tensor) -> Tensor:
+    """[H, n, D], vectors of a head one behind the other: those of a chunk of which only a part is read are so, too."""
+    dim = states.shape[-1]
+    return states if states.stride()[1:] == (dim, 1) and not states.stride(0) % dim else states.contiguous()
 
 
 def _address_of(array: NDArray[Any]) -> int:

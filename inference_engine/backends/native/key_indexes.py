@@ -103,6 +103,7 @@ class NativeIndex:
         self._alive = (matrices, tables, index.halves)
         self._archive: Archive | None = None
         self._read: tuple[object, ...] | None = None  # what the archive points to
+        self._held: NDArray[np.int32] | None = None  # the token in each of its slots, -1 for none
         self._structure = KeyIndex(
             even=even.data_ptr(),
             odd=odd.data_ptr(),
@@ -139,13 +140,17 @@ class NativeIndex:
             start=cache.start,
             slots=cache.slots,
         )
-        self._read = (codes, decoder, held, used, clocks)
+        self._read, self._held = (codes, decoder, used, clocks), held
         self._structure.archive = ctypes.addressof(self._archive)
         return True
 
+    def forget_restored(self) -> None:
+        if self._held is not None:
+            self._held.fill(-1)
+
     def restore_no_more(self) -> None:
         self._structure.archive = None
-        self._archive = self._read = None
+        self._archive = self._read = self._held = None
 
     @property
     def restored_numbers(self) -> int:

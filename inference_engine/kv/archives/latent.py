@@ -209,6 +209,9 @@ class _LatentArchive(Archive):
         numbers = [self._numbers(analyser, slots_of, int(leaving[0]), *runs) for analyser in analysers]
         self._codes.put(self._place(leaving[0]), self._codec.encode_numbers(numbers))
 
+    def take_back(self, positions: Sequence[Positions]) -> None:
+        self._codes.take_back(self._place(positions[0][0]))
+
     def _numbers(
         self, analyser: GroupAnalyser, slots_of: Mapping[int, LayerSlots], first: int, runs: Sequence[tuple[int, int]]
     ) -> Tensor:

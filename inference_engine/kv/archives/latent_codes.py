@@ -119,6 +119,14 @@ class LatentCodes:
             place += behind - begin
         self._end = end
 
+    def take_back(self, first: int) -> None:
+        """Wipe the codes of the places from `first` on, if any are stored. All of them lie in the pool."""
+        assert not self.has_tier, "what the second tier has been given stays there"
+        for begin, behind in self._slots(first, self._end):
+            for half in self._halves:
+                half[begin:behind].zero_()
+        self._end = min(self._end, first)
+
     def get(self, first: int, last: int) -> Tensor:
         """The codes of the places [first, last), uint8 [n, width], on the device: a copy."""
         pushed_out = max(0, self._end - self._resident)

@@ -119,6 +119,10 @@ class Archive(ABC):
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         """Archived entries, per set of layers; always equal for equal positions."""
 
+    def take_back(self, positions: Sequence[Positions]) -> None:
+        """Forget the entries that were archived last, per set of layers: they have not left the exact window."""
+        raise AssertionError("this archive keeps what it has")
+
     def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
         """Write archived entries into their slots, per set of layers, keys rotated to their positions."""
         for slots, block in zip(regions, self.restore(positions), strict=True):

@@ -118,6 +118,10 @@ class ArchivedEntries(Part):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    def room_beyond(self, position: int) -> int:
+        """How many appended tokens behind the end of the segment of `position` may share a step with those in it."""
+        return 0
+
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         for regions in self.regions:
             regions.prepare(positions, generated)

@@ -161,6 +161,12 @@ class ComponentIndex(LayoutPart):
             if opened is not None:
                 opened.restore_no_more()
 
+    def forget_restored(self) -> None:
+        """What the restore caches hold is about to be overwritten."""
+        for opened in self._opened:
+            if opened is not None:
+                opened.forget_restored()
+
     @property
     def layers(self) -> tuple[int, ...]:
         return self._slots.layer_set.layers

@@ -30,7 +30,7 @@ from inference_engine.kv.parts.archived import Asked, ExactEntries
 from inference_engine.kv.parts.component_index import ComponentIndex
 from inference_engine.kv.parts.streamed import StreamedEntries, StreamedReads
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.views import StagedQueries, StepReads
+from inference_engine.kv.views import Region, StagedQueries, StepReads
 
 
 class SelectedReads(StreamedReads):
@@ -69,18 +69,28 @@ class SelectedEntries(StreamedEntries):
             self._drop_room()
             return False
         self._caches, self._starts = caches, list(starts)
+        spare: list[Region] = []
         try:
             remaining = iter(self._starts)
             for index, group in zip(self._indexes, placement.kept, strict=True):
                 layers, slots = group.layers.layers, restore_cache_slots(group, placement.restorer.held(geometry))
+                own = [next(remaining) for _ in layers] if caches else []
                 index.restore_from(
                     [self._archive.decoded_by(layer) for layer in layers],
-                    [RestoreCache(start=next(remaining), slots=slots) if caches else None for _ in layers],
+                    [RestoreCache(start=start, slots=slots) for start in own] or [None] * len(layers),
                 )
+                if own:
+                    starts_of = dict(zip(layers, own, strict=True))
+                    spare.append(Region(starts=starts_of, heads=group.layers.kv_heads, region=slots))
         except Exception as error:
             self._drop_room()
             raise RestorationFailed(error) from error
+        self._spare = spare
         return True
+
+    def _lend_spare(self) -> None:
+        for index in self._indexes:
+            index.forget_restored()
 
     def some(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         regions = self._set_of[layer].regions
@@ -108,7 +118,7 @@ class SelectedEntries(StreamedEntries):
 
     def _drop_room(self) -> None:
         super()._drop_room()
-        caches, starts, self._caches, self._starts = self._caches, self._starts, (), []
+        caches, starts, self._caches, self._starts, self._spare = self._caches, self._starts, (), [], ()
         for index in self._indexes:
             index.restore_no_more()
         if starts:

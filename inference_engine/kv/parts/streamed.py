@@ -6,6 +6,16 @@
 Attention reads the exact entries in their regions, which are always resident, and merges the decoded chunks in
 (`kv/views.py`). So waking costs little, and each step decodes every old entry again, in each layer.
 
+Two segments in one step. What tokens of the next segment read of the archive besides was committed long ago, for the
+window is no shorter than a segment. So appended tokens may go on behind the end of theirs, and each chunk is restored
+once for both: what will leave is archived ahead, and entries that only the first segment reads give their slots to the
+tokens of the second one. Until the step is over they lie in memory that the session has and the step does not use;
+without such memory (`_spare`) a step has one segment.
+
+    exact        ■ ■ ■ ■         | ■ ■ ■ | ■ ■ ■ ■ a a | b b      a: tokens of the open segment, b: of the next one
+    a reads      └──┘  └ chunks ┘ └───────────────────┘
+    b reads      └──┘  └─── chunks ──────┘ └────────────────┘
+
 Where the device's operation over regions reads archives (`kernels/archived.py`), the query of a single token reads by
 numbers, and no decoded entry lies in memory. The chunks of several tokens are decoded once for all of them.
 """
@@ -13,7 +23,7 @@ numbers, and no decoded entry lies in memory. The chunks of several tokens are d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -35,7 +45,7 @@ from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategy import KVStrategy, Placement
-from inference_engine.kv.views import EntrySource, StagedQueries, StepReads, View, chunks_between
+from inference_engine.kv.views import EntrySource, Moved, Region, StagedQueries, StepReads, View, chunks_between
 
 
 class StreamedReads(LayerPart):
@@ -44,6 +54,7 @@ class StreamedReads(LayerPart):
     def __init__(self, slots: LayerSlots, source: EntrySource) -> None:
         self._slots = slots
         self._source = source
+        self.moved: Moved | None = None  # of a step of two segments: what only the first one reads
         self._archives: NDArray[np.int64] | None = None  # as the device's operation knows them, by layer
         self._read: ReadFrom | None = None  # what steps that read them have in common
 
@@ -87,6 +98,9 @@ class StreamedReads(LayerPart):
         return None if self._read is None else replace(self._read, tokens=room_for(old))
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        if self.moved is not None:
+            chunks = self.chunks(queries.end - 1)
+            return self._slots.view_of_two_segments(queries, step, self._source, chunks, self.moved)
         chunks = self.chunks(queries.first)
         return self._slots.chunk_view(queries, step, self._source, chunks) if chunks else inner()
 
@@ -110,6 +124,17 @@ class StreamedReads(LayerPart):
         """Nothing to do: the archive forgets."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Ahead:
+    """What a step of two segments, of which the second begins at `boundary`, has archived before it is computed.
+
+    leaving: by set of layers.
+    """
+
+    boundary: int
+    leaving: Sequence[Positions]
+
+
 class StreamedEntries(ArchivedEntries):
     """The layers of one session whose old entries stay in the archive: an `EntrySource` for their regions."""
 
@@ -124,6 +149,25 @@ class StreamedEntries(ArchivedEntries):
         self._room: _ChunkRoom | None = None
         self._opened: OpenArchive | None = None  # while the device's operation knows the archive
         self._finite = FiniteCheck()
+        self._ahead: _Ahead | None = None  # of a step of two segments
+        self._spare: Sequence[
+            Region
+        ] = ()  # by set of layers: memory that a step in which no token chooses does not use
+        restorer, segment = strategy.restorer(), context.geometry.segment_tokens
+        self._joins_segments = (
+            context.geometry.joins_segments
+            and context.ops.attends_together  # in the order of positions, without a mask
+            and restorer is not None
+            and restorer.reads_chunks
+            and all(
+                exact.window is None
+                and exact.layout.native_window is None
+                and exact.layout.window is not None
+                and exact.layout.window >= segment
+                and not exact.layout.spare
+                for exact in sets
+            )
+        )
         self._reads = [self.READS(exact.regions, self) for exact in sets]
         for exact, reads in zip(sets, self._reads, strict=True):
             exact.regions.parts.insert(0, reads)  # before what chooses among the entries
@@ -168,6 +212,7 @@ class StreamedEntries(ArchivedEntries):
         self._drop_room()
 
     def forget(self, floor: int, length: int) -> None:
+        self._forget_ahead()
         self._drop_room()
         super().forget(floor, length)
         self._finite.forget()
@@ -177,6 +222,64 @@ class StreamedEntries(ArchivedEntries):
             self._drop_room()
         finally:
             super().release()
+
+    # -- a step of two segments --------------------------------------------------------------------------------------
+
+    def room_beyond(self, position: int) -> int:
+        # What the second tier was given is not taken back.
+        segment = self._context.geometry.segment_tokens
+        has_room = self._spare and all(region.region >= segment for region in self._spare)
+        joins = has_room and self._joins_segments and not self._archive.moves
+        return segment if joins and all(reads.chunks(position) for reads in self._reads) else 0
+
+    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
+        layout, first, last = self._sets[0].layout, int(positions[0]), int(positions[-1])
+        boundary = layout.segment_start(last)
+        if boundary > first:
+            self._begin_ahead(first, boundary, positions[positions >= boundary])
+        super().prepare(positions, generated)
+
+    def _begin_ahead(self, first: int, boundary: int, behind: Positions) -> None:
+        leaving = [exact.leaving(first, boundary) for exact in self._sets]
+        try:
+            self._archive.keep_from(self.regions, leaving)
+            self._ahead = _Ahead(boundary=boundary, leaving=leaving)
+            self._lend_spare()
+            for exact, reads, region in zip(self._sets, self._reads, self._spare, strict=True):
+                reads.moved = exact.regions.move_out(behind, region)
+        except Exception as error:
+            self._end_ahead(first)
+            raise RestorationFailed(error) from error
+
+    def _lend_spare(self) -> None:
+        """What is in `_spare` is about to be overwritten."""
+
+    def _end_ahead(self, length: int) -> None:
+        """The step is over, with a history of `length`: if that ends before the boundary, nothing leaves."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        for exact, reads in zip(self._sets, self._reads, strict=True):
+            moved, reads.moved = reads.moved, None
+            if length < ahead.boundary and moved is not None:
+                exact.regions.move_back(moved)
+        if length < ahead.boundary:
+            self._archive.take_back(ahead.leaving)
+
+    def _forget_ahead(self) -> None:
+        self._ahead = None
+        for reads in self._reads:
+            reads.moved = None
+
+    def _keep(self, leaving: Sequence[Positions], before: int, length: int) -> None:
+        if self._ahead is not None:  # the first of them are archived
+            leaving = [own[len(kept) :] for own, kept in zip(leaving, self._ahead.leaving, strict=True)]
+        if any(len(positions) for positions in leaving):
+            super()._keep(leaving, before, length)
+
+    def check(self, length: int, cached: int) -> None:
+        for reads, regions in zip(self._reads, self.regions, strict=True):
+            regions.check(length, cached - (0 if reads.moved is None else len(reads.moved.positions)))
 
     def expect(self, layer: int, chunks: Sequence[range]) -> None:
         """Nothing to do: a chunk is decoded where it is read."""
@@ -201,6 +304,7 @@ class StreamedEntries(ArchivedEntries):
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
         super().commit(before, length, rejected, is_replay=is_replay)
+        self._end_ahead(length)
         self._ask_finite()
 
     def ask_finite(self) -> Asked:

@@ -1,0 +1,224 @@
+"""Appended tokens of two segments in one step: old entries are restored once for both, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.backends.native.forward import NativeForward
+from inference_engine.errors import RestorationFailed
+from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import Positions
+from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.views import Moved, Region
+from inference_engine.native.library import KVType
+from inference_engine.types import Mode
+from tests.laws.test_session_kv_laws import COMPONENTS, LAYERS, SEGMENT, Entries, HalfTokens, context, step
+from tests.laws.variants import generate, same, text
+from tests.tiny import LATENT_BYTES, tiny_engine
+from tests.tiny_native import tiny_native
+
+LIMIT = 200
+LATENT: dict[str, Any] = {"sink": 3, "window": SEGMENT + 4, "source": "latent", "bytes_per_token": LATENT_BYTES}
+STREAM = make_strategy("restored", **LATENT, mode="stream")
+CHOICE: dict[str, Any] = {"mode": "select", "budget": 3 + SEGMENT + 4 + 32 + 20, "rank": 4, "bits": 4, "run": 1}
+SELECT = make_strategy("restored", **LATENT, **CHOICE)
+OWN = (LAYERS[0], LAYERS[2])  # of other shapes, so two sets; without native windows
+ENTRIES = Entries(LIMIT, layers=OWN)
+
+
+class OwnTokens(HalfTokens):
+    geometries = OWN
+    layers = (0, 1)
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def at(self, bytes_per_token: int) -> OwnTokens:
+        return self
+
+    def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        self.decoded += len(codes)
+        return super().decode(codes, layers)
+
+
+def joining(*, joins: bool = True, layers: Any = OWN, segment: int = SEGMENT) -> KVContext:
+    ctx = context(layers=layers)
+    return replace(
+        ctx,
+        geometry=replace(ctx.geometry, joins_segments=joins, segment_tokens=segment),
+        ops=DeviceOps(attends_together=True),
+        latent=OwnTokens() if layers == OWN else ctx.latent,
+        components={0: COMPONENTS[0], 1: COMPONENTS[2]} if layers == OWN else COMPONENTS,
+    )
+
+
+def awake(strategy: KVStrategy, ctx: KVContext) -> SessionKV:
+    kv = SessionKV(strategy, ctx, LIMIT)
+    assert kv.wake(LIMIT)
+    return kv
+
+
+def fed(strategy: KVStrategy, length: int, *, joins: bool = True, chunk: int = LIMIT) -> tuple[SessionKV, list[Tensor]]:
+    """A session of the first `length` entries, appended in the longest steps that it takes; the outputs by layer."""
+    kv, outs = awake(strategy, joining(joins=joins)), []
+    while kv.length < length:
+        outs.append(step(kv, ENTRIES, min(kv.room(generated=False), chunk, length - kv.length)))
+        kv.check()
+    return kv, [torch.cat([out[layer] for out in outs]) for layer in range(len(OWN))]
+
+
+def assert_alike(one: SessionKV, other: SessionKV) -> None:
+    """To the byte, in every slot of the regions, wiped ones among them, and in all that is kept elsewhere."""
+    assert (one.length, one.footprint()) == (other.length, other.footprint())
+    for ours, theirs in zip(one.groups, other.groups, strict=True):
+        assert np.array_equal(ours.held, theirs.held)
+        for own, its in ((ours.buffer.keys, theirs.buffer.keys), (ours.buffer.values, theirs.buffer.values)):
+            for region, as_it in zip(ours.regions(own), theirs.regions(its), strict=True):
+                assert torch.equal(region, as_it)
+    one.idle()
+    other.idle()
+    saved, same_saved = one.save(), other.save()
+    assert saved.keys() == same_saved.keys()
+    for name, parts in saved.items():
+        for some, same_parts in zip(parts, same_saved[name], strict=True):
+            assert all(torch.equal(part, as_it) for part, as_it in zip(some, same_parts, strict=True)), name
+
+
+@pytest.mark.parametrize("length", [95, 96, 97, 113, 130])
+def test_a_step_of_two_segments_gives_what_one_of_each_gives(length: int) -> None:
+    (joined, outs), (alone, expected) = (fed(SELECT, length, joins=joins) for joins in (True, False))
+    for ours, theirs in zip(outs, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
+    counts = [kv.context.latent.decoded for kv in (joined, alone)]  # type: ignore[union-attr]
+    assert counts[0] < counts[1]
+    assert_alike(joined, alone)
+
+
+@pytest.mark.parametrize("first", [64, 67])
+def test_of_a_step_of_two_segments_any_part_can_be_kept(first: int) -> None:
+    """None of it, some of the open segment, all of that, some of the next one."""
+    end = 64 + 2 * SEGMENT
+    for kept in (first, first + 5, 64 + SEGMENT - 1, 64 + SEGMENT, 64 + SEGMENT + 1, end - 1):
+        joined, clean = (fed(SELECT, first)[0] for _ in range(2))
+        drafts = Entries(LIMIT, seed=1, layers=OWN)
+        assert joined.room(generated=False) == end - first
+        step(joined, drafts, end - first, commit=kept)
+        joined.check()
+        if kept > first:
+            step(clean, drafts, kept - first)
+        for kv in (joined, clean):  # and it goes on from there
+            step(kv, ENTRIES, 1)
+        assert_alike(joined, clean)
+
+
+def test_a_step_goes_on_behind_its_segment_only_where_chunks_are_read_and_can_be_taken_back() -> None:
+    def room(strategy: KVStrategy, length: int = 67, **more: Any) -> int:
+        kv = awake(strategy, joining(**more))
+        while kv.length < length:
+            step(kv, Entries(LIMIT, layers=kv.context.geometry.layers), min(kv.room(), length - kv.length))
+        segment = kv.context.geometry.segment_tokens
+        assert kv.room() == segment - length % segment, "generated tokens end with their segment"
+        return kv.room(generated=False) - kv.room()
+
+    assert room(SELECT) == SEGMENT
+    assert room(SELECT, joins=False) == 0
+    assert room(SELECT, 19) == 0, "nothing was archived yet"
+    assert room(SELECT, 99, segment=2 * SEGMENT) == 2 * SEGMENT, "a tile more than the window is exact"
+    assert room(SELECT, 99, segment=3 * SEGMENT) == 0, "which is shorter than this segment"
+    assert room(make_strategy("restored", **LATENT, **{**CHOICE, "budget": CHOICE["budget"] - 13})) == 0, "7 · 2 slots"
+    assert room(make_strategy("restored", **LATENT, mode="stream")) == 0, "it has no restore cache"
+    assert room(make_strategy("restored", **LATENT, mode="hold")) == 0
+    assert room(make_strategy("restored", **LATENT, **CHOICE, appended="select")) == 0
+    assert room(SELECT, layers=LAYERS) == 0, "layers with native windows have no room"
+
+
+@pytest.mark.parametrize("fails", ["archiving", "moving"])
+def test_entries_that_cannot_be_archived_ahead_fail_the_step_and_nothing_else(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, clean = (fed(SELECT, 67)[0] for _ in range(2))
+    last, move_out = kv.groups[-1], LayerEntries.move_out
+
+    def broken(*_: Any) -> Tensor:
+        raise MemoryError
+
+    def moved(self: LayerEntries, staged: Positions, to: Region) -> Moved:
+        if self is last:  # after another one
+            raise MemoryError
+        return move_out(self, staged, to)
+
+    with monkeypatch.context() as patch:
+        if fails == "archiving":
+            patch.setattr(OwnTokens, "encode", broken)
+        else:
+            patch.setattr(LayerEntries, "move_out", moved)
+        with pytest.raises(RestorationFailed):
+            kv.stage(kv.room(generated=False))
+    assert kv.staged == 0
+    kv.discard_staged()
+    for one in (kv, clean):
+        step(one, ENTRIES, 20)
+    assert_alike(kv, clean)
+
+
+def test_a_session_that_forgets_in_the_middle_of_such_a_step_begins_anew() -> None:
+    kv = fed(SELECT, 67)[0]
+    kv.stage(kv.room(generated=False))
+    kv.forget()
+    assert kv.length == 0 and kv.wake(LIMIT)
+    while kv.length < 90:
+        step(kv, ENTRIES, min(kv.room(generated=False), 90 - kv.length))
+    assert_alike(kv, fed(SELECT, 90)[0])
+
+
+def turns_of(strategy: KVStrategy, *lengths: int) -> tuple[list[Any], list[list[int]]]:
+    """What a session on the native library answers after appends of these lengths; how many tokens its steps had."""
+    answers, steps = [], []
+    make = partial(tiny_native, kv_type=KVType.FLOAT16)
+    with tiny_engine(make=make, windowed=False, on_step=lambda step: counts.append(step.plan.query_count)) as engine:
+        session = engine.create_session(strategy=strategy).session_id
+        for turn, length in enumerate(lengths):
+            counts: list[int] = []
+            engine.append(session, text(length, seed=turn))
+            answers.append(generate(engine, session, 6))
+            steps.append(counts)
+    return answers, steps
+
+
+def test_on_a_cpu_turns_are_answered_alike_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, steps = turns_of(SELECT, 75, 50)
+    geometry = NativeForward.geometry
+
+    def apart(self: NativeForward, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
+        found = geometry(self, mode=mode, page_tokens=page_tokens, segment_tokens=segment_tokens)
+        assert found.joins_segments == (mode is Mode.BATCHED)
+        return replace(found, joins_segments=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeForward, "geometry", apart)
+        expected, more = turns_of(SELECT, 75, 50)
+    for ours, theirs in zip(answers, expected, strict=True):
+        assert same(ours, theirs, Mode.BATCHED)
+    assert max(map(max, more)) == SEGMENT < max(steps[-1])
+    assert sum(map(sum, steps)) == sum(map(sum, more))
+    assert len(steps[-1]) < len(more[-1])
+    # The token that was generated last would end its step with its segment; so it has one of its own.
+    assert steps[-1][0] == 1
+
+
+def test_a_generated_token_shares_the_step_of_those_that_end_in_its_segment() -> None:
+    _, steps = turns_of(SELECT, 75, 10)
+    assert steps[1][0] == 11
