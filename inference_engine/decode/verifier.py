@@ -316,6 +316,10 @@ class Verifier:
             return False
         return choice == "on" or (choice == "auto" and self._forward.device.type != "cpu")
 
+    def forget_plan(self) -> None:
+        """No Generate is running: its sampler is not kept for a step that may never come."""
+        self._before = None
+
     def _plan(self, blocks: Sequence[Block]) -> _Planned:
         """Stage the blocks, and plan the step: as the one before it, if its sessions go on decoding.
 

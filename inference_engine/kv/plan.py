@@ -76,7 +76,9 @@ class StepPlan:
         if is_padded:
             unpadded.update(index for index, kv in enumerate(sessions) if _has_one_order(kv, ops))
         attends_together = ops.attends_together and not is_padded
-        self.spans: list[StagedQueries] = []  # of each session
+        # Of each session. In a plan that follows another, where its tokens lie among those of the step is right, and
+        # their positions, which are in `positions`, may be those of an earlier one.
+        self.spans: list[StagedQueries] = []
         total = 0
         for index, session in enumerate(sessions):
             self.spans.append(_staged(session, 1 if index in unpadded else geometry.token_quantum, total))

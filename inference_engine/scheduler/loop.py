@@ -270,6 +270,7 @@ class Scheduler:
         while True:
             if not self._running:
                 self.wakeups.release()  # it is not known when the device works again
+                self._verifier.forget_plan()
             with self._lock:
                 self._is_ending = False
                 self._changes += 1

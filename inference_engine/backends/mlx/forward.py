@@ -199,9 +199,10 @@ class _Together:
         others: list[StagedQueries] = []
         for span in plan.spans:
             (few if uses_metal and len(span.positions) <= FEW_QUERIES else others).append(span)
-        self._by_kernel = [span.packed for span in few]
+        self._by_kernel = packed = [span.packed for span in few]
         if few:
-            lines = lines_of(plan.numbers.regions, [(span.packed, span.first) for span in few])
+            firsts = plan.positions[[span.packed.start for span in few]].tolist()
+            lines = lines_of(plan.numbers.regions, list(zip(packed, firsts, strict=True)))
             self._lines, self._parts = mx.array(lines), parts_of(lines)
         self._readings = readings(plan, others)
         self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
