@@ -107,6 +107,9 @@ class Part(ABC):
         Raises InvariantViolated; RestorationFailed if entries that leave within the step cannot be archived.
         """
 
+    def take_back(self, first: int) -> None:
+        """The step from `first` on is not staged: another part has no room. What `prepare` moved is where it was."""
+
     def stage(self, positions: Positions) -> None:
         """The positions that were prepared are staged now."""
 

@@ -486,8 +486,13 @@ class SessionKV:
         first = self.next_position
         positions = np.arange(first, first + count, dtype=np.int64)
         self.staged_generated = np.zeros(count, dtype=np.bool_) if generated is None else generated
-        for part in self.parts:
-            part.prepare(positions, self.staged_generated)
+        try:
+            for part in self.parts:
+                part.prepare(positions, self.staged_generated)
+        except BaseException:
+            for part in self.parts:
+                part.take_back(first)
+            raise
         for part in self.parts:
             part.stage(positions)
         self.staged = count

@@ -205,10 +205,13 @@ class Batching:
         generated = session.pending_generated(pending)
         if True not in generated:
             return kv.room(generated=False)
-        room = kv.room()
-        if room < pending and kv.room(generated=False) > room and not generated[-1]:
-            # The appended ones behind the generated ones may have a longer step, which these would shorten.
-            return min(room, int(np.flatnonzero(generated)[-1]) + 1)
+        room, of_appended = kv.room(), kv.room(generated=False)
+        if room < pending and of_appended > room:
+            # Appended ones may have a longer step, which generated ones would shorten.
+            if (first := int(np.argmax(generated))) >= room:
+                return min(of_appended, first)
+            if not generated[-1]:
+                return min(room, int(np.flatnonzero(generated)[-1]) + 1)
         return room
 
 

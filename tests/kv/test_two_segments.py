@@ -25,6 +25,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.views import Moved, Region
 from inference_engine.native.library import KVType
 from inference_engine.types import Mode
+from tests.facade import drop_entries
 from tests.laws.test_session_kv_laws import COMPONENTS, LAYERS, SEGMENT, Entries, HalfTokens, context, step
 from tests.laws.variants import generate, same, text
 from tests.tiny import LATENT_BYTES, tiny_engine
@@ -136,8 +137,7 @@ def test_a_step_goes_on_behind_its_segment_only_where_chunks_are_read_and_can_be
     assert room(SELECT) == SEGMENT
     assert room(SELECT, joins=False) == 0
     assert room(SELECT, 19) == 0, "nothing was archived yet"
-    assert room(SELECT, 99, segment=2 * SEGMENT) == 2 * SEGMENT, "a tile more than the window is exact"
-    assert room(SELECT, 99, segment=3 * SEGMENT) == 0, "which is shorter than this segment"
+    assert room(SELECT, 99, segment=2 * SEGMENT) == 0, "the window is shorter, the tile beside it is not counted"
     assert room(make_strategy("restored", **LATENT, **{**CHOICE, "budget": CHOICE["budget"] - 13})) == 0, "7 · 2 slots"
     assert room(make_strategy("restored", **LATENT, mode="stream")) == 0, "it has no restore cache"
     assert room(make_strategy("restored", **LATENT, mode="hold")) == 0
@@ -145,12 +145,10 @@ def test_a_step_goes_on_behind_its_segment_only_where_chunks_are_read_and_can_be
     assert room(SELECT, layers=LAYERS) == 0, "layers with native windows have no room"
 
 
-@pytest.mark.parametrize("fails", ["archiving", "moving"])
-def test_entries_that_cannot_be_archived_ahead_fail_the_step_and_nothing_else(
-    fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fails", ["archiving", "moving", "preparing"])
+def test_a_step_that_cannot_be_staged_leaves_everything_as_it_was(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, clean = (fed(SELECT, 67)[0] for _ in range(2))
-    last, move_out = kv.groups[-1], LayerEntries.move_out
+    last, move_out, prepare = kv.groups[-1], LayerEntries.move_out, LayerEntries.prepare
 
     def broken(*_: Any) -> Tensor:
         raise MemoryError
@@ -160,18 +158,46 @@ def test_entries_that_cannot_be_archived_ahead_fail_the_step_and_nothing_else(
             raise MemoryError
         return move_out(self, staged, to)
 
+    def prepared(self: LayerEntries, *args: Any) -> None:
+        if self is last:
+            raise MemoryError
+        prepare(self, *args)
+
     with monkeypatch.context() as patch:
         if fails == "archiving":
             patch.setattr(OwnTokens, "encode", broken)
-        else:
+        elif fails == "moving":
             patch.setattr(LayerEntries, "move_out", moved)
-        with pytest.raises(RestorationFailed):
+        else:
+            patch.setattr(LayerEntries, "prepare", prepared)
+        with pytest.raises(MemoryError if fails == "preparing" else RestorationFailed):
             kv.stage(kv.room(generated=False))
     assert kv.staged == 0
     kv.discard_staged()
     for one in (kv, clean):
         step(one, ENTRIES, 20)
     assert_alike(kv, clean)
+
+
+def test_a_step_whose_discard_fails_on_the_device_has_its_entries_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verifier.discard` relies on the tables."""
+    kv, clean = (fed(SELECT, 67)[0] for _ in range(2))
+    commit = LayerEntries.commit
+
+    def broken(self: LayerEntries, *args: Any, **named: Any) -> None:
+        commit(self, *args, **named)
+        raise RuntimeError
+
+    kv.stage(kv.room(generated=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerEntries, "commit", broken)
+        with pytest.raises(RuntimeError):
+            kv.discard_staged()
+    for ours, theirs in zip(kv.groups, clean.groups, strict=True):
+        assert np.array_equal(ours.held, theirs.held)
+    kv.idle()
+    clean.idle()
+    assert [len(list(parts)) for parts in kv.save().values()] == [len(list(parts)) for parts in clean.save().values()]
 
 
 def test_a_session_that_forgets_in_the_middle_of_such_a_step_begins_anew() -> None:
@@ -222,3 +248,19 @@ def test_on_a_cpu_turns_are_answered_alike_in_fewer_steps(monkeypatch: pytest.Mo
 def test_a_generated_token_shares_the_step_of_those_that_end_in_its_segment() -> None:
     _, steps = turns_of(SELECT, 75, 10)
     assert steps[1][0] == 11
+
+
+def test_a_history_that_is_prefilled_again_has_long_steps_up_to_its_first_answer() -> None:
+    counts: list[int] = []
+    make = partial(tiny_native, kv_type=KVType.FLOAT16)
+    with tiny_engine(make=make, windowed=False, on_step=lambda step: counts.append(step.plan.query_count)) as engine:
+        session = engine.create_session(strategy=SELECT).session_id
+        for turn in range(2):
+            engine.append(session, text(140, seed=turn))
+            generate(engine, session, 6)
+        drop_entries(engine, session)
+        counts.clear()
+        engine.append(session, text(1))
+        generate(engine, session, 1)
+    # From the fifth segment on there are chunks to read.
+    assert counts[:6] == [SEGMENT] * 4 + [2 * SEGMENT] * 2

@@ -36,7 +36,7 @@ from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive
 from inference_engine.kv.context import ArchivedLayer, KVContext, OpenArchive
-from inference_engine.kv.layout import Positions
+from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.numbers import read_archives
 from inference_engine.kv.part import Held
@@ -163,7 +163,7 @@ class StreamedEntries(ArchivedEntries):
                 exact.window is None
                 and exact.layout.native_window is None
                 and exact.layout.window is not None
-                and exact.layout.window >= segment
+                and exact.layout.window - _tile(exact.layout) >= segment
                 and not exact.layout.spare
                 for exact in sets
             )
@@ -209,6 +209,7 @@ class StreamedEntries(ArchivedEntries):
         return tuple(sorted(self._set_of))
 
     def idle(self, length: int | None) -> None:
+        assert self._ahead is None, "entries are out of their slots"
         self._drop_room()
 
     def forget(self, floor: int, length: int) -> None:
@@ -248,8 +249,10 @@ class StreamedEntries(ArchivedEntries):
             for exact, reads, region in zip(self._sets, self._reads, self._spare, strict=True):
                 reads.moved = exact.regions.move_out(behind, region)
         except Exception as error:
-            self._end_ahead(first)
             raise RestorationFailed(error) from error
+
+    def take_back(self, first: int) -> None:
+        self._end_ahead(first)
 
     def _lend_spare(self) -> None:
         """What is in `_spare` is about to be overwritten."""
@@ -303,8 +306,10 @@ class StreamedEntries(ArchivedEntries):
         """Nothing to do: entries that leave the regions are read from the archive."""
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
-        super().commit(before, length, rejected, is_replay=is_replay)
-        self._end_ahead(length)
+        try:
+            super().commit(before, length, rejected, is_replay=is_replay)
+        finally:
+            self._end_ahead(length)
         self._ask_finite()
 
     def ask_finite(self) -> Asked:
@@ -344,6 +349,11 @@ class StreamedEntries(ArchivedEntries):
             restored=self._room.nbytes if self._room is not None and any(archived) else 0,
         )
         held.tier_bytes += self._archive.tier_bytes(archived)
+
+
+def _tile(layout: Layout) -> int:
+    """How many more tokens than the strategy's window are exact: a tile of an index leaves as a whole."""
+    return 0 if layout.chooser is None else layout.chooser.shape.tile
 
 
 class _ChunkRoom:
