@@ -201,8 +201,7 @@ class _Together:
             (few if uses_metal and len(span.positions) <= FEW_QUERIES else others).append(span)
         self._by_kernel = packed = [span.packed for span in few]
         if few:
-            firsts = plan.positions[[span.packed.start for span in few]].tolist()
-            lines = lines_of(plan.numbers.regions, list(zip(packed, firsts, strict=True)))
+            lines = lines_of(plan.numbers.regions, [(rows, int(plan.positions[rows.start])) for rows in packed])
             self._lines, self._parts = mx.array(lines), parts_of(lines)
         self._readings = readings(plan, others)
         self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
