@@ -114,7 +114,9 @@ def page_ids(cache: Tensor) -> Tensor:
     return torch.arange(sessions, dtype=torch.int32)[:, None] * (heads * length // PAGE) + own
 
 
-def flashinfer_decode(keys: Tensor, values: Tensor, queries: Tensor, scaling: float, *, tensor_cores: bool) -> Any:
+def flashinfer_decode(
+    keys: Tensor, values: Tensor, queries: Tensor, scaling: float, *, tensor_cores: bool
+) -> Callable[[int], Tensor]:
     """FlashInfer's decode attention. Keys, values [copies, sessions, Hkv, length, D]; queries [sessions, H, D].
 
     Raises ImportError, or RuntimeError if its kernels cannot be compiled.

@@ -108,7 +108,7 @@ class Part(ABC):
         """
 
     def take_back(self, first: int) -> None:
-        """The step from `first` on is not staged: another part has no room. What `prepare` moved is where it was."""
+        """The step from `first` on is not staged: another part has no room. Put back what `prepare` has moved."""
 
     def stage(self, positions: Positions) -> None:
         """The positions that were prepared are staged now."""

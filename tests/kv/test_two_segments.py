@@ -66,6 +66,13 @@ def joining(*, joins: bool = True, layers: Any = OWN, segment: int = SEGMENT) ->
     )
 
 
+def decoded_by(kv: SessionKV) -> int:
+    """How many codes its codec has decoded."""
+    latent = kv.context.latent
+    assert isinstance(latent, OwnTokens)
+    return latent.decoded
+
+
 def awake(strategy: KVStrategy, ctx: KVContext) -> SessionKV:
     kv = SessionKV(strategy, ctx, LIMIT)
     assert kv.wake(LIMIT)
@@ -103,8 +110,7 @@ def test_a_step_of_two_segments_gives_what_one_of_each_gives(length: int) -> Non
     (joined, outs), (alone, expected) = (fed(SELECT, length, joins=joins) for joins in (True, False))
     for ours, theirs in zip(outs, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
-    counts = [kv.context.latent.decoded for kv in (joined, alone)]  # type: ignore[union-attr]
-    assert counts[0] < counts[1]
+    assert decoded_by(joined) < decoded_by(alone)
     assert_alike(joined, alone)
 
 

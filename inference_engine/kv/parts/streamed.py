@@ -150,9 +150,8 @@ class StreamedEntries(ArchivedEntries):
         self._opened: OpenArchive | None = None  # while the device's operation knows the archive
         self._finite = FiniteCheck()
         self._ahead: _Ahead | None = None  # of a step of two segments
-        self._spare: Sequence[
-            Region
-        ] = ()  # by set of layers: memory that a step in which no token chooses does not use
+        # By set of layers: memory that a step in which no token chooses does not use.
+        self._spare: Sequence[Region] = ()
         restorer, segment = strategy.restorer(), context.geometry.segment_tokens
         self._joins_segments = (
             context.geometry.joins_segments
