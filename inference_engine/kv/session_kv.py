@@ -275,7 +275,7 @@ class SessionKV:
                 return False
             self.parts += (entries,)
             self._resident += (entries,)
-        if plan.restorer is not None:
+        if plan.archived:
             kind: type[ArchivedEntries] = RestoredEntries
             if plan.restorer.streams:
                 kind = SelectedEntries if plan.restorer.selects else StreamedEntries
