@@ -245,6 +245,11 @@ class Layout:
         """Do generated tokens read less than all?"""
         return (self.selector, self.chooser, self.matcher) != (None, None, None)
 
+    @property
+    def moves_keys(self) -> bool:
+        """Are keys read at other positions than their own, or before rotation?"""
+        return self.spare > 0 or self.matcher is not None or self.chooser is not None
+
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
         """The same layout for a session whose first `base` entries lie in a shared prefix."""
         assert self.keeps_every_entry

@@ -256,12 +256,7 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     if not fixed:
         return
     plan = strategy.placement(geometry, strategy.length_limit(geometry))
-    moved = {
-        layer
-        for layers, layout in plan.resident
-        if layout.spare or layout.matcher is not None or layout.chooser is not None
-        for layer in layers.layers
-    }
+    moved = {layer for layers, layout in plan.resident if layout.moves_keys for layer in layers.layers}
     if plan.kept:
         moved |= {layer for layers, _ in plan.archived for layer in layers.layers}
     if hit := sorted(moved & fixed):

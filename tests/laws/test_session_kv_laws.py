@@ -30,6 +30,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Footprint
 from tests.further import further
+from tests.laws.drafters import Remembering
 from tests.laws.variants import all_strategies, each_strategy, each_strategy_with, mechanism
 from tests.tiny import LATENT_BYTES
 
@@ -389,6 +390,17 @@ def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy)
         slack += kinds.get("mac", 0)
         slack += kinds.get("restored", 0)  # room that is held as a whole
         assert held - used <= slack
+
+
+def test_the_footprint_counts_what_a_drafter_holds_within_a_page() -> None:
+    drafter = Remembering()
+    kv, entries = active(Full(), replace(context(), draft_memories=drafter)), Entries(LIMIT)
+    feed(kv, entries, SEGMENT + 1)
+    step(kv, entries, 1, generated=True)
+    assert kv.footprint().by_kind["draft"] == 0
+    (memory,) = drafter.memories
+    memory.tokens.append((0, 1))
+    assert kv.footprint().by_kind["draft"] == memory.held_bytes() > 0
 
 
 def one_by_one(strategy: KVStrategy) -> list[tuple[list[Tensor], Footprint, int, int]]:
