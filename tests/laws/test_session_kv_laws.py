@@ -14,7 +14,6 @@ from torch import Tensor
 from inference_engine.errors import NoCapacity
 from inference_engine.kernels.components import KeyComponents, encode
 from inference_engine.kernels.ops import DeviceOps
-from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
@@ -33,6 +32,7 @@ from tests.further import further
 from tests.laws.drafters import Remembering
 from tests.laws.variants import all_strategies, each_strategy, each_strategy_with, mechanism
 from tests.tiny import LATENT_BYTES
+from tests.whole_tokens import WholeTokens
 
 D, HKV, GROUP = 8, 2, 3
 LIMIT = 200
@@ -75,7 +75,7 @@ def zeros(count: int) -> Tensor:
     return torch.zeros(count)
 
 
-class HalfTokens:
+class HalfTokens(WholeTokens):
     """A token codec for these layers: each number in bfloat16, the layers with a window of their own left out."""
 
     geometries: Sequence[LayerGeometry] = LAYERS
@@ -101,21 +101,6 @@ class HalfTokens:
         ]
         places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [vectors[place] for place in places], [vectors[len(shapes) + place] for place in places]
-
-    def using(self, trellis: Trellis) -> HalfTokens:
-        return self
-
-    def has(self, bytes_per_token: int) -> bool:
-        return True
-
-    def analysers(self) -> None:
-        return None
-
-    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
-        raise AssertionError("it has no analysers")
-
-    def decoder(self, layer: int) -> None:
-        return None
 
 
 def context(
