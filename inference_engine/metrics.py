@@ -464,10 +464,11 @@ class StepTimer:
         self._at = 0.0
         self._parts = dict.fromkeys(STEP_PARTS, 0.0)
 
-    def begin(self) -> None:
-        """Begin a step; one that did not end is discarded."""
+    def begin(self) -> float:
+        """Begin a step; one that did not end is discarded. Returns the time."""
         self._parts = dict.fromkeys(STEP_PARTS, 0.0)
         self._at = self._clock()
+        return self._at
 
     def lap(self, part: str) -> None:
         """Count the time since the last call as `part`, one of STEP_PARTS."""
@@ -475,7 +476,9 @@ class StepTimer:
         self._parts[part] += now - self._at
         self._at = now
 
-    def end(self) -> None:
+    def end(self, part: str) -> None:
+        """As `lap`, at the end of the step."""
+        self._parts[part] += self._clock() - self._at
         self._metrics.observe_step(self._parts)
 
 

@@ -19,7 +19,24 @@ ENVIRONMENT_READER = ROOT / "inference_engine/config.py"
 FACADE = ROOT / "tests/facade.py"
 
 MLX_LINES = 1200  # of the executor: what it takes to run another framework's arrays stays small
+# Of a package, at most: its rooms, which are the folders and files at its top; its floors, the longest way down; its
+# arrows, pairs of rooms of which one imports the other, in functions and for types as well.
+ROOMS = {"inference_engine": (18, 11, 92), "inference_engine/kv": (16, 11, 66)}
 PRIVATE_PATCHES = 14  # in tests, of private names: lower it with each that goes
+# What a session or an engine may lack, and the files that may ask whether it is there: its own, and what composes it.
+# Elsewhere it has an object that does nothing.
+OPTIONAL = {
+    "copies": set[str](),
+    "draft_memory": {"kv/session_kv.py", "scheduler/speculation.py"},
+    "drafter": {"engine/engine.py"},
+    "journal": set[str](),
+    "latent": {"kv/archives/latent.py", "engine/memory.py"},
+    "matcher": {"kv/layout.py", "kv/parts/query_cache.py"},
+    "restorer": set[str](),
+    "speculation": set[str](),
+    "tier": set[str](),
+}
+MECHANISMS = ("kv", "session", "decode", "scheduler", "engine")  # rooms of the engine that know them
 PATCHES = {"setattr", "delattr", "setitem", "delitem", "multiple", "dict"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 UNSAFE_FORMATS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -108,7 +125,21 @@ def backend_known_by_class(tree: ast.AST, path: Path) -> Iterator[str]:
             yield f"isinstance(…, {kind}) (line {node.lineno})"
 
 
+def optional_mechanism(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Branches on whether an optional mechanism is there, outside what is its own."""
+    place = path.relative_to(ROOT).as_posix().removeprefix("inference_engine/")
+    if place.split("/")[0] not in MECHANISMS:
+        return
+    for node in _judged(tree):
+        if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            continue
+        name = ast.unparse(node.left).rpartition(".")[2].strip("_")
+        if ast.unparse(node.comparators[0]) == "None" and place not in OPTIONAL.get(name, {place}):
+            yield f"{ast.unparse(node)} (line {node.lineno})"
+
+
 RULES: tuple[Rule, ...] = (
+    optional_mechanism,
     environment_access,
     engine_reached_into,
     private_patch,
@@ -119,7 +150,7 @@ RULES: tuple[Rule, ...] = (
 
 
 # All that a rule looks at, and what has no parts of these kinds, in which none needs to look.
-JUDGED = (ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, ast.keyword)
+JUDGED = (ast.Attribute, ast.Call, ast.Compare, ast.Import, ast.ImportFrom, ast.keyword)
 PARTLESS = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
 
 
@@ -156,6 +187,29 @@ def circles(imports: Mapping[str, set[str]]) -> list[str]:
             if middle in found:
                 found.update(reached[middle])
     return sorted(name for name, found in reached.items() if name in found)
+
+
+def rooms_of(folder: str) -> dict[str, set[str]]:
+    """The folders and files at the top of a package, each with those of them that it imports."""
+    package = folder.replace("/", ".") + "."
+    found: dict[str, set[str]] = {}
+    for module, imported in imports_of((folder,)).items():
+        if module.startswith(package):  # not the package's own face
+            room, *_ = module.removeprefix(package).split(".")
+            others = {one.removeprefix(package).split(".")[0] for one in imported if one.startswith(package)}
+            found[room] = found.get(room, set()) | (others - {room})
+    return found
+
+
+def floors_of(rooms: Mapping[str, set[str]]) -> int:
+    """Rooms on the longest way down; those that import each other share a floor."""
+    tied = set(circles(rooms))
+    down = {room: others - tied if room in tied else others for room, others in rooms.items()}
+    floor: dict[str, int] = {}
+    while len(floor) < len(down):
+        ready = [room for room, others in down.items() if room not in floor and others <= floor.keys()]
+        floor |= {room: 1 + max((floor[other] for other in down[room]), default=0) for room in ready}
+    return max(floor.values())
 
 
 def imports_of(folders: tuple[str, ...]) -> dict[str, set[str]]:
@@ -223,6 +277,24 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert circles(imports_of(("inference_engine", "kv_cache_proposer", "laboratory"))) == []
 
 
+def test_a_package_has_no_more_rooms_floors_and_arrows_than_it_had() -> None:
+    for folder, limits in ROOMS.items():
+        rooms = rooms_of(folder)
+        found = len(rooms), floors_of(rooms), sum(map(len, rooms.values()))
+        assert all(one <= most for one, most in zip(found, limits, strict=True)), f"{folder}: {found}"
+
+
+def test_rooms_and_floors_are_counted() -> None:
+    kernels = rooms_of("inference_engine/kernels")
+    assert {"triton", "attention"} <= kernels.keys()
+    assert "attention" in kernels["long_chunks"]
+    assert floors_of({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
+
+
+def test_whether_an_optional_mechanism_is_there_is_asked_in_its_own_place() -> None:
+    assert violations(optional_mechanism, ("inference_engine",)) == []
+
+
 def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
 
@@ -249,6 +321,8 @@ FORBIDDEN: list[tuple[Rule, str]] = [
     (private_patch, "patch.object(engine._scheduler, 'submit')"),
     (private_patch, "mock.patch.object(hibernation, '_read_seconds', 1)"),
     (private_patch, "monkeypatch.setitem(strategies._STRATEGIES, 'full', Full)"),
+    (optional_mechanism, "if self._tier is None: pass"),
+    (optional_mechanism, "found = kv.draft_memory is not None"),
     (mlx_outside_its_place, "import mlx.core as mx"),
     (mlx_outside_its_place, "from mlx_lm import load"),
     (code_from_data, "import pickle"),
@@ -270,6 +344,8 @@ def test_a_rule_finds_what_it_forbids(subtests: pytest.Subtests) -> None:
 HARMLESS: list[tuple[Rule, str]] = [
     (environment_access, "import os; os.replace(a, b)"),
     (engine_reached_into, "engine.session_info(session_id)"),
+    (optional_mechanism, "if drafter is None: pass"),  # where an engine is composed
+    (optional_mechanism, "if limit is None: pass"),
     (private_patch, "monkeypatch.setattr(fidelity, 'measure', measured)"),
     (private_patch, "monkeypatch.setattr(Client, '__init__', refused)"),
     (private_patch, "object.__setattr__(self, '_total', 3)"),

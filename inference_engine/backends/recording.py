@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.outbox import Outbox
+from inference_engine.backends.pinned import Outbox
 from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
 
 Numbers = NDArray[np.int64]

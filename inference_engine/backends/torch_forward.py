@@ -15,8 +15,8 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.device_archives import DeviceArchives
 from inference_engine.backends.device_indexes import DeviceIndexes, can_index
 from inference_engine.backends.graphs import SIZES, StepGraphs
-from inference_engine.backends.landing import Landing
 from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.pinned import Landing
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory

@@ -118,7 +118,7 @@ def _needed(parts: Parts, engine: EngineConfig) -> set[str]:
     )
     strategy = parse_strategy(engine.strategy).resolved(geometry, has_components=parts.forward.indexes_keys)
     needed = {"components"} if strategy.calibrated in (COMPONENTS, LATENT_AND_COMPONENTS) else set()
-    if (restorer := strategy.restorer()) is not None and restorer.is_calibrated:
+    if strategy.restorer().is_calibrated:
         needed.add("latent")
     return needed
 

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kv.context import DraftMemories, DraftMemory, KVContext
+from inference_engine.kv.context import DraftMemories, DraftMemory, KVContext, NoDraftMemories
 
-__all__ = ["DraftMemory", "DraftMethod", "Drafter", "Seen", "TokenIds", "Tokens", "Wanted"]
+__all__ = ["DraftMemory", "DraftMethod", "Drafter", "NoDrafter", "Seen", "TokenIds", "Tokens", "Wanted"]
 
 TokenIds = NDArray[np.uint32]
+_NO_TOKENS: TokenIds = np.zeros(0, dtype=np.uint32)
 
 
 class Tokens(Protocol):
@@ -105,3 +106,23 @@ class Drafter(DraftMemories, Protocol):
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
         """A draft for each, of at most its limit; an empty one where the drafter has none."""
+
+
+class NoDrafter(NoDraftMemories):
+    """Implements Drafter: it drafts nothing, and its name is empty."""
+
+    name = ""
+    tap_layers = ()
+    longest = 0
+
+    def prepare(self, context: KVContext) -> None:
+        pass
+
+    def method(self, history: Tokens) -> DraftMethod | None:
+        return None
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        pass
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
+        return [_NO_TOKENS] * len(wanted)

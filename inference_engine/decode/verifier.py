@@ -241,9 +241,10 @@ class Verifier:
         """
         self._forward = forward
         # Nothing of a model that torch does not compute has gradients, and to enter the mode takes as long as a plan.
-        self._mode: Callable[[], contextlib.AbstractContextManager[object]] = (
-            contextlib.nullcontext if forward.seam is None else torch.inference_mode
+        self._mode: contextlib.AbstractContextManager[object] = (
+            contextlib.nullcontext() if forward.seam is None else torch.inference_mode()
         )
+        self._is_in_step = forward.device.type == "cpu"  # is the device done with a step when the call returns?
         self._launches = forward.launcher is not None
         self._before: _Planned | None = None  # the last step, if it `can_be_followed`
         self._lap = lap
@@ -252,7 +253,7 @@ class Verifier:
 
     def waits(self, blocks: Sequence[Block]) -> bool:
         """Does `run` return only when these blocks are computed? On a GPU only if tokens are sampled."""
-        return self._forward.device.type == "cpu" or any(block.sampled for block in blocks)
+        return self._is_in_step or any(block.sampled for block in blocks)
 
     def run(self, blocks: Sequence[Block]) -> list[Outcome]:
         """As `start`, for a step that is waited for."""
@@ -273,7 +274,7 @@ class Verifier:
         """
         launcher = self._forward.launcher if launches else None
         try:
-            with self._mode():
+            with self._mode:
                 planned = self._plan(blocks)
                 on_planned()
                 self._lap("plan")
@@ -298,7 +299,7 @@ class Verifier:
         launcher = self._forward.launcher
         assert launcher is not None, "another step was launched"
         try:
-            with self._mode():
+            with self._mode:
                 _stage(blocks)
                 planned = behind._planned.following(blocks, partial(self._lap, "forward"))
                 self._lap("plan")

@@ -14,7 +14,7 @@ import numpy as np
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
-from inference_engine.decode.draft import Drafter
+from inference_engine.decode.draft import Drafter, NoDrafter
 from inference_engine.decode.verifier import Verifier
 from inference_engine.engine.arguments import (
     MAX_PAGE_SESSIONS,
@@ -98,7 +98,7 @@ class Engine:
         self.metrics = metrics or EngineMetrics()
         self.tracing = tracing or Tracing()
         self._forward = forward
-        self._drafter = drafter
+        self._drafter: Drafter = NoDrafter() if drafter is None else drafter
         self._clock = clock
         self._wall_clock = wall_clock
         self._journal = journal or MemoryJournal()
@@ -125,7 +125,7 @@ class Engine:
             default_strategy=default,
             latent=latent,
             components=components,
-            drafter=drafter,
+            drafter=self._drafter,
         )
         default.ready(self._context)
         limit = self._arguments.limit(default, None)
@@ -144,7 +144,7 @@ class Engine:
         )
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
-            Verifier(forward, self._context, tap_layers=() if drafter is None else drafter.tap_layers, lap=timer.lap),
+            Verifier(forward, self._context, tap_layers=self._drafter.tap_layers, lap=timer.lap),
             self._store,
             self._journal,
             self.metrics,
@@ -152,7 +152,7 @@ class Engine:
             clock,
             vocab_size=forward.facts.vocab_size,
             timer=timer,
-            drafter=drafter,
+            drafter=self._drafter,
             open_copies=open_copies(
                 self._journal.book, self._store, self._context, forward, self.config, self.metrics, clock
             ),
@@ -529,7 +529,7 @@ class Engine:
             kv_reserved_bytes=self._context.pool.reserved_bytes,
             tier_capacity_bytes=tier.capacity_bytes,
             tier_reserved_bytes=tier.reserved_bytes,
-            drafter="" if self._drafter is None else self._drafter.name,
+            drafter=self._drafter.name,
             config=self.config,
             durability=self._journal.durability,
         )

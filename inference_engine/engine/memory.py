@@ -43,7 +43,7 @@ def open_memory(
     default_strategy: KVStrategy,
     latent: TokenCodec | None,
     components: ModelComponents | None,
-    drafter: Drafter | None,
+    drafter: Drafter,
 ) -> KVContext:
     """Allocate the pool and the tier, and prepare the drafter. Raises ConfigError or BackendError if it is impossible.
 
@@ -51,7 +51,6 @@ def open_memory(
     session, but only its length limit bounds its addresses. With shared forks it also holds ended sessions whose
     entries forks still read, at most MOST_PIECES for each session.
     """
-    tap_layers = () if drafter is None else drafter.tap_layers
     free_bytes = forward.free_bytes()
     if config.kv_bytes > free_bytes:
         _log.warning(
@@ -65,7 +64,7 @@ def open_memory(
         longest = _longest_bytes(default_strategy, geometry)
         allocations = config.max_sessions * (1 + MOST_PIECES if config.share_forks else 1)
         address_bytes = min(2 * MOST_BYTES, 2 * capacity + allocations * longest)
-    opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=tap_layers)
+    opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=drafter.tap_layers)
     tier = open_tier(
         forward.device,
         capacity_bytes=config.tier_bytes,
@@ -76,10 +75,8 @@ def open_memory(
     placed = {layer: found.to(forward.device) for layer, found in (components or {}).items()}
     if latent is not None:
         latent = latent.using(opened.ops.trellis)
-    context = replace(opened, latent=latent, components=placed, tier=tier)
-    if drafter is not None:
-        context = replace(context, draft_memories=drafter)
-        drafter.prepare(context)
+    context = replace(opened, latent=latent, components=placed, tier=tier, draft_memories=drafter)
+    drafter.prepare(context)
     return context
 
 

@@ -118,7 +118,7 @@ class MacState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> MacState:
-        """An empty state of `mac_state_bytes` bytes. `dtype` is that of the kept queries."""
+        """An empty state. `dtype` is that of the kept queries."""
         assert ring > 0, ring
         return cls(
             queries=torch.zeros(query_heads, ring, head_dim, dtype=dtype, device=device),
@@ -157,12 +157,6 @@ class MacState:
 
     def _tensors(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]
-
-
-def mac_state_bytes(query_heads: int, head_dim: int, ring: int, dtype: torch.dtype) -> int:
-    """Bytes of one layer's state: per head and slot a query, a float32 summary, lse and depth; per slot a position."""
-    per_head = head_dim * (dtype.itemsize + 4) + 4 + 4
-    return ring * (query_heads * per_head + 8)
 
 
 def match_limit(head_dim: int, threshold: float | Tensor) -> float | Tensor:

@@ -149,7 +149,7 @@ class LayerRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierLayout:
-    """What a layer has beside its resident entries.
+    """What a layer has beside its resident entries. By default nothing: no entry of it lies in the second tier.
 
     blocks: blocks of `block` entries in the longest history; their summaries stay on the device.
     step: a step of appended tokens ends at a multiple of it at the latest.
@@ -157,12 +157,12 @@ class TierLayout:
     fetched: how many fetched blocks the region of a KV head has room for.
     """
 
-    block: int
-    blocks: int
-    entries: int
-    chunk: int
-    fetched: int
-    step: int
+    block: int = 1
+    blocks: int = 0
+    entries: int = 0
+    chunk: int = 1
+    fetched: int = 0
+    step: int = 0
 
     @property
     def chunks(self) -> int:
@@ -184,7 +184,7 @@ class Layout:
     selector: BlockSelector | None = None
     chooser: TokenSelector | None = None
     matcher: QueryMatcher | None = None
-    tier: TierLayout | None = None
+    tier: TierLayout = TierLayout()
     base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
     indexed: int = 0  # with a chooser: positions that its index has room for
 
@@ -238,12 +238,17 @@ class Layout:
         """Tokens on both sides of a multiple of it do not share a step; None: any may."""
         if self.window is None:
             return None
-        return self.segment if self.tier is None else self.tier.step
+        return self.tier.step or self.segment
 
     @property
     def is_selective(self) -> bool:
         """Do generated tokens read less than all?"""
         return (self.selector, self.chooser, self.matcher) != (None, None, None)
+
+    @property
+    def moves_keys(self) -> bool:
+        """Are keys read at other positions than their own, or before rotation?"""
+        return self.spare > 0 or self.matcher is not None or self.chooser is not None
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
         """The same layout for a session whose first `base` entries lie in a shared prefix."""
@@ -253,14 +258,12 @@ class Layout:
     @property
     def blocks(self) -> int:
         """Slots that hold the summaries of blocks."""
-        if self.tier is not None:
-            return self.tier.blocks
-        return 0 if self.selector is None else -(-self.capacity // self.selector.block)
+        return self.tier.blocks or (0 if self.selector is None else -(-self.capacity // self.selector.block))
 
     @property
     def region(self) -> int:
         """All slots of a KV head."""
-        return self.fetched_from + (0 if self.tier is None else self.tier.fetched * self.tier.block)
+        return self.fetched_from + self.tier.fetched * self.tier.block
 
     @property
     def summaries_from(self) -> int:
@@ -299,9 +302,7 @@ class Layout:
         if self.window is None:
             return 0
         first = self.segment_start(position) - self.window
-        if self.tier is not None:
-            first -= first % self.tier.block
-        return max(0, first)
+        return max(0, first - first % self.tier.block)
 
     def sink_shift(self, position: int) -> int:
         """How many positions the sink's keys are moved forward for queries in the segment of `position`.
@@ -316,7 +317,7 @@ class Layout:
         Both are integer arrays of numpy, or both of torch; so is the result.
         """
         seen = (held >= 0) & (held <= queries[:, None])
-        if self.window is not None and self.tier is None:
+        if self.window is not None and not self.tier.blocks:
             horizons = queries - queries % self.segment - self.window
             seen &= (held < self.sink) | (held >= horizons[:, None])
         if self.native_window is not None:

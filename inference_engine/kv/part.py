@@ -81,6 +81,8 @@ class Part(ABC):
 
     # Does waking take room in the pool, which the idle session gives back?
     takes_room: ClassVar[bool] = False
+    # Until `quiet_until`, does its footprint change with the open pages alone?
+    grows_by_pages: ClassVar[bool] = True
 
     # -- idle and active --------------------------------------------------------------------------------------------
 
@@ -115,8 +117,7 @@ class Part(ABC):
 
     def quiet_until(self, position: int) -> int:
         """`position` is staged. Until this one, to commit a token is nothing, to stage the next is to enter it in the
-        tables and to open its page (`stage_next`), and the footprint counts pages alone. `position` itself: it always
-        may be more.
+        tables and to open its page (`stage_next`). `position` itself: it always may be more.
         """
         return position
 

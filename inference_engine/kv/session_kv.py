@@ -71,6 +71,7 @@ class SessionKV:
         self.evicted = 0  # committed positions that no query can read any more
         self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.quiet_until`)
         self._quiet_footprint: tuple[int, Footprint] | None = None  # while that is so; with the pages that are open
+        self._grows_by_pages = False
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
@@ -275,7 +276,7 @@ class SessionKV:
                 return False
             self.parts += (entries,)
             self._resident += (entries,)
-        if plan.restorer is not None:
+        if plan.archived:
             kind: type[ArchivedEntries] = RestoredEntries
             if plan.restorer.streams:
                 kind = SelectedEntries if plan.restorer.selects else StreamedEntries
@@ -289,6 +290,7 @@ class SessionKV:
             if self.draft_memory is None:
                 return False
             self.parts += (self.draft_memory,)
+        self._grows_by_pages = all(part.grows_by_pages for part in self.parts)
         self._is_active = not self.takes_room
         return True
 
@@ -597,7 +599,7 @@ class SessionKV:
         for part in self.parts:
             part.add_footprint(held, self.length, end)
         footprint = Footprint(held.by_kind, tier_bytes=held.tier_bytes)
-        if end < self._quiet_until and self.draft_memory is None:
+        if end < self._quiet_until and self._grows_by_pages:
             self._quiet_footprint = pages, footprint
         return footprint
 

@@ -268,21 +268,17 @@ class LayerSlots:
     def gather(self, states: Tensor, slots: Positions) -> Tensor:
         """A copy of what lies in `slots` of every layer: [layers, n, Hkv, D]."""
         found = states.new_empty((len(self.layers), len(slots), self.kv_heads, self.head_dim))
-        place = 0
-        for first, end in neighbours(slots):
-            for layers, views in self._views(states, first, end):
-                found[layers, place : place + end - first] = views.transpose(1, 2)
-            place += end - first
+        for place, first, count in _runs(slots):
+            for layers, views in self._views(states, first, first + count):
+                found[layers, place : place + count] = views.transpose(1, 2)
         return found
 
     def put(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
         """The inverse of `gather`; rounded to the buffer's dtype."""
         fresh = as_kept(fresh, states.dtype)
-        place = 0
-        for first, end in neighbours(slots):
-            for layers, views in self._views(states, first, end):
-                views.copy_(fresh[layers, place : place + end - first].transpose(1, 2))
-            place += end - first
+        for place, first, count in _runs(slots):
+            for layers, views in self._views(states, first, first + count):
+                views.copy_(fresh[layers, place : place + count].transpose(1, 2))
 
     def _views(self, states: Tensor, first: int, end: int) -> list[tuple[slice, Tensor]]:
         """Views of the slots from `first` to `end`, [some layers, Hkv, slots, D] at a time."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.kv.archives.restorer import KeptLayers, Restorer
+from inference_engine.kv.archives.restorer import KeptLayers, NoRestorer, Restorer
 from inference_engine.kv.geometry import IMMOVABLE, Geometry
 from inference_engine.kv.layout import LayerRule, LayerSet, Layout, alike
 from inference_engine.kv.part import Need
@@ -47,14 +47,14 @@ class Placement:
     resident: tuple[tuple[LayerSet, Layout], ...]
     archived: tuple[tuple[LayerSet, ArchivedLayout], ...]
     kept: tuple[KeptLayers, ...]  # one for each of `archived`; none for a restorer that replays
-    restorer: Restorer | None
+    restorer: Restorer
 
     def step(self, segment: int) -> int | None:
         """Tokens on both sides of a multiple of it do not share a step; None: any may.
 
         A segment, where entries are evicted or archived.
         """
-        if self.restorer is not None and not self.restorer.replays:
+        if self.kept:
             return segment
         return min((layout.step for layout in self._layouts if layout.step is not None), default=None)
 
@@ -70,7 +70,7 @@ class Placement:
     @property
     def keeps_every_entry(self) -> bool:
         """Does each entry stay in its place, unchanged? Then forks may read it there."""
-        return self.restorer is None and all(layout.keeps_every_entry for layout in self._layouts)
+        return not self.archived and all(layout.keeps_every_entry for layout in self._layouts)
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Placement:
         """The same for a session whose first `base` entries lie in a shared prefix. Only if `keeps_every_entry`."""
@@ -84,7 +84,7 @@ class Placement:
         sustained = _needed(geometry, self.resident)
         sustained += _needed(geometry, [(layers, pair.exact) for layers, pair in self.archived])
         active = Need()
-        if self.restorer is not None:
+        if self.archived:
             sustained += self.restorer.need(geometry, self.kept)
             if self.restorer.streams:
                 caches = self.restorer.restore_caches(geometry, self.kept)
@@ -112,15 +112,15 @@ class KVStrategy(ABC):
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         """What layer number `layer` keeps."""
 
-    def restorer(self) -> Restorer | None:
-        """How entries older than a rule's `exact` are archived; None if no rule has one."""
-        return None
+    def restorer(self) -> Restorer:
+        """How entries older than a rule's `exact` are archived."""
+        return NoRestorer()
 
     @property
     def calibrated(self) -> str:
         """What was calibrated for the model and decides what a session's tokens are: LATENT, COMPONENTS, both, or
         nothing."""
-        return "" if self.restorer() is None else LATENT
+        return ""
 
     def check(self, geometry: Geometry) -> None:
         """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""
@@ -134,16 +134,14 @@ class KVStrategy(ABC):
 
     def waits(self, context: KVContext) -> bool:
         """Would `ready` take longer than a step, because something that was calibrated has still to be read?"""
-        restorer = self.restorer()
-        return restorer is not None and restorer.waits(context)
+        return self.restorer().waits(context)
 
     def ready(self, context: KVContext) -> None:
         """Raise InvalidArgument, naming the option, if something that was calibrated is missing or does not fit.
 
         What is read at first use is read now. Called before anything is locked.
         """
-        if (restorer := self.restorer()) is not None:
-            restorer.ready(context)
+        self.restorer().ready(context)
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[KVStrategy, ...]:
@@ -178,9 +176,7 @@ class KVStrategy(ABC):
         geometry = self.geometry(geometry)
         restorer = self.restorer()
         rules = {index: self.rule(index, geometry) for index in range(len(geometry.layers))}
-        archived = [
-            index for index, rule in rules.items() if restorer and _is_archived(restorer, rule, geometry, index)
-        ]
+        archived = [index for index, rule in rules.items() if _is_archived(restorer, rule, geometry, index)]
         keys = {index: (rule, geometry.layers[index].native_window) for index, rule in rules.items()}
         archived_sets = alike(geometry, {index: keys[index] for index in archived})
         exact = [
@@ -207,10 +203,9 @@ class KVStrategy(ABC):
             kept=tuple(
                 KeptLayers.of(layers, geometry, layout, rule.window, limit_tokens)
                 for (layers, (rule, _)), layout in zip(archived_sets, exact, strict=True)
-                if restorer is not None and not restorer.replays
+                if not restorer.replays
             ),
-            # Without archived layers there is nothing to restore.
-            restorer=restorer if archived else None,
+            restorer=restorer,
         )
 
     def bound(self, geometry: Geometry, limit_tokens: int | None) -> Bound:
@@ -241,7 +236,7 @@ class KVStrategy(ABC):
         most = 0
         for index in range(len(geometry.layers)):
             rule = self.rule(index, geometry)
-            if restorer is None or rule.exact is None or not _is_archived(restorer, rule, geometry, index):
+            if rule.exact is None or not _is_archived(restorer, rule, geometry, index):
                 continue
             start = query - query % geometry.segment_tokens
             first = rule.sink if rule.window is None else max(rule.sink, start - rule.window)
@@ -261,13 +256,8 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     if not fixed:
         return
     plan = strategy.placement(geometry, strategy.length_limit(geometry))
-    moved = {
-        layer
-        for layers, layout in plan.resident
-        if layout.spare or layout.matcher is not None or layout.chooser is not None
-        for layer in layers.layers
-    }
-    if plan.restorer is not None and not plan.restorer.replays:
+    moved = {layer for layers, layout in plan.resident if layout.moves_keys for layer in layers.layers}
+    if plan.kept:
         moved |= {layer for layers, _ in plan.archived for layer in layers.layers}
     if hit := sorted(moved & fixed):
         raise InvalidArgument(

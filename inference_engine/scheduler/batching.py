@@ -18,7 +18,7 @@ from inference_engine.decode.draft import TokenIds
 from inference_engine.decode.verifier import Block
 from inference_engine.scheduler.policy import Candidate, Targets, choose, chunk_beside_decoders, cut
 from inference_engine.scheduler.request import Request
-from inference_engine.scheduler.speculation import Drafting
+from inference_engine.scheduler.speculation import Speculation
 from inference_engine.scheduler.step_time import StepPace
 
 Turn = tuple[str, bool]  # an owner, and whether it prefills
@@ -51,10 +51,10 @@ class Turns:
 class Batching:
     """Engine's thread."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float], drafting: Drafting | None) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], speculation: Speculation) -> None:
         self._config = config
         self._clock = clock
-        self._drafting = drafting
+        self._speculation = speculation
         self._turns = Turns()
         self._pace = StepPace()
         self._targets = Targets(
@@ -101,7 +101,7 @@ class Batching:
         wanted = tokens if request.has_recorded_forced else int(is_last and is_scored)
         token_ids = request.session.pending_ids(tokens)
         # All but the last sampled token have K/V while a Generate decodes.
-        is_decoded = is_last and tokens == 1 and not request.is_prefilling
+        is_decoded = is_last and tokens == 1 and request.generated > 0
         generated = _GENERATED if is_decoded else request.session.pending_generated(tokens)
         if draft is not None:
             token_ids = np.concatenate([token_ids, draft])
@@ -114,9 +114,9 @@ class Batching:
             sampler=request.sampler if is_last and not is_scored else None,
             needs_logprob=request.params.logprobs,
             wanted_logits=wanted,
-            needs_taps=self._drafting is not None
+            needs_taps=self._speculation.has_taps
             and not request.session.kv.pending_replay
-            and self._drafting.needs_taps(request),
+            and self._speculation.needs_taps(request),
         )
 
     def unknown(self, requests: Sequence[Request]) -> tuple[list[Block], TokenIds]:
@@ -131,7 +131,7 @@ class Batching:
                 generated=_GENERATED,
                 sampler=request.sampler,
                 needs_logprob=request.params.logprobs,
-                needs_taps=self._drafting is not None and self._drafting.needs_taps(request),
+                needs_taps=self._speculation.has_taps and self._speculation.needs_taps(request),
             )
             for index, request in enumerate(requests)
         ]

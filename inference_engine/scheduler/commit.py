@@ -14,7 +14,7 @@ from inference_engine.kernels.sampling import Sample
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.lifecycle import Endings
 from inference_engine.scheduler.request import Request, RequestState
-from inference_engine.scheduler.speculation import Drafting
+from inference_engine.scheduler.speculation import Speculation
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import Logprobs
 from inference_engine.session.session import Session
@@ -33,13 +33,13 @@ class Settling:
         metrics: EngineMetrics,
         clock: Callable[[], float],
         endings: Endings,
-        drafting: Drafting | None,
+        speculation: Speculation,
     ) -> None:
         self._store = store
         self._metrics = metrics
         self._clock = clock
         self._endings = endings
-        self._drafting = drafting
+        self._speculation = speculation
         # Of tokens that are not counted yet: how many, and the seconds between them and those before.
         self._reported = 0
         self._gaps: list[float] = []
@@ -55,15 +55,16 @@ class Settling:
     def settle(self, request: Request, block: Block, outcome: Outcome) -> None:
         """Commit the result of this step: the history first, then the KV entries, then the events for the client."""
         session, kv = request.session, request.session.kv
-        first, is_replayed = kv.next_position, kv.pending_replay > 0
+        first = kv.next_position
+        is_replayed = first < kv.length
         try:
             kept, taken = self._accept(request, block, outcome)
         except BaseException:
             kv.commit(first)
             raise
         failure = self._commit(session, first + kept)
-        if self._drafting is not None and not is_replayed:
-            self._drafting.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
+        if not is_replayed:
+            self._speculation.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
         if request.is_prefilling:
             request.prefilled_tokens += kept
             self._metrics.prefilled_tokens.inc(kept)
@@ -101,9 +102,8 @@ class Settling:
                     # Another call of the owner took the last place. The logits that come next are computed with that
                     # entry.
                     session.forget_entries()
-                if self._drafting is not None:
-                    first = session.kv.next_position - 1
-                    self._drafting.settle(request, block, outcome, first=first, kept=1, taken=int(is_recorded))
+                first = session.kv.length - 1
+                self._speculation.settle(request, block, outcome, first=first, kept=1, taken=int(is_recorded))
                 if is_recorded:
                     self._report(request, sample, len(session.history) - 1, now)
                     self._end_if_done(request, sample.token_id, now)

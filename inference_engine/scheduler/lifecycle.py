@@ -25,7 +25,7 @@ from inference_engine.kernels.sampling import Sampler
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
-from inference_engine.scheduler.speculation import Drafting
+from inference_engine.scheduler.speculation import Speculation
 from inference_engine.scheduler.wakeups import Wakeups
 from inference_engine.session.copies import Copies
 from inference_engine.session.session import Session
@@ -50,22 +50,21 @@ class Endings:
         self,
         store: SessionStore,
         metrics: EngineMetrics,
-        drafting: Drafting | None,
+        speculation: Speculation,
         leave: Callable[[Request], None],
         copies: Copies,
     ) -> None:
         self._store = store
         self._copies = copies
         self._metrics = metrics
-        self._drafting = drafting
+        self._speculation = speculation
         self._leave = leave
 
     def end(self, request: Request, event: Finished | Failed) -> None:
         request.move(RequestState.ENDED)
-        if self._drafting is not None:
-            self._drafting.flush()
-            if isinstance(event, Finished):
-                event = replace(event, is_degraded=request.is_degraded)
+        self._speculation.flush()
+        if isinstance(event, Finished):
+            event = replace(event, is_degraded=request.is_degraded)
         if isinstance(event, Failed) and is_out_of_memory(event.error):
             event = Failed(OutOfMemory())
             self.forget_entries(request.session)

@@ -34,7 +34,7 @@ from inference_engine.scheduler.foresight import Foresight, Room
 from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
 from inference_engine.scheduler.policy import admit, places
 from inference_engine.scheduler.request import Request, RequestState
-from inference_engine.scheduler.speculation import Drafting
+from inference_engine.scheduler.speculation import Drafting, Speculation
 from inference_engine.scheduler.step_time import EndPace
 from inference_engine.scheduler.wakeups import Wakeups
 from inference_engine.session.copies import NoCopies, OpenCopies
@@ -84,7 +84,7 @@ class Scheduler:
         *,
         vocab_size: int,
         timer: StepTimer,
-        drafter: Drafter | None = None,
+        drafter: Drafter,
         open_copies: OpenCopies = NoCopies,
     ) -> None:
         """open_copies: makes what saves and reads copies of K/V, which calls back when there is more to do."""
@@ -94,13 +94,15 @@ class Scheduler:
         self._metrics = metrics
         self._config = config
         self._clock = clock
-        self._drafting: Drafting | None = None
-        if drafter is not None:
-            self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
-        self._journal = journal if journal.keeps else None
-        self.wakeups = Wakeups(None if self._journal is None else self._journal.say)
+        self._speculation = Speculation()
+        if drafter.longest:
+            self._speculation = Drafting(
+                drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens
+            )
+        self._journal = journal
+        self.wakeups = Wakeups(journal.say if journal.keeps else None)
         self.copies = open_copies(self.nudge)
-        self._endings = Endings(store, metrics, self._drafting, self._leave, self.copies)
+        self._endings = Endings(store, metrics, self._speculation, self._leave, self.copies)
         self._beginnings = Beginnings(
             metrics,
             clock,
@@ -110,8 +112,8 @@ class Scheduler:
             vocab_size=vocab_size,
             copies=self.copies,
         )
-        self._batching = Batching(config, clock, self._drafting)
-        self._settling = Settling(store, metrics, clock, self._endings, self._drafting)
+        self._batching = Batching(config, clock, self._speculation)
+        self._settling = Settling(store, metrics, clock, self._endings, self._speculation)
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._tasks: deque[Callable[[], None]] = deque()
@@ -341,7 +343,7 @@ class Scheduler:
         if self._flight is not None:
             self._go_on(self._flight)
             return
-        if self._journal is not None and self._journal.is_behind():
+        if self._journal.is_behind():
             time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be sent
             self._last_step = None
             return
@@ -349,17 +351,16 @@ class Scheduler:
         last, self._last_step = self._last_step, None
         if not requests:
             return
-        step_began = self._clock()
-        self._timer.begin()
+        step_began = self._timer.begin()
         chosen = self._batching.choose(requests)
         batch = list(chosen)
         first = [request for request in batch if request.is_prefilling]
         is_decoding = not first
         drafts: dict[Request, TokenIds] = {}
         self._timer.lap("plan")
-        if self._drafting is not None and is_decoding:
+        if is_decoding:
             tokens_left = self._config.step_tokens - len(batch)
-            drafts = self._drafting.draft(batch, tokens_left, on_work=self.wakeups.release)
+            drafts = self._speculation.draft(batch, tokens_left, on_work=self.wakeups.release)
         self._timer.lap("draft")
         blocks = [self._batching.block(request, tokens, drafts.get(request)) for request, tokens in chosen.items()]
         began = self._clock()
@@ -378,7 +379,7 @@ class Scheduler:
         if isinstance(outcomes, InFlight):
             self._flight = Flight(batch, outcomes, began, None)
             return
-        seconds, tokens = self._clock() - began, sum([len(block.token_ids) for block in blocks])
+        seconds, tokens = self._clock() - began, sum(chosen.values()) + sum(map(len, drafts.values()))
         has_waited = self._verifier.waits(blocks)
         if self._note_step(batch, tokens, seconds, is_decoding=is_decoding, has_waited=has_waited):
             self._last_step = step_began, tokens
@@ -407,8 +408,8 @@ class Scheduler:
             self._batching.took(tokens, seconds)
         self._metrics.step_tokens.observe(tokens)
         self._metrics.step_sessions.observe(len(batch))
-        if self._drafting is not None and is_decoding and is_known:
-            self._drafting.took(len(batch), tokens, seconds)
+        if is_decoding and is_known:
+            self._speculation.took(len(batch), tokens, seconds)
         return is_known
 
     def _settle(
@@ -430,13 +431,10 @@ class Scheduler:
         self._settling.count_reported()
         if first:
             self._record_first_tokens(first)
-        if self._journal is not None:
-            self._journal.kick()
+        self._journal.kick()
         self._timer.lap("settle")
-        if self._drafting is not None:
-            self._drafting.flush_if_many()
-            self._timer.lap("draft")
-        self._timer.end()
+        self._speculation.flush_if_many()
+        self._timer.end("draft")
 
     # -- steps that are launched before the tokens of the one before have reached the host --------------------------
 
@@ -481,14 +479,14 @@ class Scheduler:
         The entries that this one wrote are committed first. An error leaves nothing staged behind them.
         """
         batch = flight.batch
-        if self._journal is not None and self._journal.is_behind():
+        if self._journal.is_behind():
             return None
         # Room for the token that is being sampled, and for the one behind it.
         if not all(map(_goes_on, batch)) or not self._store.have_room([request.session for request in batch], 2):
             return None
         if not flight.step.commits_ahead:
             return None
-        if self._drafting is not None and not self._drafting.rests(batch):
+        if not self._speculation.rests(batch):
             return None
         flight.is_committed = True
         for request in batch:
@@ -567,13 +565,15 @@ class Scheduler:
                 self._endings.end(request, Failed(error))
                 return False
         tokens, kv = len(session.history), session.kv
-        if not kv.covers(tokens):
+        draft_tokens = min(_DRAFT_TOKENS, self._speculation.most_draft_tokens(request))
+        if kv.covers(tokens + draft_tokens):
+            return True
+        if not (draft_tokens and kv.covers(tokens)):
             try:
                 self._store.secure(session, tokens)
             except RequestError as error:
                 self._endings.end(request, Failed(error))
                 return False
-        draft_tokens = 0 if self._drafting is None else min(_DRAFT_TOKENS, self._drafting.most_draft_tokens(request))
         # After a refusal the next attempt is made when the next segment is granted, not at each step.
         should_grow = (
             draft_tokens > 0 and not kv.covers(tokens + draft_tokens) and request.refused_behind != kv.granted_tokens

@@ -92,7 +92,49 @@ class _Asked:
         )
 
 
-class Drafting:
+class Speculation:
+    """What the loop asks and tells about drafts; this one is without a drafter, and drafts nothing."""
+
+    has_taps = False  # does the drafter read hidden states of the target?
+
+    def needs_taps(self, request: Request) -> bool:
+        """Does it read those of this request's next tokens?"""
+        return False
+
+    def most_draft_tokens(self, request: Request) -> int:
+        """Most draft tokens in its next step, whatever memory is free."""
+        return 0
+
+    def draft(
+        self, decoding: Sequence[Request], tokens_left: int, *, on_work: Callable[[], None] = lambda: None
+    ) -> dict[Request, TokenIds]:
+        """Draft tokens for the requests that a step decodes; at most `tokens_left` in total.
+
+        on_work: called before the drafter takes the device's time, if it does.
+        """
+        return {}
+
+    def rests(self, decoding: Sequence[Request]) -> bool:
+        """Would no draft be requested for them, by the tokens that are known? Then a step counts as decided on.
+
+        Of a text that repeats itself, a draft begins one token later than if every token were waited for.
+        """
+        return True
+
+    def took(self, sessions: int, tokens: int, seconds: float) -> None:
+        """Record the duration of a step that only decoded."""
+
+    def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
+        """The block's first `kept` tokens, from position `first` on, were committed, and `taken` samples recorded."""
+
+    def flush_if_many(self) -> None:
+        """After a step: pass committed tokens to the drafter once there are enough of them."""
+
+    def flush(self) -> None:
+        """Pass to the drafter all committed tokens that it has not seen."""
+
+
+class Drafting(Speculation):
     """One drafter for all sessions of an engine."""
 
     def __init__(
@@ -106,6 +148,7 @@ class Drafting:
     ) -> None:
         """draft_tokens: the fixed length of every draft; 0: the length that pays most."""
         self._drafter = drafter
+        self.has_taps = bool(drafter.tap_layers)
         self._vocab_size = vocab_size
         self._metrics = metrics
         self._clock = clock
@@ -121,10 +164,9 @@ class Drafting:
         self._seen: list[tuple[Request, Seen]] = []
 
     def needs_taps(self, request: Request) -> bool:
-        return bool(self._drafter.tap_layers) and self._is_served(request)
+        return self.has_taps and self._is_served(request)
 
     def most_draft_tokens(self, request: Request) -> int:
-        """Most draft tokens in its next step, whatever memory is free."""
         if request.is_prefilling or not self._is_served(request):
             return 0
         return max(0, request.params.max_tokens - request.generated - 1)
@@ -147,10 +189,6 @@ class Drafting:
     def draft(
         self, decoding: Sequence[Request], tokens_left: int, *, on_work: Callable[[], None] = lambda: None
     ) -> dict[Request, TokenIds]:
-        """Draft tokens for the requests that a step decodes; at most `tokens_left` in total.
-
-        on_work: called before the drafter takes the device's time, if it does.
-        """
         self._given.clear()
         asked = [one for request in decoding if (one := self._ask(request, tokens_left, len(decoding))) is not None]
         if not asked:
@@ -181,10 +219,6 @@ class Drafting:
         return given
 
     def rests(self, decoding: Sequence[Request]) -> bool:
-        """Would no draft be requested for them, by the tokens that are known? Then a step counts as decided on.
-
-        Of a text that repeats itself, a draft begins one token later than if every token were waited for.
-        """
         sessions = len(decoding)
         found = [(request, self._method(request, self._drafter.longest)) for request in decoding]
         states = [(self._state(request, method[0]), *method) for request, method in found if method is not None]
@@ -281,11 +315,9 @@ class Drafting:
     # -- after a step -----------------------------------------------------------------------------------------------
 
     def took(self, sessions: int, tokens: int, seconds: float) -> None:
-        """Record the duration of a step that only decoded."""
         self._steps[sessions.bit_length()].saw(tokens, seconds, is_plain=tokens == sessions)
 
     def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
-        """The block's first `kept` tokens, from position `first` on, were committed, and `taken` samples recorded."""
         if block.drafted:
             right = len(outcome.samples) - 1
             accepted = min(right, taken)  # the Generate may have been stopped, or have ended among them
@@ -314,12 +346,10 @@ class Drafting:
             self._seen.append((request, Seen(memory, first, block.token_ids[:kept].copy(), taps)))
 
     def flush_if_many(self) -> None:
-        """After a step: pass committed tokens to the drafter once there are enough of them."""
         if self._seen and sum(len(seen.token_ids) for _, seen in self._seen) >= _REPORTED_TOGETHER:
             self.flush()
 
     def flush(self) -> None:
-        """Pass to the drafter all committed tokens that it has not seen."""
         # A session that was closed or has failed meanwhile has no memory any more.
         reported = [
             (request, seen)

@@ -11,7 +11,6 @@ session that a reader has not read yet count until it has.
 from __future__ import annotations
 
 import heapq
-import itertools
 import secrets
 import threading
 import time
@@ -208,8 +207,11 @@ class SessionStore:
         with self._lock:
             horizon = self._clock() - self._idle_ttl_seconds
             tokens = 0
-            # Least recently used first: the first one used recently enough ends the search.
-            old = list(itertools.takewhile(lambda session: session.used_at < horizon, self._sessions.values()))
+            old: list[Session] = []
+            for session in self._sessions.values():  # least recently used first
+                if session.used_at >= horizon:
+                    break
+                old.append(session)
             for session in old:
                 if session.operation is None:
                     self._evict(session, "ttl")
@@ -298,14 +300,23 @@ class SessionStore:
 
     def history_room(self, session: Session) -> int | None:
         """How many more tokens the history may take; None: any number. Called with the lock held."""
-        if self._limits.history_tokens_per_owner:
+        most, longest = self._limits.history_tokens_per_owner, session.longest
+        room = None if longest is None else max(0, longest - len(session.history))
+        if most:
             self._leaves.recount()
-        return self._room(session)
+            of_owner = max(0, most - session.history.holdings.tokens)
+            room = of_owner if room is None else min(room, of_owner)
+        if (kept := self._kept_room(session)) is not None:
+            room = kept if room is None else min(room, kept)
+        return room
 
     def have_room(self, sessions: Iterable[Session], tokens: int) -> bool:
         """May each history take so many more tokens?"""
         with self._lock:
-            return all(self.has_room(session, tokens) for session in sessions)
+            for session in sessions:
+                if not self.has_room(session, tokens):
+                    return False
+        return True
 
     def has_room(self, session: Session, tokens: int) -> bool:
         """May the history take so many more tokens? Called with the lock held."""
@@ -318,16 +329,6 @@ class SessionStore:
             return True
         self._leaves.recount()
         return history.holdings.tokens + tokens <= most
-
-    def _room(self, session: Session) -> int | None:
-        most, longest = self._limits.history_tokens_per_owner, session.longest
-        room = None if longest is None else max(0, longest - len(session.history))
-        if most:
-            of_owner = max(0, most - session.history.holdings.tokens)
-            room = of_owner if room is None else min(room, of_owner)
-        if (kept := self._kept_room(session)) is not None:
-            room = kept if room is None else min(room, kept)
-        return room
 
     def _kept_room(self, session: Session) -> int | None:
         most = self._limits.kept_tokens_per_owner

@@ -138,19 +138,12 @@ def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
     return codec
 
 
-def load_codec(
-    folder: Path, *, target_digest: str, device: torch.device | str = "cpu", kernels: str = "auto"
-) -> tuple[LatentCodec, LatentManifest]:
-    """Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or of wrong shape.
-
-    And BackendError for kernels that the device cannot have.
-    """
-    stated = read_stated(folder, target_digest=target_digest)
-    return load_stated(stated, device=device, kernels=kernels), stated.manifest
-
-
 def load_stated(stated: StatedCodec, *, device: torch.device | str = "cpu", kernels: str = "auto") -> LatentCodec:
-    """The codec, its tensors checked. Raises as `load_codec` does, and LatentError if they are of another codec now."""
+    """The codec, its tensors checked.
+
+    Raises LatentError for what is missing, damaged or of wrong shape, or of another codec now, and BackendError for
+    kernels that the device cannot have.
+    """
     tensors = _read(stated.path, stated.tensors_sha256)
     found = [_take_group(tensors, index, group, stated.path) for index, group in enumerate(stated.groups)]
     if tensors:

@@ -15,7 +15,7 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import GenerateParams
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.late import LateCodec, open_codec
-from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, load_codec, save_codec
+from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, load_stated, read_stated, save_codec
 from tests.kept import keeping, saved
 from tests.laws.variants import drain, text, tokens
 from tests.tiny import LATENT_BYTES, tiny_engine, tiny_latent
@@ -48,7 +48,7 @@ def generated(engine: Engine, session: str) -> list[tuple[int, float | None]]:
 
 
 def test_what_is_known_before_the_tensors_are_read_is_what_the_codec_says(folder: Path) -> None:
-    late, (codec, _) = opened(folder), load_codec(folder, target_digest=DIGEST)
+    late, codec = opened(folder), load_stated(read_stated(folder, target_digest=DIGEST))
     assert not late.is_loaded
     for name in ("layers", "bytes_per_token", "least_bytes_per_token"):
         assert getattr(late, name) == getattr(codec, name)
@@ -65,7 +65,7 @@ def test_a_start_and_a_full_session_read_no_tensor(folder: Path) -> None:
 
 
 def test_tokens_are_those_of_a_codec_that_was_read_at_the_start(folder: Path) -> None:
-    codec, _ = load_codec(folder, target_digest=DIGEST)
+    codec = load_stated(read_stated(folder, target_digest=DIGEST))
     with tiny_engine(latent=codec) as engine:
         expected = generated(engine, engine.create_session(strategy=LATENT).session_id)
     late = opened(folder)

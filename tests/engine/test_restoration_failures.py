@@ -11,7 +11,6 @@ from torch import Tensor
 
 from inference_engine.engine import Engine
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
@@ -19,6 +18,7 @@ from kv_cache_proposer.f_theta.codec import LatentCodec
 from tests.further import further
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.tiny import LATENT_BYTES, tiny_components, tiny_latent
+from tests.whole_tokens import WholeTokens
 
 HOLD, STREAM = (
     make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES, mode=mode)
@@ -26,7 +26,7 @@ HOLD, STREAM = (
 )
 
 
-class Failing:
+class Failing(WholeTokens):
     """TinyModel's own codec, but for the moments in which a test lets it fail."""
 
     def __init__(self) -> None:
@@ -44,24 +44,9 @@ class Failing:
 
     least_bytes_per_token = 1
 
-    def using(self, trellis: Trellis) -> Failing:
-        return self
-
-    def has(self, bytes_per_token: int) -> bool:
-        return True
-
-    def analysers(self) -> None:
-        return None
-
-    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
-        raise AssertionError("it has no analysers")
-
     def decoder(self, layer: int) -> None:
         if self.fails_in == "decoder":
             raise ValueError("matrices of another codec")
-
-    def at(self, bytes_per_token: int) -> Failing:
-        return self
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         if self.fails_in == "encode":

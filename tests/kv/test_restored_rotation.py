@@ -16,7 +16,6 @@ from torch import Tensor
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
@@ -26,6 +25,7 @@ from laboratory.training.capture import capture
 from tests.kv_cache_proposer.small_models import HEADS, SIZES, gemma3
 from tests.laws.variants import generate, same
 from tests.tiny import SMALL
+from tests.whole_tokens import WholeTokens
 
 FULL_LAYERS = (1, 2)
 SHAPE = (HEADS, SIZES["head_dim"])
@@ -34,7 +34,7 @@ TURNS, COUNT = 3, 7  # tokens are generated in turns, between which entries are 
 OTHER = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
 
 
-class Lossless:
+class Lossless(WholeTokens):
     """A codec that keeps the numbers as they are, and notes the keys it was given."""
 
     layers = FULL_LAYERS
@@ -42,24 +42,6 @@ class Lossless:
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []  # [layers, n, Hkv, D]
-
-    def using(self, trellis: Trellis) -> Lossless:
-        return self
-
-    def has(self, bytes_per_token: int) -> bool:
-        return True
-
-    def analysers(self) -> None:
-        return None
-
-    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
-        raise AssertionError("it has no analysers")
-
-    def decoder(self, layer: int) -> None:
-        return None
-
-    def at(self, bytes_per_token: int) -> Lossless:
-        return self
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         self.keys.append(torch.stack(list(keys)))

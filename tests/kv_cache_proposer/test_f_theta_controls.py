@@ -15,7 +15,7 @@ from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import BASES, fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
-from kv_cache_proposer.f_theta.store import LatentManifest, load_codec, save_codec
+from kv_cache_proposer.f_theta.store import LatentManifest, load_stated, read_stated, save_codec
 from tests.kv_cache_proposer.correlated import make_entries, make_projections, make_statistics, relative_error
 
 BYTES = 24
@@ -102,7 +102,7 @@ def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, 
         quantiser=quantiser,
     )
     save_codec(codec, tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
-    loaded, _ = load_codec(tmp_path, target_digest="5f")
+    loaded = load_stated(read_stated(tmp_path, target_digest="5f"))
     entries = make_entries(40)
     for size in (BYTES, 13):
         codes = codec.at(size).encode(entries.keys, entries.values)
@@ -138,7 +138,7 @@ def test_an_unknown_method_of_coding_is_refused(tmp_path: Path, stated: str) -> 
     manifest = tmp_path / "latent.json"
     manifest.write_text(manifest.read_text().replace(stated, stated.partition(":")[0] + ': "lottery"'))
     with pytest.raises(LatentError, match="lottery"):
-        load_codec(tmp_path, target_digest="5f")
+        load_stated(read_stated(tmp_path, target_digest="5f"))
 
 
 @pytest.mark.parametrize(("bits", "known"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (5, 0.002499)])

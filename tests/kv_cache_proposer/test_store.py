@@ -11,7 +11,7 @@ from inference_engine.errors import ModelError
 from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
-from kv_cache_proposer.f_theta.store import MANIFEST, TENSORS, LatentManifest, load_codec, save_codec
+from kv_cache_proposer.f_theta.store import MANIFEST, TENSORS, LatentManifest, load_stated, read_stated, save_codec
 from tests.kv_cache_proposer.correlated import make_codec, make_entries
 
 DIGEST = "5f" * 32
@@ -41,7 +41,8 @@ def rewrite_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def test_a_codec_comes_back_bit_for_bit(tmp_path: Path, precision: str) -> None:
     codec = make_codec(19, precision=precision)
     save_codec(codec, tmp_path, MADE)
-    loaded, manifest = load_codec(tmp_path, target_digest=DIGEST)
+    stated = read_stated(tmp_path, target_digest=DIGEST)
+    loaded, manifest = load_stated(stated), stated.manifest
     entries = make_entries(40)
     codes = codec.encode(entries.keys, entries.values)
     assert manifest == MADE
@@ -52,7 +53,7 @@ def test_a_codec_comes_back_bit_for_bit(tmp_path: Path, precision: str) -> None:
 
 def test_another_models_codec_is_refused(folder: Path) -> None:
     with pytest.raises(ForeignLatent, match=f"{DIGEST}, this one has abc"):
-        load_codec(folder, target_digest="abc")
+        load_stated(read_stated(folder, target_digest="abc"))
 
 
 def test_the_refusal_is_a_model_error() -> None:
@@ -65,13 +66,13 @@ def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
     del tensors[name]
     rewrite_tensors(folder, tensors)
     with pytest.raises(LatentError, match=f"{name} is missing"):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 def test_an_unknown_tensor_is_named(folder: Path) -> None:
     rewrite_tensors(folder, {**load_file(folder / TENSORS), "layer.9.weights": torch.zeros(2)})
     with pytest.raises(LatentError, match=r"layer\.9\.weights"):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 @pytest.mark.parametrize("name", ["group.0.mean", "group.1.scales", "layer.5.weights"])
@@ -79,7 +80,7 @@ def test_a_tensor_of_wrong_shape_is_named(folder: Path, name: str) -> None:
     tensors = load_file(folder / TENSORS)
     rewrite_tensors(folder, {**tensors, name: tensors[name][:-1].clone()})
     with pytest.raises(LatentError, match=name):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 def test_a_tensor_that_is_not_finite_is_named(folder: Path) -> None:
@@ -87,26 +88,26 @@ def test_a_tensor_that_is_not_finite_is_named(folder: Path) -> None:
     tensors["group.1.deviations"][0] = torch.nan
     rewrite_tensors(folder, tensors)
     with pytest.raises(LatentError, match=r"group\.1\.deviations holds NaN"):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 def test_tensors_that_the_manifest_does_not_vouch_for_are_refused(folder: Path) -> None:
     save_file(load_file(folder / TENSORS), folder / TENSORS, metadata={"edited": "yes"})
     with pytest.raises(LatentError, match="SHA-256"):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 def test_a_truncated_file_is_refused(folder: Path) -> None:
     path = folder / TENSORS
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ModelError, match="truncated"):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 def test_another_version_of_the_format_is_refused(folder: Path) -> None:
     rewrite_manifest(folder, format_version=1)
     with pytest.raises(LatentError, match="format"):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 def test_a_manifest_without_a_field_is_refused(folder: Path) -> None:
@@ -114,9 +115,9 @@ def test_a_manifest_without_a_field_is_refused(folder: Path) -> None:
     del content["groups"]
     (folder / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(LatentError, match="groups"):
-        load_codec(folder, target_digest=DIGEST)
+        load_stated(read_stated(folder, target_digest=DIGEST))
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LatentError, match="no latent"):
-        load_codec(tmp_path, target_digest=DIGEST)
+        load_stated(read_stated(tmp_path, target_digest=DIGEST))

@@ -14,7 +14,6 @@ from torch import Tensor
 from inference_engine.errors import NoCapacity
 from inference_engine.kernels.components import KeyComponents, encode
 from inference_engine.kernels.ops import DeviceOps
-from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
@@ -30,8 +29,10 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Footprint
 from tests.further import further
+from tests.laws.drafters import Remembering
 from tests.laws.variants import all_strategies, each_strategy, each_strategy_with, mechanism
 from tests.tiny import LATENT_BYTES
+from tests.whole_tokens import WholeTokens
 
 D, HKV, GROUP = 8, 2, 3
 LIMIT = 200
@@ -74,7 +75,7 @@ def zeros(count: int) -> Tensor:
     return torch.zeros(count)
 
 
-class HalfTokens:
+class HalfTokens(WholeTokens):
     """A token codec for these layers: each number in bfloat16, the layers with a window of their own left out."""
 
     geometries: Sequence[LayerGeometry] = LAYERS
@@ -100,21 +101,6 @@ class HalfTokens:
         ]
         places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [vectors[place] for place in places], [vectors[len(shapes) + place] for place in places]
-
-    def using(self, trellis: Trellis) -> HalfTokens:
-        return self
-
-    def has(self, bytes_per_token: int) -> bool:
-        return True
-
-    def analysers(self) -> None:
-        return None
-
-    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
-        raise AssertionError("it has no analysers")
-
-    def decoder(self, layer: int) -> None:
-        return None
 
 
 def context(
@@ -389,6 +375,17 @@ def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy)
         slack += kinds.get("mac", 0)
         slack += kinds.get("restored", 0)  # room that is held as a whole
         assert held - used <= slack
+
+
+def test_the_footprint_counts_what_a_drafter_holds_within_a_page() -> None:
+    drafter = Remembering()
+    kv, entries = active(Full(), replace(context(), draft_memories=drafter)), Entries(LIMIT)
+    feed(kv, entries, SEGMENT + 1)
+    step(kv, entries, 1, generated=True)
+    assert kv.footprint().by_kind["draft"] == 0
+    (memory,) = drafter.memories
+    memory.tokens.append((0, 1))
+    assert kv.footprint().by_kind["draft"] == memory.held_bytes() > 0
 
 
 def one_by_one(strategy: KVStrategy) -> list[tuple[list[Tensor], Footprint, int, int]]:

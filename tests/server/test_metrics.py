@@ -454,9 +454,9 @@ def test_the_parts_of_a_step_add_up_to_the_step() -> None:
     timer.begin()
     timer.lap("plan")
     timer.begin()  # the step before failed, and counts for nothing
-    for part in ("plan", "draft", "plan", "forward", "sample", "settle"):
+    for part in ("plan", "draft", "plan", "forward", "sample"):
         timer.lap(part)
-    timer.end()
+    timer.end("settle")
     value = metrics.registry.get_sample_value
     parts = {part: value("engine_step_part_seconds_sum", {"part": part}) for part in STEP_PARTS}
     assert parts == {"plan": 2, "draft": 1, "forward": 1, "sample": 1, "settle": 1}

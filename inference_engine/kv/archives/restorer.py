@@ -294,6 +294,19 @@ class Recompute(Restorer):
         return _EmptyArchive()
 
 
+class NoRestorer(Restorer):
+    """For a strategy that archives nothing: no session of it has an archive."""
+
+    def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
+        pass
+
+    def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
+        return ()
+
+    def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
+        raise AssertionError("no layer is archived")
+
+
 class _EmptyArchive(Archive):
     def begin(self, blocks: Sequence[EntryBlock]) -> None:
         pass

@@ -83,12 +83,11 @@ class ArchivedEntries(Part):
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
-        restorer = strategy.restorer()
         self._context = context
         self._strategy = strategy
         self._sets = sets
         self._archive = archive
-        self._replays = restorer is not None and restorer.replays  # entries are recomputed by the model
+        self._replays = strategy.restorer().replays  # entries are recomputed by the model
 
     @classmethod
     def reserve(
@@ -98,7 +97,6 @@ class ArchivedEntries(Part):
 
         sustained: the context whose pool it comes from. What waking takes comes from the pool of `context`.
         """
-        assert placement.restorer is not None
         sets = reserve_exact_entries(sustained, placement)
         if sets is None:
             return None

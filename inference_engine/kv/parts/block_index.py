@@ -48,7 +48,7 @@ class BlockIndex(LayoutPart):
 
     @staticmethod
     def is_in(layout: Layout) -> bool:
-        return layout.selector is not None and layout.tier is None
+        return layout.selector is not None and not layout.tier.blocks
 
     @staticmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004 - the interface of all parts

@@ -340,18 +340,16 @@ class OffloadedBlocks(BlockIndex):
 
     @staticmethod
     def is_in(layout: Layout) -> bool:
-        return layout.tier is not None
+        return layout.tier.blocks > 0
 
     @staticmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        assert layout.tier is not None
         entries = layout.tier.chunks * layout.tier.chunk
         entry_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
         return Need(tier_bytes=entries * entry_bytes)
 
     @classmethod
     def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        assert slots.layout.tier is not None
         offloaded = OffloadedEntries(
             slots.context,
             slots.layout,

@@ -62,7 +62,6 @@ class SelectedEntries(StreamedEntries):
             return False
         geometry = self._context.geometry
         placement = self._strategy.placement(geometry, tokens)
-        assert placement.restorer is not None
         caches = placement.restorer.restore_caches(geometry, placement.kept)
         starts = self._context.pool.reserve(list(caches))
         if starts is None:

@@ -152,12 +152,11 @@ class StreamedEntries(ArchivedEntries):
         self._ahead: _Ahead | None = None  # of a step of two segments
         # By set of layers: memory that a step in which no token chooses does not use.
         self._spare: Sequence[Region] = ()
-        restorer, segment = strategy.restorer(), context.geometry.segment_tokens
+        segment = context.geometry.segment_tokens
         self._joins_segments = (
             context.geometry.joins_segments
             and context.ops.attends_together  # in the order of positions, without a mask
-            and restorer is not None
-            and restorer.reads_chunks
+            and strategy.restorer().reads_chunks
             and all(
                 exact.window is None
                 and exact.layout.native_window is None
@@ -370,7 +369,6 @@ class _ChunkRoom:
 
     @staticmethod
     def reserve(context: KVContext, placement: Placement) -> _ChunkRoom | None:
-        assert placement.restorer is not None
         demands = placement.restorer.chunk_demands(context.geometry, placement.kept)
         starts = context.pool.reserve(demands)
         return None if starts is None else _ChunkRoom(context, demands, starts)

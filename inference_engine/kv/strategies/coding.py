@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inference_engine.kv.archives.coded import Coded
-from inference_engine.kv.archives.restorer import Restorer
+from inference_engine.kv.archives.restorer import NoRestorer, Restorer
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategy import KVStrategy, require
+from inference_engine.kv.strategy import LATENT, KVStrategy, require
 
 DEFAULT_EXACT_WINDOW = 128
 # The first entries draw much of every query's attention: a coded layer never codes them.
@@ -50,11 +50,15 @@ class CodecStrategy(KVStrategy):
                 f"the model has layers 0 to {count - 1}, got {layer}",
                 layers=count,
             )
-        if (restorer := self.restorer()) is not None:
-            restorer.check(geometry, [index for index in range(count) if index not in self.exact_layers])
+        self.restorer().check(geometry, [index for index in range(count) if index not in self.exact_layers])
 
-    def restorer(self) -> Restorer | None:
-        return None if self.codec is None else Coded(make_compressor(self.codec))
+    @property
+    def calibrated(self) -> str:
+        # Codes need no latent. Records of sessions name it all the same, and would be refused without.
+        return "" if self.codec is None else LATENT
+
+    def restorer(self) -> Restorer:
+        return NoRestorer() if self.codec is None else Coded(make_compressor(self.codec))
 
     def coded(self, rule: LayerRule, layer: int) -> LayerRule:
         """`rule` with older entries coded, if there is a codec, the layer is not exact and the window long enough."""

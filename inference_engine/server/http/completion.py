@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,20 +17,26 @@ from starlette.types import Receive, Scope, Send
 
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded, RequestError
-from inference_engine.server.http.answer import Answer, follow, until_work_begins
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.errors import BodyTooLarge, BodyTooSlow, NotJson, UnknownModel, body_of
-from inference_engine.server.http.replies import Json, Replies
+from inference_engine.server.http.replies import Json, Replies, Usage, logprob_entry
 from inference_engine.server.http.request import read_request
 from inference_engine.server.http.single_shot import Prompt, prepare, single_shot
+from inference_engine.server.http.text import StopStrings
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.service import STALL_SECONDS
 from inference_engine.server.status import as_request_error
 from inference_engine.server.stream import EventQueue, Stall
+from inference_engine.types import Accepted, Event, Failed, Finished, StopReason, TokenCommitted, Truncated
 
 ROUTE = "/v1/chat/completions"
 MAX_BODY_SECONDS = 30.0
+_FINISH_REASONS = {
+    StopReason.EOS: "stop",
+    StopReason.MAX_TOKENS: "length",
+    StopReason.TRUNCATED: "length",
+}
 
 
 @dataclass(slots=True)
@@ -110,9 +116,70 @@ class Completion(Response):
         return prepare(asked, self._desk.chat, info, process=process)
 
 
+class Answer:
+    """Turns the events of one Generate into text, finish reason, usage.
+
+    It consumes them until `is_finished`: the Generate has ended, or a stop string is complete.
+    """
+
+    def __init__(self, prompt: Prompt, chat: ChatText) -> None:
+        self.finish_reason = ""
+        self.dropped_tokens = 0
+        self._prompt = prompt
+        self._chat = chat
+        self._text = chat.text_stream()
+        self._stops = StopStrings(prompt.asked.stops)
+        self._ends = frozenset((*chat.end_ids, *prompt.params.stop_token_ids))
+        self._completion_tokens = 0
+        self._logprobs: list[Json] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.finish_reason)
+
+    @property
+    def usage(self) -> Usage:
+        """The usage so far. A token that ended the answer counts."""
+        return Usage(prompt_tokens=len(self._prompt.token_ids), completion_tokens=self._completion_tokens)
+
+    def take(self, event: Event) -> str:
+        """The text that can be sent now. Raises the error of a Failed."""
+        if isinstance(event, TokenCommitted):
+            return self._take_token(event)
+        if isinstance(event, Finished):
+            self.finish_reason = _FINISH_REASONS[event.stop_reason]
+            return self._stops.end()
+        if isinstance(event, Truncated):
+            self.dropped_tokens = event.dropped_tokens
+        if isinstance(event, Failed):
+            raise event.error
+        return ""
+
+    def pop_logprobs(self) -> list[Json] | None:
+        """The logprobs since the last call, without the token that ended the answer; None: not requested.
+
+        Text may wait for a stop string or the rest of a character; logprobs do not.
+        """
+        if not self._prompt.asked.logprobs:
+            return None
+        entries, self._logprobs = self._logprobs, []
+        return entries
+
+    def _take_token(self, event: TokenCommitted) -> str:
+        self._completion_tokens += 1
+        if event.token_id in self._ends:
+            return ""
+        if event.logprob is not None:
+            self._logprobs.append(logprob_entry(*self._chat.token_text(event.token_id), event.logprob))
+        shown = self._stops.push(self._text.push(event.token_id))
+        if self._stops.is_matched:
+            self.finish_reason = "stop"
+        return shown
+
+
 async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:
     text = []
-    async for event in follow([], events):
+    async for event in _follow([], events):
         text.append(answer.take(event))
         if answer.is_finished:
             break
@@ -125,13 +192,13 @@ async def _stream(
     answer: Answer, replies: Replies, events: EventQueue, send: Send, given_up: asyncio.Future[RequestError]
 ) -> None:
     """Server-sent events. An error after the first event is sent as the last event, that of `given_up`, too."""
-    first = await until_work_begins(events)
+    first = await _until_work_begins(events)
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     with _writing(send) as write:
         try:
             await write(replies.first_chunk())
-            async for event in follow(first, events):
+            async for event in _follow(first, events):
                 text, logprobs = answer.take(event), answer.pop_logprobs()
                 if text or logprobs:
                     await write(replies.chunk(text, logprobs))
@@ -149,6 +216,31 @@ async def _stream(
         else:
             await write("[DONE]")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_work_begins(events: EventQueue) -> list[Event]:
+    """The events up to the first one that is not Accepted. Raises the error of a Failed.
+
+    Until the answer begins, an error can still be sent as an HTTP status.
+    """
+    first: list[Event] = []
+    while all(isinstance(event, Accepted) for event in first):
+        await events.wait()
+        first += events.pop_all()
+    for event in first:
+        if isinstance(event, Failed):
+            raise event.error
+    return first
+
+
+async def _follow(first: list[Event], events: EventQueue) -> AsyncIterator[Event]:
+    """`first`, then all further events, without end."""
+    for event in first:
+        yield event
+    while True:
+        await events.wait()
+        for event in events.pop_all():
+            yield event
 
 
 @contextlib.contextmanager
