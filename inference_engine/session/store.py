@@ -239,11 +239,13 @@ class SessionStore:
         Raises ModelMismatch if its tokens would change, NoCapacity or QuotaExceeded if there is no place for it.
         """
         record = kept.record
+        # Records name the latent of strategies that need none, too, if they are old.
+        codec = record.codec if strategy.calibrated else ""
         with self._lock:
             for what, recorded, running in (
                 ("segment_tokens", record.segment_tokens, strategy.geometry(self._context.geometry).segment_tokens),
                 ("mode", record.mode, self._mode.value),
-                (strategy.calibrated or "the latent codec", record.codec, self.codec_of(strategy)),
+                (strategy.calibrated, codec, self.codec_of(strategy)),
             ):
                 if recorded != running:
                     raise ModelMismatch(what, recorded, running)

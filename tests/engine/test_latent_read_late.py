@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelError, ModelMismatch, RestorationFailed
 from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.store import SessionStore
 from inference_engine.types import GenerateParams
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.late import LateCodec, open_codec
@@ -165,3 +167,25 @@ def test_a_kept_session_reads_it_when_it_comes_back(folder: Path, tmp_path: Path
         pytest.raises(ModelMismatch),
     ):
         engine.recall(session)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [make_strategy("full", codec="int8", exact_window=16), make_strategy("restored", sink=2, window=8)],
+    ids=str,
+)
+@pytest.mark.parametrize("is_named", [False, True], ids=["", "old-record"])
+def test_a_kept_session_that_needs_no_latent_comes_back_beside_another_one(
+    strategy: KVStrategy, is_named: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    with monkeypatch.context() as patched:
+        if is_named:
+            patched.setattr(SessionStore, "codec_of", lambda *_: "of the first")
+        with keeping(state, make=tiny_engine, latent=opened(folder), codec_digest="of the first") as engine:
+            session = engine.create_session(strategy=strategy).session_id
+            first = generated(engine, session)
+    with keeping(state, make=tiny_engine, latent=opened(folder), codec_digest="of another") as engine:
+        engine.recall(session)
+        assert engine.session_info(session).history_length == 100 + len(first)
+        assert len(tokens(drain(engine.generate(session, LONG)))) == 8

@@ -60,6 +60,7 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Option], str]] = [
     ("layer_window", {"full_layers": ()}, "full_layers"),
     ("layer_window", {"full_layers": (-1,)}, "full_layers"),
     ("layer_window", {"full_layers": (2, 0, 2)}, "full_layers"),
+    ("full", {"codec": "int8", "exact_layers": (0, 1, 0)}, "exact_layers"),
     ("restored", {"source": "dreams"}, "source"),
     ("restored", {"source": "latent", "mode": "sleepy"}, "mode"),
     ("restored", {"mode": "stream"}, "mode"),

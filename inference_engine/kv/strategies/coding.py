@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference_engine.kv.archives.coded import Coded
@@ -9,7 +10,7 @@ from inference_engine.kv.archives.restorer import NoRestorer, Restorer
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategy import LATENT, KVStrategy, require
+from inference_engine.kv.strategy import KVStrategy, require
 
 DEFAULT_EXACT_WINDOW = 128
 # The first entries draw much of every query's attention: a coded layer never codes them.
@@ -35,6 +36,8 @@ class CodecStrategy(KVStrategy):
             require(not self.exact_layers, "exact_layers", f"has no meaning without a codec, got {self.exact_layers}")
             return
         make_compressor(self.codec)
+        twice = sorted({layer for layer in self.exact_layers if self.exact_layers.count(layer) > 1})
+        require(not twice, "exact_layers", f"must name each layer once, got {listed(twice)} more than once")
         if self.exact_window is None:
             # The default is filled in, so that the strategy's text shows it.
             object.__setattr__(self, "exact_window", DEFAULT_EXACT_WINDOW)
@@ -52,11 +55,6 @@ class CodecStrategy(KVStrategy):
             )
         self.restorer().check(geometry, [index for index in range(count) if index not in self.exact_layers])
 
-    @property
-    def calibrated(self) -> str:
-        # Codes need no latent. Records of sessions name it all the same, and would be refused without.
-        return "" if self.codec is None else LATENT
-
     def restorer(self) -> Restorer:
         return NoRestorer() if self.codec is None else Coded(make_compressor(self.codec))
 
@@ -69,3 +67,7 @@ class CodecStrategy(KVStrategy):
             return rule
         sink = rule.sink if rule.window is not None else max(rule.sink, EXACT_SINK)
         return LayerRule(sink=sink, window=rule.window, exact=self.exact_window)
+
+
+def listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

@@ -18,13 +18,12 @@ arXiv 2410.10819 (those heads full, the others sink and window). Here the unit i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategies.coding import CodecStrategy
+from inference_engine.kv.strategies.coding import CodecStrategy, listed
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import require
 
@@ -50,9 +49,9 @@ class LayerWindow(CodecStrategy):
             "finds those that a model needs, and a session that keeps no layer full is sink_window",
             at_least=1,
         )
-        require(min(layers) >= 0, "full_layers", f"layers are numbered from 0, got {_listed(layers)}", at_least=0)
+        require(min(layers) >= 0, "full_layers", f"layers are numbered from 0, got {listed(layers)}", at_least=0)
         twice = sorted({layer for layer in layers if layers.count(layer) > 1})
-        require(not twice, "full_layers", f"must name each layer once, got {_listed(twice)} more than once")
+        require(not twice, "full_layers", f"must name each layer once, got {listed(twice)} more than once")
 
     def check(self, geometry: Geometry) -> None:
         CodecStrategy.check(self, geometry)
@@ -62,7 +61,7 @@ class LayerWindow(CodecStrategy):
         require(
             not absent,
             "full_layers",
-            f"the model has {count} layers, 0 to {count - 1}; got {_listed(absent)}",
+            f"the model has {count} layers, 0 to {count - 1}; got {listed(absent)}",
             layers=count,
         )
         # Accepting them would promise a reach that they do not have.
@@ -71,8 +70,8 @@ class LayerWindow(CodecStrategy):
         require(
             not sliding,
             "full_layers",
-            f"got {_listed(sliding)}, where the model itself looks no further back than a sliding window; "
-            f"layers that can be kept full: {_listed(able) or 'none'}",
+            f"got {listed(sliding)}, where the model itself looks no further back than a sliding window; "
+            f"layers that can be kept full: {listed(able) or 'none'}",
             layers=count,
         )
 
@@ -89,7 +88,3 @@ class LayerWindow(CodecStrategy):
     def _windowed(self) -> SinkWindow:
         """The strategy of the windowed layers."""
         return SinkWindow(sink=self.sink, window=self.window)
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))

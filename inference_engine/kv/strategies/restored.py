@@ -138,7 +138,7 @@ class Restored(KVStrategy):
     def calibrated(self) -> str:
         if self.selects:
             return LATENT_AND_COMPONENTS
-        return LATENT
+        return LATENT if self.source == "latent" else ""
 
     @property
     def _chosen(self) -> int:
