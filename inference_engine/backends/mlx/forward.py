@@ -46,6 +46,10 @@ from inference_engine.types import Mode, ModelFacts
 class MlxForward:
     """Implements Forward."""
 
+    seam = program = launcher = None
+    records_graphs = indexes_keys = False
+    has_address_space = False  # what MLX allocates is memory at once
+
     def __init__(
         self, described: Described, facts: ModelFacts, program: Program, *, dtype: torch.dtype, uses_metal: bool = False
     ) -> None:
@@ -73,14 +77,6 @@ class MlxForward:
         return self._dtype
 
     @property
-    def seam(self) -> None:
-        return None
-
-    @property
-    def program(self) -> None:
-        return None
-
-    @property
     def words(self) -> SharedWords:
         steps = self._program.steps
         return SharedWords(hidden=steps.hidden, layers=len(steps.layers), matrices=self._word_matrices)
@@ -89,22 +85,6 @@ class MlxForward:
         embedding, head = self._program.embedding(), self._program.head()
         mx.eval(embedding, *([] if head is None else [head]))
         return as_torch(embedding), None if head is None else as_torch(head)
-
-    @property
-    def launcher(self) -> None:
-        return None
-
-    @property
-    def records_graphs(self) -> bool:
-        return False
-
-    @property
-    def indexes_keys(self) -> bool:
-        return False
-
-    @property
-    def has_address_space(self) -> bool:
-        return False  # what MLX allocates is memory at once
 
     def free_bytes(self) -> int:
         return usable_bytes()
