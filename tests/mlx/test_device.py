@@ -1,14 +1,21 @@
-"""What MLX is told about its device: how float32 is multiplied."""
+"""What MLX is told about its device: how float32 is multiplied, how much memory is held, and until when."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-
+from inference_engine.backends.mlx import device
+from inference_engine.backends.mlx.device import MOST_CACHED_BYTES, Limits, describe
+from inference_engine.compose import open_backend
 from inference_engine.config import child_environment
+from inference_engine.errors import ModelError
+from tests.mlx.test_loading import DENSE, config_of, saved
 
 PRODUCT = """
 import ctypes
@@ -33,3 +40,75 @@ def test_float32_is_multiplied_as_float32(given: str) -> None:
     told, error = ran.stdout.split()
     assert told == "0"
     assert float(error) < 1e-4
+
+
+class Told:
+    """What MLX was told last: how many freed buffers it keeps, how much memory stays resident."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cached, self.resident = 2**40, 7
+        facts = {"max_recommended_working_set_size": 2**33}
+        monkeypatch.setattr(device, "kind", lambda: "gpu")
+        monkeypatch.setattr(mx, "device_info", lambda: facts)
+        monkeypatch.setattr(mx, "set_cache_limit", self.set_cached)
+        monkeypatch.setattr(mx, "set_wired_limit", self.set_resident)
+
+    def set_cached(self, limit: int) -> int:
+        before, self.cached = self.cached, limit
+        return before
+
+    def set_resident(self, limit: int) -> int:
+        before, self.resident = self.resident, limit
+        return before
+
+    def is_as_before(self) -> bool:
+        gc.collect()
+        return (self.cached, self.resident) == (2**40, 7)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    return Told(monkeypatch)
+
+
+def test_a_model_limits_memory_while_it_is_there(tmp_path: Path, told: Told) -> None:
+    config = config_of(saved(DENSE, tmp_path / "model"))
+    forward = open_backend(config)
+    assert (told.cached, told.resident) == (MOST_CACHED_BYTES, 2**33)
+    del forward
+    assert told.is_as_before()
+
+
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_limits_stay_until_the_last_model_has_gone(first_to_go: int, told: Told) -> None:
+    there = [Limits(), Limits()]
+    del there[first_to_go]
+    gc.collect()
+    assert (told.cached, told.resident) == (MOST_CACHED_BYTES, 2**33)
+    there.clear()
+    assert told.is_as_before()
+
+
+def test_a_model_that_does_not_load_leaves_no_limits(tmp_path: Path, told: Told) -> None:
+    folder = saved(DENSE, tmp_path / "model")
+    other = saved(type(DENSE)(**{**DENSE.to_dict(), "intermediate_size": 64}), tmp_path / "other")
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"mlp\."):
+        open_backend(config_of(folder))
+    assert told.is_as_before()
+
+
+def test_without_a_gpu_nothing_is_limited(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "kind", lambda: "cpu")
+    limits = Limits()
+    assert told.is_as_before()
+    del limits
+    assert told.is_as_before()
+
+
+def test_the_device_is_known_with_the_system_that_compiles_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model was admitted with depends on it."""
+    monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
+    assert describe().endswith(", macOS 15.3")
+    monkeypatch.setattr("platform.mac_ver", lambda: ("", ("", "", ""), ""))
+    assert "macOS" not in describe()

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_engine.backends.mlx.device import Limits
 from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.program import Checkpoint
@@ -57,6 +58,7 @@ class Program:
         self._rotaries = {
             name: (np.array(table.angles, np.float32), table.factor) for name, table in described.rotaries.items()
         }
+        self._limits = Limits()  # before the weights: what they are made of is let go one by one
         self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
         self._arrays: list[mx.array] = []
         self._weights = CheckpointWeights(checkpoint, dtype)
