@@ -48,6 +48,8 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cached, self.resident = 2**40, 7
         facts = {"max_recommended_working_set_size": 2**33}
+        gc.collect()
+        monkeypatch.setattr(Limits, "there", 0)  # models that other tests keep
         monkeypatch.setattr(device, "kind", lambda: "gpu")
         monkeypatch.setattr(mx, "device_info", lambda: facts)
         monkeypatch.setattr(mx, "set_cache_limit", self.set_cached)

@@ -47,21 +47,21 @@ class Limits:
     later step. And the system is to keep as much of ours resident as it recommends.
     """
 
-    _there = 0
-    _before = (0, 0)
+    there = 0
+    before = (0, 0)
 
     def __init__(self) -> None:
         if kind() != "gpu":
             return
-        if not Limits._there:
+        if not Limits.there:
             resident = int(mx.device_info()["max_recommended_working_set_size"])
-            Limits._before = mx.set_cache_limit(MOST_CACHED_BYTES), mx.set_wired_limit(resident)
-        Limits._there += 1
+            Limits.before = mx.set_cache_limit(MOST_CACHED_BYTES), mx.set_wired_limit(resident)
+        Limits.there += 1
         weakref.finalize(self, self._gone).atexit = False
 
     @classmethod
     def _gone(cls) -> None:
-        cls._there -= 1
-        if not cls._there:
-            mx.set_cache_limit(cls._before[0])
-            mx.set_wired_limit(cls._before[1])
+        cls.there -= 1
+        if not cls.there:
+            mx.set_cache_limit(cls.before[0])
+            mx.set_wired_limit(cls.before[1])
