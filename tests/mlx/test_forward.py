@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,9 @@ from inference_engine.backends.twin import TwinSizes, text_generator
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.step_list import Attend, NoStepListError
 from inference_engine.types import Mode
 from tests.admissions import traits_of
@@ -150,15 +153,31 @@ def test_a_pool_larger_than_the_memory_is_refused_before_it_is_taken() -> None:
         forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**50)
 
 
-def test_a_step_without_memory_fails_as_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions = Sessions(tiny_mlx(), Full())
+LACKS = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackError)."
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place", "message"),
+    [
+        (Full(), "async_eval", "[metal::malloc] Unable to allocate 1 bytes."),
+        (Full(), "synchronize", LACKS),
+        (Mac(ring=16, band=4), "eval", LACKS),
+    ],
+    ids=["a buffer", "a failure that is only said afterwards", "where the plan attends"],
+)
+def test_a_step_without_memory_fails_as_on_other_devices(
+    strategy: KVStrategy, place: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And writes nothing into the pool."""
+    sessions = Sessions(tiny_mlx(), strategy)
 
     def fail(*_: object) -> None:
-        raise RuntimeError("[metal::malloc] Unable to allocate 1 bytes.")
+        raise RuntimeError(message)
 
-    monkeypatch.setattr(mx, "async_eval", fail)
-    with pytest.raises(MemoryError, match="Unable to allocate"):
+    monkeypatch.setattr(mx, place, fail)
+    with pytest.raises(MemoryError, match=re.escape(message)):
         sessions.step((0, ids_of(4)))
+    assert not sessions.context.pool.buffers[16].keys.any()
 
 
 def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None:

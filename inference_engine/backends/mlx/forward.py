@@ -142,16 +142,16 @@ class MlxForward:
             attention = _Together(plan, self.described, self._pools[_address_of(plan.pool)], self._uses_metal)
         else:
             attention = _ByPlan(plan, self._dtype)
-        logits, tapped = self._program.run(
-            step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
-        )
-        computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
         try:
+            logits, tapped = self._program.run(
+                step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
+            )
+            computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
             mx.async_eval(computed)  # type: ignore[no-untyped-call]
             step.on_computed()
             mx.eval(computed)
-        except RuntimeError as error:
-            # MLX has no type of its own for it.
+            mx.synchronize()  # what fails on a GPU may be said here and not by what waited for it
+        except RuntimeError as error:  # MLX has no type of its own for it
             if "malloc" in str(error) or "memory" in str(error).lower():
                 raise MemoryError(str(error)) from error
             raise
