@@ -1,4 +1,4 @@
-"""What MLX is told about its device: how float32 is multiplied, how much memory is held, and until when."""
+"""What MLX is asked for on its device: how float32 is multiplied, how much memory is held, and until when."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_float32_is_multiplied_as_float32(given: str) -> None:
     """MLX looks at its variable when it multiplies first. In TF32 the error is a thousand times this."""
     variables = child_environment(MLX_ENABLE_TF32=given)
     ran = subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True, text=True, env=variables, check=True)
-    told, error = ran.stdout.split()
-    assert told == "0"
+    value, error = ran.stdout.split()
+    assert value == "0"
     assert float(error) < 1e-4
 
 
-class Told:
-    """What MLX was told last: how many freed buffers it keeps, how much memory stays resident."""
+class Asked:
+    """What MLX was asked for last: how many freed buffers it keeps, how much memory stays resident."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cached, self.resident = 2**40, 7
@@ -69,43 +69,43 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    return Told(monkeypatch)
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
 
 
-def test_a_model_limits_memory_while_it_is_there(tmp_path: Path, told: Told) -> None:
+def test_a_model_limits_memory_while_it_is_there(tmp_path: Path, asked: Asked) -> None:
     config = config_of(saved(DENSE, tmp_path / "model"))
     forward = open_backend(config)
-    assert (told.cached, told.resident) == (MOST_CACHED_BYTES, 2**33)
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 2**33)
     del forward
-    assert told.is_as_before()
+    assert asked.is_as_before()
 
 
 @pytest.mark.parametrize("first_to_go", [0, 1])
-def test_limits_stay_until_the_last_model_has_gone(first_to_go: int, told: Told) -> None:
+def test_limits_stay_until_the_last_model_has_gone(first_to_go: int, asked: Asked) -> None:
     there = [Limits(), Limits()]
     del there[first_to_go]
     gc.collect()
-    assert (told.cached, told.resident) == (MOST_CACHED_BYTES, 2**33)
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 2**33)
     there.clear()
-    assert told.is_as_before()
+    assert asked.is_as_before()
 
 
-def test_a_model_that_does_not_load_leaves_no_limits(tmp_path: Path, told: Told) -> None:
+def test_a_model_that_does_not_load_leaves_no_limits(tmp_path: Path, asked: Asked) -> None:
     folder = saved(DENSE, tmp_path / "model")
     other = saved(type(DENSE)(**{**DENSE.to_dict(), "intermediate_size": 64}), tmp_path / "other")
     (other / "model.safetensors").replace(folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"mlp\."):
         open_backend(config_of(folder))
-    assert told.is_as_before()
+    assert asked.is_as_before()
 
 
-def test_without_a_gpu_nothing_is_limited(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_limited(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "kind", lambda: "cpu")
     limits = Limits()
-    assert told.is_as_before()
+    assert asked.is_as_before()
     del limits
-    assert told.is_as_before()
+    assert asked.is_as_before()
 
 
 def test_the_device_is_known_with_the_system_that_compiles_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
