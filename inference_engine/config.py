@@ -387,6 +387,14 @@ def configure_threads_environment() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def multiply_float32_in_full() -> None:
+    """Have MLX multiply float32 as float32. Call it before its first product: it looks once.
+
+    Where a GPU multiplies matrices in a unit of its own, MLX lets it round such numbers to some eleven bits (TF32).
+    """
+    os.environ["MLX_ENABLE_TF32"] = "0"
+
+
 def forbid_model_hub() -> None:
     """Keep model libraries from using a network. Call it before they are imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"

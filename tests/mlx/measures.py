@@ -83,18 +83,22 @@ def sessions_under_pressure(forward: Forward, *, tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LongSession:
-    """tokens: appended and generated. first, last: bytes that MLX held early on, and at the end."""
+    """tokens: appended and generated. first, last: bytes that MLX held early on, and at the end.
+
+    cached: of buffers that are free and kept for another use, at most between turns.
+    """
 
     turns: int
     tokens: int
     first_bytes: int
     last_bytes: int
+    cached_bytes: int
 
 
 def long_session(forward: Forward, *, seconds: float, kv_bytes: int) -> LongSession:
     """One session under `sink_window` that goes on and on; its memory is to stay."""
     rng = np.random.default_rng(1)
-    turns = tokens = first = 0
+    turns = tokens = first = cached = 0
     # By default, too: memory for a session under `full` of all trained positions is not needed.
     settings = EngineConfig(kv_bytes=kv_bytes, segment_tokens=64, strategy=str(SinkWindow(sink=4, window=256)))
     with Engine(forward, settings) as engine:
@@ -105,10 +109,11 @@ def long_session(forward: Forward, *, seconds: float, kv_bytes: int) -> LongSess
             engine.append(session, appended)
             tokens += len(appended) + len(said(engine, session, 16))
             turns += 1
+            cached = max(cached, int(mx.get_cache_memory()))
             if not first and turns >= 4 and time.monotonic() - began >= seconds / 8:
                 first = active_bytes()
         last = active_bytes()
-    return LongSession(turns=turns, tokens=tokens, first_bytes=first, last_bytes=last)
+    return LongSession(turns=turns, tokens=tokens, first_bytes=first, last_bytes=last, cached_bytes=cached)
 
 
 @dataclass(frozen=True, kw_only=True)

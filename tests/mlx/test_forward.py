@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -20,14 +21,16 @@ from inference_engine.backends.twin import TwinSizes, text_generator
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.models.step_list import NoStepListError
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.models.step_list import Attend, NoStepListError
 from inference_engine.types import Mode
 from tests.admissions import traits_of
 from tests.further import off_metal, off_metal_test
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions, ids_of
-from tests.tiny import PAGES, TRAINED_POSITIONS, tiny_forward
+from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
 
 ROUNDING = 1e-4  # of logits of order 10 in float32, added in another order
 
@@ -112,6 +115,33 @@ def test_parts_read_where_they_lie_and_parts_that_are_copied_give_attention_over
         assert np.allclose(np.array(found), expected.numpy(), atol=1e-5)
 
 
+def test_a_step_that_wants_no_logits_asks_for_nothing_of_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is not started for them, and what no one asks for is not computed: the rest of the last layer."""
+    rows: list[int] = []
+    norm = mx.fast.rms_norm
+
+    def recorded(states: mx.array, weights: mx.array, epsilon: float) -> mx.array:
+        rows.append(len(states))
+        return norm(states, weights, epsilon)
+
+    monkeypatch.setattr(mx.fast, "rms_norm", recorded)
+    program = tiny_mlx(seed=7)._program
+    ids, positions = np.arange(1, 6), np.arange(5)
+    logits, tapped = program.run(ids, positions, attending_to_nothing, logit_queries=(), tap_layers=(1,))
+    assert rows
+    assert set(rows) == {5}
+    assert logits.shape == (0, VOCABULARY)
+    asked, also_tapped = program.run(ids, positions, attending_to_nothing, logit_queries=(4,), tap_layers=(1,))
+    assert asked.shape == (1, VOCABULARY)
+    assert tapped is not None
+    assert also_tapped is not None
+    assert np.array_equal(np.array(tapped), np.array(also_tapped))
+
+
+def attending_to_nothing(operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    return queries.reshape(len(queries), -1)
+
+
 def test_fixed_shape_mode_is_refused() -> None:
     with pytest.raises(BackendError, match="fixed-shape mode is not available on device mlx"):
         tiny_mlx().geometry(mode=Mode.FIXED_SHAPE, **PAGES)
@@ -123,15 +153,31 @@ def test_a_pool_larger_than_the_memory_is_refused_before_it_is_taken() -> None:
         forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**50)
 
 
-def test_a_step_without_memory_fails_as_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions = Sessions(tiny_mlx(), Full())
+LACKS = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackError)."
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place", "message"),
+    [
+        (Full(), "async_eval", "[metal::malloc] Unable to allocate 1 bytes."),
+        (Full(), "synchronize", LACKS),
+        (Mac(ring=16, band=4), "eval", LACKS),
+    ],
+    ids=["a buffer", "a failure that is only said afterwards", "where the plan attends"],
+)
+def test_a_step_without_memory_fails_as_on_other_devices(
+    strategy: KVStrategy, place: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And writes nothing into the pool."""
+    sessions = Sessions(tiny_mlx(), strategy)
 
     def fail(*_: object) -> None:
-        raise RuntimeError("[metal::malloc] Unable to allocate 1 bytes.")
+        raise RuntimeError(message)
 
-    monkeypatch.setattr(mx, "async_eval", fail)
-    with pytest.raises(MemoryError, match="Unable to allocate"):
+    monkeypatch.setattr(mx, place, fail)
+    with pytest.raises(MemoryError, match=re.escape(message)):
         sessions.step((0, ids_of(4)))
+    assert not sessions.context.pool.buffers[16].keys.any()
 
 
 def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None:

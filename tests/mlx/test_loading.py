@@ -262,3 +262,15 @@ def test_a_second_start_believes_the_first(tmp_path: Path, monkeypatch: pytest.M
     open_backend(config)
     monkeypatch.setattr("inference_engine.backends.mlx.trial.try_list", lambda *_, **__: pytest.fail("tried again"))
     open_backend(config)
+
+
+def test_another_system_is_not_believed_what_the_one_before_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes with another compiler of Metal."""
+    config = config_of(saved(DENSE, tmp_path / "model"))
+    open_backend(config)
+    monkeypatch.setattr("platform.mac_ver", lambda: ("99.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr("inference_engine.backends.mlx.trial.try_list", lambda *_, **__: pytest.fail("tried again"))
+    with pytest.raises(pytest.fail.Exception, match="tried again"):
+        open_backend(config)

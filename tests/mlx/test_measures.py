@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
-from inference_engine.backends.mlx import loading
 from inference_engine.compose import open_backend
 from tests.mlx.measures import long_session, memory_held, rates_by_turns, sessions_under_pressure, speeds
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
@@ -54,24 +52,3 @@ def test_rates_of_forwards_that_take_turns_are_of_every_round() -> None:
     found = rates_by_turns(forwards, sessions=2, prompt=20, tokens=4, rounds=3)
     assert {name: len(rates) for name, rates in found.items()} == {"own": 3, "other": 3}
     assert min(*found["own"], *found["other"]) > 0
-
-
-def test_the_wired_limit_is_set_for_a_model_and_restored_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [7]
-    monkeypatch.setattr(loading, "kind", lambda: "gpu")
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
-
-    def set_limit(limit: int) -> int:
-        limits.append(limit)
-        return limits[-2]
-
-    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
-
-    class Model:
-        pass
-
-    model = Model()
-    loading._keep_resident(model)  # type: ignore[arg-type]
-    assert limits == [7, 1000]
-    del model
-    assert limits == [7, 1000, 7]

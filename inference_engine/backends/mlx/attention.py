@@ -62,11 +62,7 @@ def _joined(queries: mx.array, parts: Sequence[Part], visible: Visible, scaling:
 
 
 def _apart(
-    queries: mx.array,
-    parts: Sequence[Part],
-    visible: Visible,
-    scaling: float,
-    softcap: float | None,
+    queries: mx.array, parts: Sequence[Part], visible: Visible, scaling: float, softcap: float | None
 ) -> mx.array:
     count, query_heads, head_dim = queries.shape
     kv_heads = parts[0][0].shape[0]

@@ -1,18 +1,23 @@
-"""The device that MLX computes on: what it is called, how much memory it gives."""
+"""The device that MLX computes on: what it is called, how much memory it gives, how much of it is held."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import platform
+import weakref
 
 import mlx.core as mx
 
 from inference_engine.kv.memory.host import free_host_bytes
 
+MOST_CACHED_BYTES = 2**29  # what the steps of a large model take anew
+
 
 def describe() -> str:
-    """The device and MLX's version, for people."""
-    name = mx.device_info().get("device_name", "")
-    return f"mlx {importlib.metadata.version('mlx')} on the {kind()}" + (f", {name}" if name else "")
+    """The device, MLX's version and that of the system, whose part the compiler of Metal is."""
+    name, system = str(mx.device_info().get("device_name", "")), platform.mac_ver()[0]
+    known = f"mlx {importlib.metadata.version('mlx')} on the {kind()}", name, system and f"macOS {system}"
+    return ", ".join(filter(None, known))
 
 
 def kind() -> str:
@@ -33,3 +38,30 @@ def usable_bytes() -> int:
     if "max_buffer_length" in info:
         limits.append(2 * int(info["max_buffer_length"]))
     return max(0, min(limits))
+
+
+class Limits:
+    """Of memory on a GPU, while one of these is there: set for the first, as they were when the last one has gone.
+
+    By default MLX keeps freed buffers until they fill the device's memory, and those of a growing history fit no
+    later step. And the system is to keep as much of ours resident as it recommends.
+    """
+
+    there = 0
+    before = (0, 0)
+
+    def __init__(self) -> None:
+        if kind() != "gpu":
+            return
+        if not Limits.there:
+            resident = int(mx.device_info()["max_recommended_working_set_size"])
+            Limits.before = mx.set_cache_limit(MOST_CACHED_BYTES), mx.set_wired_limit(resident)
+        Limits.there += 1
+        weakref.finalize(self, self._gone).atexit = False
+
+    @classmethod
+    def _gone(cls) -> None:
+        cls.there -= 1
+        if not cls.there:
+            mx.set_cache_limit(cls.before[0])
+            mx.set_wired_limit(cls.before[1])

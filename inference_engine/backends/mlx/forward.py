@@ -46,6 +46,10 @@ from inference_engine.types import Mode, ModelFacts
 class MlxForward:
     """Implements Forward."""
 
+    seam = program = launcher = None
+    records_graphs = indexes_keys = False
+    has_address_space = False  # what MLX allocates is memory at once
+
     def __init__(
         self, described: Described, facts: ModelFacts, program: Program, *, dtype: torch.dtype, uses_metal: bool = False
     ) -> None:
@@ -73,14 +77,6 @@ class MlxForward:
         return self._dtype
 
     @property
-    def seam(self) -> None:
-        return None
-
-    @property
-    def program(self) -> None:
-        return None
-
-    @property
     def words(self) -> SharedWords:
         steps = self._program.steps
         return SharedWords(hidden=steps.hidden, layers=len(steps.layers), matrices=self._word_matrices)
@@ -89,22 +85,6 @@ class MlxForward:
         embedding, head = self._program.embedding(), self._program.head()
         mx.eval(embedding, *([] if head is None else [head]))
         return as_torch(embedding), None if head is None else as_torch(head)
-
-    @property
-    def launcher(self) -> None:
-        return None
-
-    @property
-    def records_graphs(self) -> bool:
-        return False
-
-    @property
-    def indexes_keys(self) -> bool:
-        return False
-
-    @property
-    def has_address_space(self) -> bool:
-        return False  # what MLX allocates is memory at once
 
     def free_bytes(self) -> int:
         return usable_bytes()
@@ -162,16 +142,16 @@ class MlxForward:
             attention = _Together(plan, self.described, self._pools[_address_of(plan.pool)], self._uses_metal)
         else:
             attention = _ByPlan(plan, self._dtype)
-        logits, tapped = self._program.run(
-            step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
-        )
-        computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
         try:
+            logits, tapped = self._program.run(
+                step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
+            )
+            computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
             mx.async_eval(computed)  # type: ignore[no-untyped-call]
             step.on_computed()
             mx.eval(computed)
-        except RuntimeError as error:
-            # MLX has no type of its own for it.
+            mx.synchronize()  # what fails on a GPU may be said here and not by what waited for it
+        except RuntimeError as error:  # MLX has no type of its own for it
             if "malloc" in str(error) or "memory" in str(error).lower():
                 raise MemoryError(str(error)) from error
             raise

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
 
-import mlx.core as mx
 import torch
 
 from inference_engine.backends.base import Admitted, use_threads
@@ -57,9 +55,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     if reported := describe_ignored(checked.ignored):
         logger.info("%s: %s", checked.model_id, reported)
     logger.debug("%s runs on %s: %d MiB of weights", checked.model_id, describe(), program.weight_bytes >> 20)
-    forward = MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)
-    _keep_resident(forward)
-    return forward
+    return MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)
 
 
 def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted) -> Described:
@@ -89,11 +85,3 @@ def _check_settings(config: ModelConfig) -> None:
             raise NotOnMlx(f"{name}={asked} is about other backends")
     if config.kernels == "metal" and not runs_metal():
         raise NotOnMlx(f"kernels=metal needs a GPU that runs Metal, and {describe()} is none; leave kernels at auto")
-
-
-def _keep_resident(forward: MlxForward) -> None:
-    """On a GPU, let the system keep as much of our memory resident as it recommends, until the model goes."""
-    if kind() != "gpu":
-        return
-    before = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-    weakref.finalize(forward, mx.set_wired_limit, before).atexit = False

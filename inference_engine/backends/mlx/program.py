@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_engine.backends.mlx.device import Limits
 from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.program import Checkpoint
@@ -57,11 +58,13 @@ class Program:
         self._rotaries = {
             name: (np.array(table.angles, np.float32), table.factor) for name, table in described.rotaries.items()
         }
+        self._limits = Limits()  # before the weights: what they are made of is let go one by one
         self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
         self._arrays: list[mx.array] = []
         self._weights = CheckpointWeights(checkpoint, dtype)
         self._operations = [(one, self._ready(one, index)) for index, one in enumerate(steps.operations)]
         self._embedding = next(one.matrix for one in steps.operations if isinstance(one, Embed))
+        self._before_head = next(index for index, one in enumerate(steps.operations) if isinstance(one, Select))
         self._head = next(one for one in steps.operations if isinstance(one, Product) and one.output is None)
         del self._weights
         # Computed here: an array belongs to the thread that first computes it.
@@ -100,10 +103,11 @@ class Program:
             logit_queries=mx.array(np.array(logit_queries, np.int32)),
             tap_layers=frozenset(tap_layers),
         )
-        for operation, ready in self._operations:
+        # Not every operation of MLX can be asked for no rows.
+        for operation, ready in self._operations if len(logit_queries) else self._operations[: self._before_head]:
             step.do(operation, ready)
-        assert step.logits is not None, "a list ends with its head"
-        return step.logits, mx.stack([step.taps[layer] for layer in tap_layers], axis=1) if tap_layers else None
+        logits = mx.zeros((0, self.steps.vocabulary)) if step.logits is None else step.logits
+        return logits, mx.stack([step.taps[layer] for layer in tap_layers], axis=1) if tap_layers else None
 
     def _turns(self, name: str, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
         """Cosines and sines [N, 1, turned / 2], as transformers has them: past the trained positions in float64."""

@@ -39,8 +39,6 @@ class Matrix:
         """states [N, inputs] -> [N, outputs]."""
         if self.scales is None:
             return states @ self.numbers.swapaxes(-1, -2)
-        if not len(states):  # mlx 0.32 divides by the rows, which ends the process
-            return mx.zeros((0, self.numbers.shape[-2]), states.dtype)
         return mx.quantized_matmul(
             states, self.numbers, self.scales, self.offsets, group_size=self.group, bits=self.bits
         )

@@ -1,0 +1,116 @@
+"""What MLX is asked for on its device: how float32 is multiplied, how much memory is held, and until when."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from inference_engine.backends.mlx import device
+from inference_engine.backends.mlx.device import MOST_CACHED_BYTES, Limits, describe
+from inference_engine.compose import open_backend
+from inference_engine.config import child_environment
+from inference_engine.errors import ModelError
+from tests.mlx.test_loading import DENSE, config_of, saved
+
+PRODUCT = """
+import ctypes
+import inference_engine.backends.mlx
+import mlx.core as mx
+import numpy as np
+
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+one, other = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
+expected = one.astype(np.float64) @ other.astype(np.float64)
+found = np.array(mx.array(one) @ mx.array(other))
+print(getenv(b"MLX_ENABLE_TF32").decode(), np.abs(found - expected).max())
+"""
+
+
+@pytest.mark.parametrize("given", ["", "1"], ids=["by default", "whatever the environment says"])
+def test_float32_is_multiplied_as_float32(given: str) -> None:
+    """MLX looks at its variable when it multiplies first. In TF32 the error is a thousand times this."""
+    variables = child_environment(MLX_ENABLE_TF32=given)
+    ran = subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True, text=True, env=variables, check=True)
+    value, error = ran.stdout.split()
+    assert value == "0"
+    assert float(error) < 1e-4
+
+
+class Asked:
+    """What MLX was asked for last: how many freed buffers it keeps, how much memory stays resident."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cached, self.resident = 2**40, 7
+        facts = {"max_recommended_working_set_size": 2**33}
+        gc.collect()
+        monkeypatch.setattr(Limits, "there", 0)  # models that other tests keep
+        monkeypatch.setattr(device, "kind", lambda: "gpu")
+        monkeypatch.setattr(mx, "device_info", lambda: facts)
+        monkeypatch.setattr(mx, "set_cache_limit", self.set_cached)
+        monkeypatch.setattr(mx, "set_wired_limit", self.set_resident)
+
+    def set_cached(self, limit: int) -> int:
+        before, self.cached = self.cached, limit
+        return before
+
+    def set_resident(self, limit: int) -> int:
+        before, self.resident = self.resident, limit
+        return before
+
+    def is_as_before(self) -> bool:
+        gc.collect()
+        return (self.cached, self.resident) == (2**40, 7)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def test_a_model_limits_memory_while_it_is_there(tmp_path: Path, asked: Asked) -> None:
+    config = config_of(saved(DENSE, tmp_path / "model"))
+    forward = open_backend(config)
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 2**33)
+    del forward
+    assert asked.is_as_before()
+
+
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_limits_stay_until_the_last_model_has_gone(first_to_go: int, asked: Asked) -> None:
+    there = [Limits(), Limits()]
+    del there[first_to_go]
+    gc.collect()
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 2**33)
+    there.clear()
+    assert asked.is_as_before()
+
+
+def test_a_model_that_does_not_load_leaves_no_limits(tmp_path: Path, asked: Asked) -> None:
+    folder = saved(DENSE, tmp_path / "model")
+    other = saved(type(DENSE)(**{**DENSE.to_dict(), "intermediate_size": 64}), tmp_path / "other")
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"mlp\."):
+        open_backend(config_of(folder))
+    assert asked.is_as_before()
+
+
+def test_without_a_gpu_nothing_is_limited(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "kind", lambda: "cpu")
+    limits = Limits()
+    assert asked.is_as_before()
+    del limits
+    assert asked.is_as_before()
+
+
+def test_the_device_is_known_with_the_system_that_compiles_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model was admitted with depends on it."""
+    monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
+    assert describe().endswith(", macOS 15.3")
+    monkeypatch.setattr("platform.mac_ver", lambda: ("", ("", "", ""), ""))
+    assert "macOS" not in describe()
