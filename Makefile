@@ -42,7 +42,7 @@ endif
 # What each of several steps at once says stays together, where this make can do that.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: help setup native demo serve chat test test-further test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
+.PHONY: help setup native demo serve chat test test-further test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents pages docs unit node typescript unit-typescript long-typescript
 
@@ -85,7 +85,9 @@ test-further: native ## what `make test` has no time for: laboratory, benchmarks
 test-long: native long-typescript sanitize ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/laws --executor mlx --numprocesses=auto --maxprocesses=4
+
+laws-mlx: native ## every law over every variant on MLX; CI runs it, on MLX's CPU build
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/laws --executor mlx --numprocesses=auto --maxprocesses=4 $(ARGS)
 
 test-gpu: native ## kernels, recorded steps and their laws on this machine's GPU, or with --sanitize; record in results/
 	@$(BIN)/python scripts/test_gpu.py $(ARGS)

@@ -1,7 +1,7 @@
 """What runs TinyModel in the laws: what serves on a CPU, EXECUTORS; and MLX, which has batched mode alone.
 
-On MLX they are a selection, which has each law with each strategy by name: with SOME of them, by turns, in `make test`,
-with the others as further cases. `--executor mlx` runs all cases on it alone.
+On MLX `make test` has each law with SOME of the strategies, which take turns. `--executor mlx` runs all cases on it
+alone: `make laws-mlx`, which continuous integration runs.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = {*able}
     else:
         selected = list(_selected(able))
-        for item in _others(selected):
-            make_further(item)
-        kept = {*laws}.difference(on_mlx).union(selected)
+        kept = {*laws}.difference(on_mlx).union(selected).difference(_others(selected))
     if not has_mlx():
         for item in kept.intersection(able):
             item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
