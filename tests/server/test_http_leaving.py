@@ -589,7 +589,7 @@ async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(ch
             openai_client(handle) as client,
             http_client(handle) as other,
         ):
-            stream = await client.chat.completions.create(**{**FOREVER, "max_tokens": 400}, stream=True)
+            stream = await client.chat.completions.create(**{**FOREVER, "max_tokens": 200}, stream=True)
             await anext(stream)
             await other.get("/models")  # a connection that is there before the port closes
             draining = asyncio.create_task(handle.drain_and_stop())
