@@ -122,7 +122,7 @@ def test_places_are_given_as_admission_gives_them(most_tokens: int, names: str) 
             for _ in range(rng.randint(0, most))
         ]
 
-    with patch.object(foresight, "_MOST_ENDS", 10**6):
+    with patch.object(foresight, "MOST_ENDS", 10**6):
         for _ in range(2000):
             room = Room(
                 max_running=rng.randint(1, 10),
