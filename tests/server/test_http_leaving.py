@@ -557,6 +557,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     def connection_made(of: connection.Connection, transport: asyncio.Transport) -> None:
         # So that little is on its way before a write has to wait.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(high=4096)
         made(of, transport)
 
     monkeypatch.setattr(connection.Connection, "connection_made", connection_made)
