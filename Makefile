@@ -78,7 +78,7 @@ unit: native node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-further: native ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
+test-further: native node ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 

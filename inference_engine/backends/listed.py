@@ -51,7 +51,7 @@ from inference_engine.models.step_list import (
 # Of the largest number: torch multiplies normed states that were rounded, and they are thousands.
 _MOST_ROUNDINGS = 4.0
 _CHECKED = (1, 2, 17, 64, 300, 2048)  # numbers of tokens, which have different tiles
-_MOST_TURN_BYTES = 2**28
+MOST_TURN_BYTES = 2**28
 _TURNS_AT_ONCE = 2**14  # positions
 _MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory that a model was given
 
@@ -374,7 +374,7 @@ class ListedStep:
         seam = self._seam
         like = torch.empty(0, dtype=seam.dtype, device=seam.model.device)
         numbers = 2 * len(seam.rotary_frequencies(name)[0]) * seam.trained_positions
-        if numbers * seam.dtype.itemsize > _MOST_TURN_BYTES:
+        if numbers * seam.dtype.itemsize > MOST_TURN_BYTES:
             return None
         parts = [
             _halved(*seam.turns(like, torch.arange(first, last, device=like.device), name))

@@ -38,7 +38,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.views import Scoring, StagedQueries, StepReads
 
 # Longer blocks are computed session by session: each fills a device, and fused operations are fastest then.
-_MOST_RAGGED_TOKENS = 1024
+MOST_RAGGED_TOKENS = 1024
 
 
 class SpanFailed(Exception):
@@ -86,7 +86,7 @@ class StepPlan:
         self.query_count = total
         self.positions: NDArray[np.int64] = np.concatenate([span.positions for span in self.spans])
         # Views add up in another order: where the operation has one, chunks of any length are its own.
-        most_queries = sys.maxsize if ops.attends_in_one_order else _MOST_RAGGED_TOKENS
+        most_queries = sys.maxsize if ops.attends_in_one_order else MOST_RAGGED_TOKENS
         has_regions = attends_together and any(kv.staged <= most_queries for kv in sessions)
         self.numbers = StepNumbers(geometry, total, has_regions=has_regions or bool(unpadded), scratch=pool.scratch)
         self._reads = StepReads(

@@ -31,7 +31,7 @@ _PRIOR = 2.0
 _LEAST_SHARE = 0.01
 MOST_OWNERS = 1024  # whose lengths are remembered
 _MOST_PLAYS = 64  # owners whose predictions are kept until the queue changes
-_MOST_ENDS = 256  # simulated ends of Generates: bounds the time of a prediction to milliseconds, a lower bound then
+MOST_ENDS = 256  # simulated ends of Generates: bounds the time of a prediction to milliseconds, a lower bound then
 # Predictions of short waits are imprecise: one below this part of the limit is compared as if it were that long.
 _TELLING = 1 / 8
 # Past waits and the errors of their predictions are remembered up to this number and age: otherwise one pause would
@@ -152,7 +152,7 @@ class _Play:
                 self._counts[load.owner] += 1
                 self._total += 1
                 self._stand_in_line(load.owner)
-            if self._ended >= _MOST_ENDS:
+            if self._ended >= MOST_ENDS:
                 return self._now
             self._now = self._ends[0][0]
             self._ask_again(self._end_all())

@@ -251,7 +251,7 @@ def test_turns_from_a_table_are_those_that_a_step_works_out(monkeypatch: pytest.
         return turns(self, like, positions, name)
 
     for most_bytes in (2**28, 0):
-        monkeypatch.setattr(listed, "_MOST_TURN_BYTES", most_bytes)
+        monkeypatch.setattr(listed, "MOST_TURN_BYTES", most_bytes)
         forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
         worked_out.append(0)
         with monkeypatch.context() as patched, Engine(forward, EngineConfig(**SMALL)) as engine:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.hostile
 MOST_CONNECTIONS = 2 * (ADDRESS_REFUSALS + MOST_EXCESS)
 MAX_CONNECTIONS = 40
 HALF_REQUESTS = 200
-MOST_THREADS = 80  # of 64 readers, and what else there is
+MOST_THREADS = 70  # of 64 readers, and of what listens
 
 
 @contextlib.asynccontextmanager
@@ -148,6 +148,7 @@ async def test_what_an_owner_sends_over_http_bars_no_address(tmp_path: Path) -> 
 
 
 def test_metrics_are_served_beside_half_requests_and_a_bounded_number_of_threads() -> None:
+    before = threading.active_count()  # of other tests, too
     port = MetricsPort(EngineMetrics(), "127.0.0.1:0")
     host, _, number = port.target.rpartition(":")
     with contextlib.ExitStack() as stack:
@@ -158,4 +159,4 @@ def test_metrics_are_served_beside_half_requests_and_a_bounded_number_of_threads
         for _ in range(3):
             with urllib.request.urlopen(f"http://{port.target}/metrics", timeout=10.0) as answer:
                 assert b"session_kv_bytes" in answer.read()
-        assert threading.active_count() < MOST_THREADS
+        assert threading.active_count() - before < MOST_THREADS

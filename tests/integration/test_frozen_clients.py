@@ -23,6 +23,7 @@ from tests.frozen_clients.build import (
     python_client,
     typescript_client,
 )
+from tests.further import further
 from tests.once import made_once
 from tests.server.wire import HISTORY, SERVICE, TIMEOUT_SECONDS, serving
 from tests.tiny import tiny_engine
@@ -44,7 +45,7 @@ CLIENTS: dict[str, tuple[Callable[[Path], None], Callable[[Path], FrozenClient]]
 }
 
 
-@pytest.fixture(scope="session", params=CLIENTS)
+@pytest.fixture(scope="session", params=["python", further("typescript")])
 def client(request: pytest.FixtureRequest) -> FrozenClient:
     build, client_in = CLIENTS[request.param]
     return client_in(made_once(f"frozen-{request.param}", build, request))

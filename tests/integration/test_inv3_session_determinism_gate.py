@@ -22,7 +22,7 @@ from tests.server_thread import server_thread
 from tests.tiny_native import served_engine
 
 SPLITS = 50
-TURNS = (37, 5, 64)
+TURNS = (21, 5, 36)  # past the window of 16 and the ends of segments of 16
 GENERATED = 3
 
 

@@ -107,7 +107,7 @@ def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
     assert len(launched) == 8 + 6 + 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [further(torch.float32), torch.bfloat16], ids=str)
 def test_every_kernel_of_few_queries_is_a_program_for_a_gpu(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from inference_engine.kernels.gather import QUERIES_AT_ONCE
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
-from tests.further import further_test
+from tests.further import further, further_test
 from tests.kv.test_streaming import CHUNK, LATENT, LIMIT, WIDEST_ENTRY_BYTES, LargestTensor, WatchedTokens
 from tests.laws.test_session_kv_laws import HKV, SEGMENT, Entries, active, context, feed, step
 
@@ -24,7 +24,7 @@ ALL, SELECT = (
 STREAM = make_strategy("restored", **{**LATENT, "window": 40 + 32}, mode="stream")
 
 
-@pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["batched", "fixed-shape"])
+@pytest.mark.parametrize("quanta", [further((1, 1)), (4, 32)], ids=["batched", "fixed-shape"])
 def test_an_appended_token_reads_what_a_generated_one_reads_however_they_are_grouped(quanta: tuple[int, int]) -> None:
     """To the bit where shapes do not depend on the group."""
     entries, (token_quantum, key_quantum) = Entries(LIMIT), quanta

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from kv_cache_proposer.f_theta.fit import BASES, fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
 from kv_cache_proposer.f_theta.store import LatentManifest, load_stated, read_stated, save_codec
+from tests.further import further
 from tests.kv_cache_proposer.correlated import make_entries, make_projections, make_statistics, relative_error
 
 BYTES = 24
@@ -87,9 +90,16 @@ def test_bytes_that_no_width_can_take_are_refused() -> None:
         allocate_uniformly([torch.tensor([1.0, 0.5])], 4, DISTORTIONS)
 
 
-@pytest.mark.parametrize("quantiser", QUANTISERS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("basis", BASES)
+def bases_and_quantisers() -> list[Any]:
+    """Each with each of the other, in precisions by turns; in the others they are further cases."""
+    return [
+        (basis, precision, quantiser) if place == turn % len(PRECISIONS) else further(basis, precision, quantiser)
+        for turn, (basis, quantiser) in enumerate(product(BASES, QUANTISERS))
+        for place, precision in enumerate(PRECISIONS)
+    ]
+
+
+@pytest.mark.parametrize(("basis", "precision", "quantiser"), bases_and_quantisers())
 def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, precision: str, quantiser: str) -> None:
     statistics = make_statistics(group_layers=5)
     codec = fit(

@@ -260,7 +260,7 @@ def test_how_long_a_chunk_is_changes_no_bit_where_sums_have_one_order(
 ) -> None:
     """Beside other sessions a prefill comes in shorter chunks than alone."""
     short = conversation(variant, Full())
-    monkeypatch.setattr(plan, "_MOST_RAGGED_TOKENS", 4)
+    monkeypatch.setattr(plan, "MOST_RAGGED_TOKENS", 4)
     assert conversation(variant, Full(), is_alone=True) == short
 
 
@@ -270,7 +270,7 @@ def test_long_chunks_without_a_mask_give_what_they_give_under_one(
 ) -> None:
     """Of a first prefill and of one that goes on, beside tokens that read regions."""
     expected = conversation(ALONE[variant], Full())
-    monkeypatch.setattr(plan, "_MOST_RAGGED_TOKENS", 4)
+    monkeypatch.setattr(plan, "MOST_RAGGED_TOKENS", 4)
 
     found = conversation(variant, Full())
 

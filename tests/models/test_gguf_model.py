@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from inference_engine.models import (
 from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.models.open_checkpoint import open_checkpoint
+from tests.further import further
 from tests.models.test_mapped import mapped, overwrite
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
+from tests.processes import run
 
 
 @pytest.fixture
@@ -217,7 +219,18 @@ def test_a_file_that_is_written_to_while_it_is_mapped_is_noticed(file: Path) -> 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_is_made_once(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+    """As `subprocess.run`, in a forked process: most of the time of a new one goes to imports."""
+    program, *arguments = command[3:]
+    done = run(program, *arguments)
+    return subprocess.CompletedProcess(command, done.returncode, stderr=done.stderr.encode())
+
+
+@pytest.mark.parametrize("start", [forked, further(subprocess.run)], ids=["forked", "executed"])
+def test_a_tokenizer_is_made_once(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", start)
     folder = tokenizer_folder(str(file), cache)
     assert folder == cache / "tokenizers" / hashlib.sha256(file.read_bytes()).hexdigest()
     assert {path.name for path in folder.parent.iterdir()} == {folder.name}

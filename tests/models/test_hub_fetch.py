@@ -26,7 +26,7 @@ from tests.models.tiny_folder import logits, tiny_llama
 from tests.processes import CAN_FORK, Forked
 from tests.tiny_folder import tiny_tokenizer
 
-pytestmark = pytest.mark.usefixtures("admitting_once", "forks")
+pytestmark = pytest.mark.usefixtures("trying_no_strategies", "forks")
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 NAME = "some-org/tiny"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_engine.engine.generation import Generation
@@ -121,7 +122,7 @@ def test_places_are_given_as_admission_gives_them(most_tokens: int, names: str) 
             for _ in range(rng.randint(0, most))
         ]
 
-    with patch.object(foresight, "_MOST_ENDS", 10**6):
+    with patch.object(foresight, "MOST_ENDS", 10**6):
         for _ in range(2000):
             room = Room(
                 max_running=rng.randint(1, 10),
@@ -201,19 +202,31 @@ def test_generates_that_ask_for_one_token_say_little_of_longer_ones_until_they_a
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(0, 40)), max_size=30))
+@settings(max_examples=50)
 def test_owners_whose_lengths_are_forgotten_leave_nothing_behind(seen: list[tuple[str, int, int]]) -> None:
-    lengths, others = Lengths(), Lengths()
+    lengths = Lengths()
     with patch.object(foresight, "MOST_OWNERS", 2):
         for owner, asked, generated in seen:
             lengths.saw(owner, asked, min(asked, generated))
-        for known in (lengths, others):
-            for owner in ("x", "y"):
-                # What others' led to expect fades.
-                for _ in range(1500):
-                    known.saw(owner, 64, 32)
-    for asked in (20, 64, 1_000_000):
-        assert lengths.share("new", asked) == pytest.approx(others.share("new", asked))
+        see_two_owners(lengths)
+    for asked, share in shares_of_two_owners().items():
+        assert lengths.share("new", asked) == pytest.approx(share)
     assert lengths.share("new", 64) == pytest.approx(0.5)
+
+
+def see_two_owners(lengths: Lengths) -> None:
+    for owner in ("x", "y"):
+        # What others' led to expect fades.
+        for _ in range(1500):
+            lengths.saw(owner, 64, 32)
+
+
+@cache
+def shares_of_two_owners() -> dict[int, float]:
+    """What is expected of an owner that is new where there was no other but these two."""
+    lengths = Lengths()
+    see_two_owners(lengths)
+    return {asked: lengths.share("new", asked) for asked in (20, 64, 1_000_000)}
 
 
 @further_test

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import httpx2
@@ -42,17 +44,25 @@ async def serving_http(engine: Engine, chat: ChatText, **settings: Any) -> Async
 async def openai_client(handle: ServerHandle, *, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
     """The client as it comes, but that a refusal is shown instead of tried again."""
     assert handle.http_url is not None
+    own = openai.DefaultAsyncHttpxClient(base_url=handle.http_url, verify=trusted(), timeout=TIMEOUT_SECONDS)
     async with openai.AsyncOpenAI(
-        base_url=handle.http_url, api_key=key, max_retries=0, timeout=TIMEOUT_SECONDS
+        base_url=handle.http_url, api_key=key, max_retries=0, timeout=TIMEOUT_SECONDS, http_client=own
     ) as client:
         yield client
+
+
+@cache
+def trusted() -> ssl.SSLContext:
+    """Reading these certificates takes most of the time of making a client, and on loopback no call uses them."""
+    return ssl.create_default_context()
 
 
 @asynccontextmanager
 async def http_client(handle: ServerHandle, **options: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """For requests that no library of that API would send."""
     assert handle.http_url is not None
-    async with httpx2.AsyncClient(base_url=handle.http_url, timeout=TIMEOUT_SECONDS, **options) as client:
+    given = {"base_url": handle.http_url, "timeout": TIMEOUT_SECONDS, "verify": trusted(), **options}
+    async with httpx2.AsyncClient(**given) as client:
         yield client
 
 

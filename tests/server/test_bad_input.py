@@ -79,7 +79,7 @@ async def test_an_append_past_the_length_limit_changes_nothing_and_says_the_limi
 
 async def test_a_message_over_the_limit_is_refused_by_the_transport(client: Client) -> None:
     session_id = await client.open()
-    message = message_with_ids(session_id, *[1] * (4 * 2**20))
+    message = message_with_ids(session_id, *[2**31 - 1] * 2**20)  # five bytes each
     details = await refused(client.raw("AppendTokens", message))
     assert details.reason == "RESOURCE_EXHAUSTED"
     assert await client.length(session_id) == len(HISTORY)

@@ -557,6 +557,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     def connection_made(of: connection.Connection, transport: asyncio.Transport) -> None:
         # So that little is on its way before a write has to wait.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(high=4096)
         made(of, transport)
 
     monkeypatch.setattr(connection.Connection, "connection_made", connection_made)
@@ -589,7 +590,7 @@ async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(ch
             openai_client(handle) as client,
             http_client(handle) as other,
         ):
-            stream = await client.chat.completions.create(**{**FOREVER, "max_tokens": 400}, stream=True)
+            stream = await client.chat.completions.create(**{**FOREVER, "max_tokens": 200}, stream=True)
             await anext(stream)
             await other.get("/models")  # a connection that is there before the port closes
             draining = asyncio.create_task(handle.drain_and_stop())

@@ -20,6 +20,7 @@ from google.rpc import error_details_pb2, status_pb2
 import kakeya
 from inference_engine.config import ServerConfig, configure_threads_environment, forbid_model_hub
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
+from tests.further import make_further
 
 # Before anything imports torch or transformers: both come with the engine, on first use.
 configure_threads_environment()
@@ -165,6 +166,29 @@ def unexplained() -> Callable[..., Callable[[Any, grpc.ServicerContext], Any]]:
         return lambda _, context: context.abort(code, message)
 
     return failure
+
+
+# Processes and lines that break, which both clients meet by the same flows: the clients take turns in `make test`.
+IN_TURN = ("test_middle.py", "test_reattach.py", "test_restart.py", "test_routes.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    cases = [item for item in items if item.path.parent == here and item.path.name in IN_TURN]
+    cases = [item for item in cases if item.get_closest_marker("long") is None]
+    of_one_test: dict[str, list[pytest.Item]] = {}
+    for item in cases:
+        if flavour_of(item):
+            of_one_test.setdefault(item.nodeid.replace(flavour_of(item), "", 1), []).append(item)
+    for turn, both in enumerate(of_one_test.values()):
+        for place, item in enumerate(both):
+            if place != turn % len(both):
+                make_further(item)
+
+
+def flavour_of(item: pytest.Item) -> str:
+    return str(item.callspec.params.get("flavour", "")) if hasattr(item, "callspec") else ""
 
 
 @pytest.fixture(params=["threads", "asyncio"])
