@@ -98,7 +98,7 @@ class Scheduler:
         if drafter is not None:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
         self._journal = journal if journal.keeps else None
-        self.wakeups = Wakeups(None if self._journal is None else self._journal.say)
+        self.wakeups = Wakeups() if self._journal is None else Wakeups(self._journal.say, self._journal.kick)
         self.copies = open_copies(self.nudge)
         self._endings = Endings(store, metrics, self._drafting, self._leave, self.copies)
         self._beginnings = Beginnings(
@@ -342,6 +342,7 @@ class Scheduler:
             self._go_on(self._flight)
             return
         if self._journal is not None and self._journal.is_behind():
+            self.wakeups.release()  # of the step before, whose commit they ask for
             time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be sent
             self._last_step = None
             return
@@ -430,8 +431,6 @@ class Scheduler:
         self._settling.count_reported()
         if first:
             self._record_first_tokens(first)
-        if self._journal is not None:
-            self._journal.kick()
         self._timer.lap("settle")
         if self._drafting is not None:
             self._drafting.flush_if_many()
