@@ -100,7 +100,7 @@ class Scheduler:
                 drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens
             )
         self._journal = journal
-        self.wakeups = Wakeups(journal.say if journal.keeps else None)
+        self.wakeups = Wakeups(journal.say, journal.kick) if journal.keeps else Wakeups()
         self.copies = open_copies(self.nudge)
         self._endings = Endings(store, metrics, self._speculation, self._leave, self.copies)
         self._beginnings = Beginnings(
@@ -344,6 +344,7 @@ class Scheduler:
             self._go_on(self._flight)
             return
         if self._journal.is_behind():
+            self.wakeups.release()  # of the step before, whose commit they ask for
             time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be sent
             self._last_step = None
             return
@@ -431,7 +432,6 @@ class Scheduler:
         self._settling.count_reported()
         if first:
             self._record_first_tokens(first)
-        self._journal.kick()
         self._timer.lap("settle")
         self._speculation.flush_if_many()
         self._timer.end("draft")

@@ -1,12 +1,13 @@
 """Wake-ups of readers after a step: one for all readers on a thread, and while the device is at work.
 
-Where a journal keeps sessions, they come once the step is safe, from the journal's thread.
+Where a journal keeps sessions, they come once the step is safe, from the journal's thread, which is asked for a commit
+when they would be made.
 
     engine's thread     settle: tokens for A, B, … │ plan of the next step │ its forward … the device works
     readers' thread                                                        └ wake: frames for A, B, …
 
 A wake-up is a system call and lets another thread take the interpreter lock. One for every token would cost more than
-the token; one before the plan would make readers and plan compete for the lock.
+the token; one before the plan would make readers and plan compete for the lock, as the journal's thread would.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ Wake = Callable[[], object]
 class Wakeups:
     """`wake` and `call` from any thread; `hold` and `release` on the engine's."""
 
-    def __init__(self, after: Callable[[Wake], None] | None = None) -> None:
-        """after: makes a wake-up once all that was recorded until now may be sent; None: it may be sent at once."""
+    def __init__(self, after: Callable[[Wake], None] | None = None, kick: Callable[[], None] | None = None) -> None:
+        """after: makes a wake-up once all that was recorded until now may be sent; None: it may be sent at once.
+
+        kick: asks for the commit of a step that wakes no reader.
+        """
         self._after = after
+        self._kick = kick
         self._holder: int | None = None  # the thread whose wake-ups are held back
         self._calls: dict[Wake, None] = {}  # come before those kept
         self._kept: dict[Wake, None] = {}
@@ -60,13 +65,15 @@ class Wakeups:
 
     def release(self) -> None:
         """Make the wake-ups that were held back, and hold back no more."""
-        self._holder = None
+        was_held, self._holder = self._holder is not None, None
         if self._kept or self._calls:
             kept, self._calls, self._kept = (*self._calls, *self._kept), {}, {}
             if self._after is None:
                 _make(kept)
             else:
                 self._after(partial(_make, kept))
+        elif was_held and self._kick is not None:
+            self._kick()
 
 
 def _make(wakes: Iterable[Wake]) -> None:

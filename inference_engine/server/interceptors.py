@@ -8,7 +8,6 @@ decided on the headers; the message of a call is read afterwards (`incoming.py`)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -22,6 +21,7 @@ from inference_engine.errors import InvalidArgument, RequestError, Unauthenticat
 from inference_engine.logs import about_request
 from inference_engine.server import incoming
 from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certificate
+from inference_engine.server.barrier import Barrier
 from inference_engine.server.grpc_door import GrpcDoor
 from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
 from inference_engine.server.limits import OwnerLimits
@@ -57,26 +57,6 @@ def route_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return str(routes[0]) if routes else ""
 
 
-async def all_saved(engine: Engine) -> None:
-    """Wait until everything is safe that the engine has done until now: what is answered from here on stays true."""
-    if engine.is_saved():
-        return
-    loop = asyncio.get_running_loop()
-    saved: asyncio.Future[None] = loop.create_future()
-
-    def note() -> None:
-        if not saved.done():
-            saved.set_result(None)
-
-    def wake() -> None:
-        # The loop is closed only when the process ends.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(note)
-
-    engine.when_saved(wake)
-    await saved
-
-
 async def _abort(context: Context, code: grpc.StatusCode, text: str, trailers: Trailers = ()) -> None:
     """End the call with this status. Returns: gRPC raises by itself once the handler has returned.
 
@@ -102,6 +82,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         *,
         messages: MessageLimits,
         door: GrpcDoor,
+        barrier: Barrier,
         has_certificates: bool = False,
     ) -> None:
         """door: gets the peers of accepted and refused calls. has_certificates: every client has shown one."""
@@ -113,6 +94,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._messages = messages
         self._door = door
+        self._barrier = barrier
         self._open_readers, self._owner_readers = OpenReaders(), OwnerReaders()
         self._is_by_certificate = keys.is_open and has_certificates
         for reason in CODES:
@@ -256,7 +238,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 answer = await behaviour(request, context)
                 if must_wait:
-                    await all_saved(self._engine)
+                    await self._barrier.passed()
                 return answer
             except grpc.aio.AbortError:
                 code = context.code()
@@ -294,9 +276,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return guarded
 
     async def _is_saved(self) -> bool:
-        """Wait as `all_saved`. False if the call is cancelled meanwhile; it must not raise that (see `_guard`)."""
+        """Wait at the barrier. False if the call is cancelled meanwhile; it must not raise that (see `_guard`)."""
         try:
-            await all_saved(self._engine)
+            await self._barrier.passed()
         except asyncio.CancelledError:
             return False
         return True

@@ -28,6 +28,7 @@ from inference_engine.errors import RequestError
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.auth import KeyRing
+from inference_engine.server.barrier import Barrier
 from inference_engine.server.barring import Bars
 from inference_engine.server.convert import check_strategies
 from inference_engine.server.grpc_door import GrpcDoor
@@ -159,12 +160,14 @@ async def _started(
         time.monotonic,
         bars,
     )
+    barrier = Barrier(engine)
     calls = CallInterceptor(
         keys,
         engine,
         limits,
         messages=messages,
         door=door,
+        barrier=barrier,
         has_certificates=certificates is not None and certificates.asks_clients,
     )
     http = None
@@ -192,7 +195,7 @@ async def _started(
     await health.follow()
     opened.push_async_callback(health.drain)
     server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
-    server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
+    server.add_generic_rpc_handlers((RuntimeService(engine, config, barrier).handlers(),))
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if address.is_loopback:
         names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)

@@ -23,8 +23,9 @@ from inference_engine.engine.results import HistoryLength, HistoryPiece, Session
 from inference_engine.errors import InvalidArgument, SessionBusy, SessionNotFound
 from inference_engine.logs import name_request
 from inference_engine.server import convert
+from inference_engine.server.barrier import Barrier
 from inference_engine.server.incoming import MessageLimits, TransportError
-from inference_engine.server.interceptors import all_saved, caller, route_of
+from inference_engine.server.interceptors import caller, route_of
 from inference_engine.server.status import SlowConsumer
 from inference_engine.server.stream import Feed, LoopWaker, Stall
 from inference_engine.types import Durability, Failed, Finished, GenerateParams, TokenCommitted
@@ -52,9 +53,10 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 class RuntimeService:
     """The RPCs. State that outlives a call is kept in the engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, barrier: Barrier) -> None:
         self._engine = engine
         self._config = config
+        self._barrier = barrier
         info = engine.info()
         self._mode, self._model_id = info.mode, info.facts.model_id
         self._durability = info.durability
@@ -229,7 +231,7 @@ class RuntimeService:
                 if isinstance(event, Failed):
                     raise event.error
                 if self._keeps and not isinstance(event, TokenCommitted):
-                    await all_saved(self._engine)  # a reader gets saved tokens only; others say how long the history is
+                    await self._barrier.passed()  # a reader gets saved tokens only; others say how long the history is
                 message = frame(event)
                 if message is not None:
                     stall.begin_write()

@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.scheduler.batching import Batching
+from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.wakeups import Wakeups
+from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
+from tests.kept import sqlite_journal
 from tests.laws.variants import text
 from tests.scheduler.test_fairness import SMALL
 
@@ -66,6 +74,21 @@ def test_late_ones_of_a_step_come_together_and_wake_a_thread_when_all_is_set_tha
     assert made == ["set 0", "set 1", "set 2", "wake"]
 
 
+def test_a_step_that_wakes_no_reader_is_asked_to_be_made_safe_once() -> None:
+    waiting, kicked = list[Callable[[], object]](), list[str]()
+    wakeups = Wakeups(waiting.append, lambda: kicked.append("kicked"))
+    wakeups.release()
+    assert not kicked, "there was no step"
+    wakeups.hold()
+    wakeups.release()
+    wakeups.release()
+    assert kicked == ["kicked"]
+    wakeups.hold()
+    wakeups.call(lambda: None, None)
+    wakeups.release()
+    assert len(kicked) == len(waiting) == 1, "who waits asks for it"
+
+
 def test_late_ones_that_are_not_held_back_come_when_all_is_safe_that_was_recorded() -> None:
     waiting, made = list[Callable[[], object]](), list[str]()
     wakeups = Wakeups(waiting.append)
@@ -96,6 +119,71 @@ def test_a_reader_receives_a_token_while_the_device_works_on_the_next_one() -> N
         assert is_reported.wait(60)  # of the end
     assert len(were_reported) == 20
     assert all(were_reported)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_steps_commit_is_asked_for_once_while_the_device_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_read: bool
+) -> None:
+    """The journal's thread needs the interpreter, as the plan of the next step does, which no stream may wait for."""
+    seen, may_go_on = list[str](), threading.Event()
+
+    def asks(name: str) -> None:
+        real = getattr(SQLiteJournal, name)
+
+        def ask(journal: SQLiteJournal, *arguments: Any) -> None:
+            if threading.current_thread().name == Scheduler.THREAD_NAME:
+                seen.append("asked")
+            real(journal, *arguments)
+
+        monkeypatch.setattr(SQLiteJournal, name, ask)
+
+    def choose(batching: Batching, requests: Any) -> Any:
+        seen.append("planned")
+        return real_choose(batching, requests)
+
+    def look(_: int) -> None:
+        assert may_go_on.wait(60)
+        seen.append("computed")
+
+    real_choose = Batching.choose
+    asks("say")
+    asks("kick")
+    monkeypatch.setattr(Batching, "choose", choose)
+    forward = ScriptedForward(ScriptedModel(), Script(on_step=look))
+    journal = sqlite_journal(tmp_path / "state")
+    with Engine(forward, EngineConfig(**SMALL, state_dir=str(tmp_path / "state")), journal=journal) as engine:
+        session = engine.create_session(limit_tokens=200).session_id
+        engine.append(session, text(10))
+        generation = engine.generate(session, GenerateParams(max_tokens=20))
+        if is_read:
+            generation.when_readable(lambda: None, lambda: None)
+        may_go_on.set()
+        engine.drain(60)
+    first = seen.index("computed")
+    assert seen[first + 1 : first + 1 + 3 * 18] == ["planned", "asked", "computed"] * 18
+
+
+def test_a_reader_gets_the_last_token_before_the_journal_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ScriptedForward(ScriptedModel(), Script())
+    journal, is_safe = sqlite_journal(tmp_path / "state"), threading.Event()
+    monkeypatch.setattr(journal, "is_behind", lambda: forward.steps >= 5)
+    config = EngineConfig(**SMALL, state_dir=str(tmp_path / "state"), hibernate="never")
+    with Engine(forward, config, journal=journal) as engine:
+        session = engine.create_session(limit_tokens=200).session_id
+        engine.append(session, text(10))
+        generation = engine.generate(session, GenerateParams(max_tokens=20))
+
+        def look() -> None:
+            if engine.session_info(session).saved_tokens == 15:
+                is_safe.set()
+
+        generation.when_readable(look)
+        assert is_safe.wait(30)
+        assert forward.steps == 5
+        generation.cancel()
 
 
 def test_generates_that_run_together_wake_their_common_reader_once_a_step() -> None:
