@@ -120,7 +120,7 @@ class KVStrategy(ABC):
     def calibrated(self) -> str:
         """What was calibrated for the model and decides what a session's tokens are: LATENT, COMPONENTS, both, or
         nothing."""
-        return ""
+        return LATENT if self.restorer().is_calibrated else ""
 
     def check(self, geometry: Geometry) -> None:
         """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""

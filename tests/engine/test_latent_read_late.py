@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from safetensors.torch import load_file
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelError, ModelMismatch, RestorationFailed
+from inference_engine.kv.archives.restorer import Restorer
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.store import SessionStore
@@ -20,6 +25,7 @@ from kv_cache_proposer.f_theta.late import LateCodec, open_codec
 from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, load_stated, read_stated, save_codec
 from tests.kept import keeping, saved
 from tests.laws.variants import drain, text, tokens
+from tests.newer_strategy import registered
 from tests.tiny import LATENT_BYTES, tiny_engine, tiny_latent
 
 DIGEST = "5f" * 32
@@ -189,3 +195,31 @@ def test_a_kept_session_that_needs_no_latent_comes_back_beside_another_one(
         engine.recall(session)
         assert engine.session_info(session).history_length == 100 + len(first)
         assert len(tokens(drain(engine.generate(session, LONG)))) == 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newer(KVStrategy):
+    """Restores from latents and says nothing else of it."""
+
+    name: ClassVar[str] = "newer"
+
+    def rule(self, layer: int, geometry: Geometry) -> LayerRule:
+        return LATENT.rule(layer, geometry)
+
+    def restorer(self) -> Restorer:
+        return LATENT.restorer()
+
+
+def test_a_kept_session_of_a_newer_strategy_with_a_latent_is_refused_under_another_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    with registered(Newer):
+        with keeping(state, make=tiny_engine, latent=opened(folder), codec_digest="of the first") as engine:
+            session = engine.create_session(strategy=Newer()).session_id
+            generated(engine, session)
+        with (
+            keeping(state, make=tiny_engine, latent=opened(folder), codec_digest="of another") as engine,
+            pytest.raises(ModelMismatch),
+        ):
+            engine.recall(session)
