@@ -212,12 +212,12 @@ class Beginnings:
         """Let it run, or end it. It keeps waiting while a copy of its session's K/V is read, and if there is no memory
         to wake its session now, but some of `running` will give memory back."""
         session, running = request.session, list(running)
+        if session.kv.takes_room or session.kv.is_dropped:
+            self._wakeups.release()  # to wake, or to read a copy, may take a while
         if not self._copies.restore(session, is_alone=not running):
             return
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()
-        if session.kv.takes_room:
-            self._wakeups.release()  # to wake may take a while
         try:
             is_active = session.kv.wake(needed)
         except RestorationFailed as failed:

@@ -290,6 +290,7 @@ class Scheduler:
             try:
                 if self._flight is not None and self._has_to_land(waiting, has_tasks=tasks > 0):
                     self._land()
+                    self.wakeups.release()  # no step is on the device, and what follows may take a while
                 is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
                 for _ in range(tasks):
                     self._run_task()

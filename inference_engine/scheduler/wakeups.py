@@ -12,11 +12,14 @@ the token; one before the plan would make readers and plan compete for the lock,
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
 Wake = Callable[[], object]
+
+logger = logging.getLogger(__name__)
 
 
 class Wakeups:
@@ -78,4 +81,7 @@ class Wakeups:
 
 def _make(wakes: Iterable[Wake]) -> None:
     for wake in wakes:
-        wake()
+        try:
+            wake()
+        except Exception:
+            logger.exception("a wake-up failed")  # the others are of other readers

@@ -12,15 +12,19 @@ import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kernels.ops import DeviceOps
 from inference_engine.scheduler.batching import Batching
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.wakeups import Wakeups
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
+from tests.facade import on_the_engines_thread, session_of
 from tests.kept import sqlite_journal
 from tests.laws.variants import text
 from tests.scheduler.test_fairness import SMALL
+from tests.tiny import SMALL as TINY
+from tests.tiny import tiny_forward_on
 
 
 def test_equal_wakes_that_are_held_back_are_made_once_at_their_release() -> None:
@@ -162,6 +166,52 @@ def test_a_steps_commit_is_asked_for_once_while_the_device_is_at_work(
         engine.drain(60)
     first = seen.index("computed")
     assert seen[first + 1 : first + 1 + 3 * 18] == ["planned", "asked", "computed"] * 18
+
+
+def test_a_step_that_lands_is_asked_to_be_made_safe_before_what_it_lands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, state = sqlite_journal(tmp_path / "state"), str(tmp_path / "state")
+    config = EngineConfig(**{**TINY, "overlap": "on", "state_dir": state, "hibernate": "never"})
+    forward = tiny_forward_on("cpu", ops=DeviceOps(attends_together=True))
+    lengths, asked, found = [lambda: 0], list[int](), list[tuple[int, int]]()
+
+    def noted(name: str) -> None:
+        real = getattr(journal, name)
+
+        def ask(*given: Any) -> None:
+            asked.append(lengths[0]())
+            real(*given)
+
+        monkeypatch.setattr(journal, name, ask)
+
+    noted("kick")
+    noted("say")
+    with Engine(forward, config, journal=journal) as engine:
+        session = engine.create_session(limit_tokens=500).session_id
+        lengths[0] = session_of(engine, session).history.__len__
+        engine.append(session, text(10))
+        generation = engine.generate(session, GenerateParams(max_tokens=450))
+        events = iter(generation)
+        for _ in range(20):
+            next(events)
+            on_the_engines_thread(engine, lambda: found.append((asked[-1], lengths[0]())))
+        generation.cancel()
+        list(events)
+    assert all(last == length for last, length in found), found
+
+
+def test_a_wake_up_that_fails_keeps_no_other_from_its_reader(caplog: pytest.LogCaptureFixture) -> None:
+    wakeups, reported = Wakeups(), list[str]()
+
+    def fail() -> None:
+        raise ValueError("of an embedder")
+
+    wakeups.hold()
+    wakeups.wake(fail)
+    wakeups.wake(lambda: reported.append("one"))
+    wakeups.release()
+    assert reported == ["one"] and "of an embedder" in caplog.text
 
 
 def test_a_reader_gets_the_last_token_before_the_journal_is_behind(

@@ -94,3 +94,21 @@ async def test_what_becomes_ready_while_many_go_on_does_not_wait_for_the_last_of
     unsafe.becomes_safe()
     await asyncio.gather(*calls)
     assert seen[0] <= 2 * WOKEN_AT_ONCE
+
+
+async def test_calls_of_many_questions_go_on_some_at_a_time_too() -> None:
+    unsafe = Unsafe()
+    barrier = Barrier(cast(Engine, unsafe))
+    calls = list[asyncio.Task[None]]()
+    for _ in range(10 * WOKEN_AT_ONCE):
+        calls.append(asyncio.ensure_future(barrier.passed()))
+        await a_turn()
+    assert len(unsafe.callbacks) == len(calls), "each came in a turn of its own"
+    while unsafe.callbacks:
+        unsafe.becomes_safe()
+    most, before = 0, 0
+    while before < len(calls):
+        await asyncio.sleep(0)
+        done = sum(call.done() for call in calls)
+        most, before = max(most, done - before), done
+    assert most <= 2 * WOKEN_AT_ONCE, "of one turn, and of those that end in the next"
