@@ -241,8 +241,9 @@ class Verifier:
         """
         self._forward = forward
         # Nothing of a model that torch does not compute has gradients, and to enter the mode takes as long as a plan.
-        self._mode: contextlib.AbstractContextManager[object] = (
-            contextlib.nullcontext() if forward.seam is None else torch.inference_mode()
+        # Made anew for each step: a mode that is entered twice does not leave.
+        self._mode: Callable[[], contextlib.AbstractContextManager[object]] = (
+            contextlib.nullcontext if forward.seam is None else torch.inference_mode
         )
         self._is_in_step = forward.device.type == "cpu"  # is the device done with a step when the call returns?
         self._launches = forward.launcher is not None
@@ -274,7 +275,7 @@ class Verifier:
         """
         launcher = self._forward.launcher if launches else None
         try:
-            with self._mode:
+            with self._mode():
                 planned = self._plan(blocks)
                 on_planned()
                 self._lap("plan")
@@ -299,7 +300,7 @@ class Verifier:
         launcher = self._forward.launcher
         assert launcher is not None, "another step was launched"
         try:
-            with self._mode:
+            with self._mode():
                 _stage(blocks)
                 planned = behind._planned.following(blocks, partial(self._lap, "forward"))
                 self._lap("plan")

@@ -6,7 +6,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -364,8 +364,6 @@ def open_no_tiles(*_: object) -> None:
 class DraftMemory(Part):
     """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty."""
 
-    grows_by_pages: ClassVar[bool] = False  # the drafter observes several tokens together
-
     @abstractmethod
     def clear(self) -> None:
         """Go back to an empty history."""
@@ -383,6 +381,11 @@ class DraftMemory(Part):
     @abstractmethod
     def held_bytes(self) -> int:
         """Bytes in use, at most those demanded."""
+
+    @property
+    def grows_by_pages(self) -> bool:
+        """The drafter observes several tokens together."""
+        return False
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(draft=self.held_bytes())

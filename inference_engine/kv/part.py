@@ -81,8 +81,6 @@ class Part(ABC):
 
     # Does waking take room in the pool, which the idle session gives back?
     takes_room: ClassVar[bool] = False
-    # Until `quiet_until`, does its footprint change with the open pages alone?
-    grows_by_pages: ClassVar[bool] = True
 
     # -- idle and active --------------------------------------------------------------------------------------------
 
@@ -185,6 +183,11 @@ class Part(ABC):
         """Give all memory back; a failure does not stop the rest. Called once."""
 
     # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def grows_by_pages(self) -> bool:
+        """Until `quiet_until`, does its footprint change with the open pages alone? It always answers alike."""
+        return True
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         """Add the bytes in use after a history of `length`, staged positions up to `end` included."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference_engine.config import EngineConfig
-from inference_engine.decode.draft import Drafter, TokenIds
+from inference_engine.decode.draft import Drafter, NoDrafter, TokenIds
 from inference_engine.decode.verifier import Block, BlockFailed, InFlight, Outcome, Verifier, discard
 from inference_engine.errors import (
     Draining,
@@ -95,9 +95,9 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self._speculation = Speculation()
-        if drafter.longest:
+        if not isinstance(drafter, NoDrafter):
             self._speculation = Drafting(
-                drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens
+                drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens, lap=timer.lap
             )
         self._journal = journal
         self.wakeups = Wakeups(journal.say, journal.kick) if journal.keeps else Wakeups()
@@ -359,11 +359,9 @@ class Scheduler:
         first = [request for request in batch if request.is_prefilling]
         is_decoding = not first
         drafts: dict[Request, TokenIds] = {}
-        self._timer.lap("plan")
         if is_decoding:
             tokens_left = self._config.step_tokens - len(batch)
             drafts = self._speculation.draft(batch, tokens_left, on_work=self.wakeups.release)
-        self._timer.lap("draft")
         blocks = [self._batching.block(request, tokens, drafts.get(request)) for request, tokens in chosen.items()]
         began = self._clock()
         try:
@@ -433,9 +431,8 @@ class Scheduler:
         self._settling.count_reported()
         if first:
             self._record_first_tokens(first)
-        self._timer.lap("settle")
         self._speculation.flush_if_many()
-        self._timer.end("draft")
+        self._timer.end("settle")
 
     # -- steps that are launched before the tokens of the one before have reached the host --------------------------
 

@@ -145,14 +145,19 @@ class Drafting(Speculation):
         *,
         vocab_size: int,
         draft_tokens: int,
+        lap: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """draft_tokens: the fixed length of every draft; 0: the length that pays most."""
+        """draft_tokens: the fixed length of every draft; 0: the length that pays most.
+
+        lap: called before and after the drafter's parts of a step; see `metrics.StepTimer`.
+        """
         self._drafter = drafter
         self.has_taps = bool(drafter.tap_layers)
         self._vocab_size = vocab_size
         self._metrics = metrics
         self._clock = clock
         self._fixed = draft_tokens
+        self._lap = lap
         self._steps: defaultdict[int, StepSeconds] = defaultdict(StepSeconds)  # by the order of the sessions' number
         self._draft_seconds: defaultdict[DraftMethod, RecentSeconds] = defaultdict(RecentSeconds)
         self._acceptance: defaultdict[DraftMethod, Acceptance] = defaultdict(
@@ -188,6 +193,14 @@ class Drafting(Speculation):
 
     def draft(
         self, decoding: Sequence[Request], tokens_left: int, *, on_work: Callable[[], None] = lambda: None
+    ) -> dict[Request, TokenIds]:
+        self._lap("plan")
+        drafts = self._draft(decoding, tokens_left, on_work)
+        self._lap("draft")
+        return drafts
+
+    def _draft(
+        self, decoding: Sequence[Request], tokens_left: int, on_work: Callable[[], None]
     ) -> dict[Request, TokenIds]:
         self._given.clear()
         asked = [one for request in decoding if (one := self._ask(request, tokens_left, len(decoding))) is not None]
@@ -347,7 +360,9 @@ class Drafting(Speculation):
 
     def flush_if_many(self) -> None:
         if self._seen and sum(len(seen.token_ids) for _, seen in self._seen) >= _REPORTED_TOGETHER:
+            self._lap("settle")
             self.flush()
+            self._lap("draft")
 
     def flush(self) -> None:
         # A session that was closed or has failed meanwhile has no memory any more.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 import pytest
@@ -17,13 +19,15 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.layout import LayerRule, TokenSelector
+from inference_engine.kv.layout import LayerRule, LayerSet, Layout, TokenSelector
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.memory.tier import HostTier
-from inference_engine.kv.part import Part
+from inference_engine.kv.part import Held, Need, Part
 from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
@@ -386,6 +390,52 @@ def test_the_footprint_counts_what_a_drafter_holds_within_a_page() -> None:
     (memory,) = drafter.memories
     memory.tokens.append((0, 1))
     assert kv.footprint().by_kind["draft"] == memory.held_bytes() > 0
+
+
+class Tally(LayoutPart):
+    """Of any layers: holds a byte more with each token, and says that it does not grow by pages."""
+
+    @staticmethod
+    def is_in(layout: Layout) -> bool:
+        del layout
+        return True
+
+    @staticmethod
+    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        del geometry, layers, layout
+        return Need()
+
+    @classmethod
+    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
+        return cls()
+
+    @property
+    def grows_by_pages(self) -> bool:
+        return False
+
+    def quiet_until(self, position: int) -> int:
+        return sys.maxsize
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        held.add(tally=end)
+
+    def forget(self, floor: int, length: int) -> None:
+        pass
+
+
+@each_strategy
+def test_the_footprint_counts_what_a_part_of_layers_holds_within_a_page(
+    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayerEntries, "KINDS", (*LayerEntries.KINDS, Tally))
+    kv, entries = active(strategy, context()), Entries(LIMIT)
+    assert not any(part.grows_by_pages for part in kv.parts)
+    feed(kv, entries, SEGMENT + 1)
+    held = []
+    for _ in range(4):
+        step(kv, entries, 1, generated=True)
+        held.append(kv.footprint().by_kind.get("tally", 0) / kv.length)
+    assert held == [held[0]] * 4  # as many as there are sets of layers that count it
 
 
 def one_by_one(strategy: KVStrategy) -> list[tuple[list[Tensor], Footprint, int, int]]:

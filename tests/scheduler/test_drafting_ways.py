@@ -17,7 +17,8 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request
 from inference_engine.scheduler.speculation import Drafting
 from inference_engine.types import GenerateParams
-from tests.laws.drafters import Plain
+from tests.laws.drafters import Plain, Remembering
+from tests.tiny import tiny_engine
 
 COPY, NETWORK = (
     DraftMethod("copy", longest=7, needs_entries=False),
@@ -90,6 +91,16 @@ def step(drafting: Drafting, talk: Talk, last: int, right: int) -> int:
 def drafting_with(drafter: TwoWays) -> Drafting:
     clock = count()
     return Drafting(drafter, EngineMetrics(), lambda: next(clock) * 1e-6, vocab_size=1000, draft_tokens=0)
+
+
+def test_a_drafter_that_proposes_nothing_yet_is_given_the_tokens() -> None:
+    drafter = Remembering(longest=0)
+    with tiny_engine(drafter=drafter) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, [1, 2, 3])
+        assert list(engine.generate(session, GenerateParams(max_tokens=40)))
+        (memory,) = drafter.memories
+        assert memory.tokens
 
 
 def test_copies_stay_long_where_the_network_is_hardly_ever_right() -> None:

@@ -21,6 +21,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
+from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.errors import QuotaExceeded
 from inference_engine.kv.strategies import parse_strategy, strategy_names
@@ -462,6 +463,21 @@ def test_the_parts_of_a_step_add_up_to_the_step() -> None:
     assert parts == {"plan": 2, "draft": 1, "forward": 1, "sample": 1, "settle": 1}
     assert value("engine_step_seconds_sum") == 6
     assert value("engine_step_seconds_count") == 1
+
+
+def draft_seconds(drafter: Drafter | None) -> float:
+    ticks = count()
+    with tiny_engine(drafter=drafter, draft_tokens=2, clock=lambda: next(ticks) / 1000) as engine:
+        session = engine.create_session()
+        engine.append(session.session_id, HISTORY)
+        assert list(engine.generate(session.session_id, GenerateParams(max_tokens=40)))
+        value = engine.metrics.registry.get_sample_value
+        return value("engine_step_part_seconds_sum", {"part": "draft"}) or 0.0
+
+
+def test_only_a_drafter_takes_a_part_of_a_step_for_drafts() -> None:
+    assert draft_seconds(None) == 0
+    assert draft_seconds(Wrong()) > 0
 
 
 async def test_a_step_is_mostly_its_forward_where_the_forward_takes_long() -> None:

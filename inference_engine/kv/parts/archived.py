@@ -256,6 +256,10 @@ class ArchivedEntries(Part):
     def transfers(self) -> TransferTotals:
         return self._archive.transfers()
 
+    @property
+    def grows_by_pages(self) -> bool:
+        return all(exact.regions.grows_by_pages for exact in self._sets)
+
     def check(self, length: int, cached: int) -> None:
         for regions in self.regions:
             regions.check(length, cached)

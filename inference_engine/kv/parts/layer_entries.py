@@ -328,6 +328,10 @@ class LayerEntries(LayerSlots, Part):
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
+    @property
+    def grows_by_pages(self) -> bool:
+        return all(part.grows_by_pages for part in self.parts)
+
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(
             rows=self.paged_slots(end) * self.entry_bytes, sink_copy=min(self.layout.spare, end) * self.entry_bytes
