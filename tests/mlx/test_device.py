@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,6 +15,7 @@ import pytest
 
 from inference_engine.backends.mlx import device
 from inference_engine.backends.mlx.device import MOST_CACHED_BYTES, Limits, describe
+from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.compose import open_backend
 from inference_engine.config import child_environment
 from inference_engine.errors import ModelError
@@ -50,6 +54,7 @@ class Asked:
         facts = {"max_recommended_working_set_size": 2**33}
         gc.collect()
         monkeypatch.setattr(Limits, "there", 0)  # models that other tests keep
+        monkeypatch.setattr(Limits, "before", contextlib.ExitStack())
         monkeypatch.setattr(device, "kind", lambda: "gpu")
         monkeypatch.setattr(mx, "device_info", lambda: facts)
         monkeypatch.setattr(mx, "set_cache_limit", self.set_cached)
@@ -97,6 +102,75 @@ def test_a_model_that_does_not_load_leaves_no_limits(tmp_path: Path, asked: Aske
     (other / "model.safetensors").replace(folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"mlp\."):
         open_backend(config_of(folder))
+    assert asked.is_as_before()
+
+
+def test_the_weights_are_freed_before_the_limits_go(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else MLX keeps their buffers."""
+    left = []
+
+    def set_cached(limit: int) -> int:
+        left.append(mx.get_active_memory())
+        return asked.set_cached(limit)
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_cached)
+    forward = open_backend(config_of(saved(DENSE, tmp_path / "model")))
+    assert isinstance(forward, MlxForward)
+    held, weights = mx.get_active_memory(), forward._program.weight_bytes
+    del forward
+    assert asked.is_as_before()
+    assert left[-1] <= held - weights
+
+
+def test_a_smaller_limit_stays(asked: Asked) -> None:
+    """An embedding process has set it."""
+    asked.cached = 2**20
+    limits = Limits()
+    assert (asked.cached, asked.resident) == (2**20, 2**33)
+    del limits
+    gc.collect()
+    assert (asked.cached, asked.resident) == (2**20, 7)
+
+
+def test_limits_that_cannot_be_set_are_as_before(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(limit: int) -> int:
+        raise ValueError(f"{limit} is too large")
+
+    monkeypatch.setattr(mx, "set_wired_limit", fail)
+    with pytest.raises(ValueError, match="too large"):
+        Limits()
+    assert asked.is_as_before()
+    assert not Limits.there
+
+
+def test_limits_are_not_set_while_another_thread_sets_them_back(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    going = threading.Event()
+
+    def slowly(limit: int) -> int:
+        if limit == 2**40:
+            going.set()
+            time.sleep(0.1)
+        return asked.set_cached(limit)
+
+    monkeypatch.setattr(mx, "set_cache_limit", slowly)
+    there = [Limits()]
+    thread = threading.Thread(target=there.clear)
+    thread.start()
+    assert going.wait(10)
+    there_again = Limits()
+    thread.join()
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 2**33)
+    del there_again
+    assert asked.is_as_before()
+
+
+def test_a_gpu_that_recommends_nothing_keeps_its_resident_memory(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "another"})
+    limits = Limits()
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 7)
+    del limits
     assert asked.is_as_before()
 
 
