@@ -9,6 +9,7 @@ import threading
 import weakref
 
 import mlx.core as mx
+import numpy as np
 
 from inference_engine.kv.memory.host import free_host_bytes
 
@@ -40,6 +41,13 @@ def usable_bytes() -> int:
     if "max_buffer_length" in info:
         limits.append(2 * int(info["max_buffer_length"]))
     return max(0, min(limits))
+
+
+def multiplies_in_full() -> bool:
+    """Does MLX multiply float32 as float32? In TF32 the error is a thousand times what it may be."""
+    one, other = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
+    found = np.array(mx.matmul(mx.array(one), mx.array(other)))
+    return bool(np.abs(found - one.astype(np.float64) @ other).max() < 1e-4)
 
 
 class Limits:
