@@ -10,6 +10,7 @@ Sizes are bytes and accept a suffix in text (`512MiB`, `4GiB`); durations are se
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -23,6 +24,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from inference_engine.errors import ConfigError
 from inference_engine.types import Durability, Mode
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="EngineConfig | ModelConfig | ServerConfig")
 
@@ -392,6 +395,8 @@ def multiply_float32_in_full() -> None:
 
     Where a GPU multiplies matrices in a unit of its own, MLX lets it round such numbers to some eleven bits (TF32).
     """
+    if (given := os.environ.get("MLX_ENABLE_TF32", "0")) not in ("", "0"):
+        logger.warning("MLX_ENABLE_TF32 was %s and is 0 from now on: float32 is multiplied as float32", given)
     os.environ["MLX_ENABLE_TF32"] = "0"
 
 

@@ -1,5 +1,6 @@
 """Tests of the MLX backend are there where the package is."""
 
-from inference_engine.config import has_mlx
+from inference_engine.config import has_mlx, multiply_float32_in_full
 
 collect_ignore_glob = [] if has_mlx() else ["*"]
+multiply_float32_in_full()  # as `open_mlx` does, which not every test calls

@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from inference_engine.backends.mlx import device
-from inference_engine.backends.mlx.device import MOST_CACHED_BYTES, Limits, describe
+from inference_engine.backends.mlx.device import MOST_CACHED_BYTES, Limits, describe, multiplies_in_full
+from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.compose import open_backend
 from inference_engine.config import child_environment
-from inference_engine.errors import ModelError
+from inference_engine.errors import BackendError, ModelError
 from tests.mlx.test_loading import DENSE, config_of, saved
 
-PRODUCT = """
+OPENED = """
 import ctypes
-import inference_engine.backends.mlx
-import mlx.core as mx
-import numpy as np
+import logging
+from inference_engine.backends.mlx.loading import open_mlx
+from inference_engine.config import ModelConfig
+from inference_engine.errors import KakeyaError
 
+logging.basicConfig(format="%(message)s")
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
-one, other = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
-expected = one.astype(np.float64) @ other.astype(np.float64)
-found = np.array(mx.array(one) @ mx.array(other))
-print(getenv(b"MLX_ENABLE_TF32").decode(), np.abs(found - expected).max())
+try:
+    open_mlx(ModelConfig(model="none", dtype="float32"), None)
+except KakeyaError:  # there is no such model
+    print(getenv(b"MLX_ENABLE_TF32").decode())
 """
 
 
 @pytest.mark.parametrize("given", ["", "1"], ids=["by default", "whatever the environment says"])
-def test_float32_is_multiplied_as_float32(given: str) -> None:
-    """MLX looks at its variable when it multiplies first. In TF32 the error is a thousand times this."""
+def test_float32_is_multiplied_as_float32_before_a_model_is_loaded(given: str) -> None:
+    """MLX looks at its variable when it multiplies first. What was there is named."""
     variables = child_environment(MLX_ENABLE_TF32=given)
-    ran = subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True, text=True, env=variables, check=True)
-    value, error = ran.stdout.split()
-    assert value == "0"
-    assert float(error) < 1e-4
+    ran = subprocess.run([sys.executable, "-c", OPENED], capture_output=True, text=True, env=variables, check=True)
+    assert ran.stdout.split() == ["0"], ran.stderr
+    assert ("MLX_ENABLE_TF32 was 1 and is 0 from now on" in ran.stderr) == (given == "1")
+
+
+def test_who_imports_the_backend_changes_no_variable() -> None:
+    """Whether there is MLX is asked for other devices, too."""
+    code = "import os, inference_engine.backends.mlx.loading; print(os.environ['MLX_ENABLE_TF32'])"
+    variables = child_environment(MLX_ENABLE_TF32="1")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True)
+    assert ran.stdout.split() == ["1"]
+
+
+def test_a_process_that_multiplied_in_tf32_before_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX looks at its variable once."""
+
+    def rounded(*factors: mx.array) -> mx.array:
+        """In TF32: ten bits of a fraction, of 23."""
+        one, other = (mx.view(mx.view(factor, mx.uint32) & 0xFFFFE000, mx.float32) for factor in factors)
+        return one @ other
+
+    assert multiplies_in_full()
+    monkeypatch.setattr(mx, "matmul", rounded)
+    with pytest.raises(BackendError, match="set MLX_ENABLE_TF32=0 before the process starts"):
+        open_backend(config_of(saved(DENSE, tmp_path / "model")))
 
 
 class Asked:
@@ -50,6 +77,7 @@ class Asked:
         facts = {"max_recommended_working_set_size": 2**33}
         gc.collect()
         monkeypatch.setattr(Limits, "there", 0)  # models that other tests keep
+        monkeypatch.setattr(Limits, "before", contextlib.ExitStack())
         monkeypatch.setattr(device, "kind", lambda: "gpu")
         monkeypatch.setattr(mx, "device_info", lambda: facts)
         monkeypatch.setattr(mx, "set_cache_limit", self.set_cached)
@@ -97,6 +125,75 @@ def test_a_model_that_does_not_load_leaves_no_limits(tmp_path: Path, asked: Aske
     (other / "model.safetensors").replace(folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"mlp\."):
         open_backend(config_of(folder))
+    assert asked.is_as_before()
+
+
+def test_the_weights_are_freed_before_the_limits_go(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else MLX keeps their buffers."""
+    left = []
+
+    def set_cached(limit: int) -> int:
+        left.append(mx.get_active_memory())
+        return asked.set_cached(limit)
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_cached)
+    forward = open_backend(config_of(saved(DENSE, tmp_path / "model")))
+    assert isinstance(forward, MlxForward)
+    held, weights = mx.get_active_memory(), forward._program.weight_bytes
+    del forward
+    assert asked.is_as_before()
+    assert left[-1] <= held - weights
+
+
+def test_a_smaller_limit_stays(asked: Asked) -> None:
+    """An embedding process has set it."""
+    asked.cached = 2**20
+    limits = Limits()
+    assert (asked.cached, asked.resident) == (2**20, 2**33)
+    del limits
+    gc.collect()
+    assert (asked.cached, asked.resident) == (2**20, 7)
+
+
+def test_limits_that_cannot_be_set_are_as_before(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(limit: int) -> int:
+        raise ValueError(f"{limit} is too large")
+
+    monkeypatch.setattr(mx, "set_wired_limit", fail)
+    with pytest.raises(ValueError, match="too large"):
+        Limits()
+    assert asked.is_as_before()
+    assert not Limits.there
+
+
+def test_limits_are_not_set_while_another_thread_sets_them_back(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    going = threading.Event()
+
+    def slowly(limit: int) -> int:
+        if limit == 2**40:
+            going.set()
+            time.sleep(0.1)
+        return asked.set_cached(limit)
+
+    monkeypatch.setattr(mx, "set_cache_limit", slowly)
+    there = [Limits()]
+    thread = threading.Thread(target=there.clear)
+    thread.start()
+    assert going.wait(10)
+    there_again = Limits()
+    thread.join()
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 2**33)
+    del there_again
+    assert asked.is_as_before()
+
+
+def test_a_gpu_that_recommends_nothing_keeps_its_resident_memory(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "another"})
+    limits = Limits()
+    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 7)
+    del limits
     assert asked.is_as_before()
 
 

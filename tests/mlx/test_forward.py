@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import traceback
 
 import mlx.core as mx
 import numpy as np
@@ -14,16 +15,16 @@ import torch
 from transformers import CohereConfig, PretrainedConfig
 
 from inference_engine.backends.mlx import attention
+from inference_engine.backends.mlx.forward import _ByPlan
 from inference_engine.backends.mlx.program import _streams
 from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import TwinSizes, text_generator
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend as attend_in_torch
+from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategies.full import Full
-from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.step_list import Attend, NoStepListError
 from inference_engine.types import Mode
 from tests.admissions import traits_of
@@ -157,27 +158,83 @@ LACKS = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "place", "message"),
+    ("is_by_plan", "place", "message"),
     [
-        (Full(), "async_eval", "[metal::malloc] Unable to allocate 1 bytes."),
-        (Full(), "synchronize", LACKS),
-        (Mac(ring=16, band=4), "eval", LACKS),
+        (False, "async_eval", "[metal::malloc] Unable to allocate 1 bytes."),
+        (False, "synchronize", LACKS),
+        (True, "eval", "[metal::malloc] Resource limit (499000) exceeded."),
+        (True, "synchronize", LACKS),
     ],
-    ids=["a buffer", "a failure that is only said afterwards", "where the plan attends"],
+    ids=["a buffer", "said afterwards", "where the plan attends", "said afterwards where the plan attends"],
 )
 def test_a_step_without_memory_fails_as_on_other_devices(
-    strategy: KVStrategy, place: str, message: str, monkeypatch: pytest.MonkeyPatch
+    is_by_plan: bool, place: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And writes nothing into the pool."""
-    sessions = Sessions(tiny_mlx(), strategy)
+    monkeypatch.setattr(StepPlan, "selects", is_by_plan)  # as where blocks are chosen
+    sessions = Sessions(tiny_mlx(), Full())
 
     def fail(*_: object) -> None:
         raise RuntimeError(message)
 
     monkeypatch.setattr(mx, place, fail)
-    with pytest.raises(MemoryError, match=re.escape(message)):
+    with pytest.raises(MemoryError, match=re.escape(message)) as caught:
         sessions.step((0, ids_of(4)))
-    assert not sessions.context.pool.buffers[16].keys.any()
+    assert is_raised_by_plan(caught.value.__cause__) == is_by_plan
+    buffer = sessions.context.pool.buffers[16]
+    assert not buffer.keys.any()
+    assert not buffer.values.any()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "some elements of the input tensor and the written-to tensor refer to a single memory location",
+        "mmap of a file failed in malloc",
+    ],
+)
+def test_other_failures_where_the_plan_attends_are_not_taken_for_a_lack_of_memory(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepPlan, "selects", True)
+    sessions = Sessions(tiny_mlx(), Full())
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(StepPlan, "attend", fail)
+    with pytest.raises(RuntimeError, match=message) as caught:
+        sessions.step((0, ids_of(4)))
+    assert is_raised_by_plan(caught.value)
+
+
+def is_raised_by_plan(error: BaseException | None) -> bool:
+    """Was it the plan that attended?"""
+    assert error is not None
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(isinstance(caller, _ByPlan) for caller in callers)
+
+
+@pytest.mark.parametrize("place", ["eval", "async_eval"])
+def test_what_failed_in_a_step_is_not_said_to_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX says it once more, at the next synchronisation."""
+    sessions, held, real = Sessions(tiny_mlx(), Full()), [LACKS], mx.synchronize
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(LACKS)
+
+    def synchronize() -> None:
+        if held:
+            raise RuntimeError(held.pop())
+        real()
+
+    monkeypatch.setattr(mx, "synchronize", synchronize)
+    with monkeypatch.context() as broken:
+        broken.setattr(mx, place, fail)
+        with pytest.raises(MemoryError):
+            sessions.step((0, ids_of(4)))
+    sessions.sessions[0].discard_staged()
+    sessions.step((0, ids_of(4)))
 
 
 def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None:

@@ -14,10 +14,13 @@ from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
 from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.trial import LoadedTensors
+from inference_engine.config import multiply_float32_in_full
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
 from tests import tiny, tiny_native
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_model
+
+multiply_float32_in_full()  # laws on MLX do not call `open_mlx`
 
 
 def run_on(make: Callable[..., Forward], monkeypatch: pytest.MonkeyPatch) -> None:

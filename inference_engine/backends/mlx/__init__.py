@@ -1,8 +1,6 @@
 """The MLX backend: a model as a list of operations, run by Apple's MLX, which nothing outside this folder imports."""
 
-from inference_engine.config import has_mlx, multiply_float32_in_full
-
-multiply_float32_in_full()  # whatever is imported of this folder: `dtype` is what is computed in
+from inference_engine.config import has_mlx
 
 
 def why_missing() -> str:

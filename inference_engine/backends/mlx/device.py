@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
+import threading
 import weakref
 
 import mlx.core as mx
+import numpy as np
 
 from inference_engine.kv.memory.host import free_host_bytes
 
@@ -40,6 +43,13 @@ def usable_bytes() -> int:
     return max(0, min(limits))
 
 
+def multiplies_in_full() -> bool:
+    """Does MLX multiply float32 as float32? In TF32 the error is a thousand times what it may be."""
+    one, other = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
+    found = np.array(mx.matmul(mx.array(one), mx.array(other)))
+    return bool(np.abs(found - one.astype(np.float64) @ other).max() < 1e-4)
+
+
 class Limits:
     """Of memory on a GPU, while one of these is there: set for the first, as they were when the last one has gone.
 
@@ -48,20 +58,26 @@ class Limits:
     """
 
     there = 0
-    before = (0, 0)
+    before = contextlib.ExitStack()  # what sets them as they were
+    turn = threading.RLock()  # collecting garbage may let one go while its thread makes another
 
     def __init__(self) -> None:
         if kind() != "gpu":
             return
-        if not Limits.there:
-            resident = int(mx.device_info()["max_recommended_working_set_size"])
-            Limits.before = mx.set_cache_limit(MOST_CACHED_BYTES), mx.set_wired_limit(resident)
-        Limits.there += 1
-        weakref.finalize(self, self._gone).atexit = False
+        with Limits.turn:
+            Limits.there += 1
+            weakref.finalize(self, self._gone).atexit = False  # also of one that could not be made
+            if Limits.there > 1:
+                return
+            Limits.before.callback(mx.set_cache_limit, cached := mx.set_cache_limit(MOST_CACHED_BYTES))
+            if cached < MOST_CACHED_BYTES:  # what embeds us wants fewer
+                mx.set_cache_limit(cached)
+            if resident := mx.device_info().get("max_recommended_working_set_size"):
+                Limits.before.callback(mx.set_wired_limit, mx.set_wired_limit(int(resident)))
 
     @classmethod
     def _gone(cls) -> None:
-        cls.there -= 1
-        if not cls.there:
-            mx.set_cache_limit(cls.before[0])
-            mx.set_wired_limit(cls.before[1])
+        with cls.turn:
+            cls.there -= 1
+            if not cls.there:
+                cls.before.close()

@@ -13,7 +13,9 @@ is done to entries between steps is the code of all backends.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,26 +57,14 @@ class MlxForward:
     ) -> None:
         """dtype: of activations, and of K and V. uses_metal: few queries of a session are served by our own kernel."""
         self.described = described
+        self.facts = facts
+        self.compute_dtype = dtype
+        self.device = torch.device("cpu")  # where torch works on what MLX computes: the memory is that of both
         self._program = program
-        self._facts = facts
-        self._dtype = dtype
         self._uses_metal = uses_metal
         self._ops = replace(REFERENCE, attend_ragged=attend_by_session, attends_together=True)
         # By the address that torch has of a pool's keys: a pool may have several views.
         self._pools: dict[int, tuple[mx.array, mx.array]] = {}
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def device(self) -> torch.device:
-        """Where torch works on what MLX computes: the memory is that of both."""
-        return torch.device("cpu")
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self._dtype
 
     @property
     def words(self) -> SharedWords:
@@ -97,7 +87,7 @@ class MlxForward:
             )
         return Geometry(
             layers=self.described.layers,
-            itemsize=self._dtype.itemsize,
+            itemsize=self.compute_dtype.itemsize,
             trained_positions=self.described.trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
@@ -115,7 +105,7 @@ class MlxForward:
 
         def zeros(count: int) -> Tensor:
             # In two dimensions: a length has 32 bits.
-            half = mx.zeros((count // geometry.alignment, geometry.alignment), dtype=MLX_DTYPES[self._dtype])
+            half = mx.zeros((count // geometry.alignment, geometry.alignment), dtype=MLX_DTYPES[self.compute_dtype])
             mx.eval(half)
             halves.append(half)
             return as_torch(half).view(-1)
@@ -123,13 +113,7 @@ class MlxForward:
         pool = Pool(geometry, capacity_bytes, zeros)
         self._pools[address := _address_of(pool)] = halves[0], halves[1]
         weakref.finalize(pool, self._pools.pop, address, None)
-        return KVContext(
-            geometry=geometry,
-            pool=pool,
-            rotate=self._rotate,
-            device=self.device,
-            ops=self._ops,
-        )
+        return KVContext(geometry=geometry, pool=pool, rotate=self._rotate, device=self.device, ops=self._ops)
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
@@ -137,11 +121,9 @@ class MlxForward:
 
     def run(self, step: Step) -> Result:
         plan = step.plan
-        attention: _Together | _ByPlan
+        attention: _Together | _ByPlan = _ByPlan(plan)
         if plan.is_numbers_only and not plan.selects:
             attention = _Together(plan, self.described, self._pools[_address_of(plan.pool)], self._uses_metal)
-        else:
-            attention = _ByPlan(plan, self._dtype)
         try:
             logits, tapped = self._program.run(
                 step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
@@ -152,8 +134,10 @@ class MlxForward:
             mx.eval(computed)
             mx.synchronize()  # what fails on a GPU may be said here and not by what waited for it
         except RuntimeError as error:  # MLX has no type of its own for it
-            if "malloc" in str(error) or "memory" in str(error).lower():
-                raise MemoryError(str(error)) from error
+            with contextlib.suppress(RuntimeError):
+                mx.synchronize()  # or it would be said to the next step
+            if re.match(r"\[(metal::)?malloc|\[METAL\] .*: Insufficient Memory", str(error)):
+                raise MemoryError(str(error)) from error  # for a buffer, as MLX says it, or a command of Metal
             raise
         attention.write()
         found = as_torch(logits)
@@ -231,13 +215,13 @@ class _Together:
 class _ByPlan:
     """Implements Attention: the plan attends in torch, layer by layer, and has written K and V when it returns."""
 
-    def __init__(self, plan: StepPlan, dtype: torch.dtype) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._dtype = dtype
 
     def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         states = [mx.contiguous(part) for part in (queries, _kept(keys), _kept(values))]
         mx.eval(states)
+        mx.synchronize()  # as in `run`: what has failed must not be written
         with torch.inference_mode():
             out = self._plan.attend(
                 operation.layer,

@@ -8,13 +8,13 @@ import torch
 
 from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
-from inference_engine.backends.mlx.device import describe, kind, runs_metal
+from inference_engine.backends.mlx.device import describe, kind, multiplies_in_full, runs_metal
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.loading import check_fits, text_names
 from inference_engine.backends.verdicts import Verdicts
-from inference_engine.config import ModelConfig
+from inference_engine.config import ModelConfig, multiply_float32_in_full
 from inference_engine.errors import NotOnMlx
 from inference_engine.models import CheckedFolder, check_model
 from inference_engine.models.folder import describe_ignored, grouping_of
@@ -28,6 +28,12 @@ logger = logging.getLogger(__name__)
 def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     """Load the model that was admitted. Raises NotOnMlx, ModelError or BackendError."""
     _check_settings(config)
+    multiply_float32_in_full()
+    if not multiplies_in_full():
+        raise NotOnMlx(
+            "it multiplies float32 in TF32: this process multiplied with MLX before MLX_ENABLE_TF32 was 0, and MLX "
+            "looks at it once; set MLX_ENABLE_TF32=0 before the process starts"
+        )
     uses_metal = config.kernels == "metal"
     use_threads(config.threads)
     checked = check_model(config.model, cache=config.cache_path)

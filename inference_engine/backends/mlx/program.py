@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -58,7 +59,7 @@ class Program:
         self._rotaries = {
             name: (np.array(table.angles, np.float32), table.factor) for name, table in described.rotaries.items()
         }
-        self._limits = Limits()  # before the weights: what they are made of is let go one by one
+        limits = Limits()  # before the weights: what they are made of is let go one by one
         self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
         self._arrays: list[mx.array] = []
         self._weights = CheckpointWeights(checkpoint, dtype)
@@ -69,6 +70,7 @@ class Program:
         del self._weights
         # Computed here: an array belongs to the thread that first computes it.
         mx.eval(self._arrays)
+        self._limits = limits  # set last, so that it goes last: the weights are freed within the limits
 
     @property
     def weight_bytes(self) -> int:
@@ -174,13 +176,9 @@ class Program:
         """The matrices, neighbours of one format as one. Each is kept once, whatever uses it."""
         if (found := self._matrices.get(tuple(names))) is not None:
             return found
-        groups: list[list[Matrix]] = []
-        for matrix in (self._weights.matrix(name) for name in names):
-            if groups and groups[-1][0].format == matrix.format:
-                groups[-1].append(matrix)
-            else:
-                groups.append([matrix])
-        found = self._matrices[tuple(names)] = self._computed([Matrix.below_each_other(group) for group in groups])
+        groups = groupby([self._weights.matrix(name) for name in names], key=lambda matrix: matrix.format)
+        found = self._computed([Matrix.below_each_other(list(group)) for _, group in groups])
+        self._matrices[tuple(names)] = found
         return found
 
     def _computed(self, matrices: list[Matrix]) -> list[Matrix]:

@@ -60,16 +60,14 @@ class Matrix:
         )
 
     @staticmethod
-    def below_each_other(matrices: Sequence[Matrix], *, axis: int = -2) -> Matrix:
+    def below_each_other(matrices: Sequence[Matrix]) -> Matrix:
         first = matrices[0]
         if len(matrices) == 1:
             return first
-        numbers = mx.concatenate([one.numbers for one in matrices], axis=axis)
+        numbers = mx.concatenate([one.numbers for one in matrices], -2)
         if not first.bits:
             return Matrix(numbers)
-        scales, offsets = (
-            mx.concatenate([getattr(one, name) for one in matrices], axis=axis) for name in ("scales", "offsets")
-        )
+        scales, offsets = (mx.concatenate([getattr(one, key) for one in matrices], -2) for key in ("scales", "offsets"))
         return Matrix(numbers, scales, offsets, first.group, first.bits)
 
 
