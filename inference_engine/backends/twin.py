@@ -18,7 +18,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,9 +30,8 @@ from inference_engine.backends.base import Admitted, Forward, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kernels.components import KeyComponents
-from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_layers
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import KVContext, WholeTokens
 from inference_engine.kv.geometry import Geometry, LayerTraits
 from inference_engine.kv.layout import Layout
 from inference_engine.kv.memory.tier import HostTier
@@ -375,7 +374,7 @@ def _in_segments(twin: Twin, strategy: KVStrategy) -> Tensor:
     return torch.cat(logits)
 
 
-class _ExactTokens:
+class _ExactTokens(WholeTokens):
     """A latent codec that keeps every number as it is, in float32."""
 
     def __init__(self, geometry: Geometry) -> None:
@@ -383,10 +382,7 @@ class _ExactTokens:
         self.bytes_per_token = self.least_bytes_per_token = exact_bytes_per_token(geometry)
         self._shapes = [(geometry.layers[layer].kv_heads, geometry.layers[layer].head_dim) for layer in self.layers]
 
-    def has(self, bytes_per_token: int) -> bool:
-        return True
-
-    def at(self, bytes_per_token: int) -> _ExactTokens:
+    def at(self, bytes_per_token: int) -> Self:
         assert bytes_per_token == self.bytes_per_token
         return self
 
@@ -399,18 +395,6 @@ class _ExactTokens:
         entries = [part.reshape(len(codes), *shape) for part, shape in zip(parts, self._shapes * 2, strict=True)]
         wanted = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [entries[place] for place in wanted], [entries[len(self.layers) + place] for place in wanted]
-
-    def using(self, trellis: Trellis) -> _ExactTokens:
-        return self
-
-    def analysers(self) -> None:
-        return None
-
-    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
-        raise AssertionError("it has no analysers")
-
-    def decoder(self, layer: int) -> None:
-        return None
 
 
 def _plain_components(geometry: Geometry) -> dict[int, KeyComponents]:

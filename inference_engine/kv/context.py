@@ -6,7 +6,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -219,6 +219,28 @@ class TokenCodec(Protocol):
     def decoder(self, layer: int) -> LayerDecoder | None:
         """What `decode` does for one layer, as numbers; the same object for the same layer. None if it is no such
         function."""
+
+
+class WholeTokens:
+    """What a `TokenCodec` of one size and no parts by layer has beside `layers`, sizes, `encode` and `decode`."""
+
+    def using(self, trellis: Trellis) -> Self:
+        return self
+
+    def has(self, bytes_per_token: int) -> bool:
+        return True
+
+    def at(self, bytes_per_token: int) -> Self:
+        return self
+
+    def analysers(self) -> None:
+        return None
+
+    def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
+        raise AssertionError("it has no analysers")
+
+    def decoder(self, layer: int) -> None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from inference_engine.engine import Engine
 from inference_engine.errors import RestorationFailed
+from inference_engine.kv.context import WholeTokens
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
@@ -18,7 +19,6 @@ from kv_cache_proposer.f_theta.codec import LatentCodec
 from tests.further import further
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.tiny import LATENT_BYTES, tiny_components, tiny_latent
-from tests.whole_tokens import WholeTokens
 
 HOLD, STREAM = (
     make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES, mode=mode)

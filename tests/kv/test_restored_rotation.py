@@ -16,6 +16,7 @@ from torch import Tensor
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kv.context import WholeTokens
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
@@ -25,7 +26,6 @@ from laboratory.training.capture import capture
 from tests.kv_cache_proposer.small_models import HEADS, SIZES, gemma3
 from tests.laws.variants import generate, same
 from tests.tiny import SMALL
-from tests.whole_tokens import WholeTokens
 
 FULL_LAYERS = (1, 2)
 SHAPE = (HEADS, SIZES["head_dim"])

@@ -17,7 +17,7 @@ from inference_engine.errors import NoCapacity
 from inference_engine.kernels.components import KeyComponents, encode
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.compressors import make_compressor
-from inference_engine.kv.context import DraftMemory, KVContext
+from inference_engine.kv.context import DraftMemory, KVContext, WholeTokens
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import LayerRule, LayerSet, Layout, TokenSelector
 from inference_engine.kv.memory.pool import Pool
@@ -36,7 +36,6 @@ from tests.further import further
 from tests.laws.drafters import Remembering
 from tests.laws.variants import all_strategies, each_strategy, each_strategy_with, mechanism
 from tests.tiny import LATENT_BYTES
-from tests.whole_tokens import WholeTokens
 
 D, HKV, GROUP = 8, 2, 3
 LIMIT = 200
