@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.latents import (
+    AnalysedLayer,
     CodeTables,
     LatentOps,
+    MadeLayer,
     Synthesis,
     Turn,
     analysis_matrix,
     operand_dtype,
-    padded,
 )
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import (
@@ -100,12 +101,17 @@ class TorchCoder:
         return head_dim in _HEAD_DIMS and (rotary == UNROTATED or self._turns_in_halves(rotary, head_dim))
 
     def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:
-        count = layers[0].keys.shape[1]
-        numbers = torch.zeros((count, padded(analyser.count)), device=self.device)
         found = torch.zeros((len(layers), 2), device=self.device)
-        for layer, (matrix, means), broken in zip(layers, self._analyser(analyser).layers, found, strict=True):
-            turn = self.turn(layer.rotary, first, count)
-            self.latents.analyse(layer.keys, layer.values, matrix, means, numbers, broken, turn=turn)
+        own = [
+            AnalysedLayer(matrix, means, layer.keys, layer.values, broken)
+            for layer, (matrix, means), broken in zip(layers, self._analyser(analyser).layers, found, strict=True)
+        ]
+        numbers: Tensor | None = None
+        for (rotary, *_), alike in groupby(zip(layers, own, strict=True), key=lambda pair: _place(pair[0])):
+            turn = self.turn(rotary, first, layers[0].keys.shape[1])
+            part = self.latents.analyse([layer for _, layer in alike], turn=turn)
+            numbers = part if numbers is None else numbers + part
+        assert numbers is not None, "a group has layers"
         return numbers[:, : analyser.count], found.T
 
     def decoding(self, codes: ArchivedCodes, dtype: torch.dtype) -> tuple[CodeTables, Synthesis]:
@@ -120,9 +126,11 @@ class TorchCoder:
         dtype = operand_dtype(layers[0].keys.dtype)
         units = self.latents.units(low, high, self._decoder_of(layers[0]).tables, dtype)
         turn = self.turn(layers[0].rotary, first, count)
-        for index, layer in enumerate(layers):
-            keys, values = layer.keys[:, own], layer.values[:, own]
-            self.latents.entries(units, self._decoder_of(layer).synthesis, keys, values, found[index], turn=turn)
+        made = [
+            MadeLayer(self._decoder_of(layer).synthesis, layer.keys[:, own], layer.values[:, own], broken)
+            for layer, broken in zip(layers, found, strict=False)
+        ]
+        self.latents.entries(units, made, turn=turn)
 
     def turn(self, rotary: str, first: int, count: int) -> Turn | None:
         """By which keys at `count` positions from `first` on are rotated; None: they are not.
@@ -201,6 +209,11 @@ def _remember(known: OrderedDict[Key, Made], key: Key, made: Made, layers: int) 
 
 def _nbytes(turns: Iterable[Turn]) -> int:
     return sum(cos.nbytes + sin.nbytes for cos, sin in turns)
+
+
+def _place(layer: ReadLayer) -> tuple[str, torch.Size, tuple[int, ...]]:
+    """Layers that are equal in it are read in one operation."""
+    return layer.rotary, layer.keys.shape, layer.keys.stride()
 
 
 def _groups(layers: Sequence[RestoredLayer]) -> Iterator[tuple[int, Sequence[RestoredLayer]]]:

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.latents import PLAIN, CodeTables, Synthesis, Turn
+from inference_engine.kernels.latents import PLAIN, CodeTables, MadeLayer, Synthesis, Turn
 
 MOST_QUERIES = 64  # of a step in which some read archives
 MOST_BYTES = 2**28  # of numbers that a step holds; with more queries than that, they take turns
@@ -113,7 +113,7 @@ class LayerArchive:
         own = slice(self.first, self.first + tokens)
         turn = None if self.turn is None else (self.turn[0][own], self.turn[1][own])
         units = PLAIN.units(low, high, self.tables, self.synthesis.matrix.dtype)
-        PLAIN.entries(units, self.synthesis, keys, values, self.found, turn=turn)
+        PLAIN.entries(units, [MadeLayer(self.synthesis, keys, values, self.found)], turn=turn)
         return keys, values
 
 

@@ -11,6 +11,7 @@ neither from how many are computed at once nor from where they lie. The referenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,33 +105,47 @@ class Units(Protocol):
         """
 
 
-class Entries(Protocol):
-    def __call__(
-        self, units: Tensor, synthesis: Synthesis, keys: Tensor, values: Tensor, found: Tensor, *, turn: Turn | None
-    ) -> None:
-        """Write entries into keys and values [Hkv, n, D]; each head's are contiguous.
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeLayer:
+    """A layer whose entries are made of numbers: keys and values [Hkv, n, D], each head's contiguous, are written.
 
-        units: [n, padded] in the dtype of the matrix. turn: by which keys are rotated; None: they are not. found:
-        float32 [2], becomes NaN where one of the keys, or of the values, is not finite.
+    found: float32 [2], becomes NaN where one of the keys, or of the values, is not finite.
+    """
+
+    synthesis: Synthesis
+    keys: Tensor
+    values: Tensor
+    found: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnalysedLayer:
+    """A layer whose entries give their part of a group's numbers: (entries − means) · matrix.
+
+    matrix: [Hkv, 2, padded, D] float32. means: [Hkv, 2 · D] float32. keys, values: [Hkv, n, D], each head's contiguous.
+    found: see `MadeLayer`.
+    """
+
+    matrix: Tensor
+    means: Tensor
+    keys: Tensor
+    values: Tensor
+    found: Tensor
+
+
+class Entries(Protocol):
+    def __call__(self, units: Tensor, layers: Sequence[MadeLayer], *, turn: Turn | None) -> None:
+        """Write the entries of a group's layers, all of one shape and of equal strides.
+
+        units: [n, padded] in the dtype of the matrices. turn: by which keys are rotated; None: they are not.
         """
 
 
 class Analyse(Protocol):
-    def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        matrix: Tensor,
-        means: Tensor,
-        units: Tensor,
-        found: Tensor,
-        *,
-        turn: Turn | None,
-    ) -> None:
-        """Add a layer's part to the numbers of its group: units [n, padded] float32 += (entries − means) · matrix.
+    def __call__(self, layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
+        """The numbers of a group, float32 [n, padded]: the sum of its layers' parts, in their order.
 
-        keys, values: [Hkv, n, D]; each head's are contiguous. matrix: [Hkv, 2, padded, D] float32. means: [Hkv, 2 · D]
-        float32. turn: by which keys have been rotated; None: they have not. found: see `Entries`.
+        The layers have one shape and equal strides. turn: by which keys have been rotated; None: they have not.
         """
 
 
@@ -164,29 +179,31 @@ def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> 
     return F.pad(numbers, (0, tables.padded - tables.count)).to(dtype)
 
 
-def entries(
-    units: Tensor, synthesis: Synthesis, keys: Tensor, values: Tensor, found: Tensor, *, turn: Turn | None
-) -> None:
+def entries(units: Tensor, layers: Sequence[MadeLayer], *, turn: Turn | None) -> None:
     """See `Entries`."""
-    products = units.float() @ synthesis.matrix.float().mT
-    both = products * synthesis.factors[:, None] + synthesis.means[:, None]
-    fresh, other = both.chunk(2, dim=-1)
-    for index, (place, states) in enumerate(((keys, _turned(fresh, turn)), (values, other))):
-        place.copy_(states)
-        if not place.isfinite().all():
-            found[index] = torch.nan
+    for layer in layers:
+        synthesis = layer.synthesis
+        products = units.float() @ synthesis.matrix.float().mT
+        both = products * synthesis.factors[:, None] + synthesis.means[:, None]
+        fresh, other = both.chunk(2, dim=-1)
+        for index, (place, states) in enumerate(((layer.keys, _turned(fresh, turn)), (layer.values, other))):
+            place.copy_(states)
+            if not place.isfinite().all():
+                layer.found[index] = torch.nan
 
 
-def analyse(
-    keys: Tensor, values: Tensor, matrix: Tensor, means: Tensor, units: Tensor, found: Tensor, *, turn: Turn | None
-) -> None:
+def analyse(layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
     """See `Analyse`."""
+    first = layers[0]
+    numbers = torch.zeros((first.keys.shape[1], first.matrix.shape[2]), device=first.keys.device)
     back = None if turn is None else (turn[0], -turn[1])
-    for index, states in enumerate((_turned(keys.float(), back), values.float())):
-        own = means[:, index * states.shape[-1] :][:, None, : states.shape[-1]]
-        units += torch.einsum("hnd,hcd->nc", states - own, matrix[:, index])
-        if not states.isfinite().all():
-            found[index] = torch.nan
+    for layer in layers:
+        for index, states in enumerate((_turned(layer.keys.float(), back), layer.values.float())):
+            own = layer.means[:, index * states.shape[-1] :][:, None, : states.shape[-1]]
+            numbers += torch.einsum("hnd,hcd->nc", states - own, layer.matrix[:, index])
+            if not states.isfinite().all():
+                layer.found[index] = torch.nan
+    return numbers
 
 
 def _turned(keys: Tensor, turn: Turn | None) -> Tensor:

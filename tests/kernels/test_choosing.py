@@ -24,7 +24,7 @@ from inference_engine.kernels.components import (
     token_weights,
 )
 from inference_engine.kernels.gather import always_read, attend_entries, gather_attend, gather_vectors, select
-from inference_engine.kernels.latents import PLAIN, CodeTables, Synthesis
+from inference_engine.kernels.latents import PLAIN, CodeTables, MadeLayer, Synthesis
 from inference_engine.kernels.ragged_attention import (
     BLOCK,
     BOUNDS,
@@ -418,7 +418,7 @@ def _compare_restoring(model: Model, most_bits: int) -> None:
     tables, synthesis, low, high = made_archive(model, floor - sink, device, most_bits)
     units = PLAIN.units(low, high, tables, torch.float32)
     restored, other = (torch.empty(model.kv_heads, floor - sink, model.head_dim, device=device) for _ in range(2))
-    PLAIN.entries(units, synthesis, restored, other, torch.zeros(2, device=device), turn=None)
+    PLAIN.entries(units, [MadeLayer(synthesis, restored, other, torch.zeros(2, device=device))], turn=None)
     own[0].keys[:, sink:floor] = model.rotate(restored, torch.arange(sink, floor))
     own[0].values[:, sink:floor] = other
     queries = torch.randn(2, model.kv_heads * model.group, model.head_dim).to(device)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from inference_engine.kernels.latents import (
     PLAIN,
+    AnalysedLayer,
     CodeTables,
     LatentOps,
+    MadeLayer,
     Synthesis,
     analysis_matrix,
     operand_dtype,
@@ -73,9 +75,11 @@ def made_turn(tokens: int, dim: int, device: str) -> tuple[Tensor, Tensor]:
     return angles.cos().to(device), angles.sin().to(device)
 
 
-def made_synthesis(size: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> Synthesis:
+def made_synthesis(
+    size: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, *, seed: int = 0
+) -> Synthesis:
     _, count, _, heads, dim = size
-    generator = torch.Generator().manual_seed(dim)
+    generator = torch.Generator().manual_seed(dim + seed)
     matrix = torch.randn((heads, 2 * dim, count), generator=generator) / count**0.5
     means = torch.randn((heads, 2 * dim), generator=generator)
     return Synthesis.of(matrix.to(device), means.to(device), dtype)
@@ -86,7 +90,7 @@ def analysed(
 ) -> tuple[Tensor, Tensor]:
     """The numbers of a group of two layers, and what was found. Around the entries lies NaN."""
     tokens, count, _, heads, dim = size
-    units, found = torch.zeros(tokens, padded(count), device=device), torch.zeros(2, device=device)
+    found, layers = torch.zeros(2, device=device), []
     turn = made_turn(tokens, dim, device) if turns else None
     for layer in range(2):
         generator = torch.Generator().manual_seed(layer)
@@ -95,27 +99,30 @@ def analysed(
         keys, values = states[:, :, 4 : 4 + tokens]
         matrix = analysis_matrix(torch.randn((heads, 2 * dim, count), generator=generator) / (heads * dim) ** 0.5)
         means = torch.randn((heads, 2 * dim), generator=generator).to(device)
-        operations.analyse(keys, values, matrix.to(device), means, units, found, turn=turn)
-    return units, found
+        layers.append(AnalysedLayer(matrix.to(device), means, keys, values, found))
+    return operations.analyse(layers, turn=turn), found
 
 
 def restored(
     operations: LatentOps, size: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, *, turns: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What lies in the regions of keys and of values afterwards, and what was found; the rest of a region is NaN."""
+    """What lies in two layers' regions of keys and of values afterwards, and what was found; the rest is NaN."""
     tokens, count, chains, heads, dim = size
     tables = made_tables(count, chains, device)
     units = operations.units(*made_codes(tokens, tables, device), tables, operand_dtype(dtype))
-    synthesis = made_synthesis(size, dtype, device)
-    keys, values = (torch.full((heads, tokens + 9, dim), torch.nan, dtype=dtype, device=device) for _ in range(2))
-    found = torch.zeros(2, device=device)
+    states = torch.full((2, 2, heads, tokens + 9, dim), torch.nan, dtype=dtype, device=device)
+    found = torch.zeros((2, 2), device=device)
     turn = made_turn(tokens, dim, device) if turns else None
     own = slice(4, 4 + tokens)
-    operations.entries(units, synthesis, keys[:, own], values[:, own], found, turn=turn)
-    for states in (keys, values):
-        assert states[:, own].isfinite().all()
-        assert states[:, :4].isnan().all() and states[:, own.stop :].isnan().all()
-    return keys[:, own], values[:, own], found
+    layers = [
+        MadeLayer(made_synthesis(size, dtype, device, seed=layer), keys[:, own], values[:, own], found[layer])
+        for layer, (keys, values) in enumerate(states)
+    ]
+    operations.entries(units, layers, turn=turn)
+    assert states[..., own, :].isfinite().all()
+    assert states[..., :4, :].isnan().all() and states[..., own.stop :, :].isnan().all()
+    keys, values = states[..., own, :].unbind(1)
+    return keys, values, found
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -144,9 +151,9 @@ def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(size: tupl
     lower, upper = unrotated.chunk(2, dim=-1)
     cos, sin = turn
     rotated = torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
-    units, found = torch.zeros(tokens, padded(count)), torch.zeros(2)
+    found = torch.zeros(2)
 
-    PLAIN.analyse(rotated, values, analysis_matrix(matrix), means, units, found, turn=turn)
+    units = PLAIN.analyse([AnalysedLayer(analysis_matrix(matrix), means, rotated, values, found)], turn=turn)
 
     torch.testing.assert_close(units[:, :count], expected, atol=1e-3, rtol=1e-4)
     assert not units[:, count:].any()
@@ -157,11 +164,11 @@ def test_an_entry_that_is_not_finite_is_found() -> None:
     means = torch.zeros(1, 64)
     means[0, 40] = torch.inf
     synthesis = Synthesis.of(torch.ones(1, 64, 64), means, torch.float32)
-    found = torch.zeros(2)
+    layer = MadeLayer(synthesis, torch.empty(1, 3, 32), torch.empty(1, 3, 32), torch.zeros(2))
 
-    PLAIN.entries(torch.ones(3, 64), synthesis, torch.empty(1, 3, 32), torch.empty(1, 3, 32), found, turn=None)
+    PLAIN.entries(torch.ones(3, 64), [layer], turn=None)
 
-    assert found.isnan().tolist() == [False, True]
+    assert layer.found.isnan().tolist() == [False, True]
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -212,8 +219,9 @@ def _compare_parts(operations: LatentOps, device: str) -> None:
             for first, end in parts:
                 own = slice(first, end)
                 pair, turn = (entries[0][:, own], entries[1][:, own]), (cos[own], sin[own])
-                operations.entries(units[own], synthesis, *pair, found, turn=turn)
-                operations.analyse(*pair, matrix.to(device), synthesis.means, numbers[own], found, turn=turn)
+                operations.entries(units[own], [MadeLayer(synthesis, *pair, found)], turn=turn)
+                analysed = AnalysedLayer(matrix.to(device), synthesis.means, *pair, found)
+                numbers[own] = operations.analyse([analysed], turn=turn)
             results.append((entries, numbers))
         # Interpreted, a product is numpy's, whose sums depend on where in a tile a token stands.
         atol, rtol = (0.0, 0.0) if on_gpu else (2e-1, 2e-2)
@@ -226,17 +234,16 @@ def _compare_broken(operations: LatentOps, device: str) -> None:
         means = torch.zeros((1, 128), device=device)
         means[0, place] = torch.inf
         entries, found = torch.empty((2, 1, 5, 64), device=device), torch.zeros(2, device=device)
-        operations.entries(units, Synthesis.of(matrix, means, torch.float32), entries[0], entries[1], found, turn=None)
+        synthesis = Synthesis.of(matrix, means, torch.float32)
+        operations.entries(units, [MadeLayer(synthesis, entries[0], entries[1], found)], turn=None)
         assert found.isnan().tolist() == broken
-        numbers, again = torch.zeros((5, 64), device=device), torch.zeros(2, device=device)
-        operations.analyse(
-            entries[0], entries[1], analysis_matrix(matrix), torch.zeros_like(means), numbers, again, turn=None
-        )
+        again, back = torch.zeros(2, device=device), analysis_matrix(matrix)
+        operations.analyse([AnalysedLayer(back, torch.zeros_like(means), entries[0], entries[1], again)], turn=None)
         assert again.isnan().tolist() == broken
     # What the entries' dtype cannot hold is not finite either.
     halves, found = torch.empty((2, 1, 5, 64), dtype=torch.float16, device=device), torch.zeros(2, device=device)
     wide = Synthesis.of(matrix, torch.full((1, 128), 1e6, device=device), torch.float16)
-    operations.entries(units.half(), wide, halves[0], halves[1], found, turn=None)
+    operations.entries(units.half(), [MadeLayer(wide, halves[0], halves[1], found)], turn=None)
     assert found.isnan().all()
 
 

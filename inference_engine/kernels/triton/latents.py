@@ -8,18 +8,21 @@ the tile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.latents import PADDED, CodeTables, LatentOps, Synthesis, Turn
+from inference_engine.kernels.latents import AnalysedLayer, CodeTables, LatentOps, MadeLayer, Turn
 from inference_engine.kernels.triton.codes import codes_of, numbers_of_codes, places_of_codes, put_numbers
 
 _TOKENS, _THREADS = 8, 128  # of a program that unpacks; each thread has four codes of every token
 _STEP = 64  # numbers that a program of `_entries` takes at once
 _MANY = 1024  # tokens from which on larger tiles keep the device busy
-_ANALYSED = 64  # tokens of a program of `_analyse`
+_ANALYSED, _NUMBERS = 64, 128  # tokens and numbers of a program of `_analyse`
+_KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> Tensor:
@@ -50,30 +53,30 @@ def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> 
     return found
 
 
-def entries(
-    units: Tensor, synthesis: Synthesis, keys: Tensor, values: Tensor, found: Tensor, *, turn: Turn | None
-) -> None:
+def entries(units: Tensor, layers: Sequence[MadeLayer], *, turn: Turn | None) -> None:
     """See `kernels.latents.Entries`."""
-    heads, count, dim = keys.shape
-    assert keys.stride() == values.stride() == (keys.stride(0), dim, 1)
-    assert units.is_contiguous() and units.dtype == synthesis.matrix.dtype
+    (heads, count, dim), stride = layers[0].keys.shape, layers[0].keys.stride()
+    for layer in layers:
+        assert layer.keys.stride() == layer.values.stride() == stride == (stride[0], dim, 1)
+        assert units.dtype == layer.synthesis.matrix.dtype
+    assert units.is_contiguous()
     if not count:
         return
-    cos, sin = turn or (synthesis.factors, synthesis.factors)
+    cos, sin = turn or (units, units)
     is_exact = units.dtype == torch.float32
     tile = 128 if count >= _MANY and dim <= 128 and not is_exact else 64
-    _entries[(triton.cdiv(count, tile), heads)](
+    _entries[(triton.cdiv(count, tile), heads, len(layers))](
         units,
-        synthesis.matrix,
-        synthesis.factors,
-        synthesis.means,
+        *_addresses(
+            (made.synthesis.matrix, made.synthesis.factors, made.synthesis.means, made.keys, made.values, made.found)
+            for made in layers
+        ),
         cos,
         sin,
-        keys,
-        values,
-        found,
         count,
-        keys.stride(0),
+        stride[0],
+        KIND=_KINDS[layers[0].keys.dtype],
+        LAYERS=len(layers),
         NUMBERS=units.shape[1],
         DIM=dim,
         TURNS=turn is not None,
@@ -85,37 +88,42 @@ def entries(
     )
 
 
-def analyse(
-    keys: Tensor, values: Tensor, matrix: Tensor, means: Tensor, units: Tensor, found: Tensor, *, turn: Turn | None
-) -> None:
+def analyse(layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
     """See `kernels.latents.Analyse`."""
-    heads, count, dim = keys.shape
-    assert keys.stride() == values.stride() == (keys.stride(0), dim, 1)
-    assert units.is_contiguous() and matrix.is_contiguous() and means.is_contiguous()
+    first = layers[0]
+    (heads, count, dim), stride, padded = first.keys.shape, first.keys.stride(), first.matrix.shape[2]
+    for layer in layers:
+        assert layer.keys.stride() == layer.values.stride() == stride == (stride[0], dim, 1)
+        assert layer.matrix.is_contiguous() and layer.means.is_contiguous()
+    units = torch.empty((count, padded), device=first.keys.device)
     if not count:
-        return
-    cos, sin = turn or (means, means)
-    _analyse[(triton.cdiv(count, _ANALYSED), units.shape[1] // PADDED)](
-        keys,
-        values,
-        matrix,
-        means,
+        return units
+    cos, sin = turn or (units, units)
+    _analyse[(triton.cdiv(count, _ANALYSED), triton.cdiv(padded, _NUMBERS))](
+        units,
+        *_addresses((each.matrix, each.means, each.keys, each.values, each.found) for each in layers),
         cos,
         sin,
-        units,
-        found,
         count,
-        keys.stride(0),
-        units.shape[1],
+        stride[0],
+        padded,
+        KIND=_KINDS[first.keys.dtype],
+        LAYERS=len(layers),
         HEADS=heads,
         DIM=dim,
         TURNS=turn is not None,
-        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if first.keys.dtype == torch.float32 else "tf32",
         TILE=_ANALYSED,
-        BLOCK=PADDED,
+        BLOCK=_NUMBERS,
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
+    return units
+
+
+def _addresses(places: Iterable[Sequence[Tensor]]) -> tuple[tuple[int, ...], ...]:
+    """Where the tensors of each layer begin, by tensor: one launch is for all layers, and takes them as numbers."""
+    return tuple(zip(*([tensor.data_ptr() for tensor in own] for own in places), strict=True))
 
 
 @triton.jit
@@ -153,16 +161,18 @@ def _units(
 @triton.jit
 def _entries(
     p_units,
-    p_matrix,
-    p_factors,
-    p_means,
+    matrices,
+    factors,
+    means,
+    keys,
+    values,
+    founds,
     p_cos,
     p_sin,
-    p_keys,
-    p_values,
-    p_found,
     count,
     stride,
+    KIND: tl.constexpr,
+    LAYERS: tl.constexpr,
     NUMBERS: tl.constexpr,
     DIM: tl.constexpr,
     TURNS: tl.constexpr,
@@ -170,6 +180,13 @@ def _entries(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
+    layer = tl.program_id(2)
+    p_matrix = _at(matrices, layer, p_units.dtype.element_ty, LAYERS)
+    p_factors = _at(factors, layer, tl.float32, LAYERS)
+    p_means = _at(means, layer, tl.float32, LAYERS)
+    p_keys = _at(keys, layer, KIND, LAYERS)
+    p_values = _at(values, layer, KIND, LAYERS)
+    p_found = _at(founds, layer, tl.float32, LAYERS)
     HALF: tl.constexpr = DIM // 2
     head = tl.program_id(1).to(tl.int64)
     o_token = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -229,17 +246,19 @@ def _report(b_lower, b_upper, live, p_found, turn):
 
 @triton.jit
 def _analyse(
-    p_keys,
-    p_values,
-    p_matrix,
-    p_means,
+    p_units,
+    matrices,
+    means,
+    keys,
+    values,
+    founds,
     p_cos,
     p_sin,
-    p_units,
-    p_found,
     count,
     stride,
     padded,
+    KIND: tl.constexpr,
+    LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TURNS: tl.constexpr,
@@ -251,33 +270,49 @@ def _analyse(
     o_token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = o_token < count
     o_number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wanted = o_number < padded
     o_dim = tl.arange(0, HALF)
     place = o_token.to(tl.int64)[:, None]
     entry = place * DIM + o_dim[None, :]
-    p_part = p_matrix + o_number.to(tl.int64)[:, None] * DIM + o_dim[None, :]
+    part = tl.where(wanted, o_number, 0).to(tl.int64)[:, None] * DIM + o_dim[None, :]
     b_cos = tl.full([TILE, HALF], 1.0, dtype=tl.float32)
     b_sin = tl.zeros([TILE, HALF], dtype=tl.float32)
     if TURNS:
         turned = place * HALF + o_dim[None, :]
         b_cos = tl.load(p_cos + turned, mask=live[:, None], other=1.0)
         b_sin = tl.load(p_sin + turned, mask=live[:, None], other=0.0)
-    p_out = p_units + place * padded + o_number[None, :]
-    b_unit = tl.load(p_out, mask=live[:, None], other=0.0)
-    for head in range(HEADS):
-        own = entry + tl.cast(head, tl.int64) * stride
-        b_lower = tl.load(p_keys + own, mask=live[:, None], other=0.0).to(tl.float32)
-        b_upper = tl.load(p_keys + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
-        _report(b_lower, b_upper, live, p_found, tl.program_id(1))
-        b_back = b_lower * b_cos + b_upper * b_sin
-        b_upper = b_upper * b_cos - b_lower * b_sin
-        b_unit = _add(b_unit, b_back, b_upper, p_means + head * 2 * DIM, p_part, o_dim, HALF, PRECISION)
-        p_part += padded * DIM
-        b_lower = tl.load(p_values + own, mask=live[:, None], other=0.0).to(tl.float32)
-        b_upper = tl.load(p_values + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
-        _report(b_lower, b_upper, live, p_found + 1, tl.program_id(1))
-        b_unit = _add(b_unit, b_lower, b_upper, p_means + head * 2 * DIM + DIM, p_part, o_dim, HALF, PRECISION)
-        p_part += padded * DIM
-    tl.store(p_out, b_unit, mask=live[:, None])
+    b_unit = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+    for layer in range(LAYERS):
+        p_part = _at(matrices, layer, tl.float32, LAYERS) + part
+        p_means = _at(means, layer, tl.float32, LAYERS)
+        p_keys = _at(keys, layer, KIND, LAYERS)
+        p_values = _at(values, layer, KIND, LAYERS)
+        p_found = _at(founds, layer, tl.float32, LAYERS)
+        for head in range(HEADS):
+            own = entry + tl.cast(head, tl.int64) * stride
+            b_lower = tl.load(p_keys + own, mask=live[:, None], other=0.0).to(tl.float32)
+            b_upper = tl.load(p_keys + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
+            _report(b_lower, b_upper, live, p_found, tl.program_id(1))
+            b_back = b_lower * b_cos + b_upper * b_sin
+            b_upper = b_upper * b_cos - b_lower * b_sin
+            b_unit = _add(b_unit, b_back, b_upper, p_means + head * 2 * DIM, p_part, o_dim, HALF, PRECISION)
+            p_part += padded * DIM
+            b_lower = tl.load(p_values + own, mask=live[:, None], other=0.0).to(tl.float32)
+            b_upper = tl.load(p_values + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
+            _report(b_lower, b_upper, live, p_found + 1, tl.program_id(1))
+            b_unit = _add(b_unit, b_lower, b_upper, p_means + head * 2 * DIM + DIM, p_part, o_dim, HALF, PRECISION)
+            p_part += padded * DIM
+    tl.store(p_units + place * padded + o_number[None, :], b_unit, mask=live[:, None] & wanted[None, :])
+
+
+@triton.jit
+def _at(addresses, layer, KIND: tl.constexpr, LAYERS: tl.constexpr):
+    """Where the numbers of a layer's tensor begin: as of an argument, at a multiple of 16 bytes. What was found is
+    written one by one."""
+    address = tl.cast(addresses[0], tl.int64)
+    for other in tl.static_range(1, LAYERS):
+        address = tl.where(layer == other, tl.cast(addresses[other], tl.int64), address)
+    return tl.multiple_of(address.to(tl.pointer_type(KIND)), 16)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from torch import Tensor
 from inference_engine.kernels.trellis import STEPS, SUBSETS, Levels, Trellis
 
 _BLOCK, _CHAINS = 256, 32  # numbers, and chains, of a program
+_STEPS = 4  # of a chain at once, whose bits a word holds
 
 
 def choose(numbers: Tensor, levels: Levels) -> Tensor:
@@ -41,7 +42,7 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
         BLOCK=_BLOCK,
     )
     path_count = vector_count * levels.chains
-    from_above = torch.empty((STEPS, path_count), dtype=torch.uint8, device=numbers.device)
+    from_above = torch.empty((STEPS // _STEPS, path_count), dtype=torch.int32, device=numbers.device)
     _path[(triton.cdiv(path_count, _CHAINS),)](
         costs,
         nearest,
@@ -126,85 +127,125 @@ def _path(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Four steps at once: their costs are under way while those of the four before are added up."""
     o_path = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = o_path < path_count
     o_chain = o_path % chains
     place = (o_path // chains).to(tl.int64) * count + o_chain
     stride = tl.cast(plane, tl.int64)
-    s0 = tl.zeros([BLOCK], dtype=tl.float32)
-    s1 = s0 + float("inf")
-    s2 = s1
-    s3 = s1
-    s4 = s1
-    s5 = s1
-    s6 = s1
-    s7 = s1
-    o_step = o_path.to(tl.int64)
-    for step in range(STEPS):
-        # A chain that has ended goes on at no cost.
-        here = live & (o_chain + step * chains < count)
-        at = p_costs + place + step * chains
-        c0 = tl.load(at, mask=here, other=0.0)
-        c1 = tl.load(at + stride, mask=here, other=0.0)
-        c2 = tl.load(at + 2 * stride, mask=here, other=0.0)
-        c3 = tl.load(at + 3 * stride, mask=here, other=0.0)
-        # State 2 j + u from j, with the subset that u, u₋₁, u₋₂ and u₋₃ give, or from j + 4.
-        b_above = ((s4 + c2) < (s0 + c0)).to(tl.int32)
-        b_above += ((s4 + c0) < (s0 + c2)).to(tl.int32) << 1
-        b_above += ((s5 + c0) < (s1 + c2)).to(tl.int32) << 2
-        b_above += ((s5 + c2) < (s1 + c0)).to(tl.int32) << 3
-        b_above += ((s6 + c3) < (s2 + c1)).to(tl.int32) << 4
-        b_above += ((s6 + c1) < (s2 + c3)).to(tl.int32) << 5
-        b_above += ((s7 + c1) < (s3 + c3)).to(tl.int32) << 6
-        b_above += ((s7 + c3) < (s3 + c1)).to(tl.int32) << 7
-        tl.store(p_from_above + o_step, b_above.to(tl.uint8), mask=live)
-        o_step += path_count
-        n0 = tl.minimum(s0 + c0, s4 + c2)
-        n1 = tl.minimum(s0 + c2, s4 + c0)
-        n2 = tl.minimum(s1 + c2, s5 + c0)
-        n3 = tl.minimum(s1 + c0, s5 + c2)
-        n4 = tl.minimum(s2 + c1, s6 + c3)
-        n5 = tl.minimum(s2 + c3, s6 + c1)
-        n6 = tl.minimum(s3 + c3, s7 + c1)
-        n7 = tl.minimum(s3 + c1, s7 + c3)
-        b_least = tl.minimum(
-            tl.minimum(tl.minimum(n0, n1), tl.minimum(n2, n3)), tl.minimum(tl.minimum(n4, n5), tl.minimum(n6, n7))
-        )
-        s0 = n0 - b_least
-        s1 = n1 - b_least
-        s2 = n2 - b_least
-        s3 = n3 - b_least
-        s4 = n4 - b_least
-        s5 = n5 - b_least
-        s6 = n6 - b_least
-        s7 = n7 - b_least
-    b_state = tl.where(s1 < s0, 1, 0)
-    b_least = tl.minimum(s0, s1)
-    b_state = tl.where(s2 < b_least, 2, b_state)
-    b_least = tl.minimum(b_least, s2)
-    b_state = tl.where(s3 < b_least, 3, b_state)
-    b_least = tl.minimum(b_least, s3)
-    b_state = tl.where(s4 < b_least, 4, b_state)
-    b_least = tl.minimum(b_least, s4)
-    b_state = tl.where(s5 < b_least, 5, b_state)
-    b_least = tl.minimum(b_least, s5)
-    b_state = tl.where(s6 < b_least, 6, b_state)
-    b_least = tl.minimum(b_least, s6)
-    b_state = tl.where(s7 < b_least, 7, b_state)
+    none = tl.zeros([BLOCK], dtype=tl.float32) + float("inf")
+    sums = (tl.zeros([BLOCK], dtype=tl.float32), none, none, none, none, none, none, none)
+    o_word = o_path.to(tl.int64)
+    # A chain that has ended goes on at no cost.
+    last = tl.where(live, count - o_chain, 0)
+    one = _costs(p_costs + place, stride, last > 0)
+    two = _costs(p_costs + place + chains, stride, last > chains)
+    three = _costs(p_costs + place + 2 * chains, stride, last > 2 * chains)
+    four = _costs(p_costs + place + 3 * chains, stride, last > 3 * chains)
+    for step in range(0, STEPS, 4):
+        ahead = (step + 4) * chains
+        at = p_costs + place + ahead
+        next_one = _costs(at, stride, last > ahead)
+        next_two = _costs(at + chains, stride, last > ahead + chains)
+        next_three = _costs(at + 2 * chains, stride, last > ahead + 2 * chains)
+        next_four = _costs(at + 3 * chains, stride, last > ahead + 3 * chains)
+        sums, b_first = _advance(sums, one)
+        sums, b_second = _advance(sums, two)
+        sums, b_third = _advance(sums, three)
+        sums, b_fourth = _advance(sums, four)
+        b_word = b_first | (b_second << 8) | (b_third << 16) | (b_fourth << 24)
+        tl.store(p_from_above + o_word, b_word, mask=live)
+        o_word += path_count
+        one = next_one
+        two = next_two
+        three = next_three
+        four = next_four
+    b_state = tl.zeros([BLOCK], dtype=tl.int32)
+    b_least = sums[0]
+    for state in tl.static_range(1, 8):
+        b_state = tl.where(sums[state] < b_least, state, b_state)
+        b_least = tl.minimum(b_least, sums[state])
     # Each chain reads what it wrote itself.
     tl.debug_barrier()
-    for back in range(STEPS):
-        step = STEPS - 1 - back
-        o_step -= path_count
-        here = live & (o_chain + step * chains < count)
-        b_above = tl.load(p_from_above + o_step, mask=live, other=0).to(tl.int32)
-        b_branch = b_state | (((b_above >> b_state) & 1) << 3)
-        b_state = b_branch >> 1
-        u = b_branch & 1
-        b_subset = ((u ^ (b_state & 1) ^ ((b_state >> 2) & 1)) << 1) | ((b_state >> 1) & 1)
-        at = place + step * chains
-        b_index = tl.load(p_nearest + b_subset * stride + at, mask=here, other=0).to(tl.int32)
-        tl.store(p_codes + at, (b_index << 1) | u, mask=here)
+    o_word -= path_count
+    b_next = tl.load(p_from_above + o_word, mask=live, other=0)
+    for back in range(0, STEPS, 4):
+        b_word = b_next
+        step = STEPS - 4 - back
+        o_word -= path_count
+        b_next = tl.load(p_from_above + o_word, mask=live & (step > 0), other=0)
+        b_state, b_fourth_subset, b_fourth = _retreat(b_state, b_word >> 24)
+        b_state, b_third_subset, b_third = _retreat(b_state, b_word >> 16)
+        b_state, b_second_subset, b_second = _retreat(b_state, b_word >> 8)
+        b_state, b_first_subset, b_first = _retreat(b_state, b_word)
+        first = step * chains
+        at = place + first
+        in_first, in_second = last > first, last > first + chains
+        in_third, in_fourth = last > first + 2 * chains, last > first + 3 * chains
+        p_own = p_nearest + at
+        n_first = tl.load(p_own + b_first_subset * stride, mask=in_first, other=0)
+        n_second = tl.load(p_own + chains + b_second_subset * stride, mask=in_second, other=0)
+        n_third = tl.load(p_own + 2 * chains + b_third_subset * stride, mask=in_third, other=0)
+        n_fourth = tl.load(p_own + 3 * chains + b_fourth_subset * stride, mask=in_fourth, other=0)
+        p_own = p_codes + at
+        tl.store(p_own, (n_first.to(tl.int32) << 1) | b_first, mask=in_first)
+        tl.store(p_own + chains, (n_second.to(tl.int32) << 1) | b_second, mask=in_second)
+        tl.store(p_own + 2 * chains, (n_third.to(tl.int32) << 1) | b_third, mask=in_third)
+        tl.store(p_own + 3 * chains, (n_fourth.to(tl.int32) << 1) | b_fourth, mask=in_fourth)
+
+
+@triton.jit
+def _costs(at, stride, here):
+    """Of a step, by subset."""
+    return (
+        tl.load(at, mask=here, other=0.0),
+        tl.load(at + stride, mask=here, other=0.0),
+        tl.load(at + 2 * stride, mask=here, other=0.0),
+        tl.load(at + 3 * stride, mask=here, other=0.0),
+    )
+
+
+@triton.jit
+def _advance(sums, costs):
+    """The sums of the states a step later, less the least of them, and a bit for each state: does it come from above?
+
+    State 2 j + u comes from j, with the subset that u, u₋₁, u₋₂ and u₋₃ give, or from j + 4.
+    """
+    s0, s1, s2, s3, s4, s5, s6, s7 = sums
+    c0, c1, c2, c3 = costs
+    b_above = ((s4 + c2) < (s0 + c0)).to(tl.int32)
+    b_above += ((s4 + c0) < (s0 + c2)).to(tl.int32) << 1
+    b_above += ((s5 + c0) < (s1 + c2)).to(tl.int32) << 2
+    b_above += ((s5 + c2) < (s1 + c0)).to(tl.int32) << 3
+    b_above += ((s6 + c3) < (s2 + c1)).to(tl.int32) << 4
+    b_above += ((s6 + c1) < (s2 + c3)).to(tl.int32) << 5
+    b_above += ((s7 + c1) < (s3 + c3)).to(tl.int32) << 6
+    b_above += ((s7 + c3) < (s3 + c1)).to(tl.int32) << 7
+    n0 = tl.minimum(s0 + c0, s4 + c2)
+    n1 = tl.minimum(s0 + c2, s4 + c0)
+    n2 = tl.minimum(s1 + c2, s5 + c0)
+    n3 = tl.minimum(s1 + c0, s5 + c2)
+    n4 = tl.minimum(s2 + c1, s6 + c3)
+    n5 = tl.minimum(s2 + c3, s6 + c1)
+    n6 = tl.minimum(s3 + c3, s7 + c1)
+    n7 = tl.minimum(s3 + c1, s7 + c3)
+    b_least = tl.minimum(
+        tl.minimum(tl.minimum(n0, n1), tl.minimum(n2, n3)), tl.minimum(tl.minimum(n4, n5), tl.minimum(n6, n7))
+    )
+    later = (
+        n0 - b_least, n1 - b_least, n2 - b_least, n3 - b_least, n4 - b_least, n5 - b_least, n6 - b_least, n7 - b_least
+    )  # fmt: skip
+    return later, b_above
+
+
+@triton.jit
+def _retreat(b_state, b_above):
+    """The state a step before, and the subset and the last bit of the step. b_above: the bits of `_advance`, lowest."""
+    b_branch = b_state | (((b_above >> b_state) & 1) << 3)
+    b_before = b_branch >> 1
+    u = b_branch & 1
+    b_subset = ((u ^ (b_before & 1) ^ ((b_before >> 2) & 1)) << 1) | ((b_before >> 1) & 1)
+    return b_before, b_subset, u
 
 
 @triton.jit
