@@ -63,7 +63,6 @@ class RestoredEntries(ArchivedEntries):
             if not self._replays:
                 self._restore(length)
                 self._archive.ask_finite()
-                self._archive.require_finite()
             self._take_exact_entries(length)
         except Exception as error:
             self._archive.dismiss()
