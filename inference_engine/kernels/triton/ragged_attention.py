@@ -7,9 +7,10 @@ prefill: they are cut into tiles, and where all queries of a tile look at one re
     queries  a b c c | c c c c | c c c 0      tiles of four; the first and the last are served query by query
 
 How a query's slots are cut into parts follows from how many there are for it to see, parts are merged in their order,
-and a tile multiplies as a single query does: what is beside a query changes none of its bits. A program may serve
-several parts; where there are enough programs anyway, each goes through all parts, and merges them as it goes. A step
-of few queries is faster by `triton/few_queries.py`, which gives this up; only `attend_invariant` never uses it.
+and a tile multiplies as a single query does. A program may serve several parts; where there are enough programs anyway,
+each goes through all parts, and merges them as it goes: so `attend_invariant` has the same bits for a query whatever is
+beside it. `attend_ragged` gives this up where it costs time: programs that go through all parts have one, in which
+blocks arrive without a stop, and a step of few queries is served by `triton/few_queries.py`.
 
 Which tiles there are, and how far loops run, are numbers read on the device, so a launch depends on the number of
 queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
@@ -43,6 +44,7 @@ _MOST_PARTS = 32
 _MERGED_AT_ONCE = 8
 _STAGES = 3  # blocks of keys and values that are under way
 _LEAST_PART = 128  # slots; a multiple of all tiles
+_WHOLE = 2**25  # slots of a part where none has another: more than any query sees
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _FEW_QUERIES = 64  # up to these many, each is likely to look at a region of its own
 
@@ -135,7 +137,9 @@ def attend_invariant(
     """
     queries, regions = queries.contiguous(), regions.contiguous()
     out = torch.empty_like(queries)
-    _attend_all(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
+    _attend_all(
+        queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap, in_one_order=True
+    )
     for first in range(0, len(queries) if blocks else 0, _FEW_QUERIES):
         part = slice(first, first + _FEW_QUERIES)
         attend_selecting(
@@ -190,8 +194,12 @@ def _attend_all(
     kv_heads: int,
     scaling: float,
     softcap: float | None,
+    in_one_order: bool = False,
 ) -> None:
-    """For queries that read all that they see; others get zeros."""
+    """For queries that read all that they see; others get zeros.
+
+    in_one_order: cut what each sees into parts, also where a program goes through all of them.
+    """
     query_count, query_heads, head_dim = queries.shape
     group = query_heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_dim))
@@ -228,7 +236,8 @@ def _attend_all(
     constants = {
         "FIELDS": FIELDS,
         "PARTS": _MOST_PARTS,
-        "LEAST_PART": _LEAST_PART,
+        # Blocks under way would have to arrive before each part's end.
+        "LEAST_PART": _LEAST_PART if has_parts or in_one_order else _WHOLE,
         "HAS_PARTS": has_parts,
         "GROUP": group,
         "TILE": tile,
