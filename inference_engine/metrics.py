@@ -242,7 +242,9 @@ class EngineMetrics:
             "generate_refused_total", "Generates that were refused, by reason.", reason=REFUSALS
         )
         self.wake_seconds = self._histogram(
-            "generate_wake_seconds", "Seconds to restore a session's old KV entries for a Generate.", _WAIT_SECONDS
+            "generate_wake_seconds",
+            "Seconds to restore a session's old KV entries for a Generate; on a GPU, to launch it.",
+            _WAIT_SECONDS,
         )
         self.generates = self._counter("generate_total", "Generates that ended, by outcome.", outcome=GENERATE_OUTCOMES)
         self.generated_tokens = self._counter("generate_tokens_total", "Tokens generated and committed.")
