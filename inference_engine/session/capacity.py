@@ -290,7 +290,7 @@ class Admission:
             and session.operation is None
             and not session.pins
             and not session.is_transient  # its call goes on
-            and session.used_at <= horizon
+            and session.here_at <= horizon
         ]
 
 

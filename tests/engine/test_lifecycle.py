@@ -123,6 +123,8 @@ def test_an_empty_append_changes_nothing_but_refreshes_the_idle_clock() -> None:
         session = opened(engine)
         clock.now += 10
         assert engine.session_info(session).idle_seconds == 10
+        assert engine.read_history(session).history_length == 20
+        assert engine.session_info(session).idle_seconds == 10, "a look is no use"
         assert engine.append(session, []) == 20
         assert engine.session_info(session).idle_seconds == 0
 
