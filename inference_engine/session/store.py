@@ -45,7 +45,9 @@ T = TypeVar("T")
 _TOMBSTONES = 10_000
 _ID_BYTES = 4
 _RETRY_SECONDS = 1.0
-_EXPIRED_TOKENS = 2**22  # of histories that one call of `expire` ends
+# That one call of `expire` ends: sessions, and tokens of their histories.
+_EXPIRED_SESSIONS = 32
+_EXPIRED_TOKENS = 2**22
 
 
 class SessionStore:
@@ -208,22 +210,22 @@ class SessionStore:
         """
         with self._lock:
             horizon = self._clock() - self._idle_ttl_seconds
-            tokens = 0
+            tokens, has_old = 0, False
             old: list[Session] = []
             for session in self._sessions.values():  # least recently used first
                 if session.here_at >= horizon:
                     break
-                old.append(session)
-            for session in old:
                 if session.operation is None:
-                    self._evict(session, "ttl")
+                    if has_old := len(old) == _EXPIRED_SESSIONS or tokens > _EXPIRED_TOKENS:
+                        break
+                    old.append(session)
                     tokens += len(session.history)
-                if tokens > _EXPIRED_TOKENS:
-                    break
+            for session in old:
+                self._evict(session, "ttl")
             self.replies.expire()
             is_more = self._leaves.tidy()
         # A journal that keeps sessions has nothing to tidy between steps.
-        return self._transient.tidy() or is_more or tokens > _EXPIRED_TOKENS
+        return self._transient.tidy() or is_more or has_old
 
     def close_all(self) -> None:
         """The engine stops. No client closed the sessions: those that the journal keeps are there when it starts."""

@@ -44,7 +44,7 @@ from tests.facade import session_of, store_of
 from tests.further import further_test
 from tests.garbage import left_aside
 from tests.load.scripted import scripted_engine
-from tests.server.wire import Client, connected, refused, serving, until_free
+from tests.server.wire import Client, connected, refused, serving, until, until_free
 from tests.server_thread import server_thread
 
 MOST_SECONDS = 0.005
@@ -195,7 +195,7 @@ async def watched_use() -> Watch:
 
 
 async def watched_making_of_room() -> Watch:
-    """A session that needs the memory of thirty idle ones, of as many as there may be."""
+    """As many idle sessions as there may be: one that needs the memory of thirty of them, and the end of all."""
     now = 1000.0
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
@@ -211,8 +211,12 @@ async def watched_making_of_room() -> Watch:
                 await client.call(
                     "CreateSession", pb.CreateSessionRequest(limit_tokens=LIMIT_TOKENS // 2, guaranteed=True)
                 )
-            dropped = engine.metrics.registry.get_sample_value("session_dropped_total")
-            assert dropped is not None and dropped >= 30
+                dropped = engine.metrics.registry.get_sample_value("session_dropped_total")
+                assert dropped is not None and dropped >= 30
+                # All of them are idle for too long at once.
+                now += 2 * engine.config.session_idle_ttl_seconds
+                await client.open([1])
+                await until(lambda: len(store_of(engine)) == 1)
         return watch
 
 

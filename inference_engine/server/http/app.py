@@ -40,7 +40,7 @@ class State:
 def create_app(desk: Desk, keys: KeyRing, address: Address, state: State, door: HttpDoor) -> ASGIApp:
     """The whole application, for `address`. door: gets the peers of accepted and refused requests."""
     # No OpenAPI pages: the interface is frozen, and documented by others.
-    # Nor is anybody sent to another route: a client would follow without its key, or without an answer in our form.
+    # Nor is a client sent to another route, which it would ask without its key.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(_open_routes(desk, state))
     app.include_router(_guarded_routes(desk, keys, state, door, is_loopback=address.is_loopback))
