@@ -262,8 +262,8 @@ class SessionStore:
             for tokens in kept.tokens:
                 session.history.extend(tokens.token_ids, tokens.mark)
             session.violations = self._violations.pop(record.session_id, session.violations)
-            used_at = self._clock() - max(0.0, self._wall_clock() - kept.used_at)
-            session.used_at = min(used_at, self._used.pop(record.session_id, used_at))
+            by_journal = self._clock() - max(0.0, self._wall_clock() - kept.used_at)
+            session.used_at = self._used.pop(record.session_id, by_journal)
             self._add(session)
             self.replies.session_came_back(record.session_id, record.owner)
             return session
