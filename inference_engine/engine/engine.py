@@ -418,7 +418,9 @@ class Engine:
             # One that came into memory or was closed meanwhile is known there.
             if not self._store.is_resident(entry.record.session_id):
                 strategy = parse_strategy(entry.record.strategy)
-                listed.append(SessionListed.kept(entry, strategy, today=today))
+                used_at = self._store.used_at(entry.record.session_id)
+                idle_seconds = today - entry.used_at if used_at is None else now - used_at
+                listed.append(SessionListed.kept(entry, strategy, today=today, idle_seconds=idle_seconds))
         return sorted(listed, key=lambda one: one.session_id)[:most]
 
     def read_history(

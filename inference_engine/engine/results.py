@@ -158,14 +158,14 @@ class SessionListed:
         )
 
     @staticmethod
-    def kept(entry: SessionEntry, strategy: KVStrategy, *, today: float) -> SessionListed:
+    def kept(entry: SessionEntry, strategy: KVStrategy, *, today: float, idle_seconds: float) -> SessionListed:
         """Of a session that is in the journal only."""
         return SessionListed(
             session_id=entry.record.session_id,
             label=entry.record.label,
             history_length=entry.history_length,
             age_seconds=max(0.0, today - entry.record.created_at),
-            idle_seconds=max(0.0, today - entry.used_at),
+            idle_seconds=max(0.0, idle_seconds),
             is_resident=False,
             is_generating=False,
             failure_reason="",

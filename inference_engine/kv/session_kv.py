@@ -38,6 +38,8 @@ from inference_engine.kv.parts.streamed import StreamedEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.types import Bound, Footprint
 
+_NO_BYTES = Bound(sustained_bytes=0, peak_bytes=0)
+
 
 class SessionKV:
     """The live state behind a strategy's spec.
@@ -200,7 +202,7 @@ class SessionKV:
     @property
     def reserved(self) -> Bound:
         """Bytes that are granted, and the peak that waking may need. Zero once the session was released or dropped."""
-        return self._granted if self._is_reserved else Bound(sustained_bytes=0, peak_bytes=0)
+        return self._granted if self._is_reserved else _NO_BYTES
 
     def drop(self) -> None:
         """Give all memory back, to `reserve` it again later. The session is then empty, and its tokens are staged anew.
@@ -224,8 +226,11 @@ class SessionKV:
     @property
     def freeable(self) -> Bound:
         """What `drop` would give back. Nothing while forks read the entries."""
-        is_lent = any(allocation.is_lent for allocation in self.allocations)
-        return Bound(sustained_bytes=0, peak_bytes=0) if is_lent else self.reserved
+        # Without a list or a generator: it is asked of each session of an owner in turn.
+        for group in self._resident:
+            if group.allocation.is_lent:
+                return _NO_BYTES
+        return self._granted if self._is_reserved else _NO_BYTES
 
     # -- forks ------------------------------------------------------------------------------------------------------
 

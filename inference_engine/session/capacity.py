@@ -10,7 +10,7 @@ held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from inference_engine.config import EngineConfig
@@ -70,6 +70,7 @@ class Admission:
         self._clock = clock
         self._evict = evict
         self._drop = drop
+        self._has_to_wake = False  # does any session hold more while it is active, or did one?
 
     def admit(
         self,
@@ -210,25 +211,55 @@ class Admission:
                 if not holding:
                     raise
                 # No session is dropped for one that would be refused even then.
-                going = frozenset(holding)
-                self._check_quota(sessions, needed, owner, without=going)
-                self._keep_room_to_wake(sessions, needed, without=going)
-                self._drop(holding[0])
+                self._check_quota(sessions, needed, owner, without=holding)
+                self._keep_room_to_wake(sessions, needed, without=holding)
+                self._drop_some(holding, self._missing(sessions, needed, owner))
 
-    def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> list[Session]:
-        """The owner's idle sessions that may be dropped for `needed`; [] if all of them together free too little."""
-        holding = [session for session in self.idle(sessions, owner) if session.kv.freeable.sustained_bytes]
+    def _missing(self, sessions: Collection[Session], needed: Bound, owner: str) -> Bound:
+        """What has to be given back for `needed`, at least."""
+        pool, tier, most = self._context.pool, self._context.tier, self._limits.kv_bytes_per_owner
+        missing = pool.reserved_bytes + needed.sustained_bytes - pool.capacity_bytes
+        if most:
+            missing = max(missing, self._held(sessions, owner) + needed.sustained_bytes - most)
+        if needed.peak_bytes > needed.sustained_bytes:  # it has to be able to wake
+            sustained = sum([session.kv.reserved.sustained_bytes for session in sessions]) + orphaned_bytes(sessions)
+            missing = max(missing, sustained + needed.peak_bytes - pool.capacity_bytes)
+        missing = max(0, missing)
+        missing_tier = max(0, tier.reserved_bytes + needed.tier_bytes - tier.capacity_bytes)
+        return Bound(sustained_bytes=missing, peak_bytes=missing, tier_bytes=missing_tier)
+
+    def _drop_some(self, holding: Mapping[Session, Bound], missing: Bound) -> None:
+        """Drop sessions in this order until they gave back what is missing, at least one.
+
+        All at once: to ask after each whether there is room would take longer the more sessions there are.
+        """
+        # Of the second tier first: `holding` are those that can give back some of it, if it is short.
+        is_short_of_tier = missing.tier_bytes > 0
+        left = missing.tier_bytes if is_short_of_tier else missing.sustained_bytes
+        for session, freed in holding.items():
+            self._drop(session)
+            left -= freed.tier_bytes if is_short_of_tier else freed.sustained_bytes
+            if left <= 0:
+                return
+
+    def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> dict[Session, Bound]:
+        """The owner's idle sessions that may be dropped for `needed`, in order, and what each gives back.
+
+        Empty if all of them together give back too little.
+        """
+        freeable = ((session, session.kv.freeable) for session in self.idle(sessions, owner))
+        holding = {session: freed for session, freed in freeable if freed.sustained_bytes}
         pool, tier = self._context.pool, self._context.tier
         within_reach = pool.capacity_bytes - pool.reserved_bytes
-        within_reach += sum(session.kv.freeable.sustained_bytes for session in holding)
+        within_reach += sum([freed.sustained_bytes for freed in holding.values()])
         if within_reach < needed.sustained_bytes:
-            return []
+            return {}
         short = needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
         if short > 0:
             # Only sessions that hold bytes of the second tier can free some there.
-            holding = [session for session in holding if session.kv.freeable.tier_bytes]
-            if sum(session.kv.freeable.tier_bytes for session in holding) < short:
-                return []
+            holding = {session: freed for session, freed in holding.items() if freed.tier_bytes}
+            if sum(freed.tier_bytes for freed in holding.values()) < short:
+                return {}
         return holding
 
     def _refuse_what_can_never_fit(self, needed: Bound) -> None:
@@ -244,9 +275,7 @@ class Admission:
         most = self._limits.kv_bytes_per_owner
         if not most:
             return
-        own = [session for session in sessions if session.owner == owner]
-        held = sum(session.kv.reserved.sustained_bytes for session in own if session not in without)
-        held += orphaned_bytes(own)
+        held = self._held(sessions, owner, without)
         if held + needed.sustained_bytes > most:
             raise QuotaExceeded(
                 "kv_bytes_per_owner",
@@ -256,6 +285,12 @@ class Admission:
                 retry_after_seconds=_RETRY_SECONDS if held else None,
             )
 
+    def _held(self, sessions: Collection[Session], owner: str, without: Collection[Session] = frozenset()) -> int:
+        """Bytes that the owner's sessions reserve between Generates."""
+        own = [session for session in sessions if session.owner == owner]
+        held = sum(session.kv.reserved.sustained_bytes for session in own if session not in without)
+        return held + orphaned_bytes(own)
+
     def _keep_room_to_wake(
         self, sessions: Collection[Session], needed: Bound, *, without: Collection[Session] = frozenset()
     ) -> None:
@@ -263,6 +298,10 @@ class Admission:
 
         without: sessions that would be dropped first.
         """
+        # All memory is granted after this was asked, so no session there is has to wake if none ever had.
+        self._has_to_wake |= needed.peak_bytes > needed.sustained_bytes
+        if not self._has_to_wake:
+            return
         bounds = [session.kv.reserved for session in sessions if session not in without] + [needed]
         waking = max([bound.peak_bytes - bound.sustained_bytes for bound in bounds])
         capacity = self._context.pool.capacity_bytes
@@ -290,7 +329,7 @@ class Admission:
             and session.operation is None
             and not session.pins
             and not session.is_transient  # its call goes on
-            and session.used_at <= horizon
+            and session.here_at <= horizon
         ]
 
 

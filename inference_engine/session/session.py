@@ -55,6 +55,8 @@ class Session:
     engine's thread only.
 
     limit_tokens: its own limit of the history's length. cap_tokens: the server's limit for any session. None: no limit.
+    used_at: when an operation held it last, on the clock of the store. here_at: the same, or when it was brought back
+    into memory, if that is later: whatever it was brought back for needs it for a while.
     """
 
     session_id: str
@@ -63,6 +65,7 @@ class Session:
     eos_token_ids: frozenset[int]
     limit_tokens: int | None
     used_at: float
+    here_at: float
     cap_tokens: int | None = None
     label: str = ""  # the owner's name for it; reported to the owner only
     created_at: float = 0.0  # seconds since 1970

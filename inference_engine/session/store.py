@@ -45,7 +45,9 @@ T = TypeVar("T")
 _TOMBSTONES = 10_000
 _ID_BYTES = 4
 _RETRY_SECONDS = 1.0
-_EXPIRED_TOKENS = 2**22  # of histories that one call of `expire` ends
+# That one call of `expire` ends: sessions, and tokens of their histories.
+_EXPIRED_SESSIONS = 32
+_EXPIRED_TOKENS = 2**22
 
 
 class SessionStore:
@@ -87,6 +89,8 @@ class SessionStore:
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         self._violations: OrderedDict[str, Violations] = OrderedDict()  # of failed sessions that may come back
+        # When sessions that left memory were used last: for the journal, leaving is a use.
+        self._used: OrderedDict[str, float] = OrderedDict()
         metrics.kv_capacity_bytes.set(context.pool.capacity_bytes)
         metrics.tier_capacity_bytes.set(context.tier.capacity_bytes)
 
@@ -202,26 +206,26 @@ class SessionStore:
     def expire(self) -> bool:
         """Evict sessions idle longer than the TTL, and free memory of ended histories; a little at a time.
 
-        Call it now and then. Is there more to do?
+        One that was brought back has the TTL from then on. Call it now and then. Is there more to do?
         """
         with self._lock:
             horizon = self._clock() - self._idle_ttl_seconds
-            tokens = 0
+            tokens, has_old = 0, False
             old: list[Session] = []
             for session in self._sessions.values():  # least recently used first
-                if session.used_at >= horizon:
+                if session.here_at >= horizon:
                     break
-                old.append(session)
-            for session in old:
                 if session.operation is None:
-                    self._evict(session, "ttl")
+                    if has_old := len(old) == _EXPIRED_SESSIONS or tokens > _EXPIRED_TOKENS:
+                        break
+                    old.append(session)
                     tokens += len(session.history)
-                if tokens > _EXPIRED_TOKENS:
-                    break
+            for session in old:
+                self._evict(session, "ttl")
             self.replies.expire()
             is_more = self._leaves.tidy()
         # A journal that keeps sessions has nothing to tidy between steps.
-        return self._transient.tidy() or is_more or tokens > _EXPIRED_TOKENS
+        return self._transient.tidy() or is_more or has_old
 
     def close_all(self) -> None:
         """The engine stops. No client closed the sessions: those that the journal keeps are there when it starts."""
@@ -258,6 +262,8 @@ class SessionStore:
             for tokens in kept.tokens:
                 session.history.extend(tokens.token_ids, tokens.mark)
             session.violations = self._violations.pop(record.session_id, session.violations)
+            by_journal = self._clock() - max(0.0, self._wall_clock() - kept.used_at)
+            session.used_at = self._used.pop(record.session_id, by_journal)
             self._add(session)
             self.replies.session_came_back(record.session_id, record.owner)
             return session
@@ -266,6 +272,11 @@ class SessionStore:
         """Is the session in memory? Waits for one that is leaving, which must not be read again before it has left."""
         with self._lock:
             return session_id in self._sessions
+
+    def used_at(self, session_id: str) -> float | None:
+        """When a session that left memory was used last, on the store's clock; None: that is not known here."""
+        with self._lock:
+            return self._used.get(session_id)
 
     def ensure_memory(self, session: Session) -> None:
         """The caller holds the session and needs its K/V: if it was dropped, reserve memory for it again.
@@ -609,6 +620,7 @@ class SessionStore:
             limit_tokens=record.limit_tokens,
             cap_tokens=self._limits.history_tokens_per_session or None,
             used_at=self._clock(),
+            here_at=self._clock(),
             created_at=record.created_at,
             label=record.label,
             is_transient=is_transient,
@@ -639,7 +651,7 @@ class SessionStore:
                 session.kv.release()
 
     def _touch(self, session: Session) -> None:
-        session.used_at = self._clock()
+        session.used_at = session.here_at = self._clock()
         if session.session_id in self._sessions:
             self._sessions.move_to_end(session.session_id)
 
@@ -658,6 +670,7 @@ class SessionStore:
     def _leave(self, session: Session) -> None:
         """The session leaves memory. The journal keeps it, with its replies."""
         session.is_closed = True
+        _put_last(self._used, session.session_id, session.used_at)
         del self._sessions[session.session_id]
         self.replies.session_left(session.session_id)
         self._release_if_over(session)

@@ -1,5 +1,6 @@
 """Sessions that outlive the engine: all that was sent is there again, once, and goes on as if nothing had been."""
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +27,13 @@ from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
-from tests.facade import before_each_generate, looking_for_unused_sessions_after_each_commit, session_of
+from tests.facade import (
+    before_each_generate,
+    let_leave,
+    looking_for_unused_sessions_after_each_commit,
+    on_the_engines_thread,
+    session_of,
+)
 from tests.kept import after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
@@ -443,3 +450,56 @@ def test_sessions_that_were_deleted_count_no_more(tmp_path: Path) -> None:
         journal.kick()
     journal.stop()
     assert journal.kept_by("alice") == Kept()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_look_at_a_session_that_left_memory_is_no_use_of_it(tmp_path: Path) -> None:
+    clock = Clock()
+    with keeping(tmp_path, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
+        session_id = opened(engine)
+        clock.now += 70
+        for _ in range(2):
+            let_leave(engine, session_id)
+            (listed,) = engine.list_sessions()
+            assert (listed.is_resident, listed.idle_seconds) == (False, clock.now - 1000)
+            engine.recall(session_id)
+            clock.now += 5
+            engine.read_history(session_id)
+            assert engine.session_info(session_id).idle_seconds == clock.now - 1000
+        engine.append(session_id, [1])
+        assert engine.session_info(session_id).idle_seconds == 0
+
+
+def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(tmp_path: Path) -> None:
+    clock = Clock()
+    with keeping(tmp_path, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
+        session_id = opened(engine)
+        clock.now += 1000
+        on_the_engines_thread(engine)
+        on_the_engines_thread(engine)  # by now a whole round has looked for what is idle
+        engine.recall(session_id)
+        on_the_engines_thread(engine)
+        on_the_engines_thread(engine)
+        assert engine.session_info(session_id).idle_seconds == 1000
+        clock.now += 101
+        on_the_engines_thread(engine)
+        on_the_engines_thread(engine)
+        with pytest.raises(SessionNotFound):
+            engine.session_info(session_id)
+
+
+def test_after_a_restart_a_session_is_idle_since_the_journal_saw_it_used(tmp_path: Path) -> None:
+    clock = Clock()
+    clock.now = time.time()  # the journal's own is the system's
+    with keeping(tmp_path, clock=clock, wall_clock=clock) as engine:
+        session_id = opened(engine)
+    clock.now += 500
+    with keeping(tmp_path, clock=clock, wall_clock=clock) as engine:
+        engine.recall(session_id)
+        assert 440 < engine.session_info(session_id).idle_seconds <= 500

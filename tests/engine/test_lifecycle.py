@@ -123,6 +123,8 @@ def test_an_empty_append_changes_nothing_but_refreshes_the_idle_clock() -> None:
         session = opened(engine)
         clock.now += 10
         assert engine.session_info(session).idle_seconds == 10
+        assert engine.read_history(session).history_length == 20
+        assert engine.session_info(session).idle_seconds == 10, "a look is no use"
         assert engine.append(session, []) == 20
         assert engine.session_info(session).idle_seconds == 0
 
@@ -371,6 +373,24 @@ def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_f
             engine.generate(older, GenerateParams(max_tokens=1))
         assert engine.append(older, [1]) == 21
         assert len(generate(engine, old, 2)) == 2
+
+
+@pytest.mark.parametrize("setting", ["kv_bytes", "kv_bytes_per_owner"])
+def test_as_many_idle_sessions_make_room_as_are_needed_and_no_more(setting: str) -> None:
+    clock, room = Clock(), bytes_for(1.0)
+    settings: dict[str, Any] = {"kv_bytes": 10 * room, setting: room}
+    with served_engine(clock=clock, growth="guaranteed", **settings) as engine:
+        first = engine.create_session(limit_tokens=16)
+        small = first.reserved_bytes
+        room = min(room, engine.info().kv_capacity_bytes)
+        idle = [first.session_id]
+        idle += [engine.create_session(limit_tokens=16).session_id for _ in range(room // small - 1)]
+        clock.now += 70
+        large = engine.create_session(limit_tokens=TRAINED_POSITIONS // 3).reserved_bytes
+        dropped = -(-(small * len(idle) + large - room) // small)
+        assert 3 < dropped < len(idle)
+        stay = [engine.session_info(each).is_resident for each in idle]
+        assert stay == [False] * dropped + [True] * (len(idle) - dropped)
 
 
 def test_entries_that_made_room_are_computed_again_and_nothing_else_is_lost() -> None:

@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
     "kv_bytes": 64 * 2**20,
     "tier_bytes": 2**24,
 }
-EXTRAS = ("clock", "journal", "metrics", "drafter")
+EXTRAS = ("clock", "wall_clock", "journal", "metrics", "drafter")
 
 
 def scripted_engine(

@@ -154,6 +154,19 @@ class Caller:
         """The first line of an answer."""
         return await asyncio.wait_for(self._reader.readline(), TIMEOUT_SECONDS)
 
+    async def answer(self) -> tuple[bytes, bytes]:
+        """The head of an answer and its body. The server closes the connection."""
+        head, _, body = (await self.rest()).partition(b"\r\n\r\n")
+        return head, body
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes the connection."""
+        return await asyncio.wait_for(self._reader.read(), TIMEOUT_SECONDS)
+
+    def end(self) -> None:
+        """Send no more, and go on reading."""
+        self._writer.write_eof()
+
     async def is_hung_up(self) -> bool:
         """Whether the server closes the connection, without a word more."""
         try:
@@ -212,6 +225,55 @@ async def test_a_reused_connection_that_never_finishes_its_next_request_is_close
         while await caller.status() not in (b"\r\n", b""):
             pass
         assert await caller.is_hung_up()
+
+
+CHUNKED = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"mod\r\n'
+)
+
+
+@pytest.mark.parametrize("broken", [b"zz\r\nabc\r\n", b"-1\r\n", b"f" * 40 + b"\r\n"])
+@pytest.mark.parametrize("is_waited_for", [False, True])
+async def test_a_body_whose_chunks_are_broken_is_answered_like_other_errors(
+    engine: Engine, server: ServerHandle, caplog: pytest.LogCaptureFixture, broken: bytes, is_waited_for: bool
+) -> None:
+    async with calling(server) as caller:
+        if is_waited_for:
+            caller.send(CHUNKED.replace(b"\r\nHost", b"\r\nExpect: 100-continue\r\nHost"))
+            assert await caller.status() == b"HTTP/1.1 100 Continue\r\n"  # the application reads the body
+            assert await caller.status() == b"\r\n"
+            caller.send(broken)
+        else:
+            caller.send(CHUNKED + broken)
+        head, body = await caller.answer()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\ndeprecation: " in head.lower()
+    assert b"\r\nconnection: close" in head.lower()
+    assert json.loads(body)["error"]["code"] == "bad_http"
+    assert await left_nothing(engine)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("begun", [CHUNKED, posted({"model": "tiny"})[:-3]], ids=["chunks", "length"])
+async def test_a_client_that_ends_its_body_early_and_still_reads_is_answered(
+    server: ServerHandle, begun: bytes
+) -> None:
+    async with calling(server) as caller:
+        caller.send(begun)
+        caller.end()
+        head, body = await caller.answer()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+async def test_chunks_that_break_after_the_answer_began_add_nothing_to_it(engine: Engine, server: ServerHandle) -> None:
+    async with calling(server) as caller:
+        caller.send(CHUNKED.replace(b"/v1/chat/completions", b"/none"))
+        assert await caller.status() == b"HTTP/1.1 404 Not Found\r\n"
+        caller.send(b"zz\r\n")
+        rest = await caller.rest()
+    assert b"HTTP/1.1 " not in rest
 
 
 async def test_a_connection_that_waits_for_an_answer_is_not_closed(

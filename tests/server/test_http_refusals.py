@@ -201,6 +201,8 @@ OTHER_ROUTES: list[tuple[str, str, int]] = [
     ("OPTIONS", COMPLETIONS, 405),
     ("POST", "/completions", 404),
     ("GET", "/docs", 404),
+    ("POST", f"{COMPLETIONS}/", 404),  # not sent elsewhere: clients drop their key or their body on the way
+    ("GET", "/" + "x" * 10_000, 404),
 ]
 
 
@@ -209,6 +211,7 @@ async def test_other_routes_and_methods_are_not_served(client: httpx2.AsyncClien
         with subtests.test(method=method, path=path):
             answer = await client.request(method, path)
             assert answer.status_code == status
+            assert len(answer.content) < 1000
             assert "POST /v1/chat/completions, GET /v1/models" in error_of(answer)["message"]
 
 

@@ -19,7 +19,7 @@ from openai.types.chat.completion_create_params import (
 )
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.server.http.errors import BadJson
+from inference_engine.server.http.errors import BadJson, UnknownModel, body_of
 from inference_engine.server.http.request import HONOURED, MAX_VALUES, ChatRequest, count_values, read_request
 from inference_engine.types import Sampling
 
@@ -309,3 +309,26 @@ def refused_field(parameters: dict[str, Any]) -> str:
     except InvalidArgument as refused:
         return refused.field
     return ""
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({f"own_{number}": 1 for number in range(5000)}, "own_0, own_1, "),
+        ({LONG: 1}, "(100000 characters)"),
+        ({"messages": [{"role": "user", "content": "Hello", LONG: 1}]}, "(100000 characters)"),
+        ({"stream": True, "stream_options": {LONG: True}}, "(100000 characters)"),
+        ({"logit_bias": {LONG: 1}}, "'xxxxxxxxxxxxxxxxxxxx'"),
+        ({"logit_bias": {str(number): 1 for number in range(30_000)}}, "at most 1024 entries, got 30000"),
+    ],
+    ids=["many", "parameter", "message", "option", "id", "ids"],
+)
+def test_a_refusal_is_short_whatever_it_refuses(parameters: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        read(**parameters)
+    assert named in refused.value.message
+    assert len(json.dumps(body_of(refused.value))) < 2000
+    assert len(json.dumps(body_of(UnknownModel(LONG, "tiny")))) < 500

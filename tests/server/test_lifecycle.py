@@ -95,6 +95,22 @@ async def test_a_step_without_memory_drops_its_sessions_to_tokens_and_says_when_
     assert await generated(client, await client.open(HISTORY)) == expected
 
 
+async def test_a_client_that_looks_at_a_session_again_and_again_does_not_keep_it_alive(
+    engine: Engine, client: Client, clock: Clock
+) -> None:
+    watched, used = await client.open(), await client.open()
+    ttl = engine.config.session_idle_ttl_seconds
+    for seconds in (0.4, 0.8):
+        clock.now = 1000.0 + seconds * ttl
+        assert (await client.info(watched)).idle_seconds == seconds * ttl
+        await client.call("ReadHistory", pb.ReadHistoryRequest(session_id=watched))
+        await client.call("ListSessions", pb.ListSessionsRequest())
+        await client.append(used, [1])
+    clock.now = 1000.0 + 1.1 * ttl
+    await generated(client, used)
+    assert (await refused(client.info(watched))).reason == "NOT_FOUND SESSION_EVICTED"
+
+
 async def test_what_is_generated_after_a_lack_of_memory_is_what_would_have_been(client: Client, script: Script) -> None:
     history = (*HISTORY, POISON)
     expected = await generated(client, await client.open(history))

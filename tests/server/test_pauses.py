@@ -44,7 +44,7 @@ from tests.facade import session_of, store_of
 from tests.further import further_test
 from tests.garbage import left_aside
 from tests.load.scripted import scripted_engine
-from tests.server.wire import Client, connected, refused, serving, until_free
+from tests.server.wire import Client, connected, refused, serving, until, until_free
 from tests.server_thread import server_thread
 
 MOST_SECONDS = 0.005
@@ -53,6 +53,7 @@ TRIES = 5  # caches and the processor's clock are shared with others: what takes
 APPEND = 65_536
 LIMIT_TOKENS = 1024
 MOST_STOP_IDS = 64
+ROOM_BYTES = 2**22  # as much as the smallest sessions take, as many as there may be
 LIMITS = EngineConfig()
 GENERATES = LIMITS.max_running + LIMITS.max_queued + 20
 CONNECTIONS = 6  # of fewer calls each than one may have
@@ -170,6 +171,7 @@ def longest_pauses() -> tuple[dict[str, float], dict[str, float]]:
     quickest = Watch()
     for _ in range(TRIES):
         quickest.keep_shortest(asyncio.run(watched_use()))
+        quickest.keep_shortest(asyncio.run(watched_making_of_room()))
         if not quickest.too_long():
             break
     return quickest.longest, quickest.too_long()
@@ -189,6 +191,32 @@ async def watched_use() -> Watch:
             with watching(monkeypatch) as watch:
                 await use(client, engine)
                 await use_beside_many_sessions(client, held, others)
+        return watch
+
+
+async def watched_making_of_room() -> Watch:
+    """As many idle sessions as there may be: one that needs the memory of thirty of them, and the end of all."""
+    now = 1000.0
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        scripted_engine(kv_bytes=ROOM_BYTES, clock=lambda: now) as engine,
+        server_thread(engine) as target,
+    ):
+        async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+            client = Client(channel)
+            for _ in range(LIMITS.max_sessions - 1):
+                engine.create_session(limit_tokens=16)
+            now += 2 * engine.config.session_evictable_seconds
+            with watching(monkeypatch) as watch:
+                await client.call(
+                    "CreateSession", pb.CreateSessionRequest(limit_tokens=LIMIT_TOKENS // 2, guaranteed=True)
+                )
+                dropped = engine.metrics.registry.get_sample_value("session_dropped_total")
+                assert dropped is not None and dropped >= 30
+                # All of them are idle for too long at once.
+                now += 2 * engine.config.session_idle_ttl_seconds
+                await client.open([1])
+                await until(lambda: len(store_of(engine)) == 1)
         return watch
 
 

@@ -21,7 +21,7 @@ from inference_engine.server.auth import KeyRing
 from inference_engine.server.http import deprecation
 from inference_engine.server.http.completion import ROUTE, Completion, Desk
 from inference_engine.server.http.door import HttpDoor
-from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, status_of
+from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, said, status_of
 from inference_engine.server.http.replies import model_list
 from inference_engine.server.status import as_request_error
 
@@ -40,7 +40,8 @@ class State:
 def create_app(desk: Desk, keys: KeyRing, address: Address, state: State, door: HttpDoor) -> ASGIApp:
     """The whole application, for `address`. door: gets the peers of accepted and refused requests."""
     # No OpenAPI pages: the interface is frozen, and documented by others.
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    # Nor is a client sent to another route, which it would ask without its key.
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(_open_routes(desk, state))
     app.include_router(_guarded_routes(desk, keys, state, door, is_loopback=address.is_loopback))
     app.add_exception_handler(RequestError, _refuse)
@@ -106,7 +107,7 @@ async def _refuse(_request: Request, error: Exception) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     routes = ", ".join(f"{method} {route}" for route, method in METHODS.items())
-    message = f"{request.method} {request.url.path} is not served here; these are: {routes}"
+    message = f"{said(request.method)} {said(request.url.path)} is not served here; these are: {routes}"
     return JSONResponse(envelope(error.status_code, message), error.status_code, error.headers)
 
 

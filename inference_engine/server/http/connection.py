@@ -11,6 +11,7 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from typing import Any, ClassVar
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inference_engine.server.http import deprecation
@@ -61,11 +62,23 @@ class Connection(H11Protocol):
             self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP like every other error: with the envelope and the deprecation headers."""
+        """Answer what is not HTTP like every other error: with the envelope and the deprecation headers.
+
+        A body may break when its request has an answer already: then there is no other one.
+        """
         self.door.answers(self._peer, refuses=True)  # the connection is closed in any case
-        if self.cycle is None or self.cycle.response_complete:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_NOT_HTTP)
         self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            # For the application the client has left: it answers nothing more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def eof_received(self) -> None:
+        is_cut_short = self.cycle is not None and self.cycle.more_body and self.conn.their_state is h11.SEND_BODY
+        if is_cut_short and not self.transport.is_closing():
+            super().data_received(b"")  # the end, which h11 refuses there; the client may still be reading
 
     def _look(self) -> None:
         self.door.drop_excess()

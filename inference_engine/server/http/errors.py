@@ -40,13 +40,21 @@ _CODES = {
     "QUOTA": "rate_limit_exceeded",
 }
 _RETRY_SECONDS = 1.0
+_SAID_CHARACTERS = 80
+
+
+def said(text: str) -> str:
+    """What a client sent, as an answer repeats it: a refusal is not as long as what it refuses."""
+    if len(text) <= _SAID_CHARACTERS:
+        return text
+    return f"{text[:_SAID_CHARACTERS]}… ({len(text)} characters)"
 
 
 class UnknownModel(RequestError):
     reason = "MODEL_NOT_FOUND"
 
     def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"model: this server serves {served!r}, not {asked!r}", field="model")
+        super().__init__(f"model: this server serves {served!r}, not {said(asked)!r}", field="model")
 
 
 class OperatorsOnly(RequestError):

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.server.http.errors import BadJson
-from inference_engine.types import Sampling
+from inference_engine.server.http.errors import BadJson, said
+from inference_engine.types import MAX_LOGIT_BIAS, Sampling
 
 MAX_MESSAGES = 4096
 # Values in a body: that many messages with a text part each, and a quarter more. Parsing holds the interpreter's lock:
@@ -57,6 +57,7 @@ _OFF: dict[str, Any] = {
 
 
 _PIECE_BYTES = 2**16
+_MOST_NAMED = 10  # of parameters that one refusal names
 _PATH_CHARACTERS = 200  # of a path that a refusal says, the last ones
 
 # An escape of half a surrogate pair; most are followed by the other half.
@@ -224,9 +225,12 @@ def _no_constant(name: str) -> NoReturn:
 def _refuse_not_honoured(given: Mapping[str, Any]) -> None:
     refused = [name for name in given if name not in (*HONOURED, *OWN) and not _is_off(name, given[name])]
     if refused:
+        named = ", ".join(map(said, refused[:_MOST_NAMED]))
+        if more := len(refused[_MOST_NAMED:]):
+            named += f" and {more} more"
         raise InvalidArgument(
-            refused[0],
-            f"this interface is frozen and does not support {', '.join(refused)}; leave it out. It supports "
+            said(refused[0]),
+            f"this interface is frozen and does not support {named}; leave it out. It supports "
             f"{', '.join((*HONOURED, *OWN))}; sessions over gRPC support more",
         )
     if (count := given.get("n", 1)) != 1 or isinstance(count, bool):
@@ -271,6 +275,8 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise InvalidArgument("logit_bias", f"must be an object from token id to bias, got {_kind(value)}")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidArgument("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(value)}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not key.isascii() or not key.isdigit() or len(key) > len(str(2**32)):
@@ -301,7 +307,7 @@ def _include_usage(options: object, *, stream: bool) -> bool:
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name != "include_usage":
-            raise InvalidArgument(f"stream_options.{name}", "is not honoured; leave it out")
+            raise InvalidArgument(f"stream_options.{said(name)}", "is not honoured; leave it out")
     return _flag(given, "include_usage", path="stream_options.include_usage")
 
 
@@ -322,7 +328,7 @@ def _message(value: object, path: str) -> Mapping[str, str]:
     for name, item in given.items():
         # An answer that is sent back unchanged has empty lists, such as `"annotations": []`.
         if name not in ("role", "content") and item not in ([], ""):
-            raise InvalidArgument(f"{path}.{name}", "is not honoured; a message has a role and content")
+            raise InvalidArgument(f"{path}.{said(name)}", "is not honoured; a message has a role and content")
     return {"role": role, "content": _content(given.get("content"), f"{path}.content")}
 
 

@@ -115,7 +115,7 @@ class RuntimeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetSessionInfo(self, request, context):
-        """Facts about one session. Never waits for a running Generate.
+        """Facts about one session. Never waits for a running Generate, and is no use of the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

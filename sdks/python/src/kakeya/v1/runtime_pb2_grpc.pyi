@@ -47,7 +47,7 @@ class RuntimeServiceStub:
     CloseSession: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.CloseSessionRequest, _runtime_pb2.CloseSessionResponse]
     """Frees everything the session holds. A Generate that is running ends with ABORTED, SESSION_CLOSED."""
     GetSessionInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetSessionInfoRequest, _runtime_pb2.GetSessionInfoResponse]
-    """Facts about one session. Never waits for a running Generate."""
+    """Facts about one session. Never waits for a running Generate, and is no use of the session."""
     ForkSession: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.ForkSessionRequest, _runtime_pb2.ForkSessionResponse]
     """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
     as an append does. Frees nothing and changes nothing of the session it is made from.
@@ -73,7 +73,7 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
     CloseSession: _aio.UnaryUnaryMultiCallable[_runtime_pb2.CloseSessionRequest, _runtime_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Frees everything the session holds. A Generate that is running ends with ABORTED, SESSION_CLOSED."""
     GetSessionInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetSessionInfoRequest, _runtime_pb2.GetSessionInfoResponse]  # type: ignore[assignment]
-    """Facts about one session. Never waits for a running Generate."""
+    """Facts about one session. Never waits for a running Generate, and is no use of the session."""
     ForkSession: _aio.UnaryUnaryMultiCallable[_runtime_pb2.ForkSessionRequest, _runtime_pb2.ForkSessionResponse]  # type: ignore[assignment]
     """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
     as an append does. Frees nothing and changes nothing of the session it is made from.
@@ -126,7 +126,7 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runtime_pb2.GetSessionInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runtime_pb2.GetSessionInfoResponse, _abc.Awaitable[_runtime_pb2.GetSessionInfoResponse]]:
-        """Facts about one session. Never waits for a running Generate."""
+        """Facts about one session. Never waits for a running Generate, and is no use of the session."""
 
     @_abc_1.abstractmethod
     def ForkSession(

@@ -2030,7 +2030,7 @@ export const RuntimeService: GenService<{
     output: typeof CloseSessionResponseSchema;
   },
   /**
-   * Facts about one session. Never waits for a running Generate.
+   * Facts about one session. Never waits for a running Generate, and is no use of the session.
    *
    * @generated from rpc kakeya.v1.RuntimeService.GetSessionInfo
    */
