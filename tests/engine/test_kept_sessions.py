@@ -13,6 +13,7 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import (
+    EngineStalled,
     HistoryBehindClient,
     HistoryCorrupt,
     HistoryLengthMismatch,
@@ -27,7 +28,12 @@ from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
-from tests.facade import before_each_generate, looking_for_unused_sessions_after_each_commit, session_of
+from tests.facade import (
+    a_disk_that_fails,
+    before_each_generate,
+    looking_for_unused_sessions_after_each_commit,
+    session_of,
+)
 from tests.kept import after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
@@ -148,6 +154,28 @@ def test_a_session_is_refused_that_does_not_know_which_generates_it_answered(tmp
         assert db.changes() == 1
     with keeping(tmp_path) as engine, pytest.raises(HistoryCorrupt):
         engine.recall(session)
+
+
+def test_a_reader_gets_all_that_is_safe_and_then_that_the_journal_failed(tmp_path: Path) -> None:
+    """In a process of its own no watchdog ends it."""
+    journal = sqlite_journal_of(tmp_path)
+    with scripted_engine(journal=journal, state_dir=str(tmp_path)) as engine:
+        session = opened(engine)
+        with a_disk_that_fails(journal) as fails:
+            generation = engine.generate(session, GenerateParams(max_tokens=10_000), request_id=ONE)
+            events = some(iter(generation), 3)
+            fails.set()
+            with pytest.raises(EngineStalled):
+                events.extend(generation)
+            assert journal.failure
+            with pytest.raises(EngineStalled):
+                engine.create_session()
+    killed = after_a_kill(tmp_path)
+    with keeping(killed) as engine:
+        engine.recall(session)
+        history = engine.read_history(session)
+        said = tokens_of(events)
+        assert list(history.token_ids)[len(PROMPT) : len(PROMPT) + len(said)] == said
 
 
 def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_path: Path) -> None:
