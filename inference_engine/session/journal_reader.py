@@ -29,7 +29,6 @@ from inference_engine.session.journal_rows import (
     answers_sum,
     copy_crc,
     damage_is_refused,
-    entry_end,
     is_entry_of,
     joined,
     reply_crc,
@@ -165,15 +164,15 @@ class Reader:
                 if of != number or not is_entry_of(number, first, body):
                     raise HistoryCorrupt(position)
                 entry = unpacked_entry(first, body)
-                past.appends += entry.answer
                 if entry.answer:
+                    past.appends += entry.answer
                     continue
                 if first != position:
                     raise HistoryCorrupt(position)
                 if entry.began is not None:
                     past.generates.append(entry.began)
                 rows.append((first, entry.mark, entry.ids, entry.logprobs))
-                position = entry.end
+                position += entry.tokens
             past.tokens += joined(rows)
         except DAMAGE_OF_ROWS as error:
             raise HistoryCorrupt(position) from error
@@ -202,10 +201,9 @@ class Reader:
         """
         if found := [text for (text,) in self._db.execute("pragma integrity_check(replies)") if text != "ok"]:
             raise ValueError("; ".join(found))
-        for row in self._db.execute(_REPLIES):
-            is_intact, record = _reply(*row)
-            if not is_intact:
-                raise ValueError(f"an answer is damaged, to a call about the session {record.session_id!r}")
+        for number, ended_at, crc, *values in self._db.execute(_REPLIES):
+            if crc != reply_crc(number, ended_at, *values):
+                raise ValueError(f"an answer is damaged, to a call about the session {values[0]!r}")
 
     def page(
         self, owner: str, after: str, most: int, committed: Callable[[int], Sequence[int]], now: float
@@ -269,7 +267,7 @@ class Reader:
         """Of a session of which `length` tokens are folded: the length that its last entry in the tail says."""
         for last in entries[-1:]:
             for position, body in list(self._db.execute("select position, body from tail where entry = ?", (last,))):
-                length = entry_end(position, body)
+                length = position + unpacked_entry(position, body).tokens
         return length
 
     def kept(self, tail: Mapping[int, Sequence[int]]) -> dict[str, Kept]:
@@ -282,7 +280,8 @@ class Reader:
         }
         for number, entries in tail.items():
             for owner, more in self.kept_by_session(number, entries, is_folded=False):
-                found[owner] = replace(found[owner], tokens=found[owner].tokens + more)
+                if owner in found:  # else an index has another one, by damage
+                    found[owner] = replace(found[owner], tokens=found[owner].tokens + more)
         return found
 
     def kept_by_session(self, number: int, entries: Sequence[int], *, is_folded: bool = True) -> list[tuple[str, int]]:
@@ -346,9 +345,9 @@ def _text(value: bytes | None) -> str:
     return (value or b"").decode(errors="replace")
 
 
-def _reply(number: int | None, ended_at: float | None, crc: int, *fields: Any) -> tuple[bool, ReplyRecord]:
+def _reply(number: int | None, ended_at: float | None, crc: int, *values: Any) -> tuple[bool, ReplyRecord]:
     """Is the row intact, and what is in it?"""
-    record = ReplyRecord(*fields)
-    is_intact = crc == reply_crc(record, number, ended_at)
-    # An older server's digests were longer.
-    return is_intact, replace(record, digest=record.digest[:DIGEST_BYTES]) if is_intact else record
+    record = ReplyRecord(*values)
+    if crc != reply_crc(number, ended_at, *values):
+        return False, record
+    return True, replace(record, digest=record.digest[:DIGEST_BYTES])  # an older server's were longer

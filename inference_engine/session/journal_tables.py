@@ -31,6 +31,7 @@ from inference_engine.session.journal_rows import (
     packed_tokens,
     recent_generates,
     reply_crc,
+    reply_values,
     session_crc,
     tokens_crc,
     unpacked_appends,
@@ -211,20 +212,10 @@ class Tables:
             self._insert_reply(number, record, None if number is not None else self._wall_clock())
 
     def _insert_reply(self, number: int | None, record: ReplyRecord, ended_at: float | None) -> None:
+        values = reply_values(record)
         self._db.execute(
             "insert or replace into replies values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                number,
-                record.session_id,
-                record.owner,
-                record.kind,
-                record.request_id,
-                record.digest,
-                record.position,
-                record.body,
-                reply_crc(record, number, ended_at),
-                ended_at,
-            ),
+            (number, *values, reply_crc(number, ended_at, *values), ended_at),
         )
 
     def rest(self, number: int) -> None:

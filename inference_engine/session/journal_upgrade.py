@@ -86,13 +86,13 @@ def _move_tail(db: apsw.Connection) -> None:
 def _move_replies(db: apsw.Connection) -> dict[int, bytes]:
     """Returns the answers to appends that were not folded, by session."""
     appends = dict[int, bytes]()
-    for number, ended_at, crc, *fields in list(
+    for number, ended_at, crc, *values in list(
         db.execute(
             "select session, ended_at, crc, id, owner, kind, request_id, digest, position, body from replies "
             "order by session, position"
         )
     ):
-        record = ReplyRecord(*fields)
+        record = ReplyRecord(*values)
         if crc != crc_of(repr(record).encode()):
             raise ValueError(f"an answer is damaged, to a call about the session {record.session_id!r}")
         key = record.owner, record.request_id, record.kind, record.session_id
@@ -102,7 +102,7 @@ def _move_replies(db: apsw.Connection) -> dict[int, bytes]:
         else:
             db.execute(
                 "update replies set crc = ? where owner = ? and request_id = ? and kind = ? and id = ?",
-                (reply_crc(record, number, ended_at), *key),
+                (reply_crc(number, ended_at, *values), *key),
             )
     return appends
 
