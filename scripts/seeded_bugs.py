@@ -254,8 +254,8 @@ BUGS = (
     Bug(
         "the journal folds all rows but the last",
         "inference_engine/session/journal_tables.py",
-        "            records += self._reader.tail(number, entries, length)\n",
-        "            records += self._reader.tail(number, entries[: max(1, len(entries) - 1)], length)\n",
+        "                since = self._reader.tail(number, entries, length)\n",
+        "                since = self._reader.tail(number, entries[: max(1, len(entries) - 1)], length)\n",
         JOURNAL,
     ),
     Bug(
@@ -275,8 +275,8 @@ BUGS = (
     Bug(
         "the journal forgets the appends before the last turn",
         "inference_engine/session/journal_tables.py",
-        'most_recent(self._reader.packed_appends(number) + b"".join(',
-        'most_recent(b"".join(',
+        "most_recent(past.appends + since.appends)",
+        "most_recent(since.appends)",
         JOURNAL,
     ),
     Bug(
@@ -288,10 +288,24 @@ BUGS = (
     ),
     Bug(
         "the journal loses the seed of a Generate",
-        "inference_engine/session/journal_reader.py",
-        'int.from_bytes(seed, "little"))\n',
-        "0)\n",
+        "inference_engine/session/journal_rows.py",
+        "began.digest, began.seed) + data",
+        "began.digest, 0) + data",
         (KEPT,),
+    ),
+    Bug(
+        "the journal does not notice that a session's answers are gone",
+        "inference_engine/session/journal_reader.py",
+        "            if answers_sum(number, appends, generates) != expected:\n",
+        "            if expected and (appends or generates) and answers_sum(number, appends, generates) != expected:\n",
+        (*JOURNAL, KEPT),
+    ),
+    Bug(
+        "the journal starts with answers that are damaged",
+        "inference_engine/session/sqlite_journal.py",
+        "                self._reader.check_replies()\n            kept",
+        "                pass\n            kept",
+        JOURNAL,
     ),
     Bug(
         "the journal deletes old sessions that are in memory",

@@ -396,11 +396,13 @@ def faults(count: int, seed: int, soak: Soak) -> None:
     soak.in_parts(calls, "looks")
     control, flips = soak.summed("flips control"), soak.summed("flips")
     said(control, "flips, control", soak, "flips")
-    if not control["wrong"] or not control["shorter"]:
+    if not all(control[name] for name in ("wrong", "shorter", "forgotten")):
         soak.faults.append("the control was not caught")
     said(flips, "flips", soak, "flips")
     soak.faults += [
-        f"{flips[name]} of {flips.total()} flips: {OUTCOMES[name]}" for name in ("shorter", "torn") if flips[name]
+        f"{flips[name]} of {flips.total()} flips: {OUTCOMES[name]}"
+        for name in ("shorter", "torn", "forgotten")
+        if flips[name]
     ]
     for kind in kinds:
         failed = soak.summed(kind)

@@ -250,6 +250,20 @@ def no_room_to_fold(journal: SQLiteJournal) -> Iterator[threading.Event]:
 
 
 @contextmanager
+def a_disk_that_fails(journal: SQLiteJournal) -> Iterator[threading.Event]:
+    """Once it is set, each commit of the journal fails."""
+    transact, fails = journal._transact, threading.Event()
+
+    def on_a_disk_that_fails(changes: Sequence[Change]) -> None:
+        if fails.is_set():
+            raise OSError("the disk is gone")
+        transact(changes)
+
+    with patch.object(journal, "_transact", on_a_disk_that_fails):
+        yield fails
+
+
+@contextmanager
 def no_memory_for_histories() -> Iterator[None]:
     """As if the system gave no history another leaf meanwhile."""
     with patch.object(Leaves, "_new", side_effect=MemoryError):

@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from inference_engine.engine.arguments import check_length
-from inference_engine.errors import DeadlineExceeded, HistoryBehindClient, InvalidArgument, RequestError, SessionBusy
+from inference_engine.errors import (
+    DeadlineExceeded,
+    EngineStalled,
+    HistoryBehindClient,
+    InvalidArgument,
+    RequestError,
+    SessionBusy,
+)
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
@@ -30,11 +37,12 @@ from inference_engine.tracing import Tracing
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
 
 _REMEMBERED = 8  # of each session
+_LOOK_SECONDS = 0.5  # between two looks at whether more can still come
 
 
 class Generation:
     """A Generate that runs, or has run. Iterate it for its events, the last of which is Finished; a Failed is raised as
-    its error.
+    its error. Once the journal has failed, EngineStalled is raised after the last event that is safe.
 
     When a newer call attaches to the same Generate, this one ends with StreamTakenOver and stops nothing any more.
     """
@@ -95,7 +103,9 @@ class Generation:
         readable = threading.Event()
         self.when_readable(readable.set)
         while True:
-            readable.wait()
+            while not readable.wait(_LOOK_SECONDS):
+                if self._transcript.session.journal.failure:
+                    raise EngineStalled  # what is not safe is never sent, and no more comes
             readable.clear()
             while events := self.read():
                 for event in events:

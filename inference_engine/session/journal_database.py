@@ -8,12 +8,13 @@ from pathlib import Path
 import apsw
 
 from inference_engine.errors import ConfigError
+from inference_engine.session.journal_upgrade import upgrade
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 PAGE_BYTES = 4096
 # What reading a database raises that is damaged: also of texts that are none, and of rows that are gone.
 DAMAGE = (apsw.Error, ValueError, TypeError, StopIteration)
@@ -21,33 +22,24 @@ _APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _SCHEMA = """
 create table sessions (
     session integer primary key, id text unique not null, owner text not null, body text not null,
-    length integer not null, used_at real not null, crc integer not null);
+    length integer not null, used_at real not null, crc integer not null, answers integer not null default 0);
 create index sessions_by_owner on sessions (owner, id);
 create index sessions_by_use on sessions (used_at);
 create table tokens (session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
 create unique index tokens_by_position on tokens (session, position);
-create table tail (
-    entry integer primary key, session integer, position integer, mark integer, ids blob, logprobs blob, crc integer);
-create table generates (
-    session integer, position integer, request_id blob, digest blob, seed blob, crc integer,
-    primary key (session, position)) without rowid;
+create table tail (entry integer primary key, session integer, position integer, body blob);
+create table ends (session integer primary key, position integer, mark integer, ids blob, logprobs blob, crc integer);
+create table appends (session integer primary key, replies blob);
+create table begun (session integer primary key, generates blob);
 create table replies (
     session integer, id text, owner text, kind text, request_id blob, digest blob, position integer, body text,
     crc integer, ended_at real, primary key (owner, request_id, kind, id)) without rowid;
 create index replies_by_session on replies (session, kind, position);
 create index replies_ended on replies (ended_at) where ended_at is not null;
-create table facts (name text primary key, value text) without rowid;
-"""
-# What format 1 did not have.
-_COPIES_SCHEMA = """
 create table copies (
     session integer primary key, file text unique not null, length integer not null, bytes integer not null,
     header_crc integer not null, crc integer not null);
-"""
-# What format 2 did not have. Its rows of `tokens` are read as they are.
-_ENDS_SCHEMA = """
-create table ends (session integer primary key, position integer, mark integer, ids blob, logprobs blob, crc integer);
-create table appends (session integer primary key, replies blob, crc integer);
+create table facts (name text primary key, value text) without rowid;
 """
 
 
@@ -105,10 +97,10 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
             db.execute(_SCHEMA)
             db.execute("insert into facts values ('weights', ?)", (weights,))
             db.execute(f"pragma application_id={_APPLICATION}")
+            db.execute(f"pragma user_version={FORMAT}")
     if (version := next(db.execute("pragma user_version"))[0]) < FORMAT:
         with db:
-            for schema in (_COPIES_SCHEMA, _ENDS_SCHEMA)[max(0, version - 1) :]:
-                db.execute(schema)
+            upgrade(db, version)
             db.execute(f"pragma user_version={FORMAT}")
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apsw
@@ -27,10 +26,10 @@ from inference_engine.session.journal import (
 )
 from inference_engine.session.journal_rows import (
     DAMAGE_OF_ROWS,
-    appends_crc,
+    answers_sum,
     copy_crc,
-    crc_of,
     damage_is_refused,
+    is_entry_of,
     joined,
     reply_crc,
     session_crc,
@@ -38,8 +37,22 @@ from inference_engine.session.journal_rows import (
     tokens_crc,
     unpacked,
     unpacked_appends,
+    unpacked_entry,
+    unpacked_generates,
 )
 from inference_engine.session.replies import DIGEST_BYTES
+
+
+@dataclass(slots=True)
+class Past:
+    """What was recorded of a session: its tokens, its Generates, and the answers to its appends, packed."""
+
+    tokens: list[TokensRecord] = field(default_factory=list)
+    generates: list[GenerateRecord] = field(default_factory=list)
+    appends: bytes = b""
+
+
+_REPLIES = "select session, ended_at, crc, id, owner, kind, request_id, digest, position, body from replies"
 
 
 class Reader:
@@ -66,16 +79,24 @@ class Reader:
 
     def session(self, number: int, session_id: str) -> tuple[SessionRecord, float]:
         """How a session began, and when it was used. Raises HistoryCorrupt."""
-        owner, body, length, used_at, crc = next(
-            self._db.execute("select owner, body, length, used_at, crc from sessions where session = ?", (number,))
+        owner, body, length, answers, used_at, crc = next(
+            self._db.execute(
+                "select owner, body, length, answers, used_at, crc from sessions where session = ?", (number,)
+            )
         )
-        if crc != session_crc(number, owner, body, length) or session_record(body).session_id != session_id:
+        if crc != session_crc(number, owner, body, length, answers) or session_record(body).session_id != session_id:
             raise HistoryCorrupt(0)
         return session_record(body), used_at
 
-    def tokens(self, number: int, entries: Sequence[int]) -> list[TokensRecord]:
-        """The history of a session. Raises HistoryCorrupt."""
+    def past(self, number: int, entries: Sequence[int]) -> Past:
+        """All that is recorded of a session. Raises HistoryCorrupt."""
         (length,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
+        folded = self._folded(number, length)
+        past = self.answers(number)
+        since = self.tail(number, entries, length)
+        return Past(folded + since.tokens, past.generates + since.generates, past.appends + since.appends)
+
+    def _folded(self, number: int, length: int) -> list[TokensRecord]:
         rows, known, position = list[TokensRecord](), 0, 0
         for first, mark, ids, logprobs, crc in self._db.execute(
             "select position, mark, ids, logprobs, crc from tokens where session = ? order by position", (number,)
@@ -88,7 +109,25 @@ class Reader:
         end = self.end(number, length)
         if position != (end[0].position if end else length):
             raise HistoryCorrupt(position)
-        return rows + end + self.tail(number, entries, length)
+        return rows + end
+
+    def answers(self, number: int) -> Past:
+        """The Generates of a session and the answers to its appends that are folded, all that its row says there are.
+
+        Raises HistoryCorrupt.
+        """
+        with damage_is_refused(0):
+            (expected,) = next(self._db.execute("select answers from sessions where session = ?", (number,)))
+            appends, generates = (
+                b"".join(found for (found,) in list(self._db.execute(question, (number,))))
+                for question in (
+                    "select replies from appends where session = ?",
+                    "select generates from begun where session = ?",
+                )
+            )
+            if answers_sum(number, appends, generates) != expected:
+                raise HistoryCorrupt(0)
+            return Past(generates=unpacked_generates(generates), appends=appends)
 
     def end_rows(self, number: int) -> list[tuple[Any, ...]]:
         return list(
@@ -107,74 +146,71 @@ class Reader:
                 return records
         return []
 
-    def tail(self, number: int, entries: Sequence[int], position: int) -> list[TokensRecord]:
-        """The tokens in rows of the tail, the first of which is at `position`. Raises HistoryCorrupt."""
-        rows = list[tuple[int, int, bytes, bytes | None]]()
+    def tail(self, number: int, entries: Sequence[int], position: int) -> Past:
+        """What entries of the tail have, whose first tokens are at `position`. Raises HistoryCorrupt."""
+        past, rows = Past(), list[tuple[int, int, bytes, bytes | None]]()
         try:
             # Read to the end first: an error keeps what is half read as long as it lives, and that stops checkpoints.
             found = list(
                 self._db.execute(
-                    "select session, position, mark, ids, logprobs, crc from tail "
+                    "select session, position, body from tail "
                     "where entry in (select value from json_each(?)) order by entry",
                     (json.dumps(list(entries)),),
                 )
             )
-            for of, first, mark, ids, logprobs, crc in found:
-                if (of, first) != (number, position) or crc != tokens_crc(first, mark, ids, logprobs, number):
-                    raise HistoryCorrupt(position)
-                rows.append((first, mark, ids, logprobs))
-                position += len(ids) // 4
-            if len(rows) != len(entries):
+            if len(found) != len(entries):
                 raise HistoryCorrupt(position)
-            return list(joined(rows))
+            for of, first, body in found:
+                if of != number or not is_entry_of(number, first, body):
+                    raise HistoryCorrupt(position)
+                entry = unpacked_entry(first, body)
+                if entry.answer:
+                    past.appends += entry.answer
+                    continue
+                if first != position:
+                    raise HistoryCorrupt(position)
+                if entry.began is not None:
+                    past.generates.append(entry.began)
+                rows.append((first, entry.mark, entry.ids, entry.logprobs))
+                position += entry.tokens
+            past.tokens += joined(rows)
         except DAMAGE_OF_ROWS as error:
             raise HistoryCorrupt(position) from error
+        return past
 
-    def generates(self, number: int) -> list[GenerateRecord]:
-        """The session's Generates. One whose row is damaged is as if it had been forgotten: it says no more than where
-        the one before it ends."""
-        return [
-            GenerateRecord(position, request_id, digest[:DIGEST_BYTES], int.from_bytes(seed, "little"))
-            if kept == crc_of(struct.pack("<QQ", number, position) + request_id + digest + seed)
-            else GenerateRecord(position, b"", b"", 0)
-            for position, request_id, digest, seed, kept in self._db.execute(
-                "select position, request_id, digest, seed, crc from generates where session = ? order by position",
-                (number,),
-            )
-        ]
-
-    def replies_of(self, number: int, session_id: str, owner: str) -> list[ReplyRecord]:
-        found = unpacked_appends(session_id, owner, self.packed_appends(number))
+    def replies_of(self, number: int, session_id: str, owner: str, appends: bytes) -> list[ReplyRecord]:
+        """appends: of its past."""
+        found = unpacked_appends(session_id, owner, appends)
         return found + self.replies("session = ? order by position", (number,))
 
     def replies(self, condition: str, values: tuple[Any, ...]) -> list[ReplyRecord]:
-        """Replies that are intact: one that is not is as if it had been forgotten."""
-        texts = ", ".join(f"cast({name} as blob)" for name in ("id", "owner", "kind", "body"))
-        rows = self._db.execute(
-            f"select {texts}, request_id, digest, position, crc from replies where {condition}",  # noqa: S608 - texts of ours
-            values,
-        )
-        found = []
-        for *names, request_id, digest, position, crc in rows:
-            session_id, owner, kind, body = map(_text, names)
-            record = ReplyRecord(session_id, owner, kind, request_id, digest, position, body)
-            if crc == reply_crc(record):  # an older server's digests were longer
-                found.append(replace(record, digest=digest[:DIGEST_BYTES]))
-        return found
+        """Raises HistoryCorrupt if one of them is damaged."""
+        found = self.reply_rows(condition, values)
+        if not all(is_intact for is_intact, _ in found):
+            raise HistoryCorrupt(0)
+        return [record for _, record in found]
 
-    def packed_appends(self, number: int) -> bytes:
-        """Damaged ones are as if they had been forgotten."""
-        for replies, crc in self._db.execute("select replies, crc from appends where session = ?", (number,)):
-            if isinstance(replies, bytes) and crc == appends_crc(number, replies):
-                return replies
-        return b""
+    def reply_rows(self, condition: str, values: tuple[Any, ...]) -> list[tuple[bool, ReplyRecord]]:
+        """Replies, and whether they are intact."""
+        return [_reply(*row) for row in list(self._db.execute(f"{_REPLIES} where {condition}", values))]
+
+    def check_replies(self) -> None:
+        """Raises ValueError for damage of the table of replies, some of which are to calls that name no session.
+
+        Where one is not found, the call would be a new one when it is repeated.
+        """
+        if found := [text for (text,) in self._db.execute("pragma integrity_check(replies)") if text != "ok"]:
+            raise ValueError("; ".join(found))
+        for number, ended_at, crc, *values in self._db.execute(_REPLIES):
+            if crc != reply_crc(number, ended_at, *values):
+                raise ValueError(f"an answer is damaged, to a call about the session {values[0]!r}")
 
     def page(
         self, owner: str, after: str, most: int, committed: Callable[[int], Sequence[int]], now: float
     ) -> list[SessionEntry]:
         """The owner's sessions in the order of their ids. committed: a session's rows in the tail; most: -1: all."""
         rows = self._db.execute(
-            "select session, cast(id as blob), cast(body as blob), length, used_at, crc from sessions "
+            "select session, cast(id as blob), cast(body as blob), length, answers, used_at, crc from sessions "
             "where owner = ? and id > ? order by id limit ?",
             (owner, after, most),
         )
@@ -183,7 +219,7 @@ class Reader:
     def everyone(self, committed: Callable[[int], Sequence[int]], now: float) -> list[SessionEntry]:
         """The sessions of all owners, by their ids. For tools."""
         rows = self._db.execute(
-            "select cast(owner as blob), session, cast(id as blob), cast(body as blob), length, used_at, crc "
+            "select cast(owner as blob), session, cast(id as blob), cast(body as blob), length, answers, used_at, crc "
             "from sessions not indexed order by id"
         )
         return [self._entry(_text(owner), *row, committed=committed, now=now) for owner, *row in rows]
@@ -195,6 +231,7 @@ class Reader:
         session_id: bytes,
         body: bytes,
         length: int,
+        answers: int,
         used_at: float,
         crc: int,
         *,
@@ -203,12 +240,9 @@ class Reader:
     ) -> SessionEntry:
         try:
             with damage_is_refused(0):
-                if crc != session_crc(number, owner, body.decode(), length):
+                if crc != session_crc(number, owner, body.decode(), length, answers):
                     raise HistoryCorrupt(0)
-                for last in committed(number)[-1:]:
-                    for position, ids in self._db.execute("select position, ids from tail where entry = ?", (last,)):
-                        length = position + len(ids) // 4
-                return SessionEntry(session_record(body.decode()), float(used_at), length)
+                return SessionEntry(session_record(body.decode()), float(used_at), self._end(committed(number), length))
         except HistoryCorrupt:  # it can be closed or purged, so it is in the list
             return SessionEntry(SessionRecord(_text(session_id), owner, "full", None, ()), now, 0)
 
@@ -229,29 +263,40 @@ class Reader:
                     found.append(record)
         return found
 
-    def kept(self) -> dict[str, Kept]:
-        """By owner, as the folder has it."""
-        tails = dict(
-            self._db.execute(
-                "select cast(owner as blob), sum(length(ids) / 4) from tail join sessions using (session) "
-                "group by owner"
-            )
-        )
-        return {
-            _text(owner): Kept(sessions, int(tokens) + int(tails.get(owner) or 0))
+    def _end(self, entries: Sequence[int], length: int) -> int:
+        """Of a session of which `length` tokens are folded: the length that its last entry in the tail says."""
+        for last in entries[-1:]:
+            for position, body in list(self._db.execute("select position, body from tail where entry = ?", (last,))):
+                length = position + unpacked_entry(position, body).tokens
+        return length
+
+    def kept(self, tail: Mapping[int, Sequence[int]]) -> dict[str, Kept]:
+        """By owner, as the folder has it. tail: the entries of sessions whose turns are not folded."""
+        found = {
+            _text(owner): Kept(sessions, int(tokens))
             for owner, sessions, tokens in self._db.execute(
                 "select cast(owner as blob), count(*), sum(length) from sessions group by owner"
             )
         }
+        for number, entries in tail.items():
+            for owner, more in self.kept_by_session(number, entries, is_folded=False):
+                if owner in found:  # else an index has another one, by damage
+                    found[owner] = replace(found[owner], tokens=found[owner].tokens + more)
+        return found
 
-    def kept_by_session(self, number: int, entries: Sequence[int]) -> list[tuple[str, int]]:
-        """The session's owner and its tokens, damaged ones too; none if there is no such session."""
-        rows = self._db.execute(
-            "select cast(owner as blob), length + (select coalesce(sum(length(ids) / 4), 0) from tail "
-            "where entry in (select value from json_each(?2))) from sessions where session = ?1",
-            (number, json.dumps(list(entries))),
-        )
-        return [(_text(owner), tokens) for owner, tokens in rows]
+    def kept_by_session(self, number: int, entries: Sequence[int], *, is_folded: bool = True) -> list[tuple[str, int]]:
+        """The session's owner and its tokens, damaged ones as far as they can be counted; none if it is not there.
+
+        is_folded: False: only those in the tail.
+        """
+        rows = self._db.execute("select cast(owner as blob), length from sessions where session = ?", (number,))
+        found = []
+        for owner, folded in list(rows):
+            end = folded
+            with suppress(HistoryCorrupt), damage_is_refused(0):
+                end = self._end(entries, folded)
+            found.append((_text(owner), end if is_folded else end - folded))
+        return found
 
     def used_at(self, number: int) -> float:
         """When the session was used, by its row and not by an index; infinite if there is no such session."""
@@ -298,3 +343,11 @@ class Reader:
 def _text(value: bytes | None) -> str:
     """A text that is damaged has no other's checksum either."""
     return (value or b"").decode(errors="replace")
+
+
+def _reply(number: int | None, ended_at: float | None, crc: int, *values: Any) -> tuple[bool, ReplyRecord]:
+    """Is the row intact, and what is in it?"""
+    record = ReplyRecord(*values)
+    if crc != reply_crc(number, ended_at, *values):
+        return False, record
+    return True, replace(record, digest=record.digest[:DIGEST_BYTES])  # an older server's were longer

@@ -9,21 +9,36 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import apsw
 import numpy as np
 
 from inference_engine.errors import HistoryCorrupt
-from inference_engine.session.journal import APPENDED, CopyRecord, ReplyRecord, SessionRecord, TokensRecord
+from inference_engine.session.journal import (
+    APPENDED,
+    CopyRecord,
+    GenerateRecord,
+    ReplyRecord,
+    SessionRecord,
+    TokensRecord,
+)
 from inference_engine.session.replies import DIGEST_BYTES, MOST_PER_SESSION, REQUEST_ID_BYTES
 from inference_engine.types import Mark
 
+MOST_GENERATES = 8  # of a session, that a client may continue
 ROW_BYTES = 1992  # of ids, marks and log-probabilities in a row; two such rows fill a page of the database
 # What a row raises that is gone, or has a value of a type that no row has.
 DAMAGE_OF_ROWS = (TypeError, ValueError, StopIteration, struct.error, apsw.CorruptError)
 _MIXED = 2  # a row's tokens have several marks
 _TOKENS = struct.Struct("<QQB")
 _APPEND = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}sIH")  # of a packed reply; 64 of them fill half a page
+_GENERATE = struct.Struct(f"<QB{REQUEST_ID_BYTES}s{DIGEST_BYTES}sQ")  # of a packed Generate
+# What an entry of the tail begins with: its checksum, and what is in it.
+_ENTRY, _OF_ENTRY = struct.Struct("<IB"), struct.Struct("<QQ")
+_BEGAN = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}sQ")
+_ANSWER = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}s")
+_MARKS, _HAS_LOGPROBS, _BEGINS, _IS_NAMED, _ANSWERS, _IS_ONE = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,23 @@ class PackedRow:
     logprobs: bytes | None
     tokens: int
     is_full: bool
+
+
+class Entry(NamedTuple):
+    """An entry of the tail: tokens of a session, with the Generate that they are the first of, or an append's answer.
+
+    logprobs: of each token, as bytes. answer: a packed reply.
+    """
+
+    mark: int
+    ids: bytes
+    logprobs: bytes | None = None
+    began: GenerateRecord | None = None
+    answer: bytes = b""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids) // 4
 
 
 @contextmanager
@@ -60,12 +92,97 @@ def tokens_crc(position: int, mark: int, ids: bytes, logprobs: bytes | None, num
     return crc if logprobs is None else zlib.crc32(logprobs, crc)
 
 
-def session_crc(number: int, owner: str, body: str, length: int) -> int:
-    return crc_of(f"{number} {length} {owner} {body}".encode())
+def session_crc(number: int, owner: str, body: str, length: int, answers: int) -> int:
+    """answers: see `answers_sum`; a session without any has the checksum that older formats gave it."""
+    more = f" {answers}" if answers else ""
+    return crc_of(f"{number} {length} {owner} {body}{more}".encode())
 
 
-def reply_crc(record: ReplyRecord) -> int:
-    return crc_of(repr(record).encode())
+def answers_sum(number: int, appends: bytes, generates: bytes) -> int:
+    """What the row of a session says of the answers that are folded; 0: there are none.
+
+    So a row of theirs that is gone is noticed as well as one that is damaged.
+    """
+    if not appends and not generates:
+        return 0
+    return 1 + zlib.crc32(generates, zlib.crc32(appends, zlib.crc32(_OF_ENTRY.pack(number, len(appends)))))
+
+
+def reply_values(record: ReplyRecord) -> tuple[str, str, str, bytes, bytes, int, str]:
+    """As `replies` has them. `astuple` takes ten times as long."""
+    one = record
+    return one.session_id, one.owner, one.kind, one.request_id, one.digest, one.position, one.body
+
+
+def reply_crc(number: int | None, ended_at: float | None, *values: object) -> int:
+    """number: of the session, if the row says so. Values of other types than they had have another one."""
+    return crc_of(repr((number, ended_at, values)).encode())
+
+
+def packed_tokens(
+    number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None, began: GenerateRecord | None
+) -> bytes:
+    """The body of a row of the tail. A lone id, which most rows have, is without the zeros at its end."""
+    kind, data = mark, ids
+    if len(ids) == 4:
+        kind |= _IS_ONE
+        data = ids.rstrip(b"\0")
+    if began is not None:
+        assert began.position == position
+        kind |= _BEGINS
+        if began.request_id:
+            kind |= _IS_NAMED
+            data = _BEGAN.pack(began.request_id, began.digest, began.seed) + data
+    if logprobs is not None:
+        kind |= _HAS_LOGPROBS
+        data += logprobs
+    return _packed_entry(number, position, kind, data)
+
+
+def packed_answer(number: int, record: ReplyRecord) -> bytes:
+    """The body of a row of the tail that is the answer to an append, at the length that the history had then."""
+    return _packed_entry(
+        number, record.position, _ANSWERS, _ANSWER.pack(record.request_id, record.digest[:DIGEST_BYTES])
+    )
+
+
+def _packed_entry(number: int, position: int, kind: int, data: bytes) -> bytes:
+    return _ENTRY.pack(entry_crc(number, position, kind, data), kind) + data
+
+
+def entry_crc(number: int, position: int, kind: int, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(_OF_ENTRY.pack(number, position), kind))
+
+
+def is_entry_of(number: int, position: int, body: bytes) -> bool:
+    """Is this the body of such a row? False, too, for values of types that no row has."""
+    try:
+        crc, kind = _ENTRY.unpack_from(body)
+        return crc == entry_crc(number, position, kind, body[_ENTRY.size :])  # type: ignore[no-any-return]
+    except (TypeError, struct.error):
+        return False
+
+
+def unpacked_entry(position: int, body: bytes) -> Entry:
+    """Of a body whose checksum is right. Raises struct.error or ValueError for what is none."""
+    _, kind = _ENTRY.unpack_from(body)
+    mark, at = kind & _MARKS, _ENTRY.size
+    if kind & ~_MARKS == _IS_ONE:  # most are, of a step
+        return Entry(mark, body[at:].ljust(4, b"\0"))
+    if kind & _ANSWERS:
+        request_id, digest = _ANSWER.unpack_from(body, at)
+        return Entry(mark, b"", answer=_packed_append(request_id, digest, position))
+    began: GenerateRecord | None = None
+    if kind & _BEGINS:
+        began = GenerateRecord(position, b"", b"", 0)
+        if kind & _IS_NAMED:
+            began = GenerateRecord(position, *_BEGAN.unpack_from(body, at))
+            at += _BEGAN.size
+    data, logprobs = body[at:], None
+    if kind & _HAS_LOGPROBS:
+        count = 1 if kind & _IS_ONE else len(data) // 8
+        data, logprobs = data[: len(data) - 4 * count], data[len(data) - 4 * count :]
+    return Entry(mark, data.ljust(4, b"\0") if kind & _IS_ONE else data, logprobs, began)
 
 
 def copy_crc(number: int, record: CopyRecord) -> int:
@@ -78,7 +195,7 @@ def session_record(body: str) -> SessionRecord:
 
 
 def joined(rows: Sequence[tuple[int, int, bytes, bytes | None]]) -> Iterator[TokensRecord]:
-    """The tokens of rows of the tail that follow each other: position, mark, ids and log-probabilities of each."""
+    """The tokens of entries of the tail that follow each other: position, mark, ids and log-probabilities of each."""
     for (mark, has_logprobs), same in groupby(rows, lambda row: (row[1], row[3] is not None)):
         positions, _, ids, logprobs = zip(*same, strict=True)
         values = np.frombuffer(b"".join(logprobs), dtype=np.float32) if has_logprobs else None
@@ -144,14 +261,14 @@ def packed(records: Sequence[TokensRecord]) -> Iterator[PackedRow]:
             start += most
 
 
-def appends_crc(number: int, replies: bytes) -> int:
-    return zlib.crc32(replies, number & 0xFFFFFFFF)
-
-
 def packed_append(record: ReplyRecord) -> bytes:
     """The reply to an append in few bytes. It says how long the history was then."""
-    high, low = divmod(record.position, 2**32)
-    return _APPEND.pack(record.request_id, record.digest[:DIGEST_BYTES], low, high)
+    return _packed_append(record.request_id, record.digest[:DIGEST_BYTES], record.position)
+
+
+def _packed_append(request_id: bytes, digest: bytes, position: int) -> bytes:
+    high, low = divmod(position, 2**32)
+    return _APPEND.pack(request_id, digest, low, high)
 
 
 def most_recent(replies: bytes) -> bytes:
@@ -165,3 +282,33 @@ def unpacked_appends(session_id: str, owner: str, replies: bytes) -> list[ReplyR
         position = (high << 32) + low
         found.append(ReplyRecord(session_id, owner, APPENDED, request_id, digest, position, str(position)))
     return found
+
+
+def packed_generates(generates: Sequence[GenerateRecord]) -> bytes:
+    return b"".join(
+        _GENERATE.pack(one.position, bool(one.request_id), one.request_id, one.digest[:DIGEST_BYTES], one.seed)
+        for one in generates
+    )
+
+
+def unpacked_generates(generates: bytes) -> list[GenerateRecord]:
+    """In their order. Raises struct.error for what is none."""
+    found = []
+    for position, is_named, *identity, seed in _GENERATE.iter_unpack(generates):
+        request_id, digest = identity if is_named else (b"", b"")
+        found.append(GenerateRecord(position, request_id, digest, seed))
+    return found
+
+
+def recent_generates(generates: Sequence[GenerateRecord]) -> list[GenerateRecord]:
+    """The last that a call can name, and of the others those that say where one of these ends."""
+    named = [index for index, one in enumerate(generates) if one.request_id][-MOST_GENERATES:]
+    return (
+        [
+            one
+            for index, one in enumerate(generates)
+            if index >= named[0] and (one.request_id or generates[index - 1].request_id)
+        ]
+        if named
+        else []
+    )

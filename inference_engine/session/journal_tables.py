@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -19,16 +18,20 @@ import apsw
 
 from inference_engine.errors import HistoryCorrupt
 from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, ReplyRecord, SessionRecord
-from inference_engine.session.journal_reader import Reader
+from inference_engine.session.journal_reader import Past, Reader
 from inference_engine.session.journal_rows import (
-    appends_crc,
+    answers_sum,
     copy_crc,
-    crc_of,
     damage_is_refused,
+    is_entry_of,
     most_recent,
     packed,
-    packed_append,
+    packed_answer,
+    packed_generates,
+    packed_tokens,
+    recent_generates,
     reply_crc,
+    reply_values,
     session_crc,
     tokens_crc,
     unpacked_appends,
@@ -37,16 +40,14 @@ from inference_engine.session.replies import KEEP_SECONDS
 
 logger = logging.getLogger(__name__)
 
-MOST_GENERATES = 8  # of a session, that a client may continue
-
 _EXPIRE_SESSIONS = 16
 _FOLD_SESSIONS, _FOLD_ROWS = 16, 2048  # in one commit, about
 # A statement for many rows is one for all of them; and threads that wait for the interpreter get it after each.
 _INSERTS = {
-    rows: f"insert into tail values {', '.join(['(?, ?, ?, ?, ?, ?, ?)'] * rows)}"  # noqa: S608 - a text of ours
+    rows: f"insert into tail values {', '.join(['(?, ?, ?, ?)'] * rows)}"  # noqa: S608 - a text of ours
     for rows in (128, 64, 32, 16, 8, 4, 2, 1)
 }
-_COLUMNS = 7
+_COLUMNS = 4
 
 
 class Tail:
@@ -59,8 +60,8 @@ class Tail:
         self._rows: dict[int, list[int]] = {}
         # Cast, since a value of another type is damage of its session, which is refused when it is read.
         for entry, *row in db.execute(
-            "select entry, cast(session as integer), cast(position as integer), cast(mark as integer), "
-            "cast(ids as blob), cast(logprobs as blob), cast(crc as integer) from tail order by entry"
+            "select entry, cast(session as integer), cast(position as integer), cast(body as blob) from tail "
+            "order by entry"
         ):
             self._rows.setdefault(_session_of(db, *row), []).append(entry)
         (last,) = next(db.execute("select max(entry) from tail"))
@@ -74,6 +75,9 @@ class Tail:
 
     def sessions(self) -> list[int]:
         return list(self._rows)
+
+    def all_committed(self) -> Mapping[int, Sequence[int]]:
+        return self._rows
 
     def committed(self, number: int) -> Sequence[int]:
         return self._rows.get(number, ())
@@ -108,24 +112,15 @@ class Tail:
         self._added, self._deleted = [], {}
 
 
-def _session_of(
-    db: apsw.Connection, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None, crc: int
-) -> int:
+def _session_of(db: apsw.Connection, number: int, position: int, body: bytes) -> int:
     """Whose row of the tail this is: the session whose number its checksum has, if that number is damaged in the row.
 
     Then that session is refused when it is read, since the row says another number.
     """
-
-    def is_of(one: int) -> bool:
-        try:
-            return crc == tokens_crc(position, mark, ids, logprobs, one)
-        except (TypeError, struct.error):  # a value of a type that no row has
-            return False
-
-    if is_of(number):
+    if is_entry_of(number, position, body):
         return number
     numbers = [one for (one,) in db.execute("select session from sessions")]
-    found = next(filter(is_of, numbers), number)
+    found = next((one for one in numbers if is_entry_of(one, position, body)), number)
     if found not in numbers:
         raise ValueError(f"a row of the tail is of no session: {found!r}")
     return found
@@ -179,7 +174,7 @@ class Tables:
                     self._put_end(number, position, mark, ids, logprobs)
         body = json.dumps({**asdict(record), "eos_token_ids": list(record.eos_token_ids)})
         self._db.execute(
-            "insert into sessions values (?, ?, ?, ?, ?, ?, ?)",
+            "insert into sessions values (?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 number,
                 record.session_id,
@@ -187,7 +182,8 @@ class Tables:
                 body,
                 length,
                 self._wall_clock(),
-                session_crc(number, record.owner, body, length),
+                session_crc(number, record.owner, body, length, 0),
+                0,
             ),
         )
 
@@ -195,21 +191,8 @@ class Tables:
         self, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None, began: GenerateRecord | None
     ) -> None:
         """Followed by `put_rows`, in the same transaction."""
-        crc = tokens_crc(position, mark, ids, logprobs, number)
-        self._rows += (self.tail.add(number), number, position, mark, ids, logprobs, crc)
-        if began is not None:
-            seed = began.seed.to_bytes(8, "little")
-            self._db.execute(
-                "insert or replace into generates values (?, ?, ?, ?, ?, ?)",
-                (
-                    number,
-                    began.position,
-                    began.request_id,
-                    began.digest,
-                    seed,
-                    crc_of(struct.pack("<QQ", number, began.position) + began.request_id + began.digest + seed),
-                ),
-            )
+        body = packed_tokens(number, position, mark, ids, logprobs, began)
+        self._rows += (self.tail.add(number), number, position, body)
 
     def put_rows(self) -> None:
         """Insert the rows of the tail that were put since the last time."""
@@ -222,22 +205,17 @@ class Tables:
                 start = end
 
     def put_reply(self, number: int | None, record: ReplyRecord) -> None:
-        # The reply to a close comes after it.
-        ended_at = self._wall_clock() if number is None else None
+        """Followed by `put_rows`, in the same transaction. number: None: of a session that has ended."""
+        if number is not None and record.kind == APPENDED:
+            self._rows += (self.tail.add(number), number, record.position, packed_answer(number, record))
+        else:
+            self._insert_reply(number, record, None if number is not None else self._wall_clock())
+
+    def _insert_reply(self, number: int | None, record: ReplyRecord, ended_at: float | None) -> None:
+        values = reply_values(record)
         self._db.execute(
             "insert or replace into replies values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                number,
-                record.session_id,
-                record.owner,
-                record.kind,
-                record.request_id,
-                record.digest,
-                record.position,
-                record.body,
-                reply_crc(record),
-                ended_at,
-            ),
+            (number, *values, reply_crc(number, ended_at, *values), ended_at),
         )
 
     def rest(self, number: int) -> None:
@@ -246,21 +224,31 @@ class Tables:
 
     def end_session(self, number: int) -> None:
         self.put_rows()
-        with suppress(HistoryCorrupt), damage_is_refused(0):
-            for session_id, owner in list(
-                self._db.execute("select id, owner from sessions where session = ?", (number,))
-            ):
-                for record in unpacked_appends(session_id, owner, self._reader.packed_appends(number)):
-                    self.put_reply(number, record)
+        self._end_replies(number)
         is_indexed = self._reader.is_indexed(number)
-        for table in ("sessions", "tokens", "ends", "generates", "appends"):
+        for table in ("sessions", "tokens", "ends", "begun", "appends"):
             self._db.execute(f"delete from {table} where session = ?", (number,))  # noqa: S608 - of the five above
         if not is_indexed:  # else its entries would stay, and name a row that is gone
             with suppress(apsw.ConstraintError):
                 self._db.execute("reindex sessions")
         self._delete_tail(number, self.tail.of(number))
         self._forget_copy(number)
-        self._db.execute("update replies set ended_at = ? where session = ?", (self._wall_clock(), number))
+
+    def _end_replies(self, number: int) -> None:
+        """From now on the session's answers expire. Damaged ones go with it: its id is known to no call any more."""
+        ended_at = self._wall_clock()
+        for is_intact, record in self._reader.reply_rows("session = ?", (number,)):
+            if is_intact:
+                self._insert_reply(number, record, ended_at)
+        self._db.execute("delete from replies where session = ? and ended_at is null", (number,))
+        with suppress(HistoryCorrupt), damage_is_refused(0):
+            for session_id, owner, length in list(
+                self._db.execute("select id, owner, length from sessions where session = ?", (number,))
+            ):
+                appends = self._reader.answers(number).appends
+                appends += self._reader.tail(number, self.tail.of(number), length).appends
+                for record in unpacked_appends(session_id, owner, most_recent(appends)):
+                    self._insert_reply(number, record, ended_at)
 
     def _delete_tail(self, number: int, entries: Sequence[int]) -> None:
         if not entries:
@@ -281,7 +269,9 @@ class Tables:
                     return
                 ((owner, body, length),) = found
                 records = self._reader.end(number, length)
-                records += self._reader.tail(number, entries, length)
+                since = self._reader.tail(number, entries, length)
+                records += since.tokens
+                past = self._reader.answers(number)
         except HistoryCorrupt as damage:
             logger.error("records of a session are damaged, and kept as they are: %s", damage)
             return
@@ -294,41 +284,25 @@ class Tables:
             else:
                 self._db.execute("insert into tokens values (?, ?, ?, ?, ?, ?)", (number, *values, tokens_crc(*values)))
         self._delete_tail(number, entries)
+        answers = self._put_answers(number, past, since)
         self._db.execute(
-            "update sessions set length = ?, used_at = ?, crc = ? where session = ?",
-            (length, self._wall_clock(), session_crc(number, owner, body, length), number),
+            "update sessions set length = ?, answers = ?, used_at = ?, crc = ? where session = ?",
+            (length, answers, self._wall_clock(), session_crc(number, owner, body, length, answers), number),
         )
-        self._db.execute(
-            "delete from generates where session = ?1 and position < (select position from generates where "
-            "session = ?1 and request_id != x'' order by position desc limit 1 offset ?2)",
-            (number, MOST_GENERATES - 1),
-        )
-        # One that no call can name is needed only to say where the one before it ends.
-        self._db.execute(
-            "delete from generates where session = ?1 and request_id = x'' and coalesce((select before.request_id from "
-            "generates before where before.session = ?1 and before.position < generates.position "
-            "order by before.position desc limit 1), x'') = x''",
-            (number,),
-        )
-        self._fold_appends(number)
+
+    def _put_answers(self, number: int, past: Past, since: Past) -> int:
+        """Fold Generates and answers to appends; all but the last are forgotten. Returns what they sum up to."""
+        appends = most_recent(past.appends + since.appends)
+        generates = packed_generates(recent_generates(past.generates + since.generates))
+        if since.appends:
+            self._db.execute("insert or replace into appends values (?, ?)", (number, appends))
+        if since.generates and generates:
+            self._db.execute("insert or replace into begun values (?, ?)", (number, generates))
+        return answers_sum(number, appends, generates)
 
     def _put_end(self, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None) -> None:
         crc = tokens_crc(position, mark, ids, logprobs, number)
         self._db.execute("insert into ends values (?, ?, ?, ?, ?, ?)", (number, position, mark, ids, logprobs, crc))
-
-    def _fold_appends(self, number: int) -> None:
-        """Move the replies to a session's appends into one row, and forget all but the last."""
-        found = self._reader.replies("session = ? and kind = ? order by position", (number, APPENDED))
-        for record in found:
-            self._db.execute(
-                "delete from replies where owner = ? and request_id = ? and kind = ? and id = ?",
-                (record.owner, record.request_id, record.kind, record.session_id),
-            )
-        if found:
-            replies = most_recent(self._reader.packed_appends(number) + b"".join(map(packed_append, found)))
-            self._db.execute(
-                "insert or replace into appends values (?, ?, ?)", (number, replies, appends_crc(number, replies))
-            )
 
     def put_copy(self, record: CopyRecord) -> None:
         found = list(self._db.execute("select session from sessions where id = ?", (record.session_id,)))

@@ -1,15 +1,19 @@
 """The journal in a folder: sessions outlive the process.
 
-    tail        one row for each step of a session, in the order in which they came; a step adds rows at its end only
+    tail        one row for each step of a session, in the order in which they came; a step adds rows at its end only.
+                Such a row says, too, which Generate began with it; the answer to an append is one as well
     tokens      the same, folded when a Generate ends: full rows, by position
     ends        what did not fill a row, one row a session; the next fold takes it up again
-    sessions    how each began, and how many of its tokens are folded; also generates, replies
-    appends     the last replies to a session's appends, folded too, one row a session
+    appends     the last answers to a session's appends, folded too, one row a session
+    begun       how its last Generates began, likewise
+    sessions    how each began, how many of its tokens are folded, and a checksum of its rows of the last two
+    replies     the answers to all other calls
     copies      the files with copies of sessions' K/V, which are in a folder of their own (`hibernation.py`)
 
 One connection, which a lock shares: the writer's thread commits, others read what is not in memory. Every row of a
 history carries a checksum, and a history must be without a hole: a damaged session is refused, and others are not
-concerned.
+concerned. An answer that is forgotten would let a repeated call be done twice, so each is accounted for: by the row of
+its session, or in the tail and in `replies`, which the start looks through.
 
 `power`: a commit is synced before it is confirmed. `process`: the system may write it later; checkpoints sync.
 Any error of the disk but a full one is final (see `writer.py`): after a failed sync SQLite may take the next commit and
@@ -48,7 +52,7 @@ from inference_engine.session.journal import (
 )
 from inference_engine.session.journal_database import DAMAGE, PAGE_BYTES, open_database
 from inference_engine.session.journal_folder import check_private, take_folder
-from inference_engine.session.journal_reader import Reader
+from inference_engine.session.journal_reader import Past, Reader
 from inference_engine.session.journal_rows import damage_is_refused
 from inference_engine.session.journal_tables import Tables
 from inference_engine.session.writer import Callback, Change, DiskFull, Writer
@@ -127,7 +131,10 @@ class SQLiteJournal:
             self._folder_lock.note(durability)
             self._reader = Reader(self._db)
             self._tables = Tables(self._db, self._reader, wall_clock)
-            self._kept = {owner: _Count(kept.sessions, kept.tokens) for owner, kept in self._reader.kept().items()}
+            if weights is not None:  # a tool may look at what is damaged, and purge it
+                self._reader.check_replies()
+            kept = self._reader.kept(self._tables.tail.all_committed())
+            self._kept = {owner: _Count(one.sessions, one.tokens) for owner, one in kept.items()}
             self._next_number = 1 + self._reader.last_number()
             metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
         except BaseException as error:
@@ -421,7 +428,7 @@ class SQLiteJournal:
                 raise KeyError(session_id)
             (number,) = found[0]
             record, _ = self._reader.session(number, session_id)
-            return record, self._history(number)
+            return record, self._past(number).tokens
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         self._flush()
@@ -430,16 +437,15 @@ class SQLiteJournal:
             if number is None:
                 return None
             record, used_at = self._reader.session(number, session_id)
-            tokens = self._history(number)
-            saved = Saved(sum(len(one.token_ids) for one in tokens))
-            generates = self._reader.generates(number)
-            replies = self._reader.replies_of(number, session_id, owner)
+            past = self._past(number)
+            saved = Saved(sum(len(one.token_ids) for one in past.tokens))
+            replies = self._reader.replies_of(number, session_id, owner, past.appends)
             count = self._count_kept(owner, 0, 0)
             self._open[session_id] = _Open(number, owner, saved, saved.tokens, count)
-            return SessionKept(record, used_at, tokens, generates, replies, saved)
+            return SessionKept(record, used_at, past.tokens, past.generates, replies, saved)
 
-    def _history(self, number: int) -> list[TokensRecord]:
-        return self._reader.tokens(number, self._tables.tail.committed(number))
+    def _past(self, number: int) -> Past:
+        return self._reader.past(number, self._tables.tail.committed(number))
 
     def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
         self._flush()
@@ -462,6 +468,11 @@ class SQLiteJournal:
         self._flush()
         with self._db_lock:
             found = [str(text) for (text,) in self._db.execute("pragma integrity_check")]
+            if found == ["ok"]:
+                try:
+                    self._reader.check_replies()
+                except ValueError as damage:
+                    return str(damage)
         return "" if found == ["ok"] else "; ".join(found)
 
     def back_up(self, folder: Path) -> None:

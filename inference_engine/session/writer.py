@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 Change = tuple[Callable[..., None], tuple[Any, ...]]
 Callback = Callable[[], object]
 
-_LATEST_SECONDS = 0.05  # changes without a waiting callback are committed after so long
-_IDLE_SECONDS = 1.0  # between two looks at what is to be tidied
+_IDLE_SECONDS = (
+    1.0  # changes that no callback waits for are committed after so long; between two looks at what is untidy
+)
+_LOOK_SECONDS = 0.05  # between two looks at whether a commit can still come
 _QUIET_SECONDS = 0.002  # between callbacks and what is known to be untidy
 _LAST_SECONDS = 1.0  # of tidying when the server stops: the next start has less to read
 _MOST_UNTIDY = 8  # commits, if there are always callbacks
@@ -111,7 +113,7 @@ class Writer:
         """Wait until all that was recorded until now is safe, at most so long. Is it?"""
         done, ends = threading.Event(), time.monotonic() + seconds
         self.say(done.set)
-        while not done.wait(_LATEST_SECONDS):
+        while not done.wait(_LOOK_SECONDS):
             if self.failure or time.monotonic() > ends:
                 return False
         return True
@@ -171,7 +173,7 @@ class Writer:
     def _wait(self, most_seconds: float) -> None:
         """Until a step was recorded, or a callback waits for a commit. Called with the lock held."""
         while not self._is_stopping and not self._is_kicked and not self._callbacks:
-            if not self._wake.wait(min(most_seconds, _LATEST_SECONDS) if self._changes else most_seconds):
+            if not self._wake.wait(most_seconds):
                 return
 
     def _write(self, changes: Sequence[Change]) -> None:

@@ -60,9 +60,9 @@ def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: p
     state = tmp_path / "state"
     damaged, whole = sessions_in(state, "one", "two")
     db = apsw.Connection(str(state / FILE))
-    for table in ("tail", "ends"):
+    for table, column in (("tail", "body"), ("ends", "ids")):
         db.execute(
-            f"update {table} set ids = zeroblob(length(ids)) where session = "
+            f"update {table} set {column} = zeroblob(length({column})) where session = "
             "(select session from sessions where id = ?)",
             (damaged,),
         )

@@ -14,7 +14,9 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import (
+    EngineStalled,
     HistoryBehindClient,
+    HistoryCorrupt,
     HistoryLengthMismatch,
     ModelMismatch,
     NoCapacity,
@@ -28,6 +30,7 @@ from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
 from tests.facade import (
+    a_disk_that_fails,
     before_each_generate,
     let_leave,
     looking_for_unused_sessions_after_each_commit,
@@ -143,25 +146,39 @@ def test_a_generate_that_had_ended_is_answered_again_and_ends_as_it_did(tmp_path
             engine.generate(session, LONG, request_id=ONE)
 
 
-@pytest.mark.parametrize("change", ["seed = x'0102030405060708'", "request_id = x'00'", "digest = x'00'", "crc = 0"])
-def test_a_generate_is_answered_without_the_tokens_of_the_next_whose_record_is_damaged(
-    tmp_path: Path, change: str
-) -> None:
-    params = GenerateParams(max_tokens=5)
+@pytest.mark.parametrize("change", ["generates = zeroblob(length(generates))", "session = 99"])
+def test_a_session_is_refused_that_does_not_know_which_generates_it_answered(tmp_path: Path, change: str) -> None:
+    """Else the call would be a new one when it is repeated: its tokens would come twice."""
     with keeping(tmp_path) as engine:
         session = opened(engine)
-        first, _ = (tokens_of(list(engine.generate(session, params, request_id=one))) for one in (ONE, TWO))
-        saved(engine)
-        killed = after_a_kill(tmp_path)
-    with closing(apsw.Connection(str(killed / sqlite_journal.FILE))) as db:
-        db.execute(f"update generates set {change} where position = {len(PROMPT) + 5}")
-        assert db.changes()
+        list(engine.generate(session, GenerateParams(max_tokens=5), request_id=ONE))
+    with closing(apsw.Connection(str(tmp_path / sqlite_journal.FILE))) as db:
+        db.execute(f"update begun set {change}")
+        assert db.changes() == 1
+    with keeping(tmp_path) as engine, pytest.raises(HistoryCorrupt):
+        engine.recall(session)
+
+
+def test_a_reader_gets_all_that_is_safe_and_then_that_the_journal_failed(tmp_path: Path) -> None:
+    """In a process of its own no watchdog ends it."""
+    journal = sqlite_journal_of(tmp_path)
+    with scripted_engine(journal=journal, state_dir=str(tmp_path)) as engine:
+        session = opened(engine)
+        with a_disk_that_fails(journal) as fails:
+            generation = engine.generate(session, GenerateParams(max_tokens=10_000), request_id=ONE)
+            events = some(iter(generation), 3)
+            fails.set()
+            with pytest.raises(EngineStalled):
+                events.extend(generation)
+            assert journal.failure
+            with pytest.raises(EngineStalled):
+                engine.create_session()
+    killed = after_a_kill(tmp_path)
     with keeping(killed) as engine:
         engine.recall(session)
-        again = list(engine.generate(session, params, request_id=ONE))
-        assert tokens_of(again) == first
-        assert isinstance(again[-1], Finished)
-        assert again[-1].generated_tokens == 5
+        history = engine.read_history(session)
+        said = tokens_of(events)
+        assert list(history.token_ids)[len(PROMPT) : len(PROMPT) + len(said)] == said
 
 
 def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_path: Path) -> None:

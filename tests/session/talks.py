@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -24,7 +24,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, ReplyRecord, SessionRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
-from inference_engine.session.journal_tables import MOST_GENERATES
+from inference_engine.session.journal_rows import MOST_GENERATES
 from inference_engine.session.replies import DIGEST_BYTES, MOST_PER_SESSION, REQUEST_ID_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
@@ -309,7 +309,7 @@ class Talk:
         known = {begun.record.position: begun for begun in one.generates}
         ends = [*(record.position for record in kept[1:]), length]
         for record, end in zip(kept, ends, strict=False):
-            if not record.request_id:  # or its row is damaged, and it is as if it had been forgotten
+            if not record.request_id:
                 continue
             begun = known.get(record.position)
             assert begun is not None, "a Generate that never began"
@@ -317,7 +317,7 @@ class Talk:
             generated = takewhile(int(Mark.GENERATED).__eq__, one.marks[record.position : min(end, length)])
             tokens, known_tokens = len(list(generated)), min(begun.tokens, length - record.position)
             assert tokens <= known_tokens, "a Generate has another's tokens"
-            if tokens < known_tokens:  # a damaged row behind it: it cannot go on, and is refused
+            if tokens < known_tokens:
                 found.missing(Found.ANSWERS, one.lengths[record.position + known_tokens])
         there = {record.position for record in kept if record.request_id}
         named = [one for one in known if known[one].record.request_id and one < length]
@@ -375,15 +375,16 @@ def until_folded(journal: SQLiteJournal) -> None:
 
 @contextmanager
 def no_checks() -> Iterator[None]:
-    """The control of flips: rows without checksums, and a log that is not looked through."""
-    reader, tables = (f"inference_engine.session.journal_{name}" for name in ("reader", "tables"))
-    with (
-        patch(f"{reader}.tokens_crc", lambda *_: 0),
-        patch(f"{tables}.tokens_crc", lambda *_: 0),
-        patch(f"{reader}.session_crc", lambda *_: 0),
-        patch(f"{tables}.session_crc", lambda *_: 0),
-        patch("inference_engine.session.journal_database.find_damage", lambda _: None),
-    ):
+    """The control of flips: rows without checksums, answers that nothing accounts for, and a log that is not looked
+    through."""
+    package = "inference_engine.session"
+    modules = [f"{package}.journal_{name}" for name in ("reader", "tables")]
+    sums = ("tokens_crc", "session_crc", "answers_sum", "reply_crc")
+    with ExitStack() as stack:
+        for name in (f"{package}.journal_rows.entry_crc", *(f"{one}.{name}" for one in modules for name in sums)):
+            stack.enter_context(patch(name, lambda *_: 0))
+        stack.enter_context(patch(f"{modules[0]}.Reader.check_replies", lambda _: None))
+        stack.enter_context(patch(f"{package}.journal_database.find_damage", lambda _: None))
         yield
 
 
@@ -393,10 +394,10 @@ def flip_bits(
     """Flip one bit of what a kill left, so many times: what came of it.
 
     "last": the step that was recorded last is missing, or a part of it; "shorter": more is. "forgotten": an answer is
-    missing whose row is damaged; "uncopied": only a copy is. "failed": what is read is right, and the damage stops what
-    comes then. is_at_rest: the log was written into the database, each of whose tables is hit as often as another; else
-    any byte of both files. is_checked False: without any checks of ours, and "wrong" counts histories that no client
-    has sent.
+    missing, and its call would be done twice; "uncopied": only a copy is. "failed": what is read is right, and the
+    damage stops what comes then. is_at_rest: the log was written into the database, each of whose tables is hit as
+    often as another; else any byte of both files. is_checked False: without any checks of ours, and "wrong" counts
+    histories that no client has sent.
     """
     with nullcontext() if is_checked else no_checks():
         source = folder / "source"

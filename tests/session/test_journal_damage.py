@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
+from inference_engine.metrics import EngineMetrics
 from inference_engine.session import wal_scan
-from inference_engine.session.journal import CopyRecord, GenerateRecord, Kept, ReplyRecord
+from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, Kept, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
+from inference_engine.session.replies import DIGEST_BYTES, REQUEST_ID_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
@@ -34,18 +36,20 @@ from tests.session.talks import (
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_flipped_bit_gives_another_history_and_none_shortens_one_without_a_word(tmp_path: Path, seed: int) -> None:
+def test_no_flipped_bit_gives_another_history_and_none_shortens_one_or_forgets_an_answer_without_a_word(
+    tmp_path: Path, seed: int
+) -> None:
     """The log's end is the exception: the last commit may look like what a crash left half written."""
     outcomes = flip_bits(tmp_path, seed=seed, count=100)
     assert outcomes["whole"] < 100, "no flip did anything"
-    assert not outcomes["shorter"] + outcomes["torn"], outcomes
+    assert not outcomes["shorter"] + outcomes["torn"] + outcomes["forgotten"], outcomes
     assert outcomes["last"] <= 4, outcomes
 
 
-def test_no_flipped_bit_of_a_database_whose_log_is_empty_shortens_a_history_without_a_word(tmp_path: Path) -> None:
+def test_no_flipped_bit_of_a_database_whose_log_is_empty_loses_anything_without_a_word(tmp_path: Path) -> None:
     outcomes = flip_bits(tmp_path, seed=2, count=100, is_at_rest=True)
     assert outcomes["corrupt"], outcomes
-    assert not outcomes["shorter"] + outcomes["last"] + outcomes["torn"], outcomes
+    assert not outcomes["shorter"] + outcomes["last"] + outcomes["torn"] + outcomes["forgotten"], outcomes
 
 
 def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
@@ -53,7 +57,9 @@ def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> Non
     for name in ("killed", "rests"):
         (tmp_path / name).mkdir()
     assert flip_bits(tmp_path / "killed", seed=1, count=40, is_checked=False)["shorter"]
-    assert flip_bits(tmp_path / "rests", seed=1, count=60, is_at_rest=True, is_checked=False)["wrong"]
+    at_rest = flip_bits(tmp_path / "rests", seed=1, count=60, is_at_rest=True, is_checked=False)
+    assert at_rest["wrong"]
+    assert at_rest["forgotten"]
 
 
 @pytest.mark.parametrize("order", "<>")
@@ -105,8 +111,17 @@ def test_what_a_server_did_not_sync_is_safe_before_one_that_does_is_ready(tmp_pa
     assert talk.check(folder) == "whole"
 
 
-@pytest.mark.parametrize("table", ["tokens", "ends", "tail"])
-@pytest.mark.parametrize("values", ["logprobs = 0", "ids = cast(x'ff00ff00' as text)", "ids = 7", "mark = null"])
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [
+        *(
+            (table, values)
+            for table in ("tokens", "ends")
+            for values in ("logprobs = 0", "ids = cast(x'ff00ff00' as text)", "ids = 7", "mark = null")
+        ),
+        *(("tail", values) for values in ("body = cast(body as text)", "body = 7", "body = null", "position = null")),
+    ],
+)
 def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, table: str, values: str) -> None:
     """One flipped bit of a row's header does that, and its checksum may still be right."""
     journal = open_journal(tmp_path)
@@ -142,7 +157,7 @@ def test_a_session_whose_last_rows_are_damaged_counts_no_more_once_it_is_deleted
     until_folded(journal)
     journal.append("session-0", 3000, np.ones(7, dtype=np.uint32), Mark.GENERATED)
     assert journal._writer.flush(20)
-    folder = stopped_and_damaged(journal, tmp_path, "tail", "crc = 0")
+    folder = stopped_and_damaged(journal, tmp_path, "tail", "body = zeroblob(5 + 4 * 7)")
     journal = open_journal(folder, wall_clock=lambda: now, keep_seconds=50.0)
     assert journal.load("session-1", "alice") is not None  # so that it is not deleted
     assert journal.kept_by("alice") == Kept(2, 3012)
@@ -163,7 +178,7 @@ def test_a_fork_of_a_session_whose_rows_are_damaged_is_refused_too_and_not_short
     journal.append("session-0", 0, np.ones(10, dtype=np.uint32), Mark.APPENDED)
     assert journal._writer.flush(20)
     with journal._db_lock:
-        journal._db.execute("update tail set ids = x'02000000'")
+        journal._db.execute("update tail set body = zeroblob(5 + 4 * 10)")
     journal.fork(record_of(1), "session-0")
     if grows:
         journal.append("session-1", 10, np.ones(3, dtype=np.uint32), Mark.APPENDED)
@@ -178,7 +193,7 @@ def test_a_fork_of_a_session_whose_rows_are_damaged_is_refused_too_and_not_short
     journal.stop()
 
 
-@pytest.mark.parametrize("table", ["tokens", "ends", "tail", "generates", "replies", "sessions"])
+@pytest.mark.parametrize("table", ["tokens", "ends", "tail", "begun", "appends", "sessions"])
 def test_a_session_that_is_refused_stops_no_checkpoint(tmp_path: Path, table: str) -> None:
     """The error lives on while its answer waits for what is recorded, and what it was found by must not."""
     journal = open_journal(tmp_path)
@@ -187,11 +202,12 @@ def test_a_session_that_is_refused_stops_no_checkpoint(tmp_path: Path, table: st
         journal.open(record_of(number))
         began = GenerateRecord(0, bytes(16), bytes(8), 0)
         journal.append(f"session-{number}", 0, some, Mark.GENERATED, began=began)
-        journal.reply(ReplyRecord(f"session-{number}", "alice", "opened", bytes([number]) * 16, bytes(8), 0, "{}"))
+        journal.reply(ReplyRecord(f"session-{number}", "alice", APPENDED, bytes([number]) * 16, bytes(8), 0, "0"))
     if table != "tail":
         journal.leave("session-0")
     assert journal._writer.flush(20)
-    folder = stopped_and_damaged(journal, tmp_path, table, "crc = cast('text' as blob)")
+    column = {"tail": "body", "begun": "generates", "appends": "replies"}.get(table, "crc")
+    folder = stopped_and_damaged(journal, tmp_path, table, f"{column} = cast('text' as blob)")
     refused = None
     with a_checkpoint_after_each_commit():
         journal = open_journal(folder)
@@ -199,7 +215,7 @@ def test_a_session_that_is_refused_stops_no_checkpoint(tmp_path: Path, table: st
             journal.load("session-0", "alice")
         except HistoryCorrupt as error:
             refused = error
-        assert (refused is None) is (table in ("generates", "replies"))
+        assert refused is not None
         journal.open(record_of(9))
         assert journal._writer.flush(20), journal.failure
         assert not journal.failure
@@ -323,24 +339,27 @@ def test_pages_of_old_records_that_cannot_be_read_end_no_journal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is to be deleted is deleted at no one's request, and again after each start."""
-    journal = open_journal(tmp_path)
+    now = time.time()
+    journal = open_journal(tmp_path, wall_clock=lambda: now)
     for number in range(100):
         journal.open(record_of(number))
-        journal.close(f"session-{number}")
-        journal.reply(ReplyRecord(f"session-{number}", "alice", "closed", bytes([number]) * 16, bytes(8), 0, "{}"))
+        journal.append(f"session-{number}", 0, np.ones(3000, dtype=np.uint32), Mark.APPENDED)
+        journal.leave(f"session-{number}")
+    assert journal._writer.flush(20)
+    until_folded(journal)
+    now += 2 * DAY
     journal.open(record_of(100))
     journal.leave("session-100")
     assert journal._writer.flush(20)
     journal.stop()
     with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        pages = [page for (page,) in db.execute("select pageno from dbstat where name = 'replies' and path != '/'")]
+        pages = [page for (page,) in db.execute("select pageno from dbstat where name = 'tokens' and path != '/'")]
     assert pages
     data = bytearray((tmp_path / FILE).read_bytes())
     for page in pages:
         data[(page - 1) * PAGE_BYTES] ^= 0xFF  # the page's type
     (tmp_path / FILE).write_bytes(data)
-    later = time.time() + DAY
-    journal = open_journal(tmp_path, keep_seconds=10 * DAY, wall_clock=lambda: later)
+    journal = open_journal(tmp_path, keep_seconds=DAY, wall_clock=lambda: now)
     looked_through(journal)
     assert "old records cannot be deleted" in caplog.text
     assert journal.load("session-100", "alice") is not None
@@ -354,17 +373,16 @@ def test_turns_that_cannot_be_folded_stay_where_they_are_and_end_no_journal(
 ) -> None:
     """Each start would fold them again."""
     journal = open_journal(tmp_path / "state")
-    ids = np.arange(5, dtype=np.uint32)
+    ids = np.arange(3000, dtype=np.uint32)  # a full row, and more
     for number in range(2):
         journal.open(record_of(number))
-        began = GenerateRecord(0, bytes([number]) * 16, bytes(8), 0)
-        journal.append(f"session-{number}", 0, ids, Mark.GENERATED, began=began)
+        journal.append(f"session-{number}", 0, ids, Mark.GENERATED)
     assert journal._writer.flush(20)
     folder = after_a_kill(tmp_path / "state")
     journal.stop()
     with closing(apsw.Connection(str(folder / FILE))) as db:
         db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
-        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'generates'"))
+        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'tokens'"))
     data = bytearray((folder / FILE).read_bytes())
     data[(page - 1) * PAGE_BYTES] ^= 0xFF  # the page's type
     (folder / FILE).write_bytes(data)
@@ -378,6 +396,108 @@ def test_turns_that_cannot_be_folded_stay_where_they_are_and_end_no_journal(
             assert tokens.token_ids.tolist() == ids.tolist()
         assert not journal.failure
         journal.stop()
+
+
+ANSWERS = (
+    "replies set digest = x'0000000000000000'",
+    "replies set request_id = zeroblob(16)",
+    "replies set request_id = cast(request_id as text)",
+    "replies set session = 7",
+    "replies set ended_at = 1.0",
+    "replies set body = cast(body as blob)",
+    "appends set replies = zeroblob(length(replies))",
+    "appends set session = 7",
+    "begun set session = 7",
+    "begun set generates = zeroblob(length(generates))",
+    "sessions set answers = 0",
+)
+
+
+def request_id(number: int) -> bytes:
+    return bytes([number + 1]) * REQUEST_ID_BYTES
+
+
+def answered(folder: Path, count: int = 2) -> None:
+    """So many sessions with a Generate and an append that are folded, and the answer to the call that opened each."""
+    journal = open_journal(folder)
+    for number in range(count):
+        id_, key = f"session-{number}", request_id(number)
+        with journal.unit():
+            journal.open(record_of(number))
+            journal.reply(ReplyRecord(id_, "alice", "opened", key, key[:DIGEST_BYTES], 0, "{}"))
+        began = GenerateRecord(0, key, key[:DIGEST_BYTES], 5)
+        journal.append(id_, 0, np.ones(2, dtype=np.uint32), Mark.GENERATED, began=began)
+        with journal.unit():
+            journal.append(id_, 2, np.ones(2, dtype=np.uint32), Mark.APPENDED)
+            journal.reply(ReplyRecord(id_, "alice", APPENDED, key, key[:DIGEST_BYTES], 4, "4"))
+        journal.leave(id_)
+    assert journal._writer.flush(20)
+    until_folded(journal)
+    journal.stop()
+
+
+@pytest.mark.parametrize("change", ANSWERS)
+def test_an_answer_that_is_damaged_is_not_as_if_its_call_had_never_come(tmp_path: Path, change: str) -> None:
+    """The call would be done twice. Of a session, that alone is refused; else the start is."""
+    answered(tmp_path)
+    table = change.partition(" ")[0]
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute(f"update {change} where session = 1")
+        assert db.changes() == 1
+    if table == "replies":
+        with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
+            open_journal(tmp_path)
+        return
+    journal = open_journal(tmp_path)
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-0", "alice")
+    kept = journal.load("session-1", "alice")
+    assert kept is not None
+    assert [one.kind for one in kept.replies] == [APPENDED, "opened"]
+    assert [one.position for one in kept.generates] == [0]
+    journal.stop()
+
+
+def test_an_answer_that_is_damaged_while_the_server_runs_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    answered(tmp_path)
+    journal = open_journal(tmp_path)
+    with journal._db_lock:
+        journal._db.execute("update replies set body = 'x' where session = 1")
+    with pytest.raises(HistoryCorrupt):
+        journal.replies_to("alice", request_id(0))
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-0", "alice")
+    assert journal.replies_to("alice", request_id(1))
+    journal.stop()
+
+
+def test_a_page_of_answers_that_lost_its_last_one_is_refused_at_the_start(tmp_path: Path) -> None:
+    answered(tmp_path)
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'replies'"))
+    data = bytearray((tmp_path / FILE).read_bytes())
+    at = (page - 1) * PAGE_BYTES + 3  # the number of its rows
+    assert int.from_bytes(data[at : at + 2], "big") == 2
+    data[at + 1] = 1
+    (tmp_path / FILE).write_bytes(data)
+    with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
+        open_journal(tmp_path)
+
+
+def test_a_session_whose_answers_are_damaged_is_closed_with_those_that_are_not(tmp_path: Path) -> None:
+    """That a server can start again, the tools open such a folder."""
+    answered(tmp_path)
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute("update replies set digest = x'00' where session = 1")
+    tools = SQLiteJournal(tmp_path, Durability.POWER, weights=None, metrics=EngineMetrics())
+    assert "'session-0'" in tools.check()
+    tools.purge("session-0", "alice")
+    assert not tools.check()
+    tools.stop()
+    journal = open_journal(tmp_path)
+    assert [one.kind for one in journal.replies_to("alice", request_id(0))] == [APPENDED]
+    assert journal.load("session-1", "alice") is not None
+    journal.stop()
 
 
 def two_sessions_killed(folder: Path) -> Path:

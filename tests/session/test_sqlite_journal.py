@@ -10,14 +10,17 @@ import apsw
 import numpy as np
 import pytest
 
+from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.session.journal import GenerateRecord, ReplyRecord
-from inference_engine.session.journal_rows import ROW_BYTES, reply_crc, tokens_crc, unpacked
+from inference_engine.session.journal_database import FORMAT
+from inference_engine.session.journal_rows import ROW_BYTES, tokens_crc, unpacked
 from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.session.sqlite_journal import FILE
 from inference_engine.types import Durability, Mark
 from tests.facade import looking_for_unused_sessions_after_each_commit, no_room_to_fold
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
+from tests.session.journal_files import as_format_3, content, reply_crc_before
 from tests.session.talks import (
     Talk,
     record_of,
@@ -254,7 +257,8 @@ def test_the_last_appends_are_remembered_in_one_row_and_after_the_session_s_end(
 
 
 def as_format_2(folder: Path, rows: int) -> None:
-    """What the version before this format would have written: one mark and ids of four bytes in a row."""
+    """As older versions wrote it: one mark and ids of four bytes in a row."""
+    as_format_3(folder)
     with closing(apsw.Connection(str(folder / FILE))) as db, db:
         packed_rows = [
             row
@@ -274,12 +278,60 @@ def as_format_2(folder: Path, rows: int) -> None:
         reply = ReplyRecord("session-0", "alice", "appended", request_id, digest, 600, "600")
         db.execute(
             "insert into replies values (1, 'session-0', 'alice', 'appended', ?, ?, 600, '600', ?, null)",
-            (request_id, digest, reply_crc(reply)),
+            (request_id, digest, reply_crc_before(reply)),
         )
         db.execute("pragma user_version = 2")
 
 
-def test_a_folder_of_the_format_before_is_read_and_written_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_a_folder_of_the_format_before_has_all_that_was_recorded(tmp_path: Path, *, is_killed: bool) -> None:
+    """Folded and not: tokens, Generates, answers to calls of every kind."""
+    journal = open_journal(tmp_path / "state", Durability.POWER)
+    talk = Talk(journal, 7)
+    for step in range(40):
+        talk.step()
+        if step % 3 == 0 or step > 35:
+            talk.wait()
+    talk.wait()
+    folder = after_a_kill(tmp_path / "state") if is_killed else tmp_path / "state"
+    journal.stop()
+    as_format_3(folder)
+    assert talk.check(folder) == "whole"
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        assert next(db.execute("pragma user_version"))[0] == FORMAT
+        names = {name for (name,) in db.execute("select name from sqlite_schema")}
+    assert "generates" not in names
+    assert not {name for name in names if name.startswith("old_")}
+    assert talk.check(folder) == "whole"
+
+
+def test_answers_that_are_damaged_in_the_format_before_are_refused(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(2):
+        journal.open(record_of(number))
+        began = GenerateRecord(0, bytes([number]) * 16, bytes(8), 3)
+        journal.append(f"session-{number}", 0, np.ones(3, dtype=np.uint32), Mark.GENERATED, began=began)
+        journal.reply(ReplyRecord(f"session-{number}", "alice", "opened", bytes([number]) * 16, bytes(8), 0, "{}"))
+        journal.leave(f"session-{number}")
+    journal.stop()
+    as_format_3(tmp_path)
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute("update generates set seed = x'0000000000000000' where session = 1")
+    copy = after_a_kill(tmp_path)
+    journal = open_journal(tmp_path)
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-0", "alice")
+    assert journal.load("session-1", "alice") is not None
+    journal.stop()
+    with closing(apsw.Connection(str(copy / FILE))) as db:
+        db.execute("update replies set body = '[]' where session = 1")
+    before = content(copy)
+    with pytest.raises(ConfigError, match="an answer is damaged"):
+        open_journal(copy)
+    assert content(copy)[FILE] == before[FILE]
+
+
+def test_a_folder_of_an_older_format_is_read_and_written_on(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     journal.open(record_of(0))
     ids = np.random.default_rng(3).integers(0, 2**32, 900).astype(np.uint32)
