@@ -186,7 +186,7 @@ class LayerDecoder(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("octets", "lefts", "rights", "tables")),
-        *((name, ctypes.c_void_p) for name in ("levels", "scales", "means", "matrices")),
+        *((name, ctypes.c_void_p) for name in ("levels", "scales", "means", "matrices", "whole")),
         *((name, ctypes.c_int32) for name in ("count", "chains", "first_byte", "bytes", "identity", "reserved")),
     )
 

@@ -57,9 +57,14 @@ struct LayerDecoder {
   // [count]: of each code the byte behind the scale in which it begins, how many bits stand before and behind it in the
   // 32 bits from there, and where its levels begin.
   const int32_t *octets, *lefts, *rights, *tables;
-  const float *levels, *scales;             // levels: 32 more can be read; scales: [256], by the group's first byte
+  // float32, and 32 more can be read. EXACT: whole numbers of 16 bits, and 64 more.
+  const void* levels;
+  const float* scales;                      // [256], by the group's first byte
   const float* means;                       // [kv_heads][2 · head_dim]
-  const Matrix* matrices;                   // [kv_heads], 2 · head_dim outputs and `count` inputs
+  // [kv_heads], 2 · head_dim outputs and `count` inputs. EXACT: none, but `whole`: [kv_heads][2 · head_dim / 16] tiles of
+  // 32 inputs, which are [16][16] pairs of whole numbers of 16 bits, then 16 scales of float32.
+  const Matrix* matrices;
+  const uint8_t* whole;
   int32_t count, chains, first_byte, bytes; // bytes: of the group's codes, its scale among them
   int32_t identity, reserved;               // of the product
 };
