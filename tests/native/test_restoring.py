@@ -375,6 +375,32 @@ def test_a_token_that_stays_chosen_is_restored_once() -> None:
     assert not torch.equal(session.attend(queries, lines), expected)
 
 
+def test_what_many_tokens_chose_stays_longer_than_what_was_chosen_last() -> None:
+    session = Archived(make_decoder(), slots=KEPT * 2)
+    queries = session.queries(len(POSITIONS))
+
+    def choose(number: int) -> set[tuple[int, int]]:
+        """The head and the position of every archived token that this query chooses."""
+        own = Archived(make_decoder(), slots=KEPT)
+        for each in (own, session):
+            each.attend(queries[number : number + 1], each.lines(POSITIONS[number : number + 1]))
+        return held(own)
+
+    def held(of: Archived) -> set[tuple[int, int]]:
+        slots = of.index._held
+        assert slots is not None
+        return {(head, int(position)) for head, own in enumerate(slots) for position in own if position >= 0}
+
+    often = choose(0)
+    for _ in range(7):
+        assert choose(0) == often
+    once = choose(10)
+    later = choose(20) | choose(30)
+
+    assert often <= held(session)
+    assert once - often - later and not once - often - later <= held(session)
+
+
 def test_an_entry_that_is_not_finite_is_noticed() -> None:
     decoder = make_decoder()
     decoder.means[1, 3] = torch.inf

@@ -1,7 +1,7 @@
 // Chosen tokens that have left the regions come back from their codes: the contract is `LayerDecoder`, in
 // `inference_engine/kv/context.py`.
 //
-//   match     which of a head's tokens its restore cache holds; the others get the slots used longest ago
+//   match     which of a head's tokens its restore cache holds; the others get the slots that are worth least
 //   restore   bits → levels → product with the head's matrix · scale, plus means → rotation → the restore cache
 //
 // The bits of an entry depend on its code and the matrix alone, so what a restore cache holds changes no result.
@@ -41,19 +41,26 @@ struct Missing {
   int32_t position, slot;
 };
 
+// How long an entry stays that is not chosen any more, in tokens: STAY for each time that it was chosen, as long as it
+// was chosen again before that ended. What many tokens chose comes back more often than what was chosen last.
+constexpr int32_t STAY = 8, LONGEST_STAY = 64;
+
 // Finds `count` positions, ascending, of one head: slots[i] is where positions[i] is or will be. Those that have to be
 // restored are added to `missing`. False if the restore cache has too few slots.
 static bool match(const Archive& archive, int head, const int32_t* positions, int64_t count, int64_t* slots,
                   std::vector<Missing>& missing) {
   int32_t* held = archive.held + head * archive.slots;
-  uint32_t *used = archive.used + head * archive.slots, now = ++archive.clocks[head];
+  uint32_t *until = archive.until + head * archive.slots, now = ++archive.clocks[head];
   if (count > archive.slots) return false;
   static thread_local std::vector<int32_t> table, free;
+  static thread_local std::vector<uint8_t> is_chosen;
   int bits = 4;
   while ((int64_t)1 << bits < 2 * archive.slots) bits++;
   table.assign((size_t)1 << bits, -1);
+  is_chosen.assign((size_t)archive.slots, 0);
   uint32_t mask = (1u << bits) - 1;
   auto place_of = [&](int32_t position) { return ((uint32_t)position * 2654435769u) >> (32 - bits); };
+  auto left = [&](int32_t slot) { return (int32_t)(until[slot] - now); };  // the clock may have gone round
   for (int32_t slot = 0; slot < archive.slots; slot++) {
     if (held[slot] < 0) continue;
     uint32_t at = place_of(held[slot]);
@@ -64,17 +71,23 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
   for (int64_t i = 0; i < count; i++) {
     uint32_t at = place_of(positions[i]);
     while (table[at] >= 0 && held[table[at]] != positions[i]) at = (at + 1) & mask;
-    if (table[at] >= 0) used[slots[i] = table[at]] = now;
-    else missing.push_back({positions[i], (int32_t)i});  // its slot comes below
+    int32_t slot = table[at];
+    if (slot < 0) {
+      missing.push_back({positions[i], (int32_t)i});  // its slot comes below
+      continue;
+    }
+    slots[i] = slot;
+    is_chosen[slot] = 1;
+    until[slot] = now + (uint32_t)std::min(std::max(left(slot), 0) + STAY, LONGEST_STAY);
   }
   if (missing.size() == first) return true;
   free.clear();
   for (int32_t slot = 0; slot < archive.slots; slot++)
-    if (held[slot] < 0 || used[slot] != now) free.push_back(slot);
+    if (!is_chosen[slot]) free.push_back(slot);
   auto wanted = (std::ptrdiff_t)(missing.size() - first);
-  auto before = [&](int32_t a, int32_t b) {  // empty ones first; the clock may have gone round
+  auto before = [&](int32_t a, int32_t b) {  // empty ones first
     if ((held[a] < 0) != (held[b] < 0)) return held[a] < 0;
-    return held[a] >= 0 && now - used[a] > now - used[b];
+    return held[a] >= 0 && left(a) < left(b);
   };
   if (wanted < (std::ptrdiff_t)free.size()) std::nth_element(free.begin(), free.begin() + wanted, free.end(), before);
   for (size_t i = first; i < missing.size(); i++) {
@@ -82,7 +95,7 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
     slots[missing[i].slot] = slot;
     missing[i].slot = slot;
     held[slot] = -1;  // until it is restored
-    used[slot] = now;
+    until[slot] = now + STAY;
   }
   return true;
 }

@@ -102,14 +102,15 @@ struct TrellisCodes {
   int64_t vectors, count, chains;
 };
 
-// Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. `held`: which
-// position each slot holds, -1 for none; `used`: when it was chosen last, by the clock of its head.
+// Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. `held`:
+// which position each slot holds, -1 for none; `until`: how long it is to stay there, by the clock of its head, which
+// counts tokens.
 struct Archive {
   Codes codes;
   Turning turning;
   const LayerDecoder* decoder;
   int32_t* held;               // [kv_heads][slots]
-  uint32_t *used, *clocks;     // [kv_heads][slots], [kv_heads]
+  uint32_t *until, *clocks;    // [kv_heads][slots], [kv_heads]
   int64_t start, slots;        // start: buffer vector of slot 0
   int32_t is_broken, reserved; // has an entry that was restored not been finite?
 };
