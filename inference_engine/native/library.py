@@ -186,7 +186,7 @@ class LayerDecoder(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("octets", "lefts", "rights", "tables")),
-        *((name, ctypes.c_void_p) for name in ("levels", "scales", "means", "matrices")),
+        *((name, ctypes.c_void_p) for name in ("levels", "scales", "means", "matrices", "whole")),
         *((name, ctypes.c_int32) for name in ("count", "chains", "first_byte", "bytes", "identity", "reserved")),
     )
 
@@ -235,7 +235,7 @@ class Archive(ctypes.Structure):
     _fields_ = (
         ("codes", Codes),
         ("turning", Turning),
-        *((name, ctypes.c_void_p) for name in ("decoder", "held", "used", "clocks")),
+        *((name, ctypes.c_void_p) for name in ("decoder", "held", "until", "clocks")),
         *((name, ctypes.c_int64) for name in ("start", "slots")),
         *((name, ctypes.c_int32) for name in ("is_broken", "reserved")),
     )

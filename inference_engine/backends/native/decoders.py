@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,7 +18,14 @@ from inference_engine.native.library import LayerDecoder as NativeLayerDecoder
 
 Floats = NDArray[np.float32]
 _WORD = 32
-_READ_BEYOND = 32  # levels: a table may be read as a vector or two
+_LANES = 16
+_READ_BEYOND, _SHORTS_READ_BEYOND = 32, 64  # levels: a table may be read as a vector or two
+# Whole numbers of a decoder: so large at most, and so many products are added before they become a float. Their sum
+# fits into 32 bits.
+_MOST_LEVEL, _MOST_NUMBER, _WHOLE_BLOCK = 8191, 8191, 32
+_LINE = 64  # bytes
+# Levels of more bits lie closer to each other than whole numbers of their table may be apart.
+_MOST_BITS = 10
 _FINE = 256  # positions of a table of small angles, and the distance of those in one of large angles
 
 
@@ -48,10 +55,27 @@ def native_codes(codes: ArchivedCodes) -> Codes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """What a decoder's codes stand for, and are multiplied with.
+
+    levels: as many more of them can be read as the library asks. tables: where the levels of each code begin. Of the
+    others there is one: matrices, by head, and what they point to; whole, a matrix of whole numbers as restoring.h has
+    it, [Hkv, tiles, blocks, bytes].
+    """
+
+    levels: NDArray[np.generic]
+    tables: NDArray[np.int32]
+    matrices: ctypes.Array[Matrix] | None = None
+    packed: tuple[NDArray[np.uint8], ...] = ()
+    whole: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NativeDecoder:
     """A `LayerDecoder` as the library reads it, with the arrays that it points to."""
 
     structure: NativeLayerDecoder
+    product: Product
     arrays: tuple[object, ...]
 
 
@@ -112,33 +136,93 @@ def _packed(matrix: Floats, kind: Format) -> tuple[Matrix, NDArray[np.uint8]]:
     return Matrix(format=kind, outputs=outputs, inputs=inputs, tiles=tiles.ctypes.data), tiles
 
 
-def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
-    # In 16 bits a matrix loses next to nothing. In bytes, what it is multiplied with, too, a ten-thousandth of the
-    # squared deviations of entries is lost; a latent loses hundredths.
-    kind = Format.INT8 if identity is Identity.QUANTISED else Format.FLOAT16
+def _in_format(decoder: LayerDecoder, kind: Format) -> Product:
+    """Of floats of 16 bits, which lose next to nothing. Or of bytes, as is what they are multiplied with: that loses a
+    ten-thousandth of the squared deviations of entries; a latent loses hundredths."""
     packed = [_packed(own, kind) for own in decoder.make_matrix().cpu().numpy()]
     matrices = (Matrix * len(packed))(*(matrix for matrix, _ in packed))
-    tiles = [own for _, own in packed]
+    levels = np.pad(decoder.levels.cpu().numpy().astype(np.float32), (0, _READ_BEYOND))
+    tables = decoder.tables.cpu().numpy().astype(np.int32)
+    return Product(levels, tables, matrices=matrices, packed=tuple(tiles for _, tiles in packed))
+
+
+def _of_whole_numbers(decoder: LayerDecoder) -> Product:
+    """Levels and matrix as whole numbers of 16 bits, which lose no more than floats of 16 bits: see restoring.h.
+
+    Raises BackendError for what is not finite.
+    """
+    given, starts = decoder.levels.cpu().numpy().astype(np.float32), decoder.tables.tolist()
+    sizes = [2 << width for width in decoder.widths.tolist()]
+    begins: dict[tuple[int, int], tuple[int, float]] = {}  # by table: where its whole numbers begin, and their unit
+    levels: list[NDArray[np.int16]] = []
+    end = 0
+    for kind in zip(starts, sizes, strict=True):
+        if kind not in begins:
+            table = given[kind[0] : sum(kind)]
+            unit = float(np.abs(table).max()) / _MOST_LEVEL or 1.0
+            begins[kind] = end, unit
+            levels.append(np.rint(table / unit).astype(np.int16))
+            end += kind[1]
+    found = [begins[kind] for kind in zip(starts, sizes, strict=True)]
+    units = np.array([unit for _, unit in found], np.float32)
+    matrix = decoder.make_matrix().cpu().numpy() * units  # [Hkv, 2 · D, C]
+    if not np.isfinite(matrix).all():
+        raise BackendError(f"the latent codec's matrix of {matrix.shape[1:]} has a number that is not finite")
+    return Product(
+        np.pad(np.concatenate(levels), (0, _SHORTS_READ_BEYOND)),
+        np.array([begin for begin, _ in found], np.int32),
+        whole=_whole_tiles(matrix),
+    )
+
+
+def _whole_tiles(matrix: Floats) -> NDArray[np.uint8]:
+    """A matrix [Hkv, outputs, inputs] as restoring.h reads it: [Hkv, outputs / 16, blocks, bytes of a block]."""
+    heads, outputs, inputs = matrix.shape
+    padded = np.pad(matrix, ((0, 0), (0, 0), (0, -inputs % _WHOLE_BLOCK)))
+    blocks = padded.reshape(heads, outputs // _LANES, _LANES, -1, _WHOLE_BLOCK)
+    scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(_MOST_NUMBER)
+    numbers = np.rint(blocks / np.where(scales > 0, scales, 1)).astype(np.int16)
+    pairs = numbers.reshape(*blocks.shape[:-1], -1, 2).transpose(0, 1, 3, 4, 2, 5)  # by block: [pair, output, 2]
+    tiles = _aligned((*pairs.shape[:3], pairs[0, 0, 0].nbytes + 4 * _LANES))
+    tiles[..., : -4 * _LANES] = np.ascontiguousarray(pairs).view(np.uint8).reshape(*pairs.shape[:3], -1)
+    tiles[..., -4 * _LANES :] = np.ascontiguousarray(scales[..., 0].swapaxes(2, 3)).view(np.uint8)
+    return tiles
+
+
+def _aligned(shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Memory that begins with a line of the caches: a vector that reaches into another line is read twice."""
+    size = math.prod(shape)
+    memory = np.empty(size + _LINE, np.uint8)
+    first = -memory.ctypes.data % _LINE
+    return memory[first : first + size].reshape(shape)
+
+
+def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
     widths = decoder.widths.cpu().int().contiguous()
+    if identity is Identity.QUANTISED:
+        product = _in_format(decoder, Format.INT8)
+    elif int(widths.max()) > _MOST_BITS:
+        product = _in_format(decoder, Format.FLOAT16)
+    else:
+        product = _of_whole_numbers(decoder)
     begins = (widths.cumsum(0) - widths).int()
     octets, lefts, rights = begins // 8, begins % 8, _WORD - widths
-    tables, levels, scales, means = (
-        states.cpu().contiguous() for states in (decoder.tables.int(), decoder.levels, decoder.scales, decoder.means)
-    )
-    levels = F.pad(levels, (0, _READ_BEYOND))
+    scales, means = decoder.scales.cpu().contiguous(), decoder.means.cpu().contiguous()
     structure = NativeLayerDecoder(
         octets=octets.data_ptr(),
         lefts=lefts.data_ptr(),
         rights=rights.data_ptr(),
-        tables=tables.data_ptr(),
-        levels=levels.data_ptr(),
+        tables=product.tables.ctypes.data,
+        levels=product.levels.ctypes.data,
         scales=scales.data_ptr(),
         means=means.data_ptr(),
-        matrices=ctypes.addressof(matrices),
+        matrices=None if product.matrices is None else ctypes.addressof(product.matrices),
+        whole=None if product.whole is None else product.whole.ctypes.data,
         count=len(widths),
         chains=decoder.chains,
         first_byte=decoder.first_byte,
         bytes=1 - (-int(widths.sum()) // 8),
-        identity=identity,
+        # What says that there are matrices; their format says what they are multiplied with.
+        identity=Identity.QUANTISED if product.whole is None else Identity.EXACT,
     )
-    return NativeDecoder(structure, (octets, lefts, rights, tables, levels, scales, means, matrices, tiles))
+    return NativeDecoder(structure, product, (octets, lefts, rights, scales, means))

@@ -129,18 +129,18 @@ class NativeIndex:
             return False
         decoder = native_decoder(codes.decoder, self._identity)
         held = np.full((self._heads, cache.slots), -1, np.int32)
-        used, clocks = np.zeros((self._heads, cache.slots), np.uint32), np.zeros(self._heads, np.uint32)
+        until, clocks = np.zeros((self._heads, cache.slots), np.uint32), np.zeros(self._heads, np.uint32)
         self._archive = Archive(
             codes=native_codes(codes),
             turning=self._turns.structure,
             decoder=ctypes.addressof(decoder.structure),
             held=held.ctypes.data,
-            used=used.ctypes.data,
+            until=until.ctypes.data,
             clocks=clocks.ctypes.data,
             start=cache.start,
             slots=cache.slots,
         )
-        self._read, self._held = (codes, decoder, used, clocks), held
+        self._read, self._held = (codes, decoder, until, clocks), held
         self._structure.archive = ctypes.addressof(self._archive)
         return True
 

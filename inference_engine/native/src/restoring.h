@@ -1,10 +1,16 @@
 // Chosen tokens that have left the regions come back from their codes: the contract is `LayerDecoder`, in
 // `inference_engine/kv/context.py`.
 //
-//   match     which of a head's tokens its restore cache holds; the others get the slots used longest ago
-//   restore   bits → levels · scale → product with the head's matrix, plus means → rotation → the restore cache
+//   match     which of a head's tokens its restore cache holds; the others get the slots that are worth least
+//   restore   bits → levels → product with the head's matrix · scale, plus means → rotation → the restore cache
 //
 // The bits of an entry depend on its code and the matrix alone, so what a restore cache holds changes no result.
+//
+// Levels come from small tables, so both sides of the product can be whole numbers without losing more than floats of 16
+// bits do, and a processor multiplies twice as many of those at once. In EXACT a level is one of ±8191 parts of its
+// table's largest, and a number of an output one of ±8191 parts of the largest of 32. Of 32 products 32 bits hold the
+// sum, which is exact; then total += scale · sum, blocks ascending, with one rounding. In QUANTISED bytes are multiplied
+// (matrix.h).
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -35,19 +41,26 @@ struct Missing {
   int32_t position, slot;
 };
 
+// How long an entry stays that is not chosen any more, in tokens: STAY for each time that it was chosen, as long as it
+// was chosen again before that ended. What many tokens chose comes back more often than what was chosen last.
+constexpr int32_t STAY = 8, LONGEST_STAY = 64;
+
 // Finds `count` positions, ascending, of one head: slots[i] is where positions[i] is or will be. Those that have to be
 // restored are added to `missing`. False if the restore cache has too few slots.
 static bool match(const Archive& archive, int head, const int32_t* positions, int64_t count, int64_t* slots,
                   std::vector<Missing>& missing) {
   int32_t* held = archive.held + head * archive.slots;
-  uint32_t *used = archive.used + head * archive.slots, now = ++archive.clocks[head];
+  uint32_t *until = archive.until + head * archive.slots, now = ++archive.clocks[head];
   if (count > archive.slots) return false;
   static thread_local std::vector<int32_t> table, free;
+  static thread_local std::vector<uint8_t> is_chosen;
   int bits = 4;
   while ((int64_t)1 << bits < 2 * archive.slots) bits++;
   table.assign((size_t)1 << bits, -1);
+  is_chosen.assign((size_t)archive.slots, 0);
   uint32_t mask = (1u << bits) - 1;
   auto place_of = [&](int32_t position) { return ((uint32_t)position * 2654435769u) >> (32 - bits); };
+  auto left = [&](int32_t slot) { return (int32_t)(until[slot] - now); };  // the clock may have gone round
   for (int32_t slot = 0; slot < archive.slots; slot++) {
     if (held[slot] < 0) continue;
     uint32_t at = place_of(held[slot]);
@@ -58,17 +71,23 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
   for (int64_t i = 0; i < count; i++) {
     uint32_t at = place_of(positions[i]);
     while (table[at] >= 0 && held[table[at]] != positions[i]) at = (at + 1) & mask;
-    if (table[at] >= 0) used[slots[i] = table[at]] = now;
-    else missing.push_back({positions[i], (int32_t)i});  // its slot comes below
+    int32_t slot = table[at];
+    if (slot < 0) {
+      missing.push_back({positions[i], (int32_t)i});  // its slot comes below
+      continue;
+    }
+    slots[i] = slot;
+    is_chosen[slot] = 1;
+    until[slot] = now + (uint32_t)std::min(std::max(left(slot), 0) + STAY, LONGEST_STAY);
   }
   if (missing.size() == first) return true;
   free.clear();
   for (int32_t slot = 0; slot < archive.slots; slot++)
-    if (held[slot] < 0 || used[slot] != now) free.push_back(slot);
+    if (!is_chosen[slot]) free.push_back(slot);
   auto wanted = (std::ptrdiff_t)(missing.size() - first);
-  auto before = [&](int32_t a, int32_t b) {  // empty ones first; the clock may have gone round
+  auto before = [&](int32_t a, int32_t b) {  // empty ones first
     if ((held[a] < 0) != (held[b] < 0)) return held[a] < 0;
-    return held[a] >= 0 && now - used[a] > now - used[b];
+    return held[a] >= 0 && left(a) < left(b);
   };
   if (wanted < (std::ptrdiff_t)free.size()) std::nth_element(free.begin(), free.begin() + wanted, free.end(), before);
   for (size_t i = first; i < missing.size(); i++) {
@@ -76,7 +95,7 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
     slots[missing[i].slot] = slot;
     missing[i].slot = slot;
     held[slot] = -1;  // until it is restored
-    used[slot] = now;
+    until[slot] = now + STAY;
   }
   return true;
 }
@@ -85,7 +104,8 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
 struct Room {
   std::vector<uint8_t> bytes;
   std::vector<uint32_t> words, ends;
-  std::vector<float> numbers, units, entries, turns;
+  std::vector<int32_t> pairs;
+  std::vector<float> numbers, units, totals, entries, turns;
   Threads alone{1};
 
   static Room& own() {
@@ -125,16 +145,16 @@ static void take_bytes(const Codes& given, const LayerDecoder& decoder, int64_t 
   memset(bytes + size, 0, (size_t)behind);
 }
 
-// The group's numbers of at most LANES tokens, [token][count], `stride` from one token to the next: a multiple of LANES.
-template <class Positions>
-static void take_units(const Codes& given, const LayerDecoder& decoder, int64_t first, int64_t tokens,
-                       const Positions& positions, Room& room, float* out, int64_t stride) {
+// body(c, places) for each code of at most LANES tokens, in order: which of its levels it is, by token. Into `scales` go
+// those of the tokens, 0 where there is none.
+template <class Positions, class Body>
+static void each_code(const Codes& given, const LayerDecoder& decoder, int64_t first, int64_t tokens,
+                      const Positions& positions, Room& room, float* scales, const Body& body) {
   int64_t rows = (decoder.bytes + 3) / 4 + 1, chain = decoder.chains * LANES;  // a code may end in the row behind its own
   room.bytes.resize((size_t)(decoder.bytes + 16));
   room.words.assign((size_t)(rows * LANES), 0);
   room.ends.resize((size_t)(3 * chain + decoder.count * LANES));
-  room.numbers.resize((size_t)(stride * LANES));
-  float scales[LANES] = {};
+  std::fill(scales, scales + LANES, 0.0f);
   for (int64_t lane = 0; lane < tokens; lane++) {
     uint8_t* bytes = room.bytes.data();
     take_bytes(given, decoder, positions(first + lane) - given.first, 16, bytes);
@@ -144,16 +164,31 @@ static void take_units(const Codes& given, const LayerDecoder& decoder, int64_t 
   }
   std::fill(room.ends.begin(), room.ends.begin() + 3 * chain, 0u);  // nothing stands before the first codes
   uint32_t* ends = room.ends.data() + 3 * chain;
-  float* numbers = room.numbers.data();
-  F scale = load(scales);
   for (int32_t c = 0; c < decoder.count; c++, ends += LANES) {
     uint32_t codes[LANES];
     int32_t bit = 8 * decoder.octets[c] + decoder.lefts[c], places[LANES];
-    int32_t right = decoder.rights[c], levels = 2 << (32 - right);
-    take_codes(room.words.data() + bit / 32 * LANES, bit % 32, right, codes);
+    take_codes(room.words.data() + bit / 32 * LANES, bit % 32, decoder.rights[c], codes);
     take_places(codes, ends, ends - chain, ends - 2 * chain, ends - 3 * chain, places);
-    store(numbers + c * LANES, mul(pick(decoder.levels + decoder.tables[c], levels, places), scale));
+    body(c, places);
   }
+}
+
+// How many levels code c has.
+INLINE int32_t level_count(const LayerDecoder& decoder, int32_t c) { return 2 << (32 - decoder.rights[c]); }
+
+// -- products of bytes ------------------------------------------------------------------------------------------------
+
+// The group's numbers of at most LANES tokens, [token][count], `stride` from one token to the next: a multiple of LANES.
+template <class Positions>
+static void take_units(const Codes& given, const LayerDecoder& decoder, int64_t first, int64_t tokens,
+                       const Positions& positions, Room& room, float* out, int64_t stride) {
+  room.numbers.resize((size_t)(stride * LANES));
+  float *numbers = room.numbers.data(), scales[LANES];
+  const auto* levels = (const float*)decoder.levels;
+  each_code(given, decoder, first, tokens, positions, room, scales, [&](int32_t c, const int32_t* places) {
+    F level = pick(levels + decoder.tables[c], level_count(decoder, c), places);
+    store(numbers + c * LANES, mul(level, load(scales)));
+  });
   for (int64_t c = 0; c < decoder.count; c += LANES) {
     F square[LANES];
     for (int i = 0; i < LANES; i++) square[i] = load(numbers + (c + i) * LANES);
@@ -161,6 +196,101 @@ static void take_units(const Codes& given, const LayerDecoder& decoder, int64_t 
     for (int64_t lane = 0; lane < tokens; lane++) store(out + lane * stride + c, square[lane]);
   }
 }
+
+// -- products of whole numbers ----------------------------------------------------------------------------------------
+
+constexpr int64_t PAIRS = 16;                            // of inputs that share a scale
+constexpr int64_t WHOLE_BYTES = PAIRS * 64 + LANES * 4;  // of a block of a tile
+constexpr int64_t FETCHED = 4 * WHOLE_BYTES;             // so far before it is used
+
+INLINE int64_t whole_blocks(const LayerDecoder& decoder) { return (decoder.count + 2 * PAIRS - 1) / (2 * PAIRS); }
+
+// The group's levels of at most LANES tokens, [pair][token] from `out` on: two codes of a token are one word.
+template <class Positions>
+static void take_pairs(const Codes& given, const LayerDecoder& decoder, int64_t first, int64_t tokens,
+                       const Positions& positions, Room& room, int32_t* out, float* scales) {
+  const auto* levels = (const int16_t*)decoder.levels;
+  I low = zeros();
+  each_code(given, decoder, first, tokens, positions, room, scales, [&](int32_t c, const int32_t* places) {
+    I level = pick_short(levels + decoder.tables[c], level_count(decoder, c), places);
+    if (c % 2) store((float*)(out + c / 2 * LANES), bits(in_pairs(low, level)));
+    else low = level;
+  });
+  int64_t pairs = decoder.count / 2;
+  if (decoder.count % 2) store((float*)(out + pairs++ * LANES), bits(in_pairs(low, zeros())));
+  std::fill(out + pairs * LANES, out + whole_blocks(decoder) * PAIRS * LANES, 0);
+}
+
+// Exact sums of `T` tokens and `C` tiles.
+template <int T, int C>
+struct Sums {
+  I at[T][C];
+};
+
+template <int T, int C>
+INLINE void add_pairs(const uint8_t* block, int64_t tile_bytes, const int32_t* pairs, Sums<T, C>& sums) {
+  for (int p = 0; p < PAIRS; p++, block += 64, pairs += LANES) {
+    Shorts numbers[C];
+    UNROLL for (int c = 0; c < C; c++) {
+      __builtin_prefetch(block + c * tile_bytes + FETCHED);
+      numbers[c] = load_shorts(block + c * tile_bytes);
+    }
+    UNROLL for (int t = 0; t < T; t++)
+      UNROLL for (int c = 0; c < C; c++) sums.at[t][c] = dot_shorts(sums.at[t][c], numbers[c], pairs[t]);
+  }
+}
+
+// Adds a block of C tiles to the totals of T tokens, [token][tile][16]. Not inlined: the compiler would keep the totals
+// where the sums should be.
+template <int T, int C>
+__attribute__((noinline)) void add_block(const uint8_t* block, int64_t tile_bytes, const int32_t* pairs,
+                                         float* totals) {
+  Sums<T, C> sums;
+  UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) sums.at[t][c] = zeros();
+  add_pairs(block, tile_bytes, pairs, sums);
+  UNROLL for (int c = 0; c < C; c++) {
+    F scale = load((const float*)(block + c * tile_bytes + PAIRS * 64));
+    UNROLL for (int t = 0; t < T; t++) {
+      float* total = totals + (t * C + c) * LANES;
+      store(total, fma(scale, as_floats(sums.at[t][c]), load(total)));
+    }
+  }
+}
+
+// Tiles [tile, tile + C) of a head's products with all tokens, into out[token][16 · tile …]. A block of the tiles stays in
+// the nearest cache for all tokens.
+template <int C>
+static void add_tiles(const LayerDecoder& decoder, int head, int64_t tile, int64_t tiles, const int32_t* pairs,
+                      int64_t tokens, Room& room, float* out, int64_t stride) {
+  int64_t blocks = whole_blocks(decoder), tile_bytes = blocks * WHOLE_BYTES;
+  const uint8_t* from = decoder.whole + (head * tiles + tile) * tile_bytes;
+  room.totals.assign((size_t)(tokens * C * LANES), 0.0f);
+  float* totals = room.totals.data();
+  for (int64_t b = 0; b < blocks; b++, from += WHOLE_BYTES)
+    for (int64_t i = 0; i < tokens; i += LANES) {
+      const int32_t* own = pairs + (i * blocks + b * LANES) * PAIRS;
+      Groups groups(std::min<int64_t>(LANES, tokens - i));
+      for (int64_t g = 0; g < groups.count; g++)
+        with_width(groups.width(g), [&](auto width) {
+          int64_t t = groups.first(g);
+          add_block<decltype(width)::value, C>(from, tile_bytes, own + t, totals + (i + t) * C * LANES);
+        });
+    }
+  for (int64_t token = 0; token < tokens; token++)
+    memcpy(out + token * stride + tile * LANES, totals + token * C * LANES, C * LANES * sizeof(float));
+}
+
+static void add_all(const LayerDecoder& decoder, int head, const int32_t* pairs, int64_t tokens, Room& room, float* out,
+                    int64_t width) {
+  int64_t tiles = width / LANES, tile = 0;
+  for (; tiles - tile >= MANY_TILES; tile += MANY_TILES)
+    add_tiles<MANY_TILES>(decoder, head, tile, tiles, pairs, tokens, room, out, width);
+  if constexpr (MANY_TILES > 2)
+    if (tiles - tile == 2) return add_tiles<2>(decoder, head, tile, tiles, pairs, tokens, room, out, width);
+  for (; tile < tiles; tile++) add_tiles<1>(decoder, head, tile, tiles, pairs, tokens, room, out, width);
+}
+
+// -- entries ----------------------------------------------------------------------------------------------------------
 
 // Cosines and sines of a position: those of the sum of two angles.
 static void take_turns(const Turning& turning, int64_t position, float* __restrict turns) {
@@ -181,26 +311,32 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
                     const Places& places) {
   Room& room = Room::own();
   int64_t width = 2 * dim, turned = turning.turned, stride = turned + 2 * LANES;
-  int64_t apart = (decoder.count + LANES - 1) / LANES * LANES;
-  room.units.resize((size_t)(AT_ONCE * apart));
+  bool is_exact = decoder.identity == EXACT;
+  int64_t apart = (decoder.count + LANES - 1) / LANES * LANES, words = whole_blocks(decoder) * PAIRS;
+  if (is_exact) room.pairs.resize((size_t)(AT_ONCE * words));
+  else room.units.resize((size_t)(AT_ONCE * apart));
   room.entries.resize((size_t)(AT_ONCE * width) + LANES);
   room.turns.resize((size_t)(AT_ONCE * stride));
+  float scales[AT_ONCE];
   for (int64_t i = 0; i < count; i += LANES) {
     int64_t tokens = std::min<int64_t>(LANES, count - i);
-    take_units(codes, decoder, i, tokens, positions, room, room.units.data() + i * apart, apart);
+    if (is_exact) take_pairs(codes, decoder, i, tokens, positions, room, room.pairs.data() + i * words, scales + i);
+    else take_units(codes, decoder, i, tokens, positions, room, room.units.data() + i * apart, apart);
   }
   for (int64_t i = 0; i < count; i++) take_turns(turning, positions(i), room.turns.data() + i * stride);
   F rest = all(0.0f), most = all(0.0f);
   // The heads' matrices are alike, so what they are multiplied with is prepared once.
-  auto identity = (Identity)decoder.identity;
-  Activations units = prepare(room.alone, decoder.matrices[from], identity, room.units.data(), apart, count);
+  Activations units = {Groups(0), 0, 0, nullptr, nullptr, nullptr, nullptr, nullptr};
+  if (!is_exact) units = prepare(room.alone, decoder.matrices[from], QUANTISED, room.units.data(), apart, count);
   for (int head = from; head < to; head++) {
-    linear_prepared(room.alone, decoder.matrices[head], identity, units, room.entries.data(), width);
+    if (is_exact) add_all(decoder, head, room.pairs.data(), count, room, room.entries.data(), width);
+    else linear_prepared(room.alone, decoder.matrices[head], QUANTISED, units, room.entries.data(), width);
     const float* means = decoder.means + head * width;
     for (int64_t i = 0; i < count; i++) {
       float *entry = room.entries.data() + i * width, *turns = room.turns.data() + i * stride;
+      F scale = all(is_exact ? scales[i] : 1.0f);
       for (int64_t d = 0; d < width; d += LANES) {
-        F number = add(load(entry + d), load(means + d));
+        F number = fma(load(entry + d), scale, load(means + d));
         rest = fma(number, all(0.0f), rest);
         most = larger(absolute(number), most);
         store(entry + d, number);

@@ -12,6 +12,9 @@
 //   dot_pair                   where the machine multiplies small matrices of bytes: two quads, and of two tokens at once
 //   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
 //   pick                       lane i: what the table has at index i of 16, all below `size`; at least 32 can be read
+//   dot_shorts                 lane i: pair i times `pair`, both numbers of 16 bits, added
+//   pick_short                 as pick, of whole numbers, in the low halves of lanes; 64 can be read behind the first
+//   in_pairs                   lane i: the low halves of both, the first one below
 //   lane_field                 lane i: `width` bits from bit `offset` on of the words i, 16 + i, 32 + i, …, as a number
 #pragma once
 #include <cmath>
@@ -107,6 +110,20 @@ INLINE Bytes factors(Bytes codes) { return codes; }
 INLINE I dot(I sum, Bytes codes, int32_t quad) { return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(quad)); }
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
 INLINE I total(I sums) { return sums; }
+using Shorts = __m512i;  // 16 pairs of numbers of 16 bits
+INLINE Shorts load_shorts(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE I dot_shorts(I sum, Shorts pairs, int32_t pair) {
+  sum = _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair));
+  asm("" : "+v"(sum));  // in its register: compilers else keep copies in memory
+  return sum;
+}
+INLINE I pick_short(const int16_t* table, int32_t size, const int32_t* index) {
+  __m512i places = _mm512_loadu_si512(index);
+  if (size <= 32) return _mm512_permutexvar_epi16(places, _mm512_loadu_si512(table));
+  if (size <= 64) return _mm512_permutex2var_epi16(_mm512_loadu_si512(table), places, _mm512_loadu_si512(table + 32));
+  return _mm512_i32gather_epi32(places, table, 2);
+}
+INLINE I in_pairs(I low, I high) { return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16)); }
 // A byte becomes the last bits of 2^23, from which 2^23 + 128 is taken.
 INLINE F byte(Bytes codes, int n) {
   __m512i index = _mm512_broadcast_i32x4(_mm_setr_epi32(n, n + 4, n + 8, n + 12));
@@ -224,6 +241,8 @@ INLINE Bytes high_nibbles(Bytes x) {
   __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
 }
+// Added now: compilers else compute all products of a block, keep them in memory, and add them in pairs.
+INLINE __m256i added(__m256i sum) { asm("" : "+x"(sum)); return sum; }
 #if defined(__AVXVNNI__)
 constexpr bool CENTRED = false;
 INLINE Bytes factors(Bytes codes) { return codes; }
@@ -243,8 +262,6 @@ INLINE Factors factors(Bytes codes) {
   Bytes numbers = {_mm256_xor_si256(codes.a, middle), _mm256_xor_si256(codes.b, middle)};
   return {numbers, {_mm256_abs_epi8(numbers.a), _mm256_abs_epi8(numbers.b)}};
 }
-// Added now: compilers else compute all products of a block, keep them in memory, and add them in pairs.
-INLINE __m256i added(__m256i sum) { asm("" : "+x"(sum)); return sum; }
 INLINE __m256i dot_half(__m256i sum, __m256i number, __m256i magnitude, __m256i q) {
   __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(q, number));
   return added(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
@@ -264,6 +281,25 @@ INLINE I total(I sums) {
   return {_mm256_madd_epi16(sums.a, one), _mm256_madd_epi16(sums.b, one)};
 }
 #endif
+using Shorts = I;  // 16 pairs of numbers of 16 bits
+INLINE Shorts load_shorts(const uint8_t* p) { return load_bytes(p); }
+INLINE I dot_shorts(I sum, Shorts pairs, int32_t pair) {
+  __m256i q = _mm256_set1_epi32(pair);
+#if defined(__AVXVNNI__)
+  return {added(_mm256_dpwssd_avx_epi32(sum.a, pairs.a, q)), added(_mm256_dpwssd_avx_epi32(sum.b, pairs.b, q))};
+#else
+  return {added(_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, q))),
+          added(_mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, q)))};
+#endif
+}
+INLINE I pick_short(const int16_t* table, int32_t, const int32_t* index) {
+  return {_mm256_i32gather_epi32((const int*)table, _mm256_loadu_si256((const __m256i*)index), 2),
+          _mm256_i32gather_epi32((const int*)table, _mm256_loadu_si256((const __m256i*)index + 1), 2)};
+}
+INLINE I in_pairs(I low, I high) {
+  return {_mm256_blend_epi16(low.a, _mm256_slli_epi32(high.a, 16), 0xaa),
+          _mm256_blend_epi16(low.b, _mm256_slli_epi32(high.b, 16), 0xaa)};
+}
 INLINE F byte(Bytes codes, int n) {
   __m256i index = _mm256_or_si256(_mm256_set1_epi32((int32_t)0x80808000),
                                   _mm256_setr_epi32(n, n + 4, n + 8, n + 12, n, n + 4, n + 8, n + 12));
@@ -397,6 +433,36 @@ INLINE F lane_bits(Bytes codes, int shift, uint32_t mask) {
 }
 INLINE F byte(Bytes codes, int n) { return sub(lane_bits(codes, 8 * n, 255), all(128.0f)); }
 INLINE F nibble(Bytes codes, int n) { return lane_bits(codes, n < 4 ? 8 * n : 8 * n - 28, 15); }
+// 16 pairs of numbers of 16 bits: the first of each pair, and the second.
+struct Shorts { int16x8_t first[2], second[2]; };
+INLINE Shorts load_shorts(const uint8_t* p) {
+  Shorts r;
+  for (int i = 0; i < 2; i++) {
+    int16x8_t a = vreinterpretq_s16_u8(vld1q_u8(p + 32 * i)), b = vreinterpretq_s16_u8(vld1q_u8(p + 32 * i + 16));
+    r.first[i] = vuzp1q_s16(a, b), r.second[i] = vuzp2q_s16(a, b);
+  }
+  return r;
+}
+INLINE I dot_shorts(I sum, Shorts pairs, int32_t pair) {
+  int16_t first = (int16_t)pair, second = (int16_t)(pair >> 16);
+  for (int i = 0; i < 2; i++) {
+    int32x4_t low = vmlal_n_s16(sum.v[2 * i], vget_low_s16(pairs.first[i]), first);
+    int32x4_t high = vmlal_high_n_s16(sum.v[2 * i + 1], pairs.first[i], first);
+    sum.v[2 * i] = vmlal_n_s16(low, vget_low_s16(pairs.second[i]), second);
+    sum.v[2 * i + 1] = vmlal_high_n_s16(high, pairs.second[i], second);
+  }
+  return sum;
+}
+INLINE I pick_short(const int16_t* table, int32_t, const int32_t* index) {
+  I r;
+  EACH {
+    const int32_t lanes[4] = {table[index[4 * i]], table[index[4 * i + 1]], table[index[4 * i + 2]],
+                              table[index[4 * i + 3]]};
+    r.v[i] = vld1q_s32(lanes);
+  }
+  return r;
+}
+INLINE I in_pairs(I low, I high) { EACH low.v[i] = vsliq_n_s32(low.v[i], high.v[i], 16); return low; }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool CENTRED = false;
 INLINE Bytes factors(Bytes codes) { return codes; }
@@ -501,6 +567,22 @@ INLINE I dot(I sum, Bytes codes, int32_t quad) {
 }
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
 INLINE I total(I sums) { return sums; }
+struct Shorts { int16_t v[32]; };  // 16 pairs
+INLINE Shorts load_shorts(const uint8_t* p) { Shorts r; memcpy(r.v, p, 64); return r; }
+INLINE I dot_shorts(I sum, Shorts pairs, int32_t pair) {
+  int16_t first = (int16_t)pair, second = (int16_t)(pair >> 16);
+  EACH sum.v[i] += pairs.v[2 * i] * first + pairs.v[2 * i + 1] * second;
+  return sum;
+}
+INLINE I pick_short(const int16_t* table, int32_t, const int32_t* index) {
+  I r;
+  EACH r.v[i] = table[index[i]];
+  return r;
+}
+INLINE I in_pairs(I low, I high) {
+  EACH low.v[i] = (int32_t)(((uint32_t)low.v[i] & 0xffff) | (uint32_t)high.v[i] << 16);
+  return low;
+}
 INLINE F byte(Bytes codes, int n) { F r; EACH r.v[i] = (float)codes.v[4 * i + n] - 128.0f; return r; }
 INLINE F nibble(Bytes codes, int n) {
   F r;

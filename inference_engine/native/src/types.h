@@ -57,9 +57,14 @@ struct LayerDecoder {
   // [count]: of each code the byte behind the scale in which it begins, how many bits stand before and behind it in the
   // 32 bits from there, and where its levels begin.
   const int32_t *octets, *lefts, *rights, *tables;
-  const float *levels, *scales;             // levels: 32 more can be read; scales: [256], by the group's first byte
+  // float32, and 32 more can be read. EXACT: whole numbers of 16 bits, and 64 more.
+  const void* levels;
+  const float* scales;                      // [256], by the group's first byte
   const float* means;                       // [kv_heads][2 · head_dim]
-  const Matrix* matrices;                   // [kv_heads], 2 · head_dim outputs and `count` inputs
+  // [kv_heads], 2 · head_dim outputs and `count` inputs. EXACT: none, but `whole`: [kv_heads][2 · head_dim / 16] tiles of
+  // 32 inputs, which are [16][16] pairs of whole numbers of 16 bits, then 16 scales of float32.
+  const Matrix* matrices;
+  const uint8_t* whole;
   int32_t count, chains, first_byte, bytes; // bytes: of the group's codes, its scale among them
   int32_t identity, reserved;               // of the product
 };
@@ -97,14 +102,15 @@ struct TrellisCodes {
   int64_t vectors, count, chains;
 };
 
-// Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. `held`: which
-// position each slot holds, -1 for none; `used`: when it was chosen last, by the clock of its head.
+// Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. `held`:
+// which position each slot holds, -1 for none; `until`: how long it is to stay there, by the clock of its head, which
+// counts tokens.
 struct Archive {
   Codes codes;
   Turning turning;
   const LayerDecoder* decoder;
   int32_t* held;               // [kv_heads][slots]
-  uint32_t *used, *clocks;     // [kv_heads][slots], [kv_heads]
+  uint32_t *until, *clocks;    // [kv_heads][slots], [kv_heads]
   int64_t start, slots;        // start: buffer vector of slot 0
   int32_t is_broken, reserved; // has an entry that was restored not been finite?
 };
