@@ -86,38 +86,55 @@ struct Totals {
 
 // -- activations as they are ------------------------------------------------------------------------------------------
 
-// A few tokens: numbers are made of the codes as they are needed.
-template <int FORMAT, int T, int C>
-INLINE void direct_block(const uint8_t* block, int64_t tile_bytes, const float* x, const float* sums, Totals<T, C>& y) {
+// A few tokens: numbers are made of the codes as they are needed. N blocks behind each other side by side, each with sums
+// of its own: one token and one tile have one chain of additions in a block, and would wait for each of them.
+template <int FORMAT, int T, int C, int N>
+INLINE void direct_blocks(const uint8_t* block, int64_t tile_bytes, const float* x, const float* sums,
+                          Totals<T, C>& y) {
   using Kind = Tile<FORMAT>;
-  for (int part = 0; part < Kind::PARTS; part++) {
-    F chain[T][C];
-    UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain[t][c] = all(0.0f);
-    constexpr int LOADS = BLOCK / Kind::AT_ONCE / Kind::PARTS;
+  constexpr int INPUTS = BLOCK / Kind::PARTS, LOADS = INPUTS / Kind::AT_ONCE, SIDE_BY_SIDE = N == 1 ? 1 : N * Kind::PARTS;
+  for (int begin = 0; begin < N * Kind::PARTS; begin += SIDE_BY_SIDE) {  // counted in parts of blocks
+    F chain[SIDE_BY_SIDE][T][C];
+    UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++)
+      UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain[s][t][c] = all(0.0f);
     UNROLL for (int i = 0; i < LOADS; i++) {
-      Bytes codes[C];
-      UNROLL for (int c = 0; c < C; c++) codes[c] = load_bytes(block + c * tile_bytes + 64 * (part * LOADS + i));
-      UNROLL for (int n = 0; n < Kind::AT_ONCE; n++) {
-        F w[C];
-        UNROLL for (int c = 0; c < C; c++) w[c] = Kind::code(codes[c], n);
-        const float* numbers = x + ((part * LOADS + i) * Kind::AT_ONCE + n) * T;
-        UNROLL for (int t = 0; t < T; t++) {
-          F number = all(numbers[t]);
-          UNROLL for (int c = 0; c < C; c++) chain[t][c] = fma(w[c], number, chain[t][c]);
+      Bytes codes[SIDE_BY_SIDE][C];
+      UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++)
+        UNROLL for (int c = 0; c < C; c++)
+          codes[s][c] = load_bytes(block + (begin + s) / Kind::PARTS * Kind::STEP + c * tile_bytes +
+                                   64 * ((begin + s) % Kind::PARTS * LOADS + i));
+      UNROLL for (int n = 0; n < Kind::AT_ONCE; n++)
+        UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++) {
+          F w[C];
+          UNROLL for (int c = 0; c < C; c++) w[c] = Kind::code(codes[s][c], n);
+          const float* numbers = x + ((begin + s) * INPUTS + i * Kind::AT_ONCE + n) * T;
+          UNROLL for (int t = 0; t < T; t++) {
+            F number = all(numbers[t]);
+            UNROLL for (int c = 0; c < C; c++) chain[s][t][c] = fma(w[c], number, chain[s][t][c]);
+          }
+        }
+    }
+    UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++) {
+      int n = (begin + s) / Kind::PARTS, part = (begin + s) % Kind::PARTS;
+      UNROLL for (int c = 0; c < C; c++) {
+        const uint8_t* at = block + n * Kind::STEP + c * tile_bytes;
+        F scale = Kind::scale(at, part);
+        UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(scale, chain[s][t][c], y.at[t][c]);
+        if constexpr (Kind::NIBBLES) {
+          F offset = Kind::offset(at);
+          UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[n * T + t]), y.at[t][c]);
         }
       }
     }
-    UNROLL for (int c = 0; c < C; c++) {
-      F scale = Kind::scale(block + c * tile_bytes, part);
-      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(scale, chain[t][c], y.at[t][c]);
-    }
   }
-  if constexpr (Kind::NIBBLES)
-    UNROLL for (int c = 0; c < C; c++) {
-      F offset = Kind::offset(block + c * tile_bytes);
-      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[t]), y.at[t][c]);
-    }
 }
+
+// How many blocks of one token.
+#if defined(__AVX512F__) || defined(__AVX2__)
+constexpr int BLOCKS_AT_ONCE = 3;
+#else
+constexpr int BLOCKS_AT_ONCE = 1;
+#endif
 
 template <int FORMAT, int T, int C>
 INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const Activations& a, int64_t group,
@@ -136,10 +153,16 @@ INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const 
       }
     }
   } else {
+    constexpr int N = T == 1 ? BLOCKS_AT_ONCE : 1;
     const float* sums = a.sums + first * a.blocks;
-    for (int64_t b = 0; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T) {
+    int64_t b = 0;
+    for (; N > 1 && b + N <= a.blocks; b += N, tiles += N * Kind::STEP, x += N * BLOCK * T, sums += N * T) {
+      for (int n = 0; n < N; n++) Ahead::fetch(ahead);
+      direct_blocks<FORMAT, T, C, N>(tiles, tile_bytes, x, sums, y);
+    }
+    for (; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T) {
       Ahead::fetch(ahead);
-      direct_block<FORMAT, T, C>(tiles, tile_bytes, x, sums, y);
+      direct_blocks<FORMAT, T, C, 1>(tiles, tile_bytes, x, sums, y);
     }
   }
 }
@@ -254,9 +277,9 @@ struct Outputs {
 };
 
 // Tiles that one group of tokens is multiplied with at once: so many sums run side by side that none waits for itself.
-// One token waits for the memory instead, which is read fastest as one stream.
+// One token waits for the memory instead, which is read fastest as one stream: it has several blocks side by side.
 constexpr int tiles_at_once(int tokens, bool floats, bool bytes) {
-  if (tokens == 1) return bytes ? 1 : floats ? 4 : 2;
+  if (tokens == 1) return floats ? 4 : bytes || BLOCKS_AT_ONCE > 1 ? 1 : 2;
 #if defined(__AVX512F__)
   return tokens == 2 && !bytes ? 4 : 2;
 #else
