@@ -336,8 +336,8 @@ void few_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_
 
 // -- many tokens, activations as they are -----------------------------------------------------------------------------
 
-// Numbers are made of the codes of a few tiles once, a piece of some blocks at a time that stays in the nearest cache,
-// and multiplied with all tokens. Their totals wait in memory meanwhile.
+// Numbers are made of the codes of a few tiles once, by the first group, a piece of some blocks at a time that stays in
+// the nearest cache, and multiplied with all tokens. Their totals wait in memory meanwhile.
 constexpr int PIECE = 128;  // inputs
 #if defined(__AVX512F__)
 constexpr int MANY_TILES = 3;
@@ -345,22 +345,20 @@ constexpr int MANY_TILES = 3;
 constexpr int MANY_TILES = 1;
 #endif
 
-// Inputs [first, first + count) of C tiles, as [input][tile][16].
+// Inputs [first, first + count) of C tiles of floats, as [input][tile][16].
 template <int FORMAT, int C>
-INLINE void decode(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, float* out) {
+INLINE void widen(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, float* out) {
   using Kind = Tile<FORMAT>;
-  for (int c = 0; c < C; c++, tiles += tile_bytes) {
-    float* to = out + c * LANES;
-    if constexpr (Kind::FLOATS) {
-      for (int64_t i = 0; i < count; i++) store(to + i * C * LANES, Kind::number(tiles + (first + i) * Kind::STEP));
-    } else {
-      for (int64_t i = 0; i < count; i += Kind::AT_ONCE) {
-        const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
-        __builtin_prefetch(block + i % BLOCK / Kind::AT_ONCE * 64 + C * tile_bytes, 0, 2);
-        Bytes codes = load_bytes(block + i % BLOCK / Kind::AT_ONCE * 64);
-        UNROLL for (int n = 0; n < Kind::AT_ONCE; n++) store(to + (i + n) * C * LANES, Kind::code(codes, n));
-      }
-    }
+  for (int c = 0; c < C; c++, tiles += tile_bytes)
+    for (int64_t i = 0; i < count; i++)
+      store(out + (i * C + c) * LANES, Kind::number(tiles + (first + i) * Kind::STEP));
+}
+
+template <int T, int C>
+INLINE void add_product(const F (&numbers)[C], const float* x, Totals<T, C>& chain) {
+  UNROLL for (int t = 0; t < T; t++) {
+    F number = all(x[t]);
+    UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = fma(numbers[c], number, chain.at[t][c]);
   }
 }
 
@@ -369,9 +367,26 @@ INLINE void add_products(const float* w, const float* x, int64_t count, Totals<T
   for (int64_t i = 0; i < count; i++, w += C * LANES, x += T) {
     F numbers[C];
     UNROLL for (int c = 0; c < C; c++) numbers[c] = load(w + c * LANES);
-    UNROLL for (int t = 0; t < T; t++) {
-      F number = all(x[t]);
-      UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = fma(numbers[c], number, chain.at[t][c]);
+    add_product<T, C>(numbers, x, chain);
+  }
+}
+
+// The same of codes, whose numbers are written to `w` for the groups that follow. To write them takes as long as two
+// products each, and nothing beside products.
+template <int FORMAT, int T, int C>
+INLINE void decode_and_add(const uint8_t* codes, int64_t tile_bytes, float* w, const float* x, int64_t count,
+                           Totals<T, C>& chain) {
+  using Kind = Tile<FORMAT>;
+  for (int64_t i = 0; i < count; i += Kind::AT_ONCE, codes += 64) {
+    Bytes some[C];
+    UNROLL for (int c = 0; c < C; c++) {
+      __builtin_prefetch(codes + (c + C) * tile_bytes, 0, 2);
+      some[c] = load_bytes(codes + c * tile_bytes);
+    }
+    UNROLL for (int n = 0; n < Kind::AT_ONCE; n++, w += C * LANES, x += T) {
+      F numbers[C];
+      UNROLL for (int c = 0; c < C; c++) store(w + c * LANES, numbers[c] = Kind::code(some[c], n));
+      add_product<T, C>(numbers, x, chain);
     }
   }
 }
@@ -390,13 +405,16 @@ INLINE void store_totals(const Totals<T, C>& totals, float* y) {
 
 // Adds one block, or the half of one that has a scale of its own. Not inlined: the compiler would keep the totals where
 // the sums should be.
-template <int FORMAT, int T, int C>
-__attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_bytes, int part, const float* w,
-                                          const float* x, const float* sums, float* y) {
+template <int FORMAT, bool DECODES, int T, int C>
+__attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_bytes, int part, float* w, const float* x,
+                                          const float* sums, float* y) {
   using Kind = Tile<FORMAT>;
+  constexpr int RUN = BLOCK / Kind::PARTS;
   Totals<T, C> chain;
   UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = all(0.0f);
-  add_products(w, x, BLOCK / Kind::PARTS, chain);
+  if constexpr (DECODES)
+    decode_and_add<FORMAT, T, C>(block + part * (RUN / Kind::AT_ONCE) * 64, tile_bytes, w, x, RUN, chain);
+  else add_products(w, x, RUN, chain);
   UNROLL for (int c = 0; c < C; c++) {
     F scale = Kind::scale(block + c * tile_bytes, part), offset = scale;
     if constexpr (Kind::NIBBLES) offset = Kind::offset(block + c * tile_bytes);
@@ -409,8 +427,8 @@ __attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_byt
 }
 
 // One piece and one group: `w` the piece's numbers, `y` the group's totals, [token][tile][16].
-template <int FORMAT, int T, int C>
-void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, const float* w, const float* x,
+template <int FORMAT, bool DECODES, int T, int C>
+void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, float* w, const float* x,
                 const float* sums, float* y) {
   using Kind = Tile<FORMAT>;
   if constexpr (Kind::FLOATS) {
@@ -423,7 +441,7 @@ void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t
     for (int64_t i = 0; i < count; i += RUN) {
       const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
       int part = (int)(i % BLOCK / RUN);
-      many_block<FORMAT, T, C>(block, tile_bytes, part, w + i * C * LANES, x + i * T, sums + i / BLOCK * T, y);
+      many_block<FORMAT, DECODES, T, C>(block, tile_bytes, part, w + i * C * LANES, x + i * T, sums + i / BLOCK * T, y);
     }
   }
 }
@@ -438,14 +456,16 @@ void many_tiles(const Matrix& matrix, const Activations& a, int64_t from, int64_
   memset(totals, 0, (size_t)((end - begin) * C * LANES) * sizeof(float));
   for (int64_t first = 0; first < a.inputs; first += PIECE) {
     int64_t count = std::min<int64_t>(PIECE, a.inputs - first);
-    decode<FORMAT, C>(tiles, tile_bytes, first, count, w);
+    if constexpr (Tile<FORMAT>::FLOATS) widen<FORMAT, C>(tiles, tile_bytes, first, count, w);
     for (int64_t g = from; g < to; g++)
       with_width(a.groups.width(g), [&](auto width) {
         constexpr int T = width;
         int64_t token = a.groups.first(g);
+        const float* x = a.numbers + token * a.inputs + first * T;
         const float* sums = a.sums ? a.sums + token * a.blocks + first / BLOCK * T : nullptr;
-        many_piece<FORMAT, T, C>(tiles, tile_bytes, first, count, w, a.numbers + token * a.inputs + first * T, sums,
-                                 totals + (token - begin) * C * LANES);
+        float* y = totals + (token - begin) * C * LANES;
+        if (g == from) many_piece<FORMAT, !Tile<FORMAT>::FLOATS, T, C>(tiles, tile_bytes, first, count, w, x, sums, y);
+        else many_piece<FORMAT, false, T, C>(tiles, tile_bytes, first, count, w, x, sums, y);
       });
   }
   for (int64_t token = begin; token < end; token++)
