@@ -281,6 +281,7 @@ struct Outputs {
 constexpr int tiles_at_once(int tokens, bool floats, bool bytes) {
   if (tokens == 1) return floats ? 4 : bytes || BLOCKS_AT_ONCE > 1 ? 1 : 2;
 #if defined(__AVX512F__)
+  if (tokens >= 7 && !floats && !bytes) return 1;  // two tiles: their totals would leave the registers to their sums
   return tokens == 2 && !bytes ? 4 : 2;
 #else
   return tokens == 2 ? 2 : 1;
