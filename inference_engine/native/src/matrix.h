@@ -86,38 +86,55 @@ struct Totals {
 
 // -- activations as they are ------------------------------------------------------------------------------------------
 
-// A few tokens: numbers are made of the codes as they are needed.
-template <int FORMAT, int T, int C>
-INLINE void direct_block(const uint8_t* block, int64_t tile_bytes, const float* x, const float* sums, Totals<T, C>& y) {
+// A few tokens: numbers are made of the codes as they are needed. N blocks behind each other side by side, each with sums
+// of its own: one token and one tile have one chain of additions in a block, and would wait for each of them.
+template <int FORMAT, int T, int C, int N>
+INLINE void direct_blocks(const uint8_t* block, int64_t tile_bytes, const float* x, const float* sums,
+                          Totals<T, C>& y) {
   using Kind = Tile<FORMAT>;
-  for (int part = 0; part < Kind::PARTS; part++) {
-    F chain[T][C];
-    UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain[t][c] = all(0.0f);
-    constexpr int LOADS = BLOCK / Kind::AT_ONCE / Kind::PARTS;
+  constexpr int INPUTS = BLOCK / Kind::PARTS, LOADS = INPUTS / Kind::AT_ONCE, SIDE_BY_SIDE = N == 1 ? 1 : N * Kind::PARTS;
+  for (int begin = 0; begin < N * Kind::PARTS; begin += SIDE_BY_SIDE) {  // counted in parts of blocks
+    F chain[SIDE_BY_SIDE][T][C];
+    UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++)
+      UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain[s][t][c] = all(0.0f);
     UNROLL for (int i = 0; i < LOADS; i++) {
-      Bytes codes[C];
-      UNROLL for (int c = 0; c < C; c++) codes[c] = load_bytes(block + c * tile_bytes + 64 * (part * LOADS + i));
-      UNROLL for (int n = 0; n < Kind::AT_ONCE; n++) {
-        F w[C];
-        UNROLL for (int c = 0; c < C; c++) w[c] = Kind::code(codes[c], n);
-        const float* numbers = x + ((part * LOADS + i) * Kind::AT_ONCE + n) * T;
-        UNROLL for (int t = 0; t < T; t++) {
-          F number = all(numbers[t]);
-          UNROLL for (int c = 0; c < C; c++) chain[t][c] = fma(w[c], number, chain[t][c]);
+      Bytes codes[SIDE_BY_SIDE][C];
+      UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++)
+        UNROLL for (int c = 0; c < C; c++)
+          codes[s][c] = load_bytes(block + (begin + s) / Kind::PARTS * Kind::STEP + c * tile_bytes +
+                                   64 * ((begin + s) % Kind::PARTS * LOADS + i));
+      UNROLL for (int n = 0; n < Kind::AT_ONCE; n++)
+        UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++) {
+          F w[C];
+          UNROLL for (int c = 0; c < C; c++) w[c] = Kind::code(codes[s][c], n);
+          const float* numbers = x + ((begin + s) * INPUTS + i * Kind::AT_ONCE + n) * T;
+          UNROLL for (int t = 0; t < T; t++) {
+            F number = all(numbers[t]);
+            UNROLL for (int c = 0; c < C; c++) chain[s][t][c] = fma(w[c], number, chain[s][t][c]);
+          }
+        }
+    }
+    UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++) {
+      int n = (begin + s) / Kind::PARTS, part = (begin + s) % Kind::PARTS;
+      UNROLL for (int c = 0; c < C; c++) {
+        const uint8_t* at = block + n * Kind::STEP + c * tile_bytes;
+        F scale = Kind::scale(at, part);
+        UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(scale, chain[s][t][c], y.at[t][c]);
+        if constexpr (Kind::NIBBLES) {
+          F offset = Kind::offset(at);
+          UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[n * T + t]), y.at[t][c]);
         }
       }
     }
-    UNROLL for (int c = 0; c < C; c++) {
-      F scale = Kind::scale(block + c * tile_bytes, part);
-      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(scale, chain[t][c], y.at[t][c]);
-    }
   }
-  if constexpr (Kind::NIBBLES)
-    UNROLL for (int c = 0; c < C; c++) {
-      F offset = Kind::offset(block + c * tile_bytes);
-      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[t]), y.at[t][c]);
-    }
 }
+
+// How many blocks of one token.
+#if defined(__AVX512F__) || defined(__AVX2__)
+constexpr int BLOCKS_AT_ONCE = 3;
+#else
+constexpr int BLOCKS_AT_ONCE = 1;
+#endif
 
 template <int FORMAT, int T, int C>
 INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const Activations& a, int64_t group,
@@ -136,10 +153,16 @@ INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const 
       }
     }
   } else {
+    constexpr int N = T == 1 ? BLOCKS_AT_ONCE : 1;
     const float* sums = a.sums + first * a.blocks;
-    for (int64_t b = 0; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T) {
+    int64_t b = 0;
+    for (; N > 1 && b + N <= a.blocks; b += N, tiles += N * Kind::STEP, x += N * BLOCK * T, sums += N * T) {
+      for (int n = 0; n < N; n++) Ahead::fetch(ahead);
+      direct_blocks<FORMAT, T, C, N>(tiles, tile_bytes, x, sums, y);
+    }
+    for (; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T) {
       Ahead::fetch(ahead);
-      direct_block<FORMAT, T, C>(tiles, tile_bytes, x, sums, y);
+      direct_blocks<FORMAT, T, C, 1>(tiles, tile_bytes, x, sums, y);
     }
   }
 }
@@ -254,10 +277,11 @@ struct Outputs {
 };
 
 // Tiles that one group of tokens is multiplied with at once: so many sums run side by side that none waits for itself.
-// One token waits for the memory instead, which is read fastest as one stream.
+// One token waits for the memory instead, which is read fastest as one stream: it has several blocks side by side.
 constexpr int tiles_at_once(int tokens, bool floats, bool bytes) {
-  if (tokens == 1) return bytes ? 1 : floats ? 4 : 2;
+  if (tokens == 1) return floats ? 4 : bytes || BLOCKS_AT_ONCE > 1 ? 1 : 2;
 #if defined(__AVX512F__)
+  if (tokens >= 7 && !floats && !bytes) return 1;  // two tiles: their totals would leave the registers to their sums
   return tokens == 2 && !bytes ? 4 : 2;
 #else
   return tokens == 2 ? 2 : 1;
@@ -313,8 +337,8 @@ void few_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_
 
 // -- many tokens, activations as they are -----------------------------------------------------------------------------
 
-// Numbers are made of the codes of a few tiles once, a piece of some blocks at a time that stays in the nearest cache,
-// and multiplied with all tokens. Their totals wait in memory meanwhile.
+// Numbers are made of the codes of a few tiles once, by the first group, a piece of some blocks at a time that stays in
+// the nearest cache, and multiplied with all tokens. Their totals wait in memory meanwhile.
 constexpr int PIECE = 128;  // inputs
 #if defined(__AVX512F__)
 constexpr int MANY_TILES = 3;
@@ -322,22 +346,20 @@ constexpr int MANY_TILES = 3;
 constexpr int MANY_TILES = 1;
 #endif
 
-// Inputs [first, first + count) of C tiles, as [input][tile][16].
+// Inputs [first, first + count) of C tiles of floats, as [input][tile][16].
 template <int FORMAT, int C>
-INLINE void decode(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, float* out) {
+INLINE void widen(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, float* out) {
   using Kind = Tile<FORMAT>;
-  for (int c = 0; c < C; c++, tiles += tile_bytes) {
-    float* to = out + c * LANES;
-    if constexpr (Kind::FLOATS) {
-      for (int64_t i = 0; i < count; i++) store(to + i * C * LANES, Kind::number(tiles + (first + i) * Kind::STEP));
-    } else {
-      for (int64_t i = 0; i < count; i += Kind::AT_ONCE) {
-        const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
-        __builtin_prefetch(block + i % BLOCK / Kind::AT_ONCE * 64 + C * tile_bytes, 0, 2);
-        Bytes codes = load_bytes(block + i % BLOCK / Kind::AT_ONCE * 64);
-        UNROLL for (int n = 0; n < Kind::AT_ONCE; n++) store(to + (i + n) * C * LANES, Kind::code(codes, n));
-      }
-    }
+  for (int c = 0; c < C; c++, tiles += tile_bytes)
+    for (int64_t i = 0; i < count; i++)
+      store(out + (i * C + c) * LANES, Kind::number(tiles + (first + i) * Kind::STEP));
+}
+
+template <int T, int C>
+INLINE void add_product(const F (&numbers)[C], const float* x, Totals<T, C>& chain) {
+  UNROLL for (int t = 0; t < T; t++) {
+    F number = all(x[t]);
+    UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = fma(numbers[c], number, chain.at[t][c]);
   }
 }
 
@@ -346,9 +368,26 @@ INLINE void add_products(const float* w, const float* x, int64_t count, Totals<T
   for (int64_t i = 0; i < count; i++, w += C * LANES, x += T) {
     F numbers[C];
     UNROLL for (int c = 0; c < C; c++) numbers[c] = load(w + c * LANES);
-    UNROLL for (int t = 0; t < T; t++) {
-      F number = all(x[t]);
-      UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = fma(numbers[c], number, chain.at[t][c]);
+    add_product<T, C>(numbers, x, chain);
+  }
+}
+
+// The same of codes, whose numbers are written to `w` for the groups that follow. To write them takes as long as two
+// products each, and nothing beside products.
+template <int FORMAT, int T, int C>
+INLINE void decode_and_add(const uint8_t* codes, int64_t tile_bytes, float* w, const float* x, int64_t count,
+                           Totals<T, C>& chain) {
+  using Kind = Tile<FORMAT>;
+  for (int64_t i = 0; i < count; i += Kind::AT_ONCE, codes += 64) {
+    Bytes some[C];
+    UNROLL for (int c = 0; c < C; c++) {
+      __builtin_prefetch(codes + (c + C) * tile_bytes, 0, 2);
+      some[c] = load_bytes(codes + c * tile_bytes);
+    }
+    UNROLL for (int n = 0; n < Kind::AT_ONCE; n++, w += C * LANES, x += T) {
+      F numbers[C];
+      UNROLL for (int c = 0; c < C; c++) store(w + c * LANES, numbers[c] = Kind::code(some[c], n));
+      add_product<T, C>(numbers, x, chain);
     }
   }
 }
@@ -367,13 +406,16 @@ INLINE void store_totals(const Totals<T, C>& totals, float* y) {
 
 // Adds one block, or the half of one that has a scale of its own. Not inlined: the compiler would keep the totals where
 // the sums should be.
-template <int FORMAT, int T, int C>
-__attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_bytes, int part, const float* w,
-                                          const float* x, const float* sums, float* y) {
+template <int FORMAT, bool DECODES, int T, int C>
+__attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_bytes, int part, float* w, const float* x,
+                                          const float* sums, float* y) {
   using Kind = Tile<FORMAT>;
+  constexpr int RUN = BLOCK / Kind::PARTS;
   Totals<T, C> chain;
   UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = all(0.0f);
-  add_products(w, x, BLOCK / Kind::PARTS, chain);
+  if constexpr (DECODES)
+    decode_and_add<FORMAT, T, C>(block + part * (RUN / Kind::AT_ONCE) * 64, tile_bytes, w, x, RUN, chain);
+  else add_products(w, x, RUN, chain);
   UNROLL for (int c = 0; c < C; c++) {
     F scale = Kind::scale(block + c * tile_bytes, part), offset = scale;
     if constexpr (Kind::NIBBLES) offset = Kind::offset(block + c * tile_bytes);
@@ -386,8 +428,8 @@ __attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_byt
 }
 
 // One piece and one group: `w` the piece's numbers, `y` the group's totals, [token][tile][16].
-template <int FORMAT, int T, int C>
-void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, const float* w, const float* x,
+template <int FORMAT, bool DECODES, int T, int C>
+void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, float* w, const float* x,
                 const float* sums, float* y) {
   using Kind = Tile<FORMAT>;
   if constexpr (Kind::FLOATS) {
@@ -400,7 +442,7 @@ void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t
     for (int64_t i = 0; i < count; i += RUN) {
       const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
       int part = (int)(i % BLOCK / RUN);
-      many_block<FORMAT, T, C>(block, tile_bytes, part, w + i * C * LANES, x + i * T, sums + i / BLOCK * T, y);
+      many_block<FORMAT, DECODES, T, C>(block, tile_bytes, part, w + i * C * LANES, x + i * T, sums + i / BLOCK * T, y);
     }
   }
 }
@@ -415,14 +457,16 @@ void many_tiles(const Matrix& matrix, const Activations& a, int64_t from, int64_
   memset(totals, 0, (size_t)((end - begin) * C * LANES) * sizeof(float));
   for (int64_t first = 0; first < a.inputs; first += PIECE) {
     int64_t count = std::min<int64_t>(PIECE, a.inputs - first);
-    decode<FORMAT, C>(tiles, tile_bytes, first, count, w);
+    if constexpr (Tile<FORMAT>::FLOATS) widen<FORMAT, C>(tiles, tile_bytes, first, count, w);
     for (int64_t g = from; g < to; g++)
       with_width(a.groups.width(g), [&](auto width) {
         constexpr int T = width;
         int64_t token = a.groups.first(g);
+        const float* x = a.numbers + token * a.inputs + first * T;
         const float* sums = a.sums ? a.sums + token * a.blocks + first / BLOCK * T : nullptr;
-        many_piece<FORMAT, T, C>(tiles, tile_bytes, first, count, w, a.numbers + token * a.inputs + first * T, sums,
-                                 totals + (token - begin) * C * LANES);
+        float* y = totals + (token - begin) * C * LANES;
+        if (g == from) many_piece<FORMAT, !Tile<FORMAT>::FLOATS, T, C>(tiles, tile_bytes, first, count, w, x, sums, y);
+        else many_piece<FORMAT, false, T, C>(tiles, tile_bytes, first, count, w, x, sums, y);
       });
   }
   for (int64_t token = begin; token < end; token++)
