@@ -147,11 +147,13 @@ def _in_format(decoder: LayerDecoder, kind: Format) -> Product:
 
 
 def _of_whole_numbers(decoder: LayerDecoder) -> Product:
-    """Levels and matrix as whole numbers of 16 bits, which lose no more than floats of 16 bits: see restoring.h.
+    """Levels and matrix as whole numbers of 16 bits, which lose less than a hundredth of what codes do: see restoring.h.
 
     Raises BackendError for what is not finite.
     """
     given, starts = decoder.levels.cpu().numpy().astype(np.float32), decoder.tables.tolist()
+    if not np.isfinite(given).all():
+        raise BackendError(f"the latent codec's {len(given)} levels have a number that is not finite")
     sizes = [2 << width for width in decoder.widths.tolist()]
     begins: dict[tuple[int, int], tuple[int, float]] = {}  # by table: where its whole numbers begin, and their unit
     levels: list[NDArray[np.int16]] = []

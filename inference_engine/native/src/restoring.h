@@ -6,10 +6,10 @@
 //
 // The bits of an entry depend on its code and the matrix alone, so what a restore cache holds changes no result.
 //
-// Levels come from small tables, so both sides of the product can be whole numbers without losing more than floats of 16
-// bits do, and a processor multiplies twice as many of those at once. In EXACT a level is one of ±8191 parts of its
+// Levels come from small tables, so both sides of the product can be whole numbers, of which a processor multiplies twice
+// as many at once. They lose some times what floats of 16 bits do, and less than a hundredth of what codes do. In EXACT a level is one of ±8191 parts of its
 // table's largest, and a number of an output one of ±8191 parts of the largest of 32. Of 32 products 32 bits hold the
-// sum, which is exact; then total += scale · sum, blocks ascending, with one rounding. In QUANTISED bytes are multiplied
+// sum, which is exact; then total += scale · sum as floats, blocks ascending. In QUANTISED bytes are multiplied
 // (matrix.h).
 #pragma once
 #include <algorithm>
@@ -43,7 +43,8 @@ struct Missing {
 
 // How long an entry stays that is not chosen any more, in tokens: STAY for each time that it was chosen, as long as it
 // was chosen again before that ended. What many tokens chose comes back more often than what was chosen last.
-constexpr int32_t STAY = 8, LONGEST_STAY = 64;
+// What was chosen often stays for as long as three times, or nothing new would stay when a text turns to something else.
+constexpr int32_t STAY = 8, LONGEST_STAY = 24;
 
 // Finds `count` positions, ascending, of one head: slots[i] is where positions[i] is or will be. Those that have to be
 // restored are added to `missing`. False if the restore cache has too few slots.
