@@ -241,7 +241,7 @@ class ModelConfig:
     kernels: str = "auto"
     graphs: str = "auto"  # CUDA graphs for decode steps on a GPU; "off": never
     linear: str = "auto"  # weights packed for oneDNN where supported (on a CPU); "packed": required; "plain": never
-    threads: int = 0  # 0: one for each core
+    threads: int = 0  # 0: one for each core that this process may use
     cache_dir: str = ""  # "": the user's cache folder
     latent: str = "auto"  # the latent codec: a folder, "auto" for the one in the cache if there is one, or "none"
     drafter: str = "auto"  # "ngram", "trained", a drafter's folder, "auto", or "none"; see `compose.py`

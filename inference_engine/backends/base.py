@@ -19,7 +19,7 @@ from inference_engine.kernels.sampling import Draw, Sample
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerTraits
 from inference_engine.kv.plan import StepPlan
-from inference_engine.native.library import usable_cores
+from inference_engine.native.cores import usable_cores
 from inference_engine.types import Mode, ModelFacts
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ HELP = {
         "KIND",
         "packed: weights laid out for this CPU; plain: as stored; auto: packed where supported",
     ),
-    "threads": ("N", "CPU threads; 0: one for each core"),
+    "threads": ("N", "CPU threads; 0: one for each core that this process may use"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
     "latent": (
         "FOLDER",

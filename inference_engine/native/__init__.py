@@ -1,1 +1,2 @@
-"""Kernels in C++ for the CPU: their sources, what compiles them (`build`), and what calls them (`library`)."""
+"""Kernels in C++ for the CPU: their sources, what compiles them (`build`), what calls them (`library`), and on how many
+cores (`cores`)."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from inference_engine.errors import BackendError
 from inference_engine.native import build
+from inference_engine.native.cores import usable_cores
 
 Floats = NDArray[np.float32]
 
@@ -553,12 +554,6 @@ def why_missing() -> str | None:
     """Why there is no library and what to do about it. None if there is one."""
     found = _open(build.LIBRARY)
     return found if isinstance(found, str) else None
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @cache

@@ -97,6 +97,22 @@ def test_a_family_without_some_strategies_is_a_warning(
     )
 
 
+def test_cores_are_those_that_the_process_may_use_and_more_threads_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container with a quota of two."""
+    monkeypatch.setattr("psutil.cpu_count", lambda: 64)
+    monkeypatch.setattr("inference_engine.cli.doctor.usable_cores", lambda: 2)
+    found = []
+    for threads in ("0", "3"):
+        assert doctor("--model", "nosuch", "--threads", threads) == 1
+        found.append(lines(capsys.readouterr().out)["machine"])
+    (level, text), (too_many, says) = found
+    assert (level, too_many) == ("ok", "warn")
+    assert ", 2 of 64 cores, " in text
+    assert says.endswith("; threads is 3, more than the cores; set 0 for one per core")
+
+
 def test_a_port_in_use_is_a_warning(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from inference_engine.backends.base import use_threads
 from inference_engine.errors import BackendError
-from inference_engine.native import build
-from inference_engine.native.library import LEVELS, Library, load, usable_cores, why_missing
+from inference_engine.native import build, cores
+from inference_engine.native.cores import usable_cores
+from inference_engine.native.library import LEVELS, Library, load, why_missing
 
 
 @pytest.fixture
@@ -88,6 +92,19 @@ def test_threads_are_as_many_as_cores_unless_a_number_is_given(library: Library)
     threads.close()
     with pytest.raises(AssertionError, match="closed"):
         _ = threads.address
+
+
+def test_both_torch_and_the_library_stay_within_the_quota(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(cores, "quota_cores", lambda _: 3)
+    try:
+        use_threads(0)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    with library.open_threads() as threads:
+        assert threads.count == 3
 
 
 def test_a_library_of_other_sources_is_refused_with_the_way_to_make_it_again(library: Library, tmp_path: Path) -> None:

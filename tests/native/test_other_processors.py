@@ -16,8 +16,9 @@ from inference_engine.native.library import LEVELS
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # What Debian's cross-compiler links with.
 LIBRARIES = "/usr/aarch64-linux-gnu"
-ATTENTION, PRODUCTS, LEVELS_OF_LIBRARY = (
-    Path(__file__).with_name(name) for name in ("attention_bits.cpp", "product_bits.cpp", "library_levels.cpp")
+ATTENTION, PRODUCTS, RESTORING, LEVELS_OF_LIBRARY = (
+    Path(__file__).with_name(name)
+    for name in ("attention_bits.cpp", "product_bits.cpp", "restoring_bits.cpp", "library_levels.cpp")
 )
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-pthread", f"-I{SOURCES}")
 ARM = build.LEVELS["aarch64"]
@@ -42,7 +43,11 @@ def printed(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize(("program", "lines"), [(ATTENTION, 800), (PRODUCTS, 49)], ids=["attention", "products"])
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [(ATTENTION, 800), (PRODUCTS, 49), (RESTORING, 192)],
+    ids=["attention", "products", "restoring"],
+)
 def test_kernels_on_arm_have_the_bits_of_plain_code(
     tmp_path: Path, program: Path, lines: int, subtests: pytest.Subtests
 ) -> None:

@@ -38,6 +38,7 @@ from inference_engine.models.step_list import (
     Tap,
     Write,
 )
+from inference_engine.native.cores import usable_cores
 from inference_engine.native.library import (
     Format,
     Identity,
@@ -50,7 +51,6 @@ from inference_engine.native.library import (
     Rotary,
     Source,
     Threads,
-    usable_cores,
 )
 from inference_engine.native.library import Operation as NativeOperation
 from inference_engine.native.library import Step as NativeStep
