@@ -303,7 +303,7 @@ BUGS = (
     Bug(
         "the journal starts with answers that are damaged",
         "inference_engine/session/sqlite_journal.py",
-        "                self._reader.check_replies()\n            kept",
+        "                refuse_damaged_replies(self._reader, folder)\n            kept",
         "                pass\n            kept",
         JOURNAL,
     ),
@@ -317,7 +317,7 @@ BUGS = (
     Bug(
         "a session that leaves memory is closed in the journal",
         "inference_engine/session/store.py",
-        "        session.journal.leave(session.session_id)\n",
+        "        session.journal.leave(session.session_id, self._wall_clock() - (self._clock() - session.used_at))\n",
         "        session.journal.close(session.session_id)\n",
         (KEPT,),
     ),

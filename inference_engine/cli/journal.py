@@ -90,11 +90,12 @@ def run_purge(args: argparse.Namespace) -> int:
     """Raises ConfigError, and deletes nothing, for an id that is not there."""
     with _opened(args.state_dir) as journal:
         owners = {entry.record.session_id: entry.record.owner for entry in journal.everyone()}
+        damaged = journal.damaged()
         for session_id in args.session_ids:
-            if session_id not in owners:
+            if session_id not in owners and session_id not in damaged:
                 raise ConfigError(f"{args.state_dir} has no session {session_id}; nothing was deleted")
         for session_id in args.session_ids:
-            journal.purge(session_id, owners[session_id])
+            journal.purge(session_id, owners.get(session_id, ""))
     return 0
 
 

@@ -80,7 +80,7 @@ class Recall:
                     self._calls.restore(kept.replies)
             except BaseException:
                 with self._store.locked():
-                    self._journal.leave(session_id)
+                    self._journal.leave(session_id, kept.used_at)
                 raise
             outcome = "restored"
             self._metrics.restore_seconds.observe(time.perf_counter() - began)

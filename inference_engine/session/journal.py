@@ -192,9 +192,9 @@ class Journal(Protocol):
     def rest(self, session_id: str) -> None:
         """A Generate of the session has ended: a good moment to tidy what was recorded of it."""
 
-    def leave(self, session_id: str) -> None:
+    def leave(self, session_id: str, used_at: float | None = None) -> None:
         """The session leaves memory, and its owner has not closed it: it was evicted, expired or failed, or the engine
-        stops. If sessions outlive that, all that was recorded stays."""
+        stops. If sessions outlive that, all that was recorded stays. used_at: seconds since 1970; None: now."""
 
     def close(self, session_id: str) -> None:
         """The session is over: forget it, but for its replies."""
@@ -304,7 +304,7 @@ class MemoryJournal:
 
     def rest(self, session_id: str) -> None: ...
 
-    def leave(self, session_id: str) -> None:
+    def leave(self, session_id: str, used_at: float | None = None) -> None:
         self.close(session_id)
 
     def close(self, session_id: str) -> None:

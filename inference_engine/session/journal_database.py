@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import apsw
 
 from inference_engine.errors import ConfigError
+from inference_engine.session.journal_reader import Reader
 from inference_engine.session.journal_upgrade import upgrade
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability
@@ -77,6 +81,8 @@ def open_database(
         db.execute("pragma writable_schema=on").fetchall()
     except BaseException as error:
         db.close()
+        if isinstance(error, apsw.FullError):
+            raise ConfigError(f"the journal {path} cannot be opened, since its disk is full: make room") from error
         if isinstance(error, DAMAGE):
             raise ConfigError(f"the journal {path} cannot be opened: {error!r}") from error
         raise
@@ -93,15 +99,40 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
     for pragma in ("journal_mode=WAL", f"synchronous={level}", "wal_autocheckpoint=0", "cache_size=-8192"):
         db.execute(f"pragma {pragma}").fetchall()
     if not next(db.execute("select count(*) from sqlite_schema"))[0]:
-        with db:
+        with _transaction(db):
             db.execute(_SCHEMA)
             db.execute("insert into facts values ('weights', ?)", (weights,))
             db.execute(f"pragma application_id={_APPLICATION}")
             db.execute(f"pragma user_version={FORMAT}")
     if (version := next(db.execute("pragma user_version"))[0]) < FORMAT:
-        with db:
+        with _transaction(db):
             upgrade(db, version)
+            if weights is not None:  # else a tool's, which may delete them
+                refuse_damaged_replies(Reader(db), path.parent)
             db.execute(f"pragma user_version={FORMAT}")
+
+
+@contextmanager
+def _transaction(db: apsw.Connection) -> Iterator[None]:
+    """All or none. `with db` hides why it failed, where SQLite has rolled back by itself, as on a full disk."""
+    db.execute("begin immediate")
+    try:
+        yield
+        db.execute("commit")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("rollback")
+        raise
+
+
+def refuse_damaged_replies(reader: Reader, folder: Path) -> None:
+    """Raise ConfigError for an answer that would not be found when its call is repeated. ValueError: see `Reader`."""
+    for name in reader.damaged_replies().values():
+        raise ConfigError(
+            f"the journal in {folder} is damaged: an answer is damaged, to a call about the session {name!r}, and the "
+            f"call would be done twice when it is repeated; `kakeya journal purge {folder} -- {shlex.quote(name)}` "
+            f"deletes the session and the answer, or restore {folder} from a backup"
+        )
 
 
 def _refuse_other(db: apsw.Connection, path: Path, weights: str | None) -> None:

@@ -52,6 +52,8 @@ class Past:
     appends: bytes = b""
 
 
+ReplyKey = tuple[bytes, ...]  # of a row of replies, its columns as their bytes, since they may be damaged
+REPLY_KEY = "cast(owner as blob), cast(request_id as blob), cast(kind as blob), cast(id as blob)"
 _REPLIES = "select session, ended_at, crc, id, owner, kind, request_id, digest, position, body from replies"
 
 
@@ -194,16 +196,42 @@ class Reader:
         """Replies, and whether they are intact."""
         return [_reply(*row) for row in list(self._db.execute(f"{_REPLIES} where {condition}", values))]
 
-    def check_replies(self) -> None:
-        """Raises ValueError for damage of the table of replies, some of which are to calls that name no session.
+    def damaged_replies(self) -> dict[ReplyKey, str]:
+        """The rows of replies that are damaged, and the ids of the sessions that their calls were about.
 
-        Where one is not found, the call would be a new one when it is repeated.
+        Where one is not found, the call would be a new one when it is repeated. Some are to calls that name no session,
+        so all are looked through. Raises ValueError for damage of the table, whose rows may be gone.
         """
         if found := [text for (text,) in self._db.execute("pragma integrity_check(replies)") if text != "ok"]:
             raise ValueError("; ".join(found))
-        for number, ended_at, crc, *values in self._db.execute(_REPLIES):
-            if crc != reply_crc(number, ended_at, *values):
-                raise ValueError(f"an answer is damaged, to a call about the session {values[0]!r}")
+        with suppress(ValueError):  # a text that is none
+            if all(
+                crc == reply_crc(number, ended_at, *values)
+                for number, ended_at, crc, *values in self._db.execute(_REPLIES)
+            ):
+                return {}
+        ids = {
+            number: _text(session_id)
+            for number, session_id in self._db.execute("select session, cast(id as blob) from sessions not indexed")
+        }
+        known = set(ids.values())
+        keys = list(self._db.execute(f"select {REPLY_KEY}, cast(session as integer) from replies"))  # noqa: S608 - ours
+        return {
+            key: name if (name := _text(key[-1])) in known else ids.get(number, name)
+            for *values, number in keys
+            if not self._is_intact_reply(key := tuple(values))
+        }
+
+    def _is_intact_reply(self, key: ReplyKey) -> bool:
+        owner, request_id, kind, session_id = key
+        try:
+            found = self.reply_rows(
+                "owner = cast(? as text) and request_id = ? and kind = cast(? as text) and id = cast(? as text)",
+                (owner, request_id, kind, session_id),
+            )
+        except ValueError:
+            return False
+        return [is_intact for is_intact, _ in found] == [True]
 
     def page(
         self, owner: str, after: str, most: int, committed: Callable[[int], Sequence[int]], now: float
@@ -305,9 +333,11 @@ class Reader:
 
     def is_indexed(self, number: int) -> bool:
         """Is the session in all indexes as it is in its row?"""
-        for session_id, owner, used_at in self._db.execute(
-            "select id, owner, used_at from sessions where session = ?", (number,)
-        ):
+        try:
+            rows = list(self._db.execute("select id, owner, used_at from sessions where session = ?", (number,)))
+        except ValueError:  # a text that is none, which cannot be looked for
+            return False
+        for session_id, owner, used_at in rows:
             for condition, values in (
                 ("where id = ?", (session_id,)),
                 ("indexed by sessions_by_owner where owner = ? and id = ?", (owner, session_id)),
@@ -332,9 +362,18 @@ class Reader:
         return found
 
     def last_number(self) -> int:
-        """The highest number that a session has, or had while its replies are remembered."""
-        last = (self.value("select max(session) from sessions"), self.value("select max(session) from replies"))
-        return max(one or 0 for one in last)
+        """The highest number that any row says. One that says so by damage must not be of a session to come."""
+        found = [0]
+        for table in ("sessions", "tokens", "tail", "ends", "appends", "begun", "replies", "copies"):
+            with suppress(*DAMAGE_OF_ROWS):
+                last = self.value(f"select max(session) from {table}")  # noqa: S608 - of the eight above
+                found += [last] if isinstance(last, int) else []
+        return max(found)
+
+    def copy_files(self, number: int) -> list[str]:
+        """The names of the session's files, damaged ones too."""
+        rows = self._db.execute("select cast(file as blob) from copies where session = ?", (number,))
+        return [_text(file) for (file,) in rows]
 
     def value(self, question: str) -> Any:
         return next(self._db.execute(question))[0]

@@ -18,7 +18,7 @@ import apsw
 
 from inference_engine.errors import HistoryCorrupt
 from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, ReplyRecord, SessionRecord
-from inference_engine.session.journal_reader import Past, Reader
+from inference_engine.session.journal_reader import REPLY_KEY, Past, Reader, ReplyKey
 from inference_engine.session.journal_rows import (
     answers_sum,
     copy_crc,
@@ -138,6 +138,7 @@ class Tables:
         self._wall_clock = wall_clock
         self.tail = Tail(db)
         self.to_fold: deque[int] = deque(self.tail.sessions())
+        self._cut = set(self.to_fold)  # by the process's end: when they were used is not recorded
         self._gone: list[str] = []
         self._rows: list[Any] = []  # of the tail, that are not inserted yet: their columns, one after another
 
@@ -164,6 +165,7 @@ class Tables:
         """length: of its history, all of which is its parent's: a fork of damaged rows lacks them, and is refused."""
         if parent is not None:
             self.fold(parent)
+            self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), parent))
             self._db.execute(
                 "insert into tokens select ?, position, mark, ids, logprobs, crc from tokens where session = ? "
                 "order by position",
@@ -218,9 +220,12 @@ class Tables:
             (number, *values, reply_crc(number, ended_at, *values), ended_at),
         )
 
-    def rest(self, number: int) -> None:
+    def rest(self, number: int, used_at: float | None = None) -> None:
+        """used_at: seconds since 1970; None: now."""
         self.to_fold.append(number)
-        self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), number))
+        self._cut.discard(number)
+        used_at = self._wall_clock() if used_at is None else used_at
+        self._db.execute("update sessions set used_at = ? where session = ?", (used_at, number))
 
     def end_session(self, number: int) -> None:
         self.put_rows()
@@ -250,6 +255,14 @@ class Tables:
                 for record in unpacked_appends(session_id, owner, most_recent(appends)):
                     self._insert_reply(number, record, ended_at)
 
+    def drop_replies(self, keys: Iterable[ReplyKey]) -> None:
+        """Delete damaged ones, which a search by the index may not find. For tools: it reads all rows for each."""
+        for key in keys:
+            self._db.execute(
+                f"delete from replies not indexed where ({REPLY_KEY}) = (?, ?, ?, ?)",  # noqa: S608 - a text of ours
+                key,
+            )
+
     def _delete_tail(self, number: int, entries: Sequence[int]) -> None:
         if not entries:
             return
@@ -264,10 +277,16 @@ class Tables:
         entries = self.tail.of(number)
         try:
             with damage_is_refused(0):
-                found = list(self._db.execute("select owner, body, length from sessions where session = ?", (number,)))
+                found = list(
+                    self._db.execute(
+                        "select owner, body, length, answers, used_at, crc from sessions where session = ?", (number,)
+                    )
+                )
                 if not entries or not found:
                     return
-                ((owner, body, length),) = found
+                ((owner, body, length, answers, used_at, crc),) = found
+                if crc != session_crc(number, owner, body, length, answers):  # it would have the right one afterwards
+                    raise HistoryCorrupt(0)
                 records = self._reader.end(number, length)
                 since = self._reader.tail(number, entries, length)
                 records += since.tokens
@@ -285,9 +304,10 @@ class Tables:
                 self._db.execute("insert into tokens values (?, ?, ?, ?, ?, ?)", (number, *values, tokens_crc(*values)))
         self._delete_tail(number, entries)
         answers = self._put_answers(number, past, since)
+        used_at = self._wall_clock() if number in self._cut else used_at
         self._db.execute(
             "update sessions set length = ?, answers = ?, used_at = ?, crc = ? where session = ?",
-            (length, answers, self._wall_clock(), session_crc(number, owner, body, length, answers), number),
+            (length, answers, used_at, session_crc(number, owner, body, length, answers), number),
         )
 
     def _put_answers(self, number: int, past: Past, since: Past) -> int:
@@ -317,7 +337,7 @@ class Tables:
         )
 
     def _forget_copy(self, number: int) -> None:
-        self._gone += [file for (file,) in self._db.execute("select file from copies where session = ?", (number,))]
+        self._gone += self._reader.copy_files(number)
         self._db.execute("delete from copies where session = ?", (number,))
 
     def drop_copy(self, file: str) -> None:

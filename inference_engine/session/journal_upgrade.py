@@ -53,7 +53,8 @@ _OLD = "drop table old_tail; drop table old_appends; drop table generates;"
 def upgrade(db: apsw.Connection, version: int) -> None:
     """From a format below this version's. Within a transaction.
 
-    Raises ValueError for damage of what has to be written anew, unless it is of one session: that is refused later.
+    A session whose rows are damaged is refused later, as is a folder with an answer that is. Raises ValueError for
+    damage of a table, whose rows may be gone, and of a row of the tail that is of no session.
     """
     for older, schema in enumerate((_COPIES, _ENDS), start=1):
         if version <= older:
@@ -62,11 +63,8 @@ def upgrade(db: apsw.Connection, version: int) -> None:
         if found := [text for (text,) in db.execute(f"pragma integrity_check({table})") if text != "ok"]:
             raise ValueError("; ".join(found))
     db.execute(_ANSWERS)
-    try:
-        _move_tail(db)
-        appends = _move_replies(db)
-    except struct.error as error:  # a number that no row has
-        raise ValueError(f"a row is damaged: {error}") from error
+    _move_tail(db)
+    appends = _move_replies(db)
     for number, owner, body, length, crc in list(db.execute("select session, owner, body, length, crc from sessions")):
         if crc == session_crc(number, owner, body, length, 0):  # else it is refused in any case
             _sum_answers(db, number, owner, body, length, appends.get(number, b""))
@@ -74,13 +72,30 @@ def upgrade(db: apsw.Connection, version: int) -> None:
 
 
 def _move_tail(db: apsw.Connection) -> None:
-    for entry, number, position, mark, ids, logprobs, crc in list(
-        db.execute("select entry, session, position, mark, ids, logprobs, crc from old_tail order by entry")
+    numbers = [number for (number,) in db.execute("select session from sessions")]
+    for entry, number, crc, *row in list(
+        db.execute(
+            "select entry, cast(session as integer), crc, cast(position as integer), cast(mark as integer), "
+            "cast(ids as blob), cast(logprobs as blob) from old_tail order by entry"
+        )
     ):
-        if crc != tokens_crc(position, mark, ids, logprobs, number):
-            raise ValueError(f"a turn of session {number} is damaged")
-        body = packed_tokens(number, position, mark, ids, logprobs, None)
-        db.execute("insert into tail values (?, ?, ?, ?)", (entry, number, position, body))
+        if _is_old_entry(crc, number, *row):
+            position, mark, ids, logprobs = row
+            body = packed_tokens(number, position, mark, ids, logprobs, None)
+            db.execute("insert into tail values (?, ?, ?, ?)", (entry, number, position, body))
+            continue
+        # Whose it is: the session whose number its checksum has, if that number is damaged in the row.
+        found = next((one for one in numbers if _is_old_entry(crc, one, *row)), number)
+        if found not in numbers:
+            raise ValueError(f"a row of the tail is of no session: {found!r}")
+        db.execute("insert into tail values (?, ?, 0, x'')", (entry, found))  # which no entry is: it is refused
+
+
+def _is_old_entry(crc: int, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None) -> bool:
+    try:
+        return crc == tokens_crc(position, mark, ids, logprobs, number)
+    except (TypeError, struct.error):
+        return False
 
 
 def _move_replies(db: apsw.Connection) -> dict[int, bytes]:
@@ -93,10 +108,11 @@ def _move_replies(db: apsw.Connection) -> dict[int, bytes]:
         )
     ):
         record = ReplyRecord(*values)
-        if crc != crc_of(repr(record).encode()):
-            raise ValueError(f"an answer is damaged, to a call about the session {record.session_id!r}")
         key = record.owner, record.request_id, record.kind, record.session_id
-        if record.kind == APPENDED and number is not None and ended_at is None:
+        if crc != crc_of(repr(record).encode()):
+            # Which none has.
+            db.execute("update replies set crc = -1 where owner = ? and request_id = ? and kind = ? and id = ?", key)
+        elif record.kind == APPENDED and number is not None and ended_at is None:
             appends[number] = appends.get(number, b"") + packed_append(record)
             db.execute("delete from replies where owner = ? and request_id = ? and kind = ? and id = ?", key)
         else:

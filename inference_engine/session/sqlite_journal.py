@@ -28,7 +28,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +50,9 @@ from inference_engine.session.journal import (
     SessionRecord,
     TokensRecord,
 )
-from inference_engine.session.journal_database import DAMAGE, PAGE_BYTES, open_database
+from inference_engine.session.journal_database import DAMAGE, PAGE_BYTES, open_database, refuse_damaged_replies
 from inference_engine.session.journal_folder import check_private, take_folder
-from inference_engine.session.journal_reader import Past, Reader
+from inference_engine.session.journal_reader import Past, Reader, ReplyKey
 from inference_engine.session.journal_rows import damage_is_refused
 from inference_engine.session.journal_tables import Tables
 from inference_engine.session.writer import Callback, Change, DiskFull, Writer
@@ -132,7 +132,7 @@ class SQLiteJournal:
             self._reader = Reader(self._db)
             self._tables = Tables(self._db, self._reader, wall_clock)
             if weights is not None:  # a tool may look at what is damaged, and purge it
-                self._reader.check_replies()
+                refuse_damaged_replies(self._reader, folder)
             kept = self._reader.kept(self._tables.tail.all_committed())
             self._kept = {owner: _Count(one.sessions, one.tokens) for owner, one in kept.items()}
             self._next_number = 1 + self._reader.last_number()
@@ -235,9 +235,9 @@ class SQLiteJournal:
         if (known := self._open.get(session_id)) is not None:
             self._record((self._tables.rest, (known.number,)))
 
-    def leave(self, session_id: str) -> None:
+    def leave(self, session_id: str, used_at: float | None = None) -> None:
         if (known := self._open.pop(session_id, None)) is not None:
-            self._record((self._tables.rest, (known.number,)))
+            self._record((self._tables.rest, (known.number, used_at)))
 
     def close(self, session_id: str) -> None:
         if (known := self._open.pop(session_id, None)) is not None:
@@ -469,11 +469,11 @@ class SQLiteJournal:
         with self._db_lock:
             found = [str(text) for (text,) in self._db.execute("pragma integrity_check")]
             if found == ["ok"]:
-                try:
-                    self._reader.check_replies()
-                except ValueError as damage:
-                    return str(damage)
-        return "" if found == ["ok"] else "; ".join(found)
+                return "; ".join(
+                    f"an answer is damaged, to a call about the session {name!r}"
+                    for name in self._damaged_replies().values()
+                )
+        return "; ".join(found)
 
     def back_up(self, folder: Path) -> None:
         """Write all that is recorded into a new folder, which a server can take for its own. Raises ConfigError."""
@@ -494,11 +494,24 @@ class SQLiteJournal:
             shutil.rmtree(folder, ignore_errors=True)
             raise ConfigError(f"{folder}: the copy cannot be written: {error}") from error
 
-    def purge(self, session_id: str, owner: str) -> None:
-        """Delete a session, damaged or not."""
+    def damaged(self) -> set[str]:
+        """The ids of sessions, those that have ended too, to calls about which an answer is damaged. For tools."""
         self._flush()
         with self._db_lock:
-            self._transact([(self._tables.end_session, (number,)) for number in self._reader.named(session_id, owner)])
+            return set(self._damaged_replies().values())
+
+    def _damaged_replies(self) -> dict[ReplyKey, str]:
+        with suppress(ValueError):  # of a table that is damaged it cannot be said which: `check` tells of it
+            return self._reader.damaged_replies()
+        return {}
+
+    def purge(self, session_id: str, owner: str) -> None:
+        """Delete a session, damaged or not, and the damaged answers to calls about it, also if it has ended."""
+        self._flush()
+        with self._db_lock:
+            damaged = [key for key, name in self._damaged_replies().items() if name == session_id]
+            ends = [(self._tables.end_session, (number,)) for number in self._reader.named(session_id, owner)]
+            self._transact([(self._tables.drop_replies, (damaged,)), *ends])
 
     def held_bytes(self, session_id: str | None = None) -> int:
         return 0  # histories are in memory once, with their sessions; what waits to be written is bounded

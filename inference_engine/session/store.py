@@ -674,7 +674,8 @@ class SessionStore:
         del self._sessions[session.session_id]
         self.replies.session_left(session.session_id)
         self._release_if_over(session)
-        session.journal.leave(session.session_id)
+        # Leaving is no use: a session that is only looked at is unused, however often it comes back for that.
+        session.journal.leave(session.session_id, self._wall_clock() - (self._clock() - session.used_at))
 
     def _remove(self, session: Session, outcome: str) -> None:
         session.is_closed = True

@@ -25,6 +25,7 @@ from inference_engine.errors import (
     SessionBusy,
     SessionNotFound,
 )
+from inference_engine.metrics import EngineMetrics
 from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.sqlite_journal import SQLiteJournal
@@ -491,6 +492,25 @@ def test_a_look_at_a_session_that_left_memory_is_no_use_of_it(tmp_path: Path) ->
             assert engine.session_info(session_id).idle_seconds == clock.now - 1000
         engine.append(session_id, [1])
         assert engine.session_info(session_id).idle_seconds == 0
+
+
+def test_a_session_that_is_only_looked_at_is_deleted_after_its_days(tmp_path: Path) -> None:
+    clock, metrics = Clock(), EngineMetrics()
+    journal = sqlite_journal_of(tmp_path, wall_clock=clock, keep_seconds=500.0, metrics=metrics)
+    with scripted_engine(
+        journal=journal, metrics=metrics, state_dir=str(tmp_path), clock=clock, wall_clock=clock
+    ) as engine:
+        session_id = opened(engine)
+        for looks in range(8):
+            assert clock.now == 1000 + 70 * looks
+            engine.recall(session_id)
+            engine.read_history(session_id)
+            let_leave(engine, session_id)
+            saved(engine)
+            clock.now += 70
+            with journal._db_lock:
+                journal._delete_old()
+            assert len(engine.list_sessions()) == (looks < 7)
 
 
 def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(tmp_path: Path) -> None:

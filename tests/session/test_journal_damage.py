@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import struct
 import time
 from contextlib import closing
@@ -12,6 +14,7 @@ import apsw
 import numpy as np
 import pytest
 
+from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import wal_scan
@@ -305,6 +308,33 @@ def test_a_row_that_is_not_in_its_indexes_stops_no_journal_when_it_is_used_or_de
     journal.stop()
 
 
+@pytest.mark.parametrize("change", ["sessions set id", "sessions set owner", "sessions set body", "copies set file"])
+@pytest.mark.parametrize("is_purged", [False, True], ids=["unused", "purged"])
+def test_a_session_with_bytes_that_are_no_text_is_deleted_as_others_are(
+    tmp_path: Path, change: str, *, is_purged: bool
+) -> None:
+    """Each start would try it again, and the process would end."""
+    at_rest(tmp_path, 2)
+    journal = open_journal(tmp_path)
+    journal.put_copy(CopyRecord("session-0", "alice", "a file", 1, 2, 3))
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute(f"update {change} = cast(x'61ff' as text) where session = 1")
+        assert db.changes() == 1
+    if is_purged:
+        journal = open_journal(tmp_path)
+        damaged = next(one.record for one in journal.everyone() if one.record.session_id != "session-1")
+        journal.purge(damaged.session_id, damaged.owner)
+        assert [one.record.session_id for one in journal.everyone()] == ["session-1"]
+    else:
+        journal = open_journal(tmp_path, keep_seconds=DAY, wall_clock=lambda: time.time() + 3 * DAY)
+        looked_through(journal)
+        assert not journal.everyone()
+    assert not journal.failure
+    assert not journal.check()
+    journal.stop()
+
+
 @pytest.mark.parametrize("names_another", [False, True])
 def test_no_session_is_deleted_before_its_time_because_an_index_is_damaged(
     tmp_path: Path, *, names_another: bool
@@ -498,6 +528,89 @@ def test_a_session_whose_answers_are_damaged_is_closed_with_those_that_are_not(t
     assert [one.kind for one in journal.replies_to("alice", request_id(0))] == [APPENDED]
     assert journal.load("session-1", "alice") is not None
     journal.stop()
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(change for change in ANSWERS if change.startswith("replies")),
+        "replies set id = 'session-o'",
+        "replies set id = cast(x'61ff' as text)",
+        "replies set body = cast(x'61ff' as text)",
+        "replies set ended_at = 'x'",
+        "replies set ended_at = 1e300",
+    ],
+)
+def test_a_session_with_a_damaged_answer_is_purged_as_the_refusal_says_also_if_it_has_ended(
+    tmp_path: Path, change: str, *, is_closed: bool
+) -> None:
+    answered(tmp_path)
+    if is_closed:
+        journal = open_journal(tmp_path)
+        assert journal.load("session-0", "alice") is not None
+        journal.close("session-0")
+        journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute(f"update {change} where session = 1 and kind = 'opened'")
+        assert db.changes() == 1
+    before = content(tmp_path)
+    with pytest.raises(ConfigError, match=r"is damaged.*from a backup") as refused:
+        open_journal(tmp_path)
+    assert content(tmp_path)[FILE] == before[FILE]
+    (command,) = re.findall("`kakeya (.*?)`", str(refused.value))
+    assert main(shlex.split(command)) == 0
+    journal = open_journal(tmp_path)
+    assert journal.load("session-0", "alice") is None
+    assert not [one for one in journal.replies_to("alice", request_id(0)) if one.kind == "opened"]
+    assert [one.kind for one in journal.replies_to("alice", request_id(1))] == ["opened"]
+    assert journal.load("session-1", "alice") is not None
+    assert not journal.check()
+    journal.stop()
+
+
+def test_folding_gives_no_damaged_row_of_a_session_the_right_checksum(tmp_path: Path) -> None:
+    """A start folds what a kill left, before anyone asks for the session."""
+    killed = two_sessions_killed(tmp_path / "state")
+    with closing(apsw.Connection(str(killed / FILE))) as db:
+        db.execute("update sessions set body = replace(body, 'label 0', 'label 8') where session = 1")
+        assert db.changes() == 1
+    journal = open_journal(killed)
+    until_folded(journal)
+    with pytest.raises(HistoryCorrupt):
+        journal.load("session-0", "alice")
+    assert journal.load("session-1", "alice") is not None
+    journal.stop()
+
+
+@pytest.mark.parametrize("table", ["tokens", "ends", "appends", "begun", "copies"])
+def test_a_row_that_says_by_damage_that_it_is_of_a_session_to_come_is_none_of_its(tmp_path: Path, table: str) -> None:
+    answered(tmp_path)
+    journal = open_journal(tmp_path)
+    assert journal.load("session-0", "alice") is not None
+    journal.append("session-0", 4, np.ones(3000, dtype=np.uint32), Mark.APPENDED)
+    journal.put_copy(CopyRecord("session-0", "alice", "a file", 1, 2, 3))
+    journal.leave("session-0")
+    journal.stop()
+    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
+        db.execute(f"update {table} set session = 4 where session = 1")
+        assert db.changes()
+    for _ in range(2):
+        journal = open_journal(tmp_path)
+        for number in range(3):
+            id_, key = f"session-{10 + number}", request_id(number)
+            if journal.load(id_, "alice") is None:
+                journal.open(record_of(10 + number))
+                began = GenerateRecord(0, key, key[:DIGEST_BYTES], 5)
+                journal.append(id_, 0, np.ones(3000, dtype=np.uint32), Mark.GENERATED, began=began)
+            journal.leave(id_)
+        until_folded(journal)
+        assert not journal.failure
+        for number in range(3):
+            kept = journal.load(f"session-{10 + number}", "alice")
+            assert kept is not None
+            assert kept.saved.tokens == 3000
+        journal.stop()
 
 
 def two_sessions_killed(folder: Path) -> Path:

@@ -10,6 +10,7 @@ import apsw
 import numpy as np
 import pytest
 
+from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.session.journal import GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import FORMAT
@@ -20,6 +21,7 @@ from inference_engine.types import Durability, Mark
 from tests.facade import looking_for_unused_sessions_after_each_commit, no_room_to_fold
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
+from tests.session.faulty_disk import FaultyDisk
 from tests.session.journal_files import as_format_3, content, reply_crc_before
 from tests.session.talks import (
     Talk,
@@ -326,9 +328,108 @@ def test_answers_that_are_damaged_in_the_format_before_are_refused(tmp_path: Pat
     with closing(apsw.Connection(str(copy / FILE))) as db:
         db.execute("update replies set body = '[]' where session = 1")
     before = content(copy)
-    with pytest.raises(ConfigError, match="an answer is damaged"):
+    with pytest.raises(ConfigError, match=r"an answer is damaged.*journal purge .* -- session-0`"):
         open_journal(copy)
     assert content(copy)[FILE] == before[FILE]
+    assert main(["journal", "purge", str(copy), "session-0"]) == 0
+    journal = open_journal(copy)
+    assert journal.load("session-0", "alice") is None
+    assert journal.load("session-1", "alice") is not None
+    journal.stop()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["ids = zeroblob(4)", "ids = cast(x'ff' as text)", "mark = null", "crc = 0", "session = 2", "position = 9"],
+)
+def test_a_turn_that_is_damaged_in_the_format_before_is_refused_with_its_session(tmp_path: Path, change: str) -> None:
+    journal = open_journal(tmp_path / "state")
+    for number in range(2):
+        journal.open(record_of(number))
+    for position in range(3):
+        for number in range(2):
+            journal.append(f"session-{number}", position, np.array([position + 1], dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    folder = after_a_kill(tmp_path / "state")
+    journal.stop()
+    as_format_3(folder)
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.execute(f"update tail set {change} where entry = 5")
+    for _ in range(2):
+        journal = open_journal(folder)
+        until_folded(journal)
+        with pytest.raises(HistoryCorrupt):
+            journal.load("session-0", "alice")
+        kept = journal.load("session-1", "alice")
+        assert kept is not None and kept.saved.tokens == 3
+        journal.stop()
+    assert main(["journal", "purge", str(folder), "session-0"]) == 0
+    journal = open_journal(folder)
+    assert len(journal.everyone()) == 1 and not journal.check()
+    journal.stop()
+
+
+def test_a_folder_of_the_format_before_is_refused_and_left_as_it_is_while_its_disk_is_full(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(1000):
+        with journal.unit():
+            journal.open(record_of(number))
+            key = number.to_bytes(16, "big")
+            journal.reply(ReplyRecord(f"session-{number}", "alice", "opened", key, bytes(8), 0, "x" * 300))
+    journal.stop()
+    as_format_3(tmp_path)
+    before = content(tmp_path)
+    for writes in (1, 2, 20, 60):  # the first of them make the log
+        with FaultyDisk("filling") as disk:
+            disk.fill(writes)
+            with pytest.raises(ConfigError, match="its disk is full: make room"):
+                open_journal(tmp_path, vfs=disk.name)
+        assert content(tmp_path)[FILE] == before[FILE]
+    journal = open_journal(tmp_path)
+    assert len(journal.everyone()) == 1000
+    journal.stop()
+
+
+def test_a_turn_of_no_session_in_the_format_before_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "state")
+    journal.open(record_of(0))
+    journal.append("session-0", 0, np.ones(1, dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    folder = after_a_kill(tmp_path / "state")
+    journal.stop()
+    as_format_3(folder)
+    with closing(apsw.Connection(str(folder / FILE))) as db:
+        db.execute("update tail set session = 7, crc = 0")
+    before = content(folder)
+    with pytest.raises(ConfigError, match="of no session"):
+        open_journal(folder)
+    assert content(folder)[FILE] == before[FILE]
+
+
+def test_a_session_was_used_when_it_is_said_to_have_been_whenever_it_leaves_memory_or_is_folded(tmp_path: Path) -> None:
+    now = 1000.0
+    journal = open_journal(tmp_path, wall_clock=lambda: now)
+    journal.open(record_of(0))
+    journal.append("session-0", 0, np.ones(5, dtype=np.uint32), Mark.APPENDED)
+    now = 5000.0
+    journal.leave("session-0", 2000.0)
+    assert journal._writer.flush(20)
+    until_folded(journal)
+    assert [one.used_at for one in journal.everyone()] == [2000.0]
+    assert journal.load("session-0", "alice") is not None
+    journal.append("session-0", 5, np.ones(5, dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    killed = after_a_kill(tmp_path)
+    journal.stop()
+    now = 9000.0  # when it was last used before the kill is not recorded
+    journal = open_journal(killed, wall_clock=lambda: now)
+    until_folded(journal)
+    assert [one.used_at for one in journal.everyone()] == [9000.0]
+    assert journal.load("session-0", "alice") is not None
+    now = 9500.0
+    journal.fork(record_of(1), "session-0")
+    assert [one.used_at for one in journal.everyone()] == [9500.0, 9500.0]
+    journal.stop()
 
 
 def test_a_folder_of_an_older_format_is_read_and_written_on(tmp_path: Path) -> None:
