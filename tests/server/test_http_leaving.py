@@ -227,6 +227,7 @@ async def test_a_reused_connection_that_never_finishes_its_next_request_is_close
         assert await caller.is_hung_up()
 
 
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
 CHUNKED = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"mod\r\n'
@@ -267,6 +268,46 @@ async def test_a_client_that_ends_its_body_early_and_still_reads_is_answered(
     assert json.loads(body)["error"]["code"] == "bad_http"
 
 
+@pytest.mark.parametrize("more", [b"\r\n", MODELS % b"close"], ids=["line", "request"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        posted({"model": "tiny", "messages": MESSAGES}).replace(b"\r\nHost", b"\r\nConnection: close\r\nHost"),
+        posted({"model": "tiny", "messages": MESSAGES}).replace(b"HTTP/1.1", b"HTTP/1.0"),
+    ],
+    ids=["close", "HTTP/1.0"],
+)
+async def test_what_follows_the_last_request_of_a_connection_is_ignored(
+    engine: Engine,
+    server: ServerHandle,
+    called: Callable[[Engine, str], asyncio.Event],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bytes,
+    more: bytes,
+) -> None:
+    receive, is_received = connection.Connection.data_received, asyncio.Event()
+
+    def data_received(of: connection.Connection, data: bytes) -> None:
+        receive(of, data)
+        if data == more:
+            is_received.set()
+
+    monkeypatch.setattr(connection.Connection, "data_received", data_received)
+    is_asked = called(engine, "generate")
+    async with calling(server) as caller:
+        with held(engine):
+            caller.send(asked)
+            await is_asked.wait()
+            caller.send(more)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await is_received.wait()
+        answer = await caller.rest()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(body)["choices"]
+    assert ended(engine, "closed") == 0
+
+
 async def test_chunks_that_break_after_the_answer_began_add_nothing_to_it(engine: Engine, server: ServerHandle) -> None:
     async with calling(server) as caller:
         caller.send(CHUNKED.replace(b"/v1/chat/completions", b"/none"))
@@ -299,9 +340,6 @@ NO_DOOR = HttpDoor(
     most=10,
     on_drop=lambda: None,
 )
-MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
-
-
 async def test_one_connection_too_many_is_closed_and_one_that_left_makes_room(engine: Engine, chat: ChatText) -> None:
     async with serving_http(engine, chat, max_connections=2) as server, contextlib.AsyncExitStack() as stack:
 
