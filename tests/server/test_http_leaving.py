@@ -29,7 +29,7 @@ from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.run import ServerHandle
-from inference_engine.server.unauthenticated import UnauthenticatedPeers
+from inference_engine.server.unauthenticated import Peer, UnauthenticatedPeers
 from inference_engine.session.history import TokenIds
 from tests.server.http_client import (
     COMPLETIONS,
@@ -266,6 +266,36 @@ async def test_a_client_that_ends_its_body_early_and_still_reads_is_answered(
         head, body = await caller.answer()
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+@pytest.mark.parametrize("is_broken", [True, False], ids=["broken", "left"])
+async def test_a_body_that_breaks_off_counts_at_the_door_once(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    """Once as what is not HTTP; what the application answers to a client that has left is never read."""
+    counted: list[bool] = []
+    answers = HttpDoor.answers
+
+    def counting(door: HttpDoor, peer: Peer, *, refuses: bool) -> bool:
+        counted.append(refuses)
+        return answers(door, peer, refuses=refuses)
+
+    monkeypatch.setattr(HttpDoor, "answers", counting)
+    async with calling(server) as caller:
+        caller.send(CHUNKED.replace(b"\r\nHost", b"\r\nExpect: 100-continue\r\nHost"))
+        assert await caller.status() == b"HTTP/1.1 100 Continue\r\n"  # the application reads the body
+        if is_broken:
+            caller.send(b"zz\r\n")
+            await caller.rest()
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while not answered_with(engine, 400):
+            await asyncio.sleep(0)
+    assert counted == [True]
+
+
+def answered_with(engine: Engine, status: int) -> float | None:
+    labels = {"route": "/v1/chat/completions", "status": str(status)}
+    return engine.metrics.registry.get_sample_value("http_response_total", labels)
 
 
 @pytest.mark.parametrize("more", [b"\r\n", MODELS % b"close"], ids=["line", "request"])
