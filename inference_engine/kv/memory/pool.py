@@ -22,6 +22,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -86,10 +87,12 @@ class RunAllocator:
         run for each of `counts` in turn. None: all of them are too few. Nothing changes.
         """
 
+        known = list(zip(self._starts, self._lengths, strict=True))
+        ends = list(accumulate(map(len, given), initial=len(known)))
+        runs = np.array(known + [run for some in given for run in some], dtype=np.int64).reshape(-1, 2)
+
         def suffice(number: int) -> bool:
-            known = list(zip(self._starts, self._lengths, strict=True))
-            runs = np.array(known + [run for some in given[:number] for run in some], dtype=np.int64).reshape(-1, 2)
-            return _fit(_merged(runs[runs[:, 1] > 0]), counts)
+            return _fit(_merged(runs[: ends[number]]), counts)
 
         if suffice(least):
             return least
@@ -257,12 +260,15 @@ class Pool:
         )
 
     def runs(self, demands: Sequence[Demand], starts: Sequence[int]) -> list[Run]:
-        """Where that lies which `reserve` returned."""
-        unit = self._unit
-        return [
-            (start * demand.head_dim // unit - TRASH_UNITS, demand.elements // unit)
-            for start, demand in zip(starts, demands, strict=True)
-        ]
+        """Where that lies which `reserve` returned. Neighbours are one run: mostly all layers of a session are."""
+        joined: list[Run] = []
+        for start, demand in zip(starts, demands, strict=True):
+            first, count = start * demand.head_dim // self._unit - TRASH_UNITS, self._units(demand)
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = joined[-1][0], joined[-1][1] + count
+            elif count:
+                joined.append((first, count))
+        return joined
 
     def least_released(
         self, held: Sequence[Collection[Run]], demands: Sequence[Demand], *, least: int = 0
@@ -281,7 +287,7 @@ class Pool:
         with self._lock:
             for start, count in runs:
                 self._runs.give_back(start, count)
-            self._unclean += [run for run in runs if run[1]]
+            self._unclean += runs
 
     def clean(self, most_bytes: int) -> bool:
         """Engine's thread: zero about `most_bytes` of released memory, or discard runs of it. Returns whether more is
