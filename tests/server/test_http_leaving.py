@@ -43,7 +43,7 @@ from tests.server.http_client import (
     tiny_chat,
 )
 from tests.server.test_http_template import ENDLESS
-from tests.server.wire import TIMEOUT_SECONDS, held
+from tests.server.wire import TIMEOUT_SECONDS, held, until
 from tests.tiny import tiny_engine
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
@@ -287,9 +287,7 @@ async def test_a_body_that_breaks_off_counts_at_the_door_once(
         if is_broken:
             caller.send(b"zz\r\n")
             await caller.rest()
-    async with asyncio.timeout(TIMEOUT_SECONDS):
-        while not answered_with(engine, 400):
-            await asyncio.sleep(0)
+    await until(lambda: bool(answered_with(engine, 400)))
     assert counted == [True]
 
 
@@ -370,6 +368,8 @@ NO_DOOR = HttpDoor(
     most=10,
     on_drop=lambda: None,
 )
+
+
 async def test_one_connection_too_many_is_closed_and_one_that_left_makes_room(engine: Engine, chat: ChatText) -> None:
     async with serving_http(engine, chat, max_connections=2) as server, contextlib.AsyncExitStack() as stack:
 
