@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.views import StagedQueries, StepReads
@@ -81,6 +81,11 @@ class Part(ABC):
 
     # Does waking take room in the pool, which the idle session gives back?
     takes_room: ClassVar[bool] = False
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """Those of the pool that it holds while the session is idle."""
+        return ()
 
     # -- idle and active --------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
+from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
@@ -132,12 +133,7 @@ class SessionKV:
         pool = self.context.pool
         if needed.sustained_bytes > pool.capacity_bytes - pool.reserved_bytes:
             return no_capacity(self.context, needed)
-        return NoCapacity(
-            f"memory is free, but no address space is left for a session of up to {self.bound.sustained_bytes} bytes "
-            "of K/V: each of its layers needs one stretch of it. Close sessions, or ask for a smaller limit_tokens",
-            retry_after_seconds=1.0,
-            needed_bytes=self.bound.sustained_bytes,
-        )
+        return no_address_space(self.bound.sustained_bytes)
 
     def _give_up(self, is_granted: bool) -> None:
         if self.is_dropped:
@@ -222,6 +218,16 @@ class SessionKV:
             self.release()
         finally:
             self._prefixes = prefixes
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those of the pool that `drop` would give back, if nothing is lent."""
+        return [run for part in self.parts for run in part.runs]
+
+    @property
+    def demands(self) -> tuple[Demand, ...]:
+        """What `reserve` takes of the pool, in this order."""
+        return _demands(self.context, self._plan)
 
     @property
     def freeable(self) -> Bound:
@@ -639,6 +645,16 @@ def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
     )
 
 
+def no_address_space(nbytes: int) -> NoCapacity:
+    """The error where enough bytes are free, and no runs that are long enough. nbytes: of the longest history."""
+    return NoCapacity(
+        f"memory is free, but no address space is left for a session of up to {nbytes} bytes of K/V: "
+        "each of its layers needs one stretch of it. Close sessions, or ask for a smaller limit_tokens",
+        retry_after_seconds=1.0,
+        needed_bytes=nbytes,
+    )
+
+
 def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0) -> Bound:
     """Bytes that a session may hold: its entries by its strategy, and the drafter's memory of it.
 
@@ -647,6 +663,18 @@ def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None,
     entries = _placement(strategy, context, limit_tokens, base).bound(strategy.geometry(context.geometry))
     draft = _draft_bytes(context)
     return replace(entries, sustained_bytes=entries.sustained_bytes + draft, peak_bytes=entries.peak_bytes + draft)
+
+
+def demands_of(
+    strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0
+) -> tuple[Demand, ...]:
+    """The runs of the pool that a session takes, in this order. Also one that grows takes all of them at once."""
+    context = context.of(strategy.geometry(context.geometry))
+    return _demands(context, _placement(strategy, context, limit_tokens, base))
+
+
+def _demands(context: KVContext, plan: Placement) -> tuple[Demand, ...]:
+    return plan.need(context.geometry).demands + context.draft_memories.demands(context.geometry)
 
 
 def _draft_bytes(context: KVContext) -> int:

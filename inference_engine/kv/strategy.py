@@ -81,11 +81,8 @@ class Placement:
 
     def bound(self, geometry: Geometry) -> Bound:
         """Bytes of K/V that such a session may hold; see `KVStrategy.bound`."""
-        sustained = _needed(geometry, self.resident)
-        sustained += _needed(geometry, [(layers, pair.exact) for layers, pair in self.archived])
-        active = Need()
+        sustained, active = self.need(geometry), Need()
         if self.archived:
-            sustained += self.restorer.need(geometry, self.kept)
             if self.restorer.streams:
                 caches = self.restorer.restore_caches(geometry, self.kept)
                 active = Need(demands=(*self.restorer.chunk_demands(geometry, self.kept), *caches))
@@ -96,6 +93,14 @@ class Placement:
             peak_bytes=2 * (sustained.elements + active.elements) * geometry.itemsize,
             tier_bytes=sustained.tier_bytes,
         )
+
+    def need(self, geometry: Geometry) -> Need:
+        """What such a session takes while it is idle, in the order in which it takes it."""
+        taken = _needed(geometry, self.resident)
+        if self.archived:
+            taken += _needed(geometry, [(layers, pair.exact) for layers, pair in self.archived])
+            taken += self.restorer.need(geometry, self.kept)
+        return taken
 
     @property
     def _layouts(self) -> list[Layout]:

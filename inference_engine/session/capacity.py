@@ -10,13 +10,23 @@ held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from inference_engine.config import EngineConfig
 from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.session_kv import SessionKV, bound_of, grows_with_history, no_capacity, whole_segments
+from inference_engine.kv.memory.allocation import allocation_bytes
+from inference_engine.kv.memory.pool import Demand, Run
+from inference_engine.kv.session_kv import (
+    SessionKV,
+    bound_of,
+    demands_of,
+    grows_with_history,
+    no_address_space,
+    no_capacity,
+    whole_segments,
+)
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.session import Session
 from inference_engine.types import Bound
@@ -97,13 +107,18 @@ class Admission:
             whole = bound_of(strategy, self._context, limit_tokens, base=base)
             needed = replace(needed, tier_bytes=whole.tier_bytes)
         self._refuse_what_can_never_fit(needed)
-        self._make_place(sessions, owner, needed)
+
+        def demands() -> tuple[Demand, ...]:
+            return demands_of(strategy, self._context, limit_tokens, base=base)
+
+        self._make_place(sessions, owner, needed, demands)
         kv: list[SessionKV] = []
         self._make_room(
             sessions,
             needed,
             owner,
             lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, prefixes, tokens=tokens)),
+            demands,
         )
         return kv[0]
 
@@ -122,8 +137,8 @@ class Admission:
 
     def readmit(self, sessions: Collection[Session], session: Session) -> None:
         """Memory for a session whose K/V was dropped. Raises as `admit`, and the session stays as it is."""
-        tokens = len(session.history) + 1
-        self._make_room(sessions, session.kv.bound_at(tokens), session.owner, lambda: session.kv.reserve(tokens))
+        kv, tokens = session.kv, len(session.history) + 1
+        self._make_room(sessions, kv.bound_at(tokens), session.owner, lambda: kv.reserve(tokens), lambda: kv.demands)
 
     def grow(self, sessions: Collection[Session], session: Session, tokens: int) -> None:
         """Memory for a history of `tokens`. Raises as `admit`, and the session stays as it is."""
@@ -136,7 +151,8 @@ class Admission:
             if not kv.grow(tokens):
                 raise no_capacity(self._context, then)
 
-        self._make_room(sessions, _more(kv, then), session.owner, take)
+        # It has its runs already.
+        self._make_room(sessions, _more(kv, then), session.owner, take, lambda: ())
 
     def grow_if_free(self, sessions: Collection[Session], session: Session, tokens: int) -> bool:
         """As `grow`, but from free memory only: no session is dropped. False if there is none; nothing changes then."""
@@ -156,18 +172,29 @@ class Admission:
 
     # -- places -----------------------------------------------------------------------------------------------------
 
-    def _make_place(self, sessions: Collection[Session], owner: str, needed: Bound | None = None) -> None:
-        """needed: bytes of the session that is to have the place; None: it is given them later."""
+    def _make_place(
+        self,
+        sessions: Collection[Session],
+        owner: str,
+        needed: Bound | None = None,
+        demands: Callable[[], Sequence[Demand]] = lambda: (),
+    ) -> None:
+        """needed, demands: of the session that is to have the place; None: it is given its memory later."""
         while (refusal := self._no_place(sessions, owner)) is not None:
             idle = self.idle(sessions, owner)
             if not idle:
                 raise refusal
             if needed is not None:
-                self._refuse_without(idle, sessions, needed, owner)
+                self._refuse_without(idle, sessions, needed, owner, demands())
             self._evict(idle[0])
 
     def _refuse_without(
-        self, idle: Collection[Session], sessions: Collection[Session], needed: Bound, owner: str
+        self,
+        idle: Collection[Session],
+        sessions: Collection[Session],
+        needed: Bound,
+        owner: str,
+        demands: Sequence[Demand],
     ) -> None:
         """Raise NoCapacity or QuotaExceeded if there were no memory even without these: then none ends for nothing."""
         going = frozenset(idle)
@@ -179,6 +206,8 @@ class Admission:
         freed = sum(session.kv.reserved.sustained_bytes for session in idle) + orphaned_bytes(idle)
         if pool.capacity_bytes - pool.reserved_bytes + freed < needed.sustained_bytes:
             raise no_capacity(self._context, needed)
+        if pool.least_released([], demands) is None and pool.least_released([_runs_of(idle)], demands) is None:
+            raise no_address_space(allocation_bytes(demands, itemsize=self._context.geometry.itemsize))
 
     def _no_place(self, sessions: Collection[Session], owner: str) -> NoCapacity | QuotaExceeded | None:
         limits, most = self._limits, self._limits.max_sessions_per_owner
@@ -199,8 +228,18 @@ class Admission:
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, sessions: Collection[Session], needed: Bound, owner: str, take: Callable[[], None]) -> None:
-        """Drop idle sessions until `take` succeeds; it raises NoCapacity while there is too little memory."""
+    def _make_room(
+        self,
+        sessions: Collection[Session],
+        needed: Bound,
+        owner: str,
+        take: Callable[[], None],
+        demands: Callable[[], Sequence[Demand]],
+    ) -> None:
+        """Drop idle sessions until `take` succeeds; it raises NoCapacity while there is too little memory.
+
+        demands: the runs of the pool that it takes.
+        """
         while True:
             try:
                 self._check_quota(sessions, needed, owner)
@@ -213,7 +252,11 @@ class Admission:
                 # No session is dropped for one that would be refused even then.
                 self._check_quota(sessions, needed, owner, without=holding)
                 self._keep_room_to_wake(sessions, needed, without=holding)
-                self._drop_some(holding, self._missing(sessions, needed, owner))
+                going = self._as_many_as_needed(holding, self._missing(sessions, needed, owner), demands())
+                if going is None:
+                    raise
+                for session in going:
+                    self._drop(session)
 
     def _missing(self, sessions: Collection[Session], needed: Bound, owner: str) -> Bound:
         """What has to be given back for `needed`, at least."""
@@ -228,19 +271,25 @@ class Admission:
         missing_tier = max(0, tier.reserved_bytes + needed.tier_bytes - tier.capacity_bytes)
         return Bound(sustained_bytes=missing, peak_bytes=missing, tier_bytes=missing_tier)
 
-    def _drop_some(self, holding: Mapping[Session, Bound], missing: Bound) -> None:
-        """Drop sessions in this order until they gave back what is missing, at least one.
+    def _as_many_as_needed(
+        self, holding: Mapping[Session, Bound], missing: Bound, demands: Sequence[Demand]
+    ) -> list[Session] | None:
+        """Those of these sessions, in this order, that have to be dropped so that what is missing is free, with runs
+        for the demands. At least one; None if all of them are too few.
 
         All at once: to ask after each whether there is room would take longer the more sessions there are.
         """
-        # Of the second tier first: `holding` are those that can give back some of it, if it is short.
-        is_short_of_tier = missing.tier_bytes > 0
-        left = missing.tier_bytes if is_short_of_tier else missing.sustained_bytes
-        for session, freed in holding.items():
-            self._drop(session)
-            left -= freed.tier_bytes if is_short_of_tier else freed.sustained_bytes
-            if left <= 0:
-                return
+        count, left, left_of_tier = 0, missing.sustained_bytes, missing.tier_bytes
+        for freed in holding.values():
+            if count and left <= 0 and left_of_tier <= 0:
+                break
+            count, left, left_of_tier = count + 1, left - freed.sustained_bytes, left_of_tier - freed.tier_bytes
+        sessions = list(holding)
+        for number in (count, len(sessions)):  # mostly those that give back the bytes suffice
+            held = [session.kv.runs for session in sessions[:number]]
+            if (most := self._context.pool.least_released(held, demands, least=count)) is not None:
+                return sessions[:most]
+        return None
 
     def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> dict[Session, Bound]:
         """The owner's idle sessions that may be dropped for `needed`, in order, and what each gives back.
@@ -255,12 +304,15 @@ class Admission:
         if within_reach < needed.sustained_bytes:
             return {}
         short = needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
-        if short > 0:
-            # Only sessions that hold bytes of the second tier can free some there.
-            holding = {session: freed for session, freed in holding.items() if freed.tier_bytes}
-            if sum(freed.tier_bytes for freed in holding.values()) < short:
-                return {}
-        return holding
+        # If the second tier is short, as many as that takes of those that hold some of it come first.
+        first: dict[Session, Bound] = {}
+        for session, freed in holding.items():
+            if short <= 0:
+                break
+            if freed.tier_bytes:
+                first[session] = freed
+                short -= freed.tier_bytes
+        return {} if short > 0 else first | holding
 
     def _refuse_what_can_never_fit(self, needed: Bound) -> None:
         """Raise NoCapacity for a session that would not fit into the empty pool."""
@@ -337,6 +389,12 @@ def _more(kv: SessionKV, then: Bound) -> Bound:
     """Bytes that a session must be granted in addition to those it has, to reach the bound `then`."""
     more = then.sustained_bytes - kv.reserved.sustained_bytes
     return Bound(sustained_bytes=more, peak_bytes=more + then.peak_bytes - then.sustained_bytes)
+
+
+def _runs_of(sessions: Collection[Session]) -> set[Run]:
+    """All runs of the pool that these sessions hold, with those of parents that ended."""
+    own = {run for session in sessions for run in session.kv.runs}
+    return own | {run for session in sessions for lent in session.kv.borrowed for run in lent.runs}
 
 
 def orphaned_bytes(sessions: Collection[Session]) -> int:

@@ -670,7 +670,7 @@ class SessionStore:
     def _leave(self, session: Session) -> None:
         """The session leaves memory. The journal keeps it, with its replies."""
         session.is_closed = True
-        _put_last(self._used, session.session_id, session.used_at)
+        _put_last(self._used, session.session_id, session.used_at if session.operation is None else self._clock())
         del self._sessions[session.session_id]
         self.replies.session_left(session.session_id)
         self._release_if_over(session)

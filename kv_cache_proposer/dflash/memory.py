@@ -22,7 +22,7 @@ from torch import Tensor
 
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.memory.pool import Demand, Pool
+from inference_engine.kv.memory.pool import Demand, Pool, Run
 from kv_cache_proposer.dflash.config import DFlashConfig
 
 Positions = NDArray[np.int64]
@@ -78,6 +78,10 @@ class RingMemory(DraftMemory):
     def pool(self) -> Pool:
         """Where it lies."""
         return self._context.pool
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        return () if self._starts is None else self._context.pool.runs((self._demand,), self._starts)
 
     def held_bytes(self) -> int:
         page = self._context.geometry.page_tokens

@@ -28,6 +28,7 @@ from inference_engine.errors import (
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import Kept, SessionKept, SessionRecord
+from inference_engine.session.session import Operation
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
 from tests.facade import (
@@ -37,6 +38,7 @@ from tests.facade import (
     looking_for_unused_sessions_after_each_commit,
     on_the_engines_thread,
     session_of,
+    store_of,
 )
 from tests.kept import after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
@@ -511,6 +513,20 @@ def test_a_session_that_is_only_looked_at_is_deleted_after_its_days(tmp_path: Pa
             with journal._db_lock:
                 journal._delete_old()
             assert len(engine.list_sessions()) == (looks < 7)
+
+
+def test_a_session_that_fails_was_used_until_then(tmp_path: Path) -> None:
+    clock = Clock()
+    with keeping(tmp_path, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
+        session_id = opened(engine)
+        session, store = session_of(engine, session_id), store_of(engine)
+        store.acquire(session, Operation.GENERATE)
+        clock.now += 70
+        store.fail(session, "INV1")
+        store.free(session)
+        clock.now += 5
+        (listed,) = engine.list_sessions()
+        assert (listed.is_resident, listed.idle_seconds) == (False, 5)
 
 
 def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(tmp_path: Path) -> None:

@@ -352,6 +352,11 @@ def bytes_for(sessions: float) -> int:
         return int(sessions * engine.create_session().bound.peak_bytes)
 
 
+def bytes_at(limit_tokens: int) -> int:
+    with served_engine(growth="guaranteed") as engine:
+        return engine.create_session(limit_tokens=limit_tokens).reserved_bytes
+
+
 def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_fresh_one() -> None:
     clock = Clock()
     with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(3.5), stall_seconds=1000) as engine:
@@ -504,6 +509,35 @@ def test_no_session_is_evicted_for_one_that_would_not_fit_even_then() -> None:
         with pytest.raises(NoCapacity):
             engine.create_session(strategy=Full())
         assert engine.session_info(mine).history_length == 20
+
+
+@pytest.mark.parametrize("places", [{}, {"max_sessions": 16}], ids=["bytes", "places"])
+def test_no_session_is_dropped_for_one_whose_memory_would_lie_in_pieces(places: dict[str, Any]) -> None:
+    """Every other session is another owner's: what the owner's give back is enough, and nowhere in one run."""
+    clock = Clock()
+    with served_engine(
+        clock=clock, growth="guaranteed", default_limit_tokens=16, kv_bytes=16 * bytes_at(16), **places
+    ) as engine:
+        mine = [engine.create_session(limit_tokens=16, owner="ab"[each % 2]).session_id for each in range(16)][::2]
+        clock.now += 1000
+        for _ in range(2):
+            with pytest.raises(NoCapacity, match="free"):
+                engine.create_session(limit_tokens=128, owner="a")
+        assert [engine.session_info(each, owner="a").is_resident for each in mine] == [True] * 8
+        assert engine.create_session(limit_tokens=16, owner="a").session_id
+
+
+def test_as_many_make_room_as_long_runs_take_and_no_more() -> None:
+    """Of the sessions that are dropped first each lies alone, and takes no whole layer; of the others neighbours do."""
+    clock = Clock()
+    with served_engine(clock=clock, growth="guaranteed", default_limit_tokens=16, kv_bytes=16 * bytes_at(16)) as engine:
+        whose = "abababab" + "a" * 8
+        idle = [engine.create_session(limit_tokens=16, owner=owner).session_id for owner in whose]
+        clock.now += 1000
+        engine.create_session(limit_tokens=64, owner="a")
+        stay = [engine.session_info(each, owner=owner).is_resident for each, owner in zip(idle, whose, strict=True)]
+        # Two layers take four times a layer of a small session each, which has three. That with a window fits anywhere.
+        assert stay == [owner == "b" for owner in whose[:8]] + [False] * 3 + [True] * 5
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.run import ServerHandle
-from inference_engine.server.unauthenticated import UnauthenticatedPeers
+from inference_engine.server.unauthenticated import Peer, UnauthenticatedPeers
 from inference_engine.session.history import TokenIds
 from tests.server.http_client import (
     COMPLETIONS,
@@ -43,7 +43,7 @@ from tests.server.http_client import (
     tiny_chat,
 )
 from tests.server.test_http_template import ENDLESS
-from tests.server.wire import TIMEOUT_SECONDS, held
+from tests.server.wire import TIMEOUT_SECONDS, held, until
 from tests.tiny import tiny_engine
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
@@ -227,6 +227,7 @@ async def test_a_reused_connection_that_never_finishes_its_next_request_is_close
         assert await caller.is_hung_up()
 
 
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
 CHUNKED = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"mod\r\n'
@@ -267,6 +268,74 @@ async def test_a_client_that_ends_its_body_early_and_still_reads_is_answered(
     assert json.loads(body)["error"]["code"] == "bad_http"
 
 
+@pytest.mark.parametrize("is_broken", [True, False], ids=["broken", "left"])
+async def test_a_body_that_breaks_off_counts_at_the_door_once(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    """Once as what is not HTTP; what the application answers to a client that has left is never read."""
+    counted: list[bool] = []
+    answers = HttpDoor.answers
+
+    def counting(door: HttpDoor, peer: Peer, *, refuses: bool) -> bool:
+        counted.append(refuses)
+        return answers(door, peer, refuses=refuses)
+
+    monkeypatch.setattr(HttpDoor, "answers", counting)
+    async with calling(server) as caller:
+        caller.send(CHUNKED.replace(b"\r\nHost", b"\r\nExpect: 100-continue\r\nHost"))
+        assert await caller.status() == b"HTTP/1.1 100 Continue\r\n"  # the application reads the body
+        if is_broken:
+            caller.send(b"zz\r\n")
+            await caller.rest()
+    await until(lambda: bool(answered_with(engine, 400)))
+    assert counted == [True]
+
+
+def answered_with(engine: Engine, status: int) -> float | None:
+    labels = {"route": "/v1/chat/completions", "status": str(status)}
+    return engine.metrics.registry.get_sample_value("http_response_total", labels)
+
+
+@pytest.mark.parametrize("more", [b"\r\n", MODELS % b"close"], ids=["line", "request"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        posted({"model": "tiny", "messages": MESSAGES}).replace(b"\r\nHost", b"\r\nConnection: close\r\nHost"),
+        posted({"model": "tiny", "messages": MESSAGES}).replace(b"HTTP/1.1", b"HTTP/1.0"),
+    ],
+    ids=["close", "HTTP/1.0"],
+)
+async def test_what_follows_the_last_request_of_a_connection_is_ignored(
+    engine: Engine,
+    server: ServerHandle,
+    called: Callable[[Engine, str], asyncio.Event],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bytes,
+    more: bytes,
+) -> None:
+    receive, is_received = connection.Connection.data_received, asyncio.Event()
+
+    def data_received(of: connection.Connection, data: bytes) -> None:
+        receive(of, data)
+        if data == more:
+            is_received.set()
+
+    monkeypatch.setattr(connection.Connection, "data_received", data_received)
+    is_asked = called(engine, "generate")
+    async with calling(server) as caller:
+        with held(engine):
+            caller.send(asked)
+            await is_asked.wait()
+            caller.send(more)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await is_received.wait()
+        answer = await caller.rest()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(body)["choices"]
+    assert ended(engine, "closed") == 0
+
+
 async def test_chunks_that_break_after_the_answer_began_add_nothing_to_it(engine: Engine, server: ServerHandle) -> None:
     async with calling(server) as caller:
         caller.send(CHUNKED.replace(b"/v1/chat/completions", b"/none"))
@@ -299,7 +368,6 @@ NO_DOOR = HttpDoor(
     most=10,
     on_drop=lambda: None,
 )
-MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
 
 
 async def test_one_connection_too_many_is_closed_and_one_that_left_makes_room(engine: Engine, chat: ChatText) -> None:

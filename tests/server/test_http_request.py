@@ -321,10 +321,11 @@ LONG = "x" * 100_000
         ({LONG: 1}, "(100000 characters)"),
         ({"messages": [{"role": "user", "content": "Hello", LONG: 1}]}, "(100000 characters)"),
         ({"stream": True, "stream_options": {LONG: True}}, "(100000 characters)"),
+        ({"n": LONG}, "(100002 characters)"),
         ({"logit_bias": {LONG: 1}}, "'xxxxxxxxxxxxxxxxxxxx'"),
         ({"logit_bias": {str(number): 1 for number in range(30_000)}}, "at most 1024 entries, got 30000"),
     ],
-    ids=["many", "parameter", "message", "option", "id", "ids"],
+    ids=["many", "parameter", "message", "option", "count", "id", "ids"],
 )
 def test_a_refusal_is_short_whatever_it_refuses(parameters: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument) as refused:

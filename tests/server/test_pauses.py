@@ -162,19 +162,29 @@ def test_no_call_on_a_session_at_the_cap_keeps_others_waiting() -> None:
     # In a process of its own, as a server is: what freeing memory takes depends on all that a process did before.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         longest, too_long = process.submit(longest_pauses).result(timeout=240)
-    assert {"event loop", "engine: begin", "engine: settle", "engine: expire"} <= set(longest)
+    works = ("event loop", "engine: begin", "engine: settle", "engine: expire")
+    expected = {f"watched_use: {work}" for work in works}
+    expected |= {f"watched_making_of_room: {work}" for work in ("event loop", "engine: expire")}
+    assert expected <= set(longest)
     assert not too_long, f"seconds of processor time, the least of {TRIES} tries: {too_long}"
 
 
 def longest_pauses() -> tuple[dict[str, float], dict[str, float]]:
-    """The longest that each thread was kept by each kind of work, in the try where it took the least; what is long."""
-    quickest = Watch()
-    for _ in range(TRIES):
-        quickest.keep_shortest(asyncio.run(watched_use()))
-        quickest.keep_shortest(asyncio.run(watched_making_of_room()))
-        if not quickest.too_long():
-            break
-    return quickest.longest, quickest.too_long()
+    """The longest that each thread was kept by each kind of work, in the try where it took the least; what is long.
+
+    Each scenario has tries of its own: what is short in one hides nothing that is long in the other.
+    """
+    longest: dict[str, float] = {}
+    too_long: dict[str, float] = {}
+    for scenario in (watched_use, watched_making_of_room):
+        quickest = Watch()
+        for _ in range(TRIES):
+            quickest.keep_shortest(asyncio.run(scenario()))
+            if not quickest.too_long():
+                break
+        for found, all_found in ((quickest.longest, longest), (quickest.too_long(), too_long)):
+            all_found.update({f"{scenario.__name__}: {what}": seconds for what, seconds in found.items()})
+    return longest, too_long
 
 
 async def watched_use() -> Watch:

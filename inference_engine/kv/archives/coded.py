@@ -26,7 +26,7 @@ from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.slots import LayerSlots, evenly_apart, neighbours
 
 
@@ -127,6 +127,10 @@ class _CodedArchive(Archive):
     def forget(self) -> None:
         """Old codes are never read again, and new ones overwrite them."""
         self._finite.forget()
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        return self._context.pool.runs(self._demands, self._starts)
 
     def release(self) -> None:
         self._context.pool.release(self._demands, self._starts)

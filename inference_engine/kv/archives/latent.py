@@ -33,7 +33,7 @@ from inference_engine.kv.context import (
 )
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.slots import LayerSlots, neighbours
 
@@ -359,6 +359,10 @@ class _LatentArchive(Archive):
 
     def transfers(self) -> TransferTotals:
         return self._codes.transfers()
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        return self._codes.runs
 
     def release(self) -> None:
         self._codes.release()

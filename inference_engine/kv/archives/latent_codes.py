@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.tier import ChunkShape, Store
 from inference_engine.kv.memory.transfers import NoTransfers, Transfers, TransferTotals
 
@@ -167,6 +167,10 @@ class LatentCodes:
         self._end = 0
         self.commit(0)
         self._store.clear()
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        return self._context.pool.runs([self._demand], [self._start])
 
     def release(self) -> None:
         self._context.pool.release([self._demand], [self._start])

@@ -19,7 +19,7 @@ from torch import Tensor
 from inference_engine.kv.context import ArchivedCodes, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
-from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Need
 from inference_engine.kv.slots import LayerSlots
@@ -206,6 +206,11 @@ class Archive(ABC):
     def forget(self) -> None:
         """Drop all archived entries."""
 
+    @property
+    @abstractmethod
+    def runs(self) -> Sequence[Run]:
+        """Those of the pool that it holds."""
+
     @abstractmethod
     def release(self) -> None:
         """Give the memory back."""
@@ -328,6 +333,10 @@ class _EmptyArchive(Archive):
 
     def forget(self) -> None:
         pass
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        return ()
 
     def release(self) -> None:
         pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from inference_engine.kv.memory.pool import Demand, Pool
+from inference_engine.kv.memory.pool import Demand, Pool, Run
 
 
 class Allocation:
@@ -35,6 +35,10 @@ class Allocation:
             return None
         nbytes = allocation_bytes(demands, itemsize=itemsize) if pool.takes_grants else 0
         return Allocation(pool, demands, starts, nbytes=nbytes)
+
+    @property
+    def runs(self) -> list[Run]:
+        return self._pool.runs(self._demands, self.starts)
 
     @property
     def is_lent(self) -> bool:

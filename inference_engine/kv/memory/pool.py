@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kv.geometry import Geometry
@@ -34,6 +37,8 @@ TRASH_UNITS = 1
 # written must not become memory by being zeroed.
 _PIECE_BYTES = 2**16
 _DISCARD_UNITS = 1024  # discarding a run counts as cleaning so many units
+
+Run = tuple[int, int]  # start and count, in units
 
 
 class RunAllocator:
@@ -75,6 +80,26 @@ class RunAllocator:
                 self._lengths[left] += self._lengths[left + 1]
                 del self._starts[left + 1], self._lengths[left + 1]
 
+    def least_given_back(
+        self, given: Sequence[Collection[Run]], counts: Sequence[int], *, least: int = 0
+    ) -> int | None:
+        """How many of `given`, from the first one on and `least` or more, have to be given back so that `take` finds a
+        run for each of `counts` in turn. None: all of them are too few. Nothing changes.
+        """
+
+        known = list(zip(self._starts, self._lengths, strict=True))
+        ends = list(accumulate(map(len, given), initial=len(known)))
+        runs = np.array(known + [run for some in given for run in some], dtype=np.int64).reshape(-1, 2)
+
+        def suffice(number: int) -> bool:
+            return _fit(_merged(runs[: ends[number]]), counts)
+
+        if suffice(least):
+            return least
+        if not suffice(len(given)):
+            return None
+        return bisect_left(range(len(given)), True, lo=least + 1, key=suffice)
+
     def free_within(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """The free runs, or parts of them, among these units: start and count of each."""
         end = start + count
@@ -85,6 +110,24 @@ class RunAllocator:
             last = min(end, self._starts[index] + self._lengths[index])
             if first < last:
                 yield first, last - first
+
+
+def _merged(runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The lengths of these runs, which do not overlap, in order of their starts, with neighbours as one."""
+    starts, ends = np.sort(runs[:, 0]), np.sort(runs.sum(axis=1))
+    is_first = np.ones(len(starts), dtype=np.bool_)
+    is_first[1:] = starts[1:] != ends[:-1]
+    return ends[np.roll(is_first, -1)] - starts[is_first]
+
+
+def _fit(lengths: NDArray[np.int64], counts: Sequence[int]) -> bool:
+    """Does first fit find room for `counts` in runs of these lengths? They are used up."""
+    for count in filter(None, counts):
+        at = int(np.argmax(lengths >= count)) if len(lengths) else 0
+        if not len(lengths) or lengths[at] < count:
+            return False
+        lengths[at] -= count
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +259,35 @@ class Pool:
             (start + TRASH_UNITS) * self._unit // demand.head_dim for start, demand in zip(starts, demands, strict=True)
         )
 
+    def runs(self, demands: Sequence[Demand], starts: Sequence[int]) -> list[Run]:
+        """Where that lies which `reserve` returned. Neighbours are one run: mostly all layers of a session are."""
+        joined: list[Run] = []
+        for start, demand in zip(starts, demands, strict=True):
+            first, count = start * demand.head_dim // self._unit - TRASH_UNITS, self._units(demand)
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = joined[-1][0], joined[-1][1] + count
+            elif count:
+                joined.append((first, count))
+        return joined
+
+    def least_released(
+        self, held: Sequence[Collection[Run]], demands: Sequence[Demand], *, least: int = 0
+    ) -> int | None:
+        """How many of `held`, from the first one on and `least` or more, have to be released so that runs are free for
+        all of these demands, reserved in this order. None: all of them are too few. Nothing changes.
+        """
+        with self._lock:
+            return self._runs.least_given_back(held, [self._units(demand) for demand in demands], least=least)
+
     def release(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
         """Give back runs that `reserve` returned."""
-        pairs = zip(starts, demands, strict=True)
-        units = [start * demand.head_dim // self._unit - TRASH_UNITS for start, demand in pairs]
+        runs = self.runs(demands, starts)
         if self._takes_grants:
-            self._account.ungrant(self._bytes(sum(self._units(demand) for demand in demands)))
+            self._account.ungrant(self._bytes(sum([count for _, count in runs])))
         with self._lock:
-            self._give_back(demands, units)
-            self._unclean += [
-                (unit, self._units(demand)) for unit, demand in zip(units, demands, strict=True) if demand.elements
-            ]
+            for start, count in runs:
+                self._runs.give_back(start, count)
+            self._unclean += runs
 
     def clean(self, most_bytes: int) -> bool:
         """Engine's thread: zero about `most_bytes` of released memory, or discard runs of it. Returns whether more is

@@ -20,6 +20,7 @@ from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kv.archives.restorer import Archive, EntryBlock
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
+from inference_engine.kv.memory.pool import Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Part, Saved, saved_under, under
@@ -244,6 +245,10 @@ class ArchivedEntries(Part):
         for exact in self._sets:
             exact.wipe()
         self._archive.forget()
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        return [*(run for exact in self._sets for run in exact.regions.runs), *self._archive.runs]
 
     def release(self) -> None:
         with ExitStack() as stack:

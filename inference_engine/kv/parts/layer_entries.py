@@ -25,7 +25,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
-from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Need, Part, Saved
@@ -100,6 +100,10 @@ class LayerEntries(LayerSlots, Part):
         if prefix is not None:
             entries.parts.append(PrefixEntries(entries, prefix))
         return entries
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        return self.allocation.runs
 
     def release(self) -> None:
         with ExitStack() as stack:

@@ -111,8 +111,9 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     return JSONResponse(envelope(error.status_code, message), error.status_code, error.headers)
 
 
-async def _forget(_request: Request, _error: Exception) -> Response:
+async def _forget(request: Request, _error: Exception) -> Response:
     """The client has disconnected, so this is never read."""
+    request.state.has_left = True
     return Response(status_code=400)
 
 
@@ -143,7 +144,9 @@ class _Frame:
             if message["type"] == "http.response.start":
                 headers = [*message.get("headers", ()), *deprecation.HEADERS]
                 refuses = message["status"] == HTTPStatus.UNAUTHORIZED
-                if scope["client"] is not None and self._door.answers(tuple(scope["client"]), refuses=refuses):
+                # The door knows the others already: they are gone, or were refused as what is not HTTP.
+                is_here = scope["client"] is not None and not scope.get("state", {}).get("has_left")
+                if is_here and self._door.answers(tuple(scope["client"]), refuses=refuses):
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
                 self._responses.labels(route, str(message["status"])).inc()

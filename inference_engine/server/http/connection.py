@@ -55,6 +55,8 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if not self.door.receives(self._peer, len(data)):
             return
+        if self.conn.their_state is h11.MUST_CLOSE:
+            return  # what follows the last request is ignored (RFC 9112, 9.6); h11 would refuse it
         super().data_received(data)
         # uvicorn stops reading where the next request begins, and would not see that the client leaves.
         is_answering = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body

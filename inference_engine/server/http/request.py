@@ -234,7 +234,7 @@ def _refuse_not_honoured(given: Mapping[str, Any]) -> None:
             f"{', '.join((*HONOURED, *OWN))}; sessions over gRPC support more",
         )
     if (count := given.get("n", 1)) != 1 or isinstance(count, bool):
-        raise InvalidArgument("n", f"must be 1, got {count!r}; send one request for each answer")
+        raise InvalidArgument("n", f"must be 1, got {said(repr(count))}; send one request for each answer")
 
 
 def _is_off(name: str, value: object) -> bool:
