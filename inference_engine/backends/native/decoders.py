@@ -147,7 +147,7 @@ def _in_format(decoder: LayerDecoder, kind: Format) -> Product:
 
 
 def _of_whole_numbers(decoder: LayerDecoder) -> Product:
-    """Levels and matrix as whole numbers of 16 bits, which lose less than a hundredth of what codes do: see restoring.h.
+    """Levels and matrix as whole numbers of 16 bits, which lose less than a hundredth of what codes do (restoring.h).
 
     Raises BackendError for what is not finite.
     """
