@@ -27,9 +27,9 @@ from inference_engine.kv.context import (
     Rotate,
 )
 from inference_engine.native.library import Identity, KVType, Matrix, Threads
-from kv_cache_proposer.f_theta.codec import Packing
 from kv_cache_proposer.f_theta.levels import LEADING
 from kv_cache_proposer.f_theta.levels import levels as spaced
+from kv_cache_proposer.f_theta.packing import Packing
 from tests.further import further
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
