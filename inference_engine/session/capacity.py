@@ -206,6 +206,7 @@ class Admission:
         freed = sum(session.kv.reserved.sustained_bytes for session in idle) + orphaned_bytes(idle)
         if pool.capacity_bytes - pool.reserved_bytes + freed < needed.sustained_bytes:
             raise no_capacity(self._context, needed)
+        self._context.tier.refuse_without(sum(session.kv.reserved.tier_bytes for session in idle), needed.tier_bytes)
         if pool.least_released([], demands) is None and pool.least_released([_runs_of(idle)], demands) is None:
             raise no_address_space(allocation_bytes(demands, itemsize=self._context.geometry.itemsize))
 

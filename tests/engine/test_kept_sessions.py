@@ -169,10 +169,11 @@ def test_a_reader_gets_all_that_is_safe_and_then_that_the_journal_failed(tmp_pat
         session = opened(engine)
         with a_disk_that_fails(journal) as fails:
             generation = engine.generate(session, GenerateParams(max_tokens=10_000), request_id=ONE)
-            events = some(iter(generation), 3)
+            reading = iter(generation)  # one iterator: what it has read would be lost to another
+            events = some(reading, 3)
             fails.set()
             with pytest.raises(EngineStalled):
-                events.extend(generation)
+                events.extend(reading)
             assert journal.failure
             with pytest.raises(EngineStalled):
                 engine.create_session()

@@ -37,6 +37,7 @@ from inference_engine.errors import (
 )
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import GenerateRecord, Logprobs, MemoryJournal
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark, Mode, StopReason, TokenCommitted
@@ -559,6 +560,20 @@ def test_no_session_gives_its_place_to_one_that_there_is_no_memory_for(limits: d
         assert engine.create_session(strategy=SinkWindow(sink=1, window=8)).session_id
         with pytest.raises(SessionEvicted):
             engine.session_info(mine)
+
+
+def test_no_session_gives_its_place_to_one_that_the_second_tier_has_no_room_for() -> None:
+    clock, tiered = Clock(), Tiered(block=4, sink=4, window=16, budget=48, resident_tokens=16)
+    with served_engine(tier_bytes=1 << 24) as engine:
+        tier_bytes = engine.create_session(strategy=tiered).bound.tier_bytes
+    with served_engine(clock=clock, max_sessions=2, tier_bytes=tier_bytes * 3 // 2) as engine:
+        engine.create_session(owner="another", strategy=tiered)
+        mine = opened(engine, strategy=SinkWindow(sink=1, window=8))
+        clock.now += 1000
+        for _ in range(2):
+            with pytest.raises(NoCapacity, match="more tier_bytes"):
+                engine.create_session(strategy=tiered)
+        assert engine.session_info(mine).history_length == 20
 
 
 def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:

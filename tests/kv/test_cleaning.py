@@ -79,6 +79,33 @@ def test_a_little_is_cleaned_at_a_time() -> None:
     assert int(pool._halves[0].count_nonzero()) == 0
 
 
+def test_what_is_discarded_at_a_time_is_bounded_in_layers_not_in_sessions() -> None:
+    layers, layer = 8, Demand(head_dim=4, elements=200 * small_pool()._unit)
+    discarded: list[int] = []
+    geometry = Geometry(
+        layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=4),) * layers,
+        itemsize=4,
+        trained_positions=64,
+        page_tokens=2,
+        segment_tokens=4,
+    )
+    units = 3 * layers * 200
+    pool = Pool(
+        geometry,
+        2 * units * geometry.alignment * 4,
+        torch.zeros,
+        discard=lambda states: discarded.append(states.numel()),
+    )
+    for starts in [pool.reserve([layer] * layers) for _ in range(3)]:
+        assert starts is not None
+        pool.release([layer] * layers, starts)
+
+    assert pool.clean(pool_module._DISCARD_UNITS * pool._bytes(1))
+
+    # Of a run of any length as many units count, so of layers of 200 units fewer than fill two sessions are discarded.
+    assert sum(discarded) // 2 <= (pool_module._DISCARD_UNITS // 200 + 1) * layer.elements
+
+
 def test_memory_that_was_never_written_is_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or address space would become memory."""
     pieces = pool_module._PIECE_BYTES // 4

@@ -135,10 +135,15 @@ async def test_a_client_killed_in_the_middle_leaves_a_session_that_goes_on(
 
 
 async def test_a_deadline_while_decoding_is_typed_and_keeps_what_was_generated(client: Client) -> None:
-    session_id = await client.open_endless()
-    stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER), timeout=2.0)
-    shown: list[Any] = []
-    details = await refused(read_rest(stream, into=shown))
+    async def cut() -> tuple[str, list[Any], Any]:
+        session_id, shown = await client.open_endless(), list[Any]()
+        stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER), timeout=2.0)
+        return session_id, shown, await refused(read_rest(stream, into=shown))
+
+    session_id, shown, details = await cut()
+    for _ in range(3):
+        if details.error_info is None:  # on a busy machine the client's own clock may be first
+            session_id, shown, details = await cut()
     assert details.reason == "DEADLINE_EXCEEDED DEADLINE"
     assert details.error_info is not None
     length = int(details.error_info.metadata["history_length"])

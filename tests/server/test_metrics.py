@@ -292,7 +292,7 @@ async def a_folder_of_sessions(seen: Seen) -> None:
         journal = Journal(
             Path(folder), Durability.PROCESS, weights="", metrics=metrics, keep_seconds=10.0, wall_clock=lambda: now
         )
-        with scripted_engine(journal=journal, metrics=metrics) as engine:
+        with scripted_engine(journal=journal, metrics=metrics, wall_clock=lambda: now) as engine:
             seen.begin(engine)
             async with serving(engine) as handle, connected(handle) as client:
                 session_id, other = await client.open(), await client.open()

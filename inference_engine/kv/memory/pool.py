@@ -287,7 +287,8 @@ class Pool:
         with self._lock:
             for start, count in runs:
                 self._runs.give_back(start, count)
-            self._unclean += runs
+            # By layer: `clean` discards whole ones.
+            self._unclean += [run for one in zip(demands, starts, strict=True) for run in self.runs([one[0]], [one[1]])]
 
     def clean(self, most_bytes: int) -> bool:
         """Engine's thread: zero about `most_bytes` of released memory, or discard runs of it. Returns whether more is

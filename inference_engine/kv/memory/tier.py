@@ -140,16 +140,23 @@ class Tier(ABC):
     def reserve(self, count: int) -> None:
         """Reserve `count` bytes for a session. Raises NoCapacity, with nothing taken."""
         with self._lock:
-            if self._reserved_bytes + count > self.capacity_bytes:
-                raise NoCapacity(
-                    f"the session needs {count} bytes of {self.where} for entries that leave the device; the server "
-                    f"has {self.capacity_bytes}, too few of them free now. Close sessions, ask for a smaller "
-                    "limit_tokens, or give the server more tier_bytes",
-                    retry_after_seconds=1.0,
-                    needed_bytes=count,
-                    capacity_bytes=self.capacity_bytes,
-                )
+            self._refuse_beside(self._reserved_bytes, count)
             self._reserved_bytes += count
+
+    def refuse_without(self, freed: int, count: int) -> None:
+        """Raise as `reserve` would if `freed` bytes were released before. Nothing is taken."""
+        self._refuse_beside(self.reserved_bytes - freed, count)
+
+    def _refuse_beside(self, reserved: int, count: int) -> None:
+        if reserved + count > self.capacity_bytes:
+            raise NoCapacity(
+                f"the session needs {count} bytes of {self.where} for entries that leave the device; the server "
+                f"has {self.capacity_bytes}, too few of them free now. Close sessions, ask for a smaller "
+                "limit_tokens, or give the server more tier_bytes",
+                retry_after_seconds=1.0,
+                needed_bytes=count,
+                capacity_bytes=self.capacity_bytes,
+            )
 
     def release(self, count: int) -> None:
         with self._lock:
