@@ -9,17 +9,16 @@ from contextlib import closing
 from pathlib import Path
 
 import apsw
+import numpy as np
 
 from inference_engine.session.journal import APPENDED, GenerateRecord, ReplyRecord
 from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.journal_rows import tokens_crc, unpacked_appends, unpacked_entry, unpacked_generates
 from inference_engine.session.sqlite_journal import FILE
-from inference_engine.types import Durability
+from inference_engine.types import Durability, Mark
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
-from tests.session.talks import (
-    Talk,
-)
+from tests.session.talks import Talk, record_of
 
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -105,3 +104,17 @@ def _insert_generate(db: apsw.Connection, number: int, began: GenerateRecord) ->
     crc = zlib.crc32(struct.pack("<QQ", number, began.position) + began.request_id + began.digest + seed)
     values = (number, began.position, began.request_id, began.digest, seed, crc)
     db.execute("insert into generates values (?, ?, ?, ?, ?, ?)", values)
+
+
+def two_sessions_killed(folder: Path) -> Path:
+    """Of three tokens each, in the tail: the last row is of the second."""
+    journal = open_journal(folder)
+    for number in range(2):
+        journal.open(record_of(number))
+    for position in range(3):
+        for number in range(2):
+            journal.append(f"session-{number}", position, np.array([position + 1], dtype=np.uint32), Mark.APPENDED)
+    assert journal._writer.flush(20)
+    killed = after_a_kill(folder)
+    journal.stop()
+    return killed

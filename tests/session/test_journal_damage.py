@@ -29,7 +29,7 @@ from tests.facade import a_checkpoint_after_each_commit, looking_for_unused_sess
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
-from tests.session.journal_files import content, damage_log, killed_after
+from tests.session.journal_files import content, damage_log, killed_after, two_sessions_killed
 from tests.session.talks import (
     Talk,
     flip_bits,
@@ -611,20 +611,6 @@ def test_a_row_that_says_by_damage_that_it_is_of_a_session_to_come_is_none_of_it
             assert kept is not None
             assert kept.saved.tokens == 3000
         journal.stop()
-
-
-def two_sessions_killed(folder: Path) -> Path:
-    """Of three tokens each, in the tail: the last row is of the second."""
-    journal = open_journal(folder)
-    for number in range(2):
-        journal.open(record_of(number))
-    for position in range(3):
-        for number in range(2):
-            journal.append(f"session-{number}", position, np.array([position + 1], dtype=np.uint32), Mark.APPENDED)
-    assert journal._writer.flush(20)
-    killed = after_a_kill(folder)
-    journal.stop()
-    return killed
 
 
 def test_a_last_row_that_names_another_session_is_damage_of_its_own(tmp_path: Path) -> None:

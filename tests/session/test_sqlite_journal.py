@@ -22,7 +22,7 @@ from tests.facade import looking_for_unused_sessions_after_each_commit, no_room_
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
-from tests.session.journal_files import as_format_3, content, reply_crc_before
+from tests.session.journal_files import as_format_3, content, reply_crc_before, two_sessions_killed
 from tests.session.talks import (
     Talk,
     record_of,
@@ -343,15 +343,7 @@ def test_answers_that_are_damaged_in_the_format_before_are_refused(tmp_path: Pat
     ["ids = zeroblob(4)", "ids = cast(x'ff' as text)", "mark = null", "crc = 0", "session = 2", "position = 9"],
 )
 def test_a_turn_that_is_damaged_in_the_format_before_is_refused_with_its_session(tmp_path: Path, change: str) -> None:
-    journal = open_journal(tmp_path / "state")
-    for number in range(2):
-        journal.open(record_of(number))
-    for position in range(3):
-        for number in range(2):
-            journal.append(f"session-{number}", position, np.array([position + 1], dtype=np.uint32), Mark.APPENDED)
-    assert journal._writer.flush(20)
-    folder = after_a_kill(tmp_path / "state")
-    journal.stop()
+    folder = two_sessions_killed(tmp_path / "state")
     as_format_3(folder)
     with closing(apsw.Connection(str(folder / FILE))) as db:
         db.execute(f"update tail set {change} where entry = 5")
