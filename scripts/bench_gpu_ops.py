@@ -9,8 +9,9 @@ device's cache from one to the next. All contenders read the same entries, are c
 and take turns. FA3 joins if the package `fa3_fwd` can be imported, FlashInfer if `flashinfer` can: it compiles its
 kernels at their first call, which takes minutes and needs nvcc. What is not there is named in the record.
 
-Exact Top-K takes 2,048 of float32 scores, beside torch.topk, which orders them by value and equals arbitrarily, and
-FlashInfer, which takes the lowest index among equals if it is asked to.
+Exact Top-K takes 2,048 of float32 scores, beside torch.topk, which orders them by value and equals arbitrarily,
+FlashInfer, which takes the lowest index among equals if it is asked to, and two kernels of vLLM, which take any of
+them. Of vLLM a folder with its library of operations is enough, if `vllm` is found there: nothing of it is imported.
 
 The record is written anew after every case: a run that is cut off keeps what it has.
 """
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,8 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM, LAYERS, KEPT = 28, 4, 128, 28, 2048
 PAGE = 16  # tokens of a page, for kernels that read pages
 WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends
 LOWEST_AMONG_EQUALS = 1  # its `tie_break`
+VLLM_LIBRARY = "_C_stable_libtorch.abi3.so"
+VLLM_WORKSPACE = 2**20  # bytes, as vLLM's indexer gives its kernels
 OURS = "ours"
 WORST = 2e-2  # of an output in 16 bits, as a share of its largest number
 RING, BAND = 1024, 256  # of MAC, as its source has them at 120k
@@ -81,7 +85,7 @@ class Contenders:
                 self.left_out[name] = wrong
                 return
             self.timed[name] = Timed(run, copies, self.device)
-        except (RuntimeError, ImportError, OSError, ValueError, TypeError) as error:
+        except (RuntimeError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
             if name == OURS:
                 raise
             self.left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
@@ -214,13 +218,35 @@ def flashinfer_topk(scores: Tensor, kept: int, ties: int) -> Callable[[int], Ten
     return lambda copy: largest(scores[copy], kept, tie_break=ties)[1]
 
 
+def vllm_topk(scores: Tensor, kept: int, kernel: str) -> Callable[[int], Tensor]:
+    """Indices in any order; kernel: `cooperative_topk`, a cluster of blocks for each row, or `persistent_topk`.
+
+    Raises ImportError, or OSError if its library is for another torch.
+    """
+    if (found := find_spec("vllm")) is None or not found.submodule_search_locations:
+        raise ImportError("the package vllm is not installed")
+    library = Path(found.submodule_search_locations[0]) / VLLM_LIBRARY
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    largest = getattr(torch.ops._C, kernel)
+    _, rows, count = scores.shape
+    lengths = torch.full((rows,), count, dtype=torch.int32, device=scores.device)
+    indices = torch.empty(rows, kept, dtype=torch.int32, device=scores.device)
+    workspace = torch.zeros(VLLM_WORKSPACE, dtype=torch.uint8, device=scores.device)
+
+    def run(copy: int) -> Tensor:
+        largest(scores[copy], lengths, indices, workspace, kept, count)
+        return indices
+
+    return run
+
+
 def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, rounds: int) -> Measured:
     kept = min(KEPT, count // 2)
     scores = torch.randn(LAYERS, sessions, count, device=device)
     expected = topk_by_sorting(scores[0], kept)
 
     def check(found: Tensor) -> str:
-        return "" if torch.equal(found, expected) else "other indices than by sorting"
+        return "" if torch.equal(found.long(), expected.long()) else "other indices than by sorting"
 
     contenders = Contenders(device)
     contenders.add(OURS, lambda copy: ops.largest(scores[copy], kept), LAYERS, check)
@@ -235,7 +261,13 @@ def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, r
             contenders.add_made(
                 name, partial(flashinfer_topk, scores, kept, ties), LAYERS, lambda found: check(found.sort().values)
             )
-        contenders.left_out["vLLM's Top-K"] = "it comes in vLLM's wheel alone, hundreds of MB that are not installed"
+        for name in ("cooperative", "persistent"):
+            contenders.add_made(
+                f"vLLM, {name}",
+                partial(vllm_topk, scores, kept, f"{name}_topk"),
+                LAYERS,
+                lambda found: check(found.sort().values),
+            )
     return in_turns(contenders.timed, rounds), contenders.left_out, sessions * (4 * count + 8 * kept)
 
 
@@ -299,7 +331,7 @@ def write(
         {
             "command": record.command_line(without=("--results", "--commit")),
             "commit": arguments.commit,
-            "machine": record.describe_machine(("torch", "triton", "fa3-fwd", "flashinfer-python")),
+            "machine": record.describe_machine(("torch", "triton", "fa3-fwd", "flashinfer-python", "vllm")),
             "config": {
                 "device": torch.cuda.get_device_name() if on_gpu else "cpu",
                 "heads": [QUERY_HEADS, KV_HEADS, HEAD_DIM],
