@@ -210,12 +210,16 @@ MODELS = [
 
 
 def small_parts() -> torch.device:
-    """The device of the kernels, with numbers that repeat; where it interprets, histories are cut into few parts."""
+    """The device of the kernels, with numbers that repeat; where it interprets, histories are cut into few parts. One
+    program weighs spans that a device's many would.
+    """
+    from inference_engine.kernels.triton import components
+
     device = device_of_kernels()
     torch.manual_seed(1)
+    components._WEIGHING = 1
     if device.type != "cuda":
-        from inference_engine.kernels.triton import components
-
+        components._WEIGHING = 2
         components._PARTS, components._NEAR, components._CHOSEN = 4, 2, 2
         components._GATHERED, components._WEIGHED, components._FEW, components._MANY = 128, 256, 16, 32
     return device

@@ -41,6 +41,7 @@ _NEAR_SLOTS, _CHOSEN_SLOTS = 64, 16  # that a program reads at once
 _TIED = 16  # neighbours whose largest weight is counted
 _BUCKETS = 1024
 _WEIGHED, _GATHERED = 512, 2048  # tokens of a program
+_WEIGHING = 256  # programs of a head, which share the tokens of a long history
 _GROUPS = 32  # of neighbours that a program gathers from at once
 _MERGED, _MERGING_WARPS = 64, 4  # channels that a program merges
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
@@ -188,7 +189,8 @@ class Choosing:
         )
 
     def weigh(self) -> None:
-        token_choice.weigh[(triton.cdiv(self.counted["ROOM"], _WEIGHED), *self.grid)](
+        spans = triton.cdiv(self.counted["ROOM"], _WEIGHED)
+        token_choice.weigh[(min(spans, _WEIGHING), *self.grid)](
             self.given[3],
             self.scores,
             self.tops,

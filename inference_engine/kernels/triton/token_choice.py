@@ -58,6 +58,26 @@ def _count(p_counts, b_order, most, BUCKETS: tl.constexpr):
 
 
 @triton.jit
+def _of_span(
+    p_tops, p_scores, row, span, first, end, TIED: tl.constexpr, ROOM: tl.constexpr, G: tl.constexpr, SPAN: tl.constexpr
+):
+    """What the scores of a span's groups are less than [SPAN / TIED, G], and the scores [SPAN, G]; 0: no candidate.
+
+    Scores come by tokens, which lie side by side: by groups of neighbours a warp would load a piece of each.
+    """
+    o_g = tl.arange(0, G)
+    o_i = span * (SPAN // TIED) + tl.arange(0, SPAN // TIED)
+    o_s = span * SPAN + tl.arange(0, SPAN)
+    # Chunks without a candidate have no scores.
+    m_i = (o_i * TIED < end) & ((o_i + 1) * TIED > first)
+    m_s = (o_s >= first) & (o_s < end)
+    p_less = p_tops + (row * (ROOM // TIED) + o_i)[:, None] * G + o_g[None, :]
+    b_less = tl.load(p_less, mask=m_i[:, None], other=0.0)
+    b_scores = tl.load(p_scores + (row * ROOM + o_s)[:, None] * G + o_g[None, :], mask=m_s[:, None], other=0.0)
+    return b_less, b_scores
+
+
+@triton.jit
 def weigh(
     p_regions,
     p_scores,
@@ -83,28 +103,19 @@ def weigh(
     SPAN: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    span = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     p_line = p_regions + tl.program_id(2).to(tl.int64) * FIELDS
     first, end, kept = choices_of(p_line, SHAPE)
     first_chunk, end_chunk, each = parts_of(first, end, CHUNK, PARTS)
     _, _, near = reads_of(p_line, False)
+    span = first // SPAN + tl.program_id(0)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    if (span * SPAN < end) & ((span + 1) * SPAN > first) & (end > first):
+    if (span * SPAN < end) & (end > first):
         o_g = tl.arange(0, G)
-        # The scores are on their way while what they are shares of is added up. They come by tokens, which lie side by
-        # side: by groups of neighbours a warp would load a piece of each.
-        o_i = span * (SPAN // TIED) + tl.arange(0, SPAN // TIED)
-        o_s = span * SPAN + tl.arange(0, SPAN)
-        m_s = (o_s >= first) & (o_s < end)
-        # Chunks without a candidate have no scores.
-        m_i = (o_i * TIED < end) & ((o_i + 1) * TIED > first)
-        b_less = tl.load(
-            p_tops + (row * (ROOM // TIED) + o_i)[:, None] * G + o_g[None, :], mask=m_i[:, None], other=0.0
-        )
-        b_scores = tl.load(p_scores + (row * ROOM + o_s)[:, None] * G + o_g[None, :], mask=m_s[:, None], other=0.0)
+        # The scores are on their way while what they are shares of is added up.
+        b_less, b_scores = _of_span(p_tops, p_scores, row, span, first, end, TIED, ROOM, G, SPAN)
         o_p = tl.arange(0, PARTS)
         o_n = tl.arange(0, NEAR)
         p_state = p_states + (row * PARTS + o_p)[:, None] * (2 * G) + o_g[None, :]
@@ -120,26 +131,32 @@ def weigh(
         b_all = tl.sum(b_sums * tl.exp2(b_tops - b_safe), axis=0) + tl.sum(tl.exp2(b_near - b_safe), axis=0)
         b_all = tl.reshape(b_safe, (G,)) + tl.log2(b_all)
         most = tl.log2(tl.sum(tl.where(o_g < GROUP, tl.exp2(b_best - b_all), 0.0), axis=0))
-        if span == first // SPAN:
+        if tl.program_id(0) == 0:
             tl.store(p_most + row, most)
 
-        b_less = b_less - b_all[None, :]
-        b_scores = tl.reshape(b_scores, (SPAN // TIED, TIED, G)).to(tl.float32)
-        b_shares = tl.exp2(b_scores + b_less[:, None, :])
-        b_weights = tl.sum(tl.where((o_g < GROUP)[None, None, :], b_shares, 0.0), axis=2)
-        b_orders = tl.where(m_s, in_order(tl.reshape(b_weights, (SPAN,))), _NOTHING)
-        tl.store(p_orders + row * ROOM + o_s, b_orders, mask=o_s < ROOM)
-        b_fours = tl.max(tl.reshape(b_orders, (SPAN // 4, 4)), axis=1)
-        b_largest = tl.max(tl.reshape(b_fours, (SPAN // TIED, TIED // 4)), axis=1)
-        tl.store(p_largest + row * (ROOM // TIED) + o_i, b_largest, mask=o_i < ROOM // TIED)
         p_own = p_counts + row * BUCKETS
         tied = _is_tied(kept, end - first, TIED)
-        if tied == TIED:
-            _count(p_own, b_largest, most, BUCKETS)
-        elif tied == 4:
-            _count(p_own, b_fours, most, BUCKETS)
-        else:
-            _count(p_own, b_orders, most, BUCKETS)
+        while span * SPAN < end:
+            o_i = span * (SPAN // TIED) + tl.arange(0, SPAN // TIED)
+            o_s = span * SPAN + tl.arange(0, SPAN)
+            m_s = (o_s >= first) & (o_s < end)
+            b_less = b_less - b_all[None, :]
+            b_scores = tl.reshape(b_scores, (SPAN // TIED, TIED, G)).to(tl.float32)
+            b_shares = tl.exp2(b_scores + b_less[:, None, :])
+            b_weights = tl.sum(tl.where((o_g < GROUP)[None, None, :], b_shares, 0.0), axis=2)
+            span += tl.num_programs(0)
+            b_less, b_scores = _of_span(p_tops, p_scores, row, span, first, end, TIED, ROOM, G, SPAN)
+            b_orders = tl.where(m_s, in_order(tl.reshape(b_weights, (SPAN,))), _NOTHING)
+            tl.store(p_orders + row * ROOM + o_s, b_orders, mask=o_s < ROOM)
+            b_fours = tl.max(tl.reshape(b_orders, (SPAN // 4, 4)), axis=1)
+            b_largest = tl.max(tl.reshape(b_fours, (SPAN // TIED, TIED // 4)), axis=1)
+            tl.store(p_largest + row * (ROOM // TIED) + o_i, b_largest, mask=o_i < ROOM // TIED)
+            if tied == TIED:
+                _count(p_own, b_largest, most, BUCKETS)
+            elif tied == 4:
+                _count(p_own, b_fours, most, BUCKETS)
+            else:
+                _count(p_own, b_orders, most, BUCKETS)
 
 
 @triton.jit
