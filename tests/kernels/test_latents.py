@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from inference_engine.kernels.latents import (
     operand_dtype,
     padded,
 )
-from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 
 # Tokens, codes, chains, Hkv, D.
@@ -174,35 +173,51 @@ def test_an_entry_that_is_not_finite_is_found() -> None:
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def compare_with_triton() -> None:
-    from inference_engine.kernels.triton.latents import latents as operations
+def by_triton() -> tuple[LatentOps, str]:
+    """And the device that it runs on."""
+    from inference_engine.kernels.triton.latents import latents
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for number, size in enumerate(SIZES):
+    return latents, "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def compare_codes() -> None:
+    operations, device = by_triton()
+    for size in SIZES:
         tables = made_tables(size[1], size[2], device)
         codes = made_codes(size[0], tables, device)
         for dtype in (torch.float32, torch.float16):
             assert torch.equal(operations.units(*codes, tables, dtype), PLAIN.units(*codes, tables, dtype)), size
-        for kind, (dtype, tolerance) in enumerate(TOLERANCES.items()):
-            # Interpreted, sizes take turns: each dtype is rotated, and is not.
-            for turns in (True, False) if device == "cuda" else ((number + kind) % 2 == 0,):
-                for operation in (restored, analysed):
-                    found = operation(operations, size, dtype, device, turns=turns)
-                    expected = operation(PLAIN, size, dtype, device, turns=turns)
-                    for one, other in zip(found, expected, strict=True):
-                        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
     # Codes of two and of three bytes, of which one, or none, begins in one half and ends in the other.
     for most_bits, behind in [(9, 0), *((16, behind) for behind in (0, 8, 16))]:
         tables = made_tables(29, 3, device, most_bits)
         codes = made_codes(2, tables, device, behind)
         numbers = operations.units(*codes, tables, torch.float32)
         assert torch.equal(numbers, PLAIN.units(*codes, tables, torch.float32)), (most_bits, behind)
-    _compare_parts(operations, device)
-    _compare_broken(operations, device)
 
 
-def _compare_parts(operations: LatentOps, device: str) -> None:
+def compare_restored() -> None:
+    _compare_sizes(restored)
+
+
+def compare_analysed() -> None:
+    _compare_sizes(analysed)
+
+
+def _compare_sizes(operation: Callable[..., Sequence[Tensor]]) -> None:
+    operations, device = by_triton()
+    for number, size in enumerate(SIZES):
+        for kind, (dtype, tolerance) in enumerate(TOLERANCES.items()):
+            # Interpreted, sizes take turns: each dtype is rotated, and is not.
+            for turns in (True, False) if device == "cuda" else ((number + kind) % 2 == 0,):
+                found = operation(operations, size, dtype, device, turns=turns)
+                expected = operation(PLAIN, size, dtype, device, turns=turns)
+                for one, other in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def compare_parts() -> None:
     """The bits of an entry, and of a number, do not depend on how many are computed at once."""
+    operations, device = by_triton()
     on_gpu = device == "cuda"
     tokens, count, heads, dim = 1500 if on_gpu else 90, 100, 2, 64
     tables, size = made_tables(count, 2, device), (tokens, count, 2, heads, dim)
@@ -228,7 +243,8 @@ def _compare_parts(operations: LatentOps, device: str) -> None:
         torch.testing.assert_close(results[0], results[1], atol=atol, rtol=rtol)
 
 
-def _compare_broken(operations: LatentOps, device: str) -> None:
+def compare_broken() -> None:
+    operations, device = by_triton()
     units, matrix = torch.ones((5, 64), device=device), torch.ones((1, 128, 64), device=device)
     for place, broken in ((3, [True, False]), (70, [False, True])):
         means = torch.zeros((1, 128), device=device)
@@ -247,6 +263,6 @@ def _compare_broken(operations: LatentOps, device: str) -> None:
     assert found.isnan().all()
 
 
-@pytest.mark.parametrize("compare", [interpreted(compare_with_triton)])
+@pytest.mark.parametrize("compare", [compare_codes, compare_restored, compare_analysed, compare_parts, compare_broken])
 def test_triton_computes_the_same(compare: Callable[[], None]) -> None:
     run_with_triton(compare)
