@@ -13,12 +13,12 @@ from torch import Tensor
 
 from inference_engine.kernels.latents import (
     AnalysedLayer,
+    Analysis,
     CodeTables,
     LatentOps,
     MadeLayer,
     Synthesis,
     Turn,
-    analysis_matrix,
     operand_dtype,
 )
 from inference_engine.kv.compressor import KVCompressor
@@ -58,9 +58,9 @@ class _Decoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Analyser:
-    """A `GroupAnalyser` on the device: of each layer the matrix and the means."""
+    """A `GroupAnalyser` on the device."""
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[Analysis, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,9 +102,10 @@ class TorchCoder:
 
     def analyse(self, analyser: GroupAnalyser, layers: Sequence[ReadLayer], first: int) -> tuple[Tensor, Tensor]:
         found = torch.zeros((len(layers), 2), device=self.device)
+        made = self._analyser(analyser, layers[0].keys.dtype)
         own = [
-            AnalysedLayer(matrix, means, layer.keys, layer.values, broken)
-            for layer, (matrix, means), broken in zip(layers, self._analyser(analyser).layers, found, strict=True)
+            AnalysedLayer(analysis, layer.keys, layer.values, broken)
+            for layer, analysis, broken in zip(layers, made.layers, found, strict=True)
         ]
         numbers: Tensor | None = None
         for (rotary, *_), alike in groupby(zip(layers, own, strict=True), key=lambda pair: _place(pair[0])):
@@ -169,14 +170,12 @@ class TorchCoder:
             _remember(self._decoders, decoder, made, len(self.seam.layers))
         return made
 
-    def _analyser(self, analyser: GroupAnalyser) -> _Analyser:
+    def _analyser(self, analyser: GroupAnalyser, dtype: torch.dtype) -> _Analyser:
         made = self._analysers.get(analyser)
         if made is None:
-            pairs = [
-                (analysis_matrix(analyser.make_matrix(index).to(self.device)), means.to(self.device).float())
-                for index, means in enumerate(analyser.means)
-            ]
-            made = _Analyser(tuple((matrix, means.contiguous()) for matrix, means in pairs))
+            matrices = [analyser.make_matrix(index).to(self.device) for index in range(len(analyser.means))]
+            means = [each.to(self.device) for each in analyser.means]
+            made = _Analyser(Analysis.of(matrices, means, dtype))
             _remember(self._analysers, analyser, made, len(self.seam.layers))
         return made
 

@@ -119,15 +119,43 @@ class MadeLayer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AnalysedLayer:
-    """A layer whose entries give their part of a group's numbers: (entries − means) · matrix.
+class Analysis:
+    """How entries of a layer become its part of a group's numbers: ((entries − means) · matrix) · factors.
 
-    matrix: [Hkv, 2, padded, D] float32. means: [Hkv, 2 · D] float32. keys, values: [Hkv, n, D], each head's contiguous.
-    found: see `MadeLayer`.
+    matrix: [Hkv, 2, padded, D], of keys and of values, in the dtype of `Synthesis.matrix`, in which the deviations are
+    multiplied, too. means: [Hkv, 2 · D] float32. factors: [padded] float32, one for all layers of the group.
     """
 
     matrix: Tensor
     means: Tensor
+    factors: Tensor
+
+    @staticmethod
+    def of(matrices: Sequence[Tensor], means: Sequence[Tensor], dtype: torch.dtype) -> tuple[Analysis, ...]:
+        """Of the layers of a group, from matrices [Hkv, 2 · D, C]. dtype: of the entries."""
+        count = matrices[0].shape[-1]
+        factors = torch.ones(padded(count), device=matrices[0].device)
+        if operand_dtype(dtype) != torch.float32:
+            # In 16 bits no number of a matrix is larger than 1; what is lost of one far below is lost of the sum, too.
+            largest = torch.stack([matrix.float().abs().amax(dim=(0, 1)) for matrix in matrices]).amax(dim=0)
+            factors[:count] = largest.clamp_min(torch.finfo(torch.float32).tiny)
+        found = []
+        for matrix, own in zip(matrices, means, strict=True):
+            whole = F.pad(matrix.float(), (0, padded(count) - count)) / factors
+            halves = whole.view(len(matrix), 2, matrix.shape[1] // 2, -1).mT
+            found.append(Analysis(halves.to(operand_dtype(dtype)).contiguous(), own.float().contiguous(), factors))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnalysedLayer:
+    """A layer whose entries give their part of a group's numbers.
+
+    keys, values: [Hkv, n, D], each head's contiguous. found: see `MadeLayer`; also NaN where a deviation is too large
+    for the dtype in which it is multiplied.
+    """
+
+    analysis: Analysis
     keys: Tensor
     values: Tensor
     found: Tensor
@@ -145,7 +173,8 @@ class Analyse(Protocol):
     def __call__(self, layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
         """The numbers of a group, float32 [n, padded]: the sum of its layers' parts, in their order.
 
-        The layers have one shape and equal strides. turn: by which keys have been rotated; None: they have not.
+        The layers have one shape, equal strides and one group's factors. turn: by which keys have been rotated; None:
+        they have not.
         """
 
 
@@ -156,13 +185,6 @@ class LatentOps:
     units: Units
     entries: Entries
     analyse: Analyse
-
-
-def analysis_matrix(matrix: Tensor) -> Tensor:
-    """[Hkv, 2 · D, C] → [Hkv, 2, padded, D], float32."""
-    heads, width, count = matrix.shape
-    whole = F.pad(matrix.float(), (0, padded(count) - count))
-    return whole.view(heads, 2, width // 2, -1).mT.contiguous()
 
 
 def units(low: Tensor, high: Tensor, tables: CodeTables, dtype: torch.dtype) -> Tensor:
@@ -195,15 +217,17 @@ def entries(units: Tensor, layers: Sequence[MadeLayer], *, turn: Turn | None) ->
 def analyse(layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
     """See `Analyse`."""
     first = layers[0]
-    numbers = torch.zeros((first.keys.shape[1], first.matrix.shape[2]), device=first.keys.device)
+    numbers = torch.zeros((first.keys.shape[1], first.analysis.matrix.shape[2]), device=first.keys.device)
     back = None if turn is None else (turn[0], -turn[1])
     for layer in layers:
+        own = layer.analysis
         for index, states in enumerate((_turned(layer.keys.float(), back), layer.values.float())):
-            own = layer.means[:, index * states.shape[-1] :][:, None, : states.shape[-1]]
-            numbers += torch.einsum("hnd,hcd->nc", states - own, layer.matrix[:, index])
-            if not states.isfinite().all():
+            means = own.means[:, index * states.shape[-1] :][:, None, : states.shape[-1]]
+            deviations = (states - means).to(own.matrix.dtype).float()
+            numbers += torch.einsum("hnd,hcd->nc", deviations, own.matrix[:, index].float())
+            if not deviations.isfinite().all():
                 layer.found[index] = torch.nan
-    return numbers
+    return numbers * first.analysis.factors
 
 
 def _turned(keys: Tensor, turn: Turn | None) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 from inference_engine.kernels.latents import (
     PLAIN,
     AnalysedLayer,
+    Analysis,
     CodeTables,
     LatentOps,
     MadeLayer,
     Synthesis,
-    analysis_matrix,
     operand_dtype,
     padded,
 )
@@ -89,16 +89,18 @@ def analysed(
 ) -> tuple[Tensor, Tensor]:
     """The numbers of a group of two layers, and what was found. Around the entries lies NaN."""
     tokens, count, _, heads, dim = size
-    found, layers = torch.zeros(2, device=device), []
+    found, places, matrices, means = torch.zeros(2, device=device), [], [], []
     turn = made_turn(tokens, dim, device) if turns else None
     for layer in range(2):
         generator = torch.Generator().manual_seed(layer)
         states = torch.randn((2, heads, tokens + 9, dim), generator=generator).to(device, dtype)
         states[:, :, :4] = states[:, :, 4 + tokens :] = torch.nan
-        keys, values = states[:, :, 4 : 4 + tokens]
-        matrix = analysis_matrix(torch.randn((heads, 2 * dim, count), generator=generator) / (heads * dim) ** 0.5)
-        means = torch.randn((heads, 2 * dim), generator=generator).to(device)
-        layers.append(AnalysedLayer(matrix.to(device), means, keys, values, found))
+        places.append(states[:, :, 4 : 4 + tokens])
+        matrix = torch.randn((heads, 2 * dim, count), generator=generator) / (heads * dim) ** 0.5
+        matrices.append(matrix.to(device))
+        means.append(torch.randn((heads, 2 * dim), generator=generator).to(device))
+    own = Analysis.of(matrices, means, dtype)
+    layers = [AnalysedLayer(one, place[0], place[1], found) for one, place in zip(own, places, strict=True)]
     return operations.analyse(layers, turn=turn), found
 
 
@@ -152,10 +154,31 @@ def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(size: tupl
     rotated = torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
     found = torch.zeros(2)
 
-    units = PLAIN.analyse([AnalysedLayer(analysis_matrix(matrix), means, rotated, values, found)], turn=turn)
+    (analysis,) = Analysis.of([matrix], [means], torch.float32)
+    units = PLAIN.analyse([AnalysedLayer(analysis, rotated, values, found)], turn=turn)
 
     torch.testing.assert_close(units[:, :count], expected, atol=1e-3, rtol=1e-4)
     assert not units[:, count:].any()
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+def test_numbers_made_in_16_bits_are_precise_at_any_scale_of_the_matrix(scale: float) -> None:
+    tokens, count, heads, dim = 40, 30, 2, 32
+    generator = torch.Generator().manual_seed(1)
+    entries = torch.randn((2, heads, tokens, dim), generator=generator).bfloat16()
+    matrix = scale * torch.randn((heads, 2 * dim, count), generator=generator)
+    matrix[:, :dim] *= 1e-3  # of keys; of values it is the larger one
+    matrix[..., : count // 2] *= 1e-4
+    means = torch.randn((heads, 2 * dim), generator=generator)
+    deviations = torch.cat(entries.double().unbind(), dim=-1) - means[:, None]
+    expected = torch.einsum("htd,hdc->tc", deviations, matrix.double())
+    found = torch.zeros(2)
+
+    (analysis,) = Analysis.of([matrix], [means], torch.bfloat16)
+    units = PLAIN.analyse([AnalysedLayer(analysis, entries[0], entries[1], found)], turn=None)[:, :count]
+
+    assert ((units - expected).abs().amax(0) < 2e-3 * expected.abs().amax(0)).all()
     assert found.isfinite().all()
 
 
@@ -226,7 +249,8 @@ def compare_parts() -> None:
     for dtype in (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,):
         units = operations.units(*made_codes(tokens, tables, device), tables, operand_dtype(dtype))
         synthesis = made_synthesis(size, dtype, device)
-        matrix = analysis_matrix(torch.randn((heads, 2 * dim, count), generator=torch.Generator().manual_seed(1)))
+        matrix = torch.randn((heads, 2 * dim, count), generator=torch.Generator().manual_seed(1)).to(device)
+        (analysis,) = Analysis.of([matrix], [synthesis.means], dtype)
         results = []
         for parts in ([(0, tokens)], bounds):
             entries = torch.empty((2, heads, tokens, dim), dtype=dtype, device=device)
@@ -235,7 +259,7 @@ def compare_parts() -> None:
                 own = slice(first, end)
                 pair, turn = (entries[0][:, own], entries[1][:, own]), (cos[own], sin[own])
                 operations.entries(units[own], [MadeLayer(synthesis, *pair, found)], turn=turn)
-                analysed = AnalysedLayer(matrix.to(device), synthesis.means, *pair, found)
+                analysed = AnalysedLayer(analysis, *pair, found)
                 numbers[own] = operations.analyse([analysed], turn=turn)
             results.append((entries, numbers))
         # Interpreted, a product is numpy's, whose sums depend on where in a tile a token stands.
@@ -253,14 +277,20 @@ def compare_broken() -> None:
         synthesis = Synthesis.of(matrix, means, torch.float32)
         operations.entries(units, [MadeLayer(synthesis, entries[0], entries[1], found)], turn=None)
         assert found.isnan().tolist() == broken
-        again, back = torch.zeros(2, device=device), analysis_matrix(matrix)
-        operations.analyse([AnalysedLayer(back, torch.zeros_like(means), entries[0], entries[1], again)], turn=None)
+        again, (back,) = torch.zeros(2, device=device), Analysis.of([matrix], [torch.zeros_like(means)], torch.float32)
+        operations.analyse([AnalysedLayer(back, entries[0], entries[1], again)], turn=None)
         assert again.isnan().tolist() == broken
     # What the entries' dtype cannot hold is not finite either.
     halves, found = torch.empty((2, 1, 5, 64), dtype=torch.float16, device=device), torch.zeros(2, device=device)
     wide = Synthesis.of(matrix, torch.full((1, 128), 1e6, device=device), torch.float16)
     operations.entries(units.half(), [MadeLayer(wide, halves[0], halves[1], found)], turn=None)
     assert found.isnan().all()
+    # Nor is a deviation that is too large to be multiplied in 16 bits.
+    large, found = torch.zeros((2, 1, 5, 64), dtype=torch.bfloat16, device=device), torch.zeros(2, device=device)
+    large[0, 0, 4, 63] = 1e8
+    (back,) = Analysis.of([matrix], [torch.zeros(1, 128, device=device)], torch.bfloat16)
+    operations.analyse([AnalysedLayer(back, large[0], large[1], found)], turn=None)
+    assert found.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("compare", [compare_codes, compare_restored, compare_analysed, compare_parts, compare_broken])

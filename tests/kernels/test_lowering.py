@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference_engine.kernels.archived import ReadFrom, Unpacked, open_room
 from inference_engine.kernels.components import IndexShape, TokenChoice
-from inference_engine.kernels.latents import AnalysedLayer, CodeTables, MadeLayer, Synthesis, operand_dtype
+from inference_engine.kernels.latents import AnalysedLayer, Analysis, CodeTables, MadeLayer, Synthesis, operand_dtype
 from tests.further import further
 
 HKV, GROUP, D, TOKENS = 2, 3, 64, 200
@@ -183,10 +183,10 @@ def test_every_kernel_of_latents_is_a_program_for_a_gpu(
     synthesis = Synthesis.of(torch.zeros(HKV, 2 * D, count), torch.zeros(HKV, 2 * D), dtype)
     units = latents.units(codes, codes, tables, synthesis.matrix.dtype)
     keys, turn = torch.zeros(HKV, TOKENS, D, dtype=dtype), torch.zeros(TOKENS, D // 2)
-    found, means = torch.zeros(2), torch.zeros(HKV, 2 * D)
+    found = torch.zeros(2)
     latents.entries(units, 2 * [MadeLayer(synthesis, keys, keys, found)], turn=(turn, turn) if turns else None)
-    matrix = torch.zeros(HKV, 2, units.shape[1], D)
-    latents.analyse(2 * [AnalysedLayer(matrix, means, keys, keys, found)], turn=(turn, turn) if turns else None)
+    (analysis,) = Analysis.of([torch.zeros(HKV, 2 * D, count)], [torch.zeros(HKV, 2 * D)], dtype)
+    latents.analyse(2 * [AnalysedLayer(analysis, keys, keys, found)], turn=(turn, turn) if turns else None)
 
     for launch in launched:
         translate(*launch)

@@ -41,7 +41,7 @@ _NEAR_SLOTS, _CHOSEN_SLOTS = 64, 16  # that a program reads at once
 _TIED = 16  # neighbours whose largest weight is counted
 _BUCKETS = 1024
 _WEIGHED, _GATHERED = 512, 2048  # tokens of a program
-_WEIGHING = 256  # programs of a head, which share the tokens of a long history
+_WEIGHING = 2048  # programs of all heads, which share the tokens of long histories
 _GROUPS = 32  # of neighbours that a program gathers from at once
 _MERGED, _MERGING_WARPS = 64, 4  # channels that a program merges
 _FEW, _MANY = 1024, 4096  # tokens that a program chooses from without reading them again
@@ -189,8 +189,9 @@ class Choosing:
         )
 
     def weigh(self) -> None:
-        spans = triton.cdiv(self.counted["ROOM"], _WEIGHED)
-        token_choice.weigh[(min(spans, _WEIGHING), *self.grid)](
+        heads, count = self.grid
+        programs = min(triton.cdiv(self.counted["ROOM"], _WEIGHED), max(1, _WEIGHING // (heads * count)))
+        token_choice.weigh[(programs, *self.grid)](
             self.given[3],
             self.scores,
             self.tops,

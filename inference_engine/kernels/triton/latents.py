@@ -17,11 +17,13 @@ from torch import Tensor
 
 from inference_engine.kernels.latents import AnalysedLayer, CodeTables, LatentOps, MadeLayer, Turn
 from inference_engine.kernels.triton.codes import codes_of, numbers_of_codes, places_of_codes, put_numbers
+from inference_engine.kernels.triton.tiles import shared_bytes
 
 _TOKENS, _THREADS = 8, 128  # of a program that unpacks; each thread has four codes of every token
 _STEP = 64  # numbers that a program of `_entries` takes at once
 _MANY = 1024  # tokens from which on larger tiles keep the device busy
-_ANALYSED, _NUMBERS = 64, 128  # tokens and numbers of a program of `_analyse`
+_NUMBERS = 128  # of a program of `_analyse`
+_TWO_BLOCKS = 164_916  # bytes of shared memory for two blocks of its matrix, and of 128 tokens, under way
 _KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -90,33 +92,38 @@ def entries(units: Tensor, layers: Sequence[MadeLayer], *, turn: Turn | None) ->
 
 def analyse(layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
     """See `kernels.latents.Analyse`."""
-    first = layers[0]
-    (heads, count, dim), stride, padded = first.keys.shape, first.keys.stride(), first.matrix.shape[2]
+    first, matrix = layers[0], layers[0].analysis.matrix
+    (heads, count, dim), stride, padded = first.keys.shape, first.keys.stride(), matrix.shape[2]
     for layer in layers:
         assert layer.keys.stride() == layer.values.stride() == stride == (stride[0], dim, 1)
-        assert layer.matrix.is_contiguous() and layer.means.is_contiguous()
+        assert layer.analysis.matrix.is_contiguous() and layer.analysis.matrix.dtype == matrix.dtype
     units = torch.empty((count, padded), device=first.keys.device)
     if not count:
         return units
     cos, sin = turn or (units, units)
-    _analyse[(triton.cdiv(count, _ANALYSED), triton.cdiv(padded, _NUMBERS))](
+    is_exact = matrix.dtype == torch.float32
+    has_two = not is_exact and (dim <= 64 or (dim <= 128 and shared_bytes(units.device) >= _TWO_BLOCKS))
+    tile = 128 if count >= _MANY and has_two else 64
+    _analyse[(triton.cdiv(count, tile), triton.cdiv(padded, _NUMBERS))](
         units,
-        *_addresses((each.matrix, each.means, each.keys, each.values, each.found) for each in layers),
+        *_addresses((each.analysis.matrix, each.analysis.means, each.keys, each.values, each.found) for each in layers),
+        layers[0].analysis.factors,
         cos,
         sin,
         count,
         stride[0],
         padded,
         KIND=_KINDS[first.keys.dtype],
+        OPERAND=_KINDS[matrix.dtype],
         LAYERS=len(layers),
         HEADS=heads,
         DIM=dim,
         TURNS=turn is not None,
-        PRECISION="ieee" if first.keys.dtype == torch.float32 else "tf32",
-        TILE=_ANALYSED,
+        PRECISION="ieee" if is_exact else "tf32",
+        TILE=tile,
         BLOCK=_NUMBERS,
-        num_warps=4,
-        num_stages=1,
+        num_warps=8 if tile > 64 else 4,
+        num_stages=2 if has_two else 1,
     )
     return units
 
@@ -252,12 +259,14 @@ def _analyse(
     keys,
     values,
     founds,
+    p_factors,
     p_cos,
     p_sin,
     count,
     stride,
     padded,
     KIND: tl.constexpr,
+    OPERAND: tl.constexpr,
     LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -283,7 +292,7 @@ def _analyse(
         b_sin = tl.load(p_sin + turned, mask=live[:, None], other=0.0)
     b_unit = tl.zeros([TILE, BLOCK], dtype=tl.float32)
     for layer in range(LAYERS):
-        p_part = _at(matrices, layer, tl.float32, LAYERS) + part
+        p_part = _at(matrices, layer, OPERAND, LAYERS) + part
         p_means = _at(means, layer, tl.float32, LAYERS)
         p_keys = _at(keys, layer, KIND, LAYERS)
         p_values = _at(values, layer, KIND, LAYERS)
@@ -292,16 +301,17 @@ def _analyse(
             own = entry + tl.cast(head, tl.int64) * stride
             b_lower = tl.load(p_keys + own, mask=live[:, None], other=0.0).to(tl.float32)
             b_upper = tl.load(p_keys + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
-            _report(b_lower, b_upper, live, p_found, tl.program_id(1))
             b_back = b_lower * b_cos + b_upper * b_sin
             b_upper = b_upper * b_cos - b_lower * b_sin
-            b_unit = _add(b_unit, b_back, b_upper, p_means + head * 2 * DIM, p_part, o_dim, HALF, PRECISION)
+            b_unit = _add(b_unit, b_back, b_upper, p_means, p_part, p_found, live, o_dim, HALF, PRECISION)
+            p_means += DIM
             p_part += padded * DIM
             b_lower = tl.load(p_values + own, mask=live[:, None], other=0.0).to(tl.float32)
             b_upper = tl.load(p_values + own + HALF, mask=live[:, None], other=0.0).to(tl.float32)
-            _report(b_lower, b_upper, live, p_found + 1, tl.program_id(1))
-            b_unit = _add(b_unit, b_lower, b_upper, p_means + head * 2 * DIM + DIM, p_part, o_dim, HALF, PRECISION)
+            b_unit = _add(b_unit, b_lower, b_upper, p_means, p_part, p_found + 1, live, o_dim, HALF, PRECISION)
+            p_means += DIM
             p_part += padded * DIM
+    b_unit *= tl.load(p_factors + o_number, mask=wanted, other=0.0)[None, :]
     tl.store(p_units + place * padded + o_number[None, :], b_unit, mask=live[:, None] & wanted[None, :])
 
 
@@ -316,9 +326,21 @@ def _at(addresses, layer, KIND: tl.constexpr, LAYERS: tl.constexpr):
 
 
 @triton.jit
-def _add(b_unit, b_lower, b_upper, p_means, p_part, o_dim, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    b_lower -= tl.load(p_means + o_dim)[None, :]
-    b_upper -= tl.load(p_means + HALF + o_dim)[None, :]
+def _add(
+    b_unit,
+    b_lower,
+    b_upper,
+    p_means,
+    p_part,
+    p_found,
+    live,
+    o_dim,
+    HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    b_lower = (b_lower - tl.load(p_means + o_dim)[None, :]).to(p_part.dtype.element_ty)
+    b_upper = (b_upper - tl.load(p_means + HALF + o_dim)[None, :]).to(p_part.dtype.element_ty)
+    _report(b_lower.to(tl.float32), b_upper.to(tl.float32), live, p_found, tl.program_id(1))
     b_unit = tl.dot(b_lower, tl.trans(tl.load(p_part)), b_unit, input_precision=PRECISION)
     return tl.dot(b_upper, tl.trans(tl.load(p_part + HALF)), b_unit, input_precision=PRECISION)
 
