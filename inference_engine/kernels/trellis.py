@@ -17,6 +17,11 @@ Trans. Inf. Theory 28(1), 1982, Table I, parity checks 13 and 04), its encoder f
 
 A vector's numbers are distributed over `chains`: number c is step c ÷ chains of chain c mod chains. A chain begins with
 zeros.
+
+Before, a vector is divided by its scale, of which a byte is stored, sixteen steps to a doubling. Its logarithm is three
+quarters of that of the numbers' root mean square: numbers of one vector rise and fall together, but not all of them.
+One half loses more on text unlike the calibration text, the whole loses more at few bits. Afterwards codes are packed
+bit by bit into whole bytes, the most significant bit of each first.
 """
 
 from __future__ import annotations
@@ -34,11 +39,18 @@ SUBSETS = 4
 MEMORY = 3  # how many earlier u a subset depends on
 STATES = 1 << MEMORY
 STEPS = 256  # of a chain, at most: a chain's first steps have less choice
+SCALE_STEPS = 16  # to a doubling
+SCALE_ONE = 128  # the code of scale 1
+FOLLOWED = 0.75  # how far a scale goes
 _VECTORS_AT_ONCE = 256  # that are encoded at once: each needs some 60 bytes a number
 
 # numbers [n, C] float32 → codes, int32 [n, C]; and codes → the levels they stand for, float32 [n, C].
 Choose = Callable[[Tensor, "Levels"], Tensor]
 LevelsOf = Callable[[Tensor, "Levels"], Tensor]
+# numbers [n, C] float32 → the same divided by their vectors' scales, whose codes are written: uint8 [n, 1].
+Scale = Callable[[Tensor, Tensor], Tensor]
+# codes int32 [n, C] are written as bytes, uint8 [n, bytes].
+Pack = Callable[[Tensor, "BitPlaces", Tensor], None]
 
 
 class Run(NamedTuple):
@@ -88,12 +100,24 @@ class Levels:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BitPlaces:
+    """Where the bits of packed codes come from, [8 · bytes] each: of which code one is, and how many bits of that code
+    follow it, int32. What fills up the last byte is a bit that no code has.
+    """
+
+    code: Tensor
+    left: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Trellis:
-    """The two operations, of one kind: `PLAIN`, or a device's own."""
+    """The operations, of one kind: `PLAIN`, or a device's own."""
 
     choose: Choose
     levels_of: LevelsOf
+    scale: Scale
+    pack: Pack
 
 
 def make_levels(tables: Sequence[Tensor], weights: Tensor) -> Levels:
@@ -145,7 +169,27 @@ def levels_of(codes: Tensor, levels: Levels) -> Tensor:
     return levels.values[levels.first + ((codes >> 1) << 2) + subset]
 
 
-PLAIN = Trellis(choose, levels_of)
+def scale(numbers: Tensor, scale_codes: Tensor) -> Tensor:
+    """See `Scale`. The code of a vector that is not finite is arbitrary."""
+    energy = numbers.square().mean(dim=1, keepdim=True)
+    steps = energy.clamp_min(torch.finfo(torch.float32).tiny).log2() * (SCALE_STEPS * FOLLOWED / 2)
+    scale_codes.copy_((steps.round() + SCALE_ONE).clamp(0, 255))
+    return numbers / scales(scale_codes)
+
+
+def scales(codes: Tensor) -> Tensor:
+    return ((codes.float() - SCALE_ONE) / SCALE_STEPS).exp2()
+
+
+def pack(codes: Tensor, places: BitPlaces, packed: Tensor) -> None:
+    """See `Pack`."""
+    bits = (codes.int()[:, places.code] >> places.left) & 1
+    shifts = torch.arange(7, -1, -1, dtype=torch.int32, device=codes.device)
+    octets = bits.view(*packed.shape, 8) << shifts
+    packed.copy_(octets.sum(-1, dtype=torch.int32))
+
+
+PLAIN = Trellis(choose, levels_of, scale, pack)
 
 
 def _earlier(bits: Tensor, by: int) -> Tensor:

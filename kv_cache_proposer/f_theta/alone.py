@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.trellis import Levels, Trellis
+from inference_engine.kernels.trellis import Levels, Trellis, pack, scale
 from kv_cache_proposer.f_theta.levels import GAUSSIAN_BITS, MAX_BITS, spread
 
 _ROUNDS = 300  # from levels that are good already
@@ -55,7 +55,7 @@ def levels_of(codes: Tensor, levels: Levels) -> Tensor:
     return levels.values[levels.first + codes]
 
 
-ALONE = Trellis(choose, levels_of)
+ALONE = Trellis(choose, levels_of, scale, pack)
 
 
 def _edges(table: Tensor) -> Tensor:

@@ -7,10 +7,7 @@
 
 A group begins on a whole byte, so a layer is restored from its own group's bytes.
 
-The scale says how large the token's coefficients are compared with their deviations: 8 bits, sixteen steps to a
-doubling. Its logarithm is three quarters of that of their root mean square: coefficients of one token
-rise and fall together, but not all of them. One half loses more on text unlike the calibration text, the whole loses
-more at few bits.
+The scale says how large the token's coefficients are compared with their deviations: 8 bits (`kernels/trellis.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.ops import open_ops
-from inference_engine.kernels.trellis import Levels, Trellis, make_levels
+from inference_engine.kernels.trellis import Levels, Trellis, make_levels, scales
 from inference_engine.kv.context import GroupAnalyser, LayerDecoder
 from kv_cache_proposer.f_theta import alone, levels
 from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
@@ -39,9 +36,6 @@ BITS = {"variance": allocate_bytes, "uniform": allocate_uniformly}
 QUANTISERS = {"trellis": levels, "alone": alone}
 
 SCALE_BYTES = 1
-_SCALE_STEPS = 16  # to a doubling
-_SCALE_ONE = 128  # the code of scale 1
-_FOLLOWED = 0.75  # how far a scale goes
 _MOST_RATES = 16  # that are remembered
 
 
@@ -68,8 +62,14 @@ class GroupCoder:
 
     def encode_units(self, units: Tensor) -> Tensor:
         """Coefficients ÷ deviations [n, C] → uint8 [n, packed_bytes]."""
-        scale_codes, codes = self._coded(units)
-        return torch.cat((scale_codes, self.packing.pack(codes)), dim=1)
+        packed = torch.empty((len(units), self.packed_bytes), dtype=torch.uint8, device=units.device)
+        self.encode_units_into(units, packed)
+        return packed
+
+    def encode_units_into(self, units: Tensor, packed: Tensor) -> None:
+        scaled = self.trellis.scale(units, packed[:, :SCALE_BYTES])
+        codes = self.trellis.choose(scaled, self.levels)
+        self.trellis.pack(codes, self.packing.bits_on(units.device), packed[:, SCALE_BYTES:])
 
     def analyser(self) -> GroupAnalyser:
         shapes = self.basis.group.shapes
@@ -87,14 +87,16 @@ class GroupCoder:
 
     def rounded(self, units: Tensor) -> Tensor:
         """Coefficients ÷ deviations [n, C] as they come back from their codes."""
-        return self._units(*self._coded(units))
+        scale_codes = torch.empty((len(units), SCALE_BYTES), dtype=torch.uint8, device=units.device)
+        scaled = self.trellis.scale(units, scale_codes)
+        return self._units(scale_codes, self.trellis.choose(scaled, self.levels))
 
     def decoder(self, index: int, first_byte: int) -> LayerDecoder:
         """Of the group's layer number `index`, whose group begins at `first_byte` of a code."""
         return LayerDecoder(
             first_byte=first_byte,
             chains=self.levels.chains,
-            scales=_scales(torch.arange(256, device=self.basis.mean.device)),
+            scales=scales(torch.arange(256, device=self.basis.mean.device)),
             widths=torch.tensor(self.packing.widths, dtype=torch.int32),
             tables=self.levels.first,
             levels=self.levels.values,
@@ -102,13 +104,8 @@ class GroupCoder:
             make_matrix=partial(self.basis.matrix_of, index),
         )
 
-    def _coded(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """The code of the scale, uint8 [n, 1], and those of the components, int32 [n, C]."""
-        scale_codes = _scale_codes(units)
-        return scale_codes, self.trellis.choose(units / _scales(scale_codes), self.levels)
-
     def _units(self, scale_codes: Tensor, codes: Tensor) -> Tensor:
-        return self.trellis.levels_of(codes, self.levels) * _scales(scale_codes)
+        return self.trellis.levels_of(codes, self.levels) * scales(scale_codes)
 
     def to(self, device: torch.device, trellis: Trellis) -> GroupCoder:
         return replace(self, basis=self.basis.to(device), levels=self.levels.to(device), trellis=trellis)
@@ -171,8 +168,11 @@ class LatentCodec:
 
     def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
         """As `encode`, of what `analysers` make: coefficients ÷ deviations [n, C] of each group."""
-        parts = [part.encode_units(own) for part, own in zip(self.coders, numbers, strict=True)]
-        return torch.cat(parts, dim=1)
+        packed = torch.empty((len(numbers[0]), self.bytes_per_token), dtype=torch.uint8, device=numbers[0].device)
+        widths = [part.packed_bytes for part in self.coders]
+        for part, own, place in zip(self.coders, numbers, torch.split(packed, widths, dim=1), strict=True):
+            part.encode_units_into(own, place)
+        return packed
 
     def using(self, trellis: Trellis) -> LatentCodec:
         if self.quantiser != "trellis":
@@ -310,14 +310,3 @@ def coded(
 
 def _trellis(quantiser: str, kernels: str, device: torch.device) -> Trellis:
     return open_ops(kernels, device).trellis if quantiser == "trellis" else alone.ALONE
-
-
-def _scale_codes(units: Tensor) -> Tensor:
-    """The scale of each vector, [n, C] → uint8 [n, 1]."""
-    energy = units.square().mean(dim=1, keepdim=True)
-    steps = energy.clamp_min(torch.finfo(torch.float32).tiny).log2() * (_SCALE_STEPS * _FOLLOWED / 2)
-    return (steps.round() + _SCALE_ONE).clamp(0, 255).to(torch.uint8)
-
-
-def _scales(codes: Tensor) -> Tensor:
-    return ((codes.float() - _SCALE_ONE) / _SCALE_STEPS).exp2()

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_engine.kernels.trellis import BitPlaces, pack
+
 MAX_WIDTH = 16  # with what stands before it in its first byte, a code must not reach a fourth
 
 
@@ -32,13 +34,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """code, left [8 · bytes]: of which code a bit is, and how many bits of that code follow it.
+    """octet, right, mask [codes]: where a code begins, how many bits follow it in three bytes, and what it may be."""
 
-    octet, right, mask [codes]: the byte a code begins in, how many bits follow it in three bytes, and what it may be.
-    """
-
-    code: Tensor
-    left: Tensor
+    bits: BitPlaces
     octet: Tensor
     right: Tensor
     mask: Tensor
@@ -67,11 +65,13 @@ class Packing:
 
     def pack(self, codes: Tensor) -> Tensor:
         """codes: integers [n, codes], each below 2**width. Returns uint8 [n, packed_bytes]."""
-        places = self._places_on(codes.device)
-        bits = (codes.int()[:, places.code] >> places.left) & 1
-        shifts = torch.arange(7, -1, -1, dtype=torch.int32, device=codes.device)
-        octets = bits.view(len(codes), self.packed_bytes, 8) << shifts
-        return octets.sum(-1, dtype=torch.int32).to(torch.uint8)
+        packed = torch.empty((len(codes), self.packed_bytes), dtype=torch.uint8, device=codes.device)
+        pack(codes, self.bits_on(codes.device), packed)
+        return packed
+
+    def bits_on(self, device: torch.device) -> BitPlaces:
+        """For an operation that packs."""
+        return self._places_on(device).bits
 
     def unpack(self, packed: Tensor) -> Tensor:
         """The inverse: int32 [n, codes]."""
@@ -96,9 +96,10 @@ class Packing:
         left = ends[code] - 1 - torch.arange(len(code))
         fill = 8 * self.packed_bytes - len(code)
         return _Places(
-            # What fills up the last byte is a bit that no code has.
-            code=F.pad(code, (0, fill)).to(device),
-            left=F.pad(left, (0, fill), value=MAX_WIDTH).int().to(device),
+            bits=BitPlaces(
+                code=F.pad(code, (0, fill)).int().to(device),
+                left=F.pad(left, (0, fill), value=MAX_WIDTH).int().to(device),
+            ),
             octet=(starts // 8).to(device),
             right=(24 - starts % 8 - widths).int().to(device),
             mask=((1 << widths) - 1).int().to(device),

@@ -14,6 +14,7 @@ from torch import Tensor
 from inference_engine.kernels.archived import ReadFrom, Unpacked, open_room
 from inference_engine.kernels.components import IndexShape, TokenChoice
 from inference_engine.kernels.latents import AnalysedLayer, Analysis, CodeTables, MadeLayer, Synthesis, operand_dtype
+from inference_engine.kernels.trellis import BitPlaces, make_levels
 from tests.further import further
 
 HKV, GROUP, D, TOKENS = 2, 3, 64, 200
@@ -161,6 +162,24 @@ def test_every_kernel_of_selected_blocks_is_a_program_for_a_gpu(
         translate(*launch)
 
     assert len(launched) == 2 * (5 if offloaded else 4)
+
+
+def test_every_kernel_of_codes_along_a_trellis_is_a_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from inference_engine.kernels.triton import trellis
+
+    launched = launches_of(monkeypatch)
+    count, width = 70, 3
+    levels = make_levels(count * [torch.linspace(-1, 1, 2 ** (width + 1))], torch.ones(count))
+    packed = torch.zeros(TOKENS, 1 + -(-count * width // 8), dtype=torch.uint8)
+    bits = torch.zeros(8 * packed.shape[1] - 8, dtype=torch.int32)
+    codes = trellis.choose(trellis.scale(torch.zeros(TOKENS, count + 3)[:, :count], packed[:, :1]), levels)
+    trellis.pack(codes, BitPlaces(bits, bits), packed[:, 1:])
+    trellis.levels_of(codes, levels)
+
+    for launch in launched:
+        translate(*launch)
+
+    assert len(launched) == 5
 
 
 @each_dtype_with("turns", False, True)

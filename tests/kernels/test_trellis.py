@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference_engine.kernels.trellis import STEPS, Levels, choose, levels_of, make_levels
+from inference_engine.kernels.trellis import STEPS, Levels, choose, levels_of, make_levels, scale, scales
+from kv_cache_proposer.f_theta.packing import Packing
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
 
@@ -135,6 +137,41 @@ def compare_kernel() -> None:
         assert torch.equal(in_triton.choose(numbers.T.contiguous().T[:1], levels)[0], codes[0])
         assert in_triton.choose(numbers[:0], levels).shape == (0, count)
         assert in_triton.levels_of(codes[:0], levels).shape == (0, count)
+        _compare_scaled(numbers)
+        _compare_packed(codes, falling_widths(count, count))
+
+
+def _compare_scaled(numbers: Tensor) -> None:
+    """Of vectors of all sizes, in memory that is wider; the codes of scales are written beside other bytes."""
+    from inference_engine.kernels.triton import trellis as in_triton
+
+    vectors, count = numbers.shape
+    sizes = torch.logspace(-30, 30, vectors, base=2, device=numbers.device)[:, None]
+    wide = torch.full((vectors, count + 5), torch.nan, device=numbers.device)
+    wide[:, :count] = numbers * sizes
+    if vectors > 2:
+        wide[1, :count] = 0.0
+    found, expected = (torch.full((vectors, 3), 7, dtype=torch.uint8, device=numbers.device) for _ in range(2))
+    scaled = in_triton.scale(wide[:, :count], found[:, 1:2])
+    scale(wide[:, :count], expected[:, 1:2])
+    # A scale between two codes may get either.
+    assert (found.int() - expected.int()).abs().max() <= 1
+    assert float((found == expected).float().mean()) > 0.98
+    torch.testing.assert_close(scaled * scales(found[:, 1:2]), wide[:, :count])
+    assert in_triton.scale(wide[:0, :count], found[:0, 1:2]).shape == (0, count)
+
+
+def _compare_packed(codes: Tensor, widths: Sequence[int]) -> None:
+    from inference_engine.kernels.triton import trellis as in_triton
+
+    packing = Packing(tuple(widths))
+    places = packing.bits_on(codes.device)
+    found = torch.full((len(codes), packing.packed_bytes + 2), 7, dtype=torch.uint8, device=codes.device)
+    in_triton.pack(codes, places, found[:, 1:-1])
+    assert torch.equal(found[:, 1:-1], packing.pack(codes))
+    assert (found[:, [0, -1]] == 7).all(), "bytes beside the packed ones are written"
+    assert torch.equal(packing.unpack(found[:, 1:-1]), codes)
+    in_triton.pack(codes[:0], places, found[:0, 1:-1])
 
 
 def test_the_kernels_give_what_the_reference_gives() -> None:

@@ -37,7 +37,7 @@ from inference_engine.kernels.long_chunks import State
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import COUNT, FIELDS, HEAD_SLOTS, UPTO
 from inference_engine.kernels.sampling import Draws, Sample, draw_all
-from inference_engine.kernels.trellis import Trellis, levels_of
+from inference_engine.kernels.trellis import Trellis, levels_of, pack, scale
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
@@ -65,7 +65,7 @@ class NativeForward:
         self._kv_dtype = KV_DTYPES[program.kv_type]
         layers = described.layers
         attention = NativeAttention(program.kernels, program.threads)
-        trellis = Trellis(NativeChoice(program.kernels, program.threads), levels_of)
+        trellis = Trellis(NativeChoice(program.kernels, program.threads), levels_of, scale, pack)
         self._ops = replace(
             REFERENCE,
             attend_ragged=attention,

@@ -1,6 +1,7 @@
-"""`choose` and `levels_of` of `kernels/trellis.py` in Triton: three launches for what takes plain torch a thousand.
+"""The operations of `kernels/trellis.py` in Triton: five launches for what takes plain torch a thousand.
 
-    numbers ── near ──▶ nearest level of each subset, its cost  ── path ──▶ codes ── levels ──▶ numbers
+    numbers ── scale ── near ──▶ nearest level of each subset, its cost  ── path ──▶ codes ── pack ──▶ bytes
+                                                                            codes ── levels ──▶ numbers
 
 Searching tables is done for all numbers at once; what is left for the path, a step after another, is sums and minima of
 the 8 states of a chain, which stay in registers.
@@ -13,9 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.trellis import STEPS, SUBSETS, Levels, Trellis
+from inference_engine.kernels.trellis import (
+    FOLLOWED,
+    SCALE_ONE,
+    SCALE_STEPS,
+    STEPS,
+    SUBSETS,
+    BitPlaces,
+    Levels,
+    Trellis,
+)
 
 _BLOCK, _CHAINS = 256, 32  # numbers, and chains, of a program
+_SCALED = 1024  # numbers of a vector that are added at once
+_VECTORS, _BYTES = 8, 64  # of a program that packs
 _STEPS = 4  # of a chain at once, whose bits a word holds
 
 
@@ -59,6 +71,47 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
     return codes
 
 
+def scale(numbers: Tensor, scale_codes: Tensor) -> Tensor:
+    """See `kernels.trellis.Scale`."""
+    vector_count, count = numbers.shape
+    found = torch.empty((vector_count, count), dtype=torch.float32, device=numbers.device)
+    if found.numel():
+        assert numbers.stride(1) == 1
+        _scale[(vector_count,)](
+            numbers,
+            scale_codes,
+            found,
+            numbers.stride(0),
+            scale_codes.stride(0),
+            count,
+            POWER=SCALE_STEPS * FOLLOWED / 2,
+            ONE=SCALE_ONE,
+            OF_TWO=SCALE_STEPS,
+            BLOCK=_SCALED,
+        )
+    return found
+
+
+def pack(codes: Tensor, places: BitPlaces, packed: Tensor) -> None:
+    """See `kernels.trellis.Pack`."""
+    codes = codes.contiguous()
+    vector_count, byte_count = packed.shape
+    if packed.numel():
+        assert packed.stride(1) == 1
+        _pack[(triton.cdiv(vector_count, _VECTORS), triton.cdiv(byte_count, _BYTES))](
+            codes,
+            places.code,
+            places.left,
+            packed,
+            vector_count,
+            codes.shape[1],
+            byte_count,
+            packed.stride(0),
+            VECTORS=_VECTORS,
+            BYTES=_BYTES,
+        )
+
+
 def levels_of(codes: Tensor, levels: Levels) -> Tensor:
     """See `kernels.trellis.levels_of`."""
     codes = codes.contiguous()
@@ -69,6 +122,63 @@ def levels_of(codes: Tensor, levels: Levels) -> Tensor:
             codes, levels.values, levels.first, found, count, levels.chains, BLOCK=_BLOCK
         )
     return found
+
+
+@triton.jit
+def _scale(
+    p_numbers,
+    p_scale_codes,
+    p_found,
+    stride,
+    stride_of_codes,
+    count,
+    POWER: tl.constexpr,
+    ONE: tl.constexpr,
+    OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    vector = tl.program_id(0).to(tl.int64)
+    p_numbers += vector * stride
+    p_found += vector * count
+    b_energy = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, count, BLOCK):
+        o_number = first + tl.arange(0, BLOCK)
+        b_number = tl.load(p_numbers + o_number, mask=o_number < count, other=0.0)
+        b_energy += b_number * b_number
+    energy = tl.sum(b_energy, axis=0) / count
+    steps = tl.log2(tl.maximum(energy, 1.1754943508222875e-38)) * POWER
+    code = tl.minimum(tl.maximum(tl.floor(steps + 0.5) + ONE, 0.0), 255.0)
+    tl.store(p_scale_codes + vector * stride_of_codes, code.to(tl.int32).to(tl.uint8))
+    factor = tl.exp2((code - ONE) / OF_TWO)
+    for first in range(0, count, BLOCK):
+        o_number = first + tl.arange(0, BLOCK)
+        b_number = tl.load(p_numbers + o_number, mask=o_number < count, other=0.0)
+        tl.store(p_found + o_number, b_number / factor, mask=o_number < count)
+
+
+@triton.jit
+def _pack(
+    p_codes,
+    p_code_of_bit,
+    p_left,
+    p_packed,
+    vector_count,
+    count,
+    byte_count,
+    stride,
+    VECTORS: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    o_vector = (tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)).to(tl.int64)
+    o_byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    live = (o_vector < vector_count)[:, None] & (o_byte < byte_count)[None, :]
+    b_packed = tl.zeros([VECTORS, BYTES], dtype=tl.int32)
+    for bit in tl.static_range(8):
+        o_code = tl.load(p_code_of_bit + o_byte * 8 + bit, mask=o_byte < byte_count, other=0)
+        b_left = tl.load(p_left + o_byte * 8 + bit, mask=o_byte < byte_count, other=0)
+        b_code = tl.load(p_codes + o_vector[:, None] * count + o_code[None, :], mask=live, other=0)
+        b_packed = (b_packed << 1) | ((b_code >> b_left[None, :]) & 1)
+    tl.store(p_packed + o_vector[:, None] * stride + o_byte[None, :], b_packed.to(tl.uint8), mask=live)
 
 
 @triton.jit
@@ -263,4 +373,4 @@ def _levels(p_codes, p_values, p_first, p_found, count, chains, BLOCK: tl.conste
     tl.store(p_found + base + o_number, b_level, mask=live)
 
 
-trellis = Trellis(choose, levels_of)
+trellis = Trellis(choose, levels_of, scale, pack)
