@@ -9,7 +9,8 @@ and ratios are taken within a round. Bytes are those that a step of one token re
 
 The predictions are of texts whose first part is appended and whose second is forced, token by token and by steps of
 several: products of one token and of many both count. What bfloat16 itself differs by is beside it: the same weights by
-torch's modules.
+torch's modules. Codes of 4 bits are also chosen as published checkpoints have them, by the calibration half of the
+texts that are installed (`laboratory/evaluation/quantising.py`).
 
 With `--device cpu --dtype float32 --shapes tiny --kv-bytes 64MiB` everything runs by the references: a trial of this
 script, no measurement of anything.
@@ -54,12 +55,16 @@ from laboratory.evaluation.haystack import Texts
 from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.models import load_tokenizer
 from laboratory.evaluation.passages import Passage, force, text_passage
+from laboratory.evaluation.quantising import GROUP as CHOSEN_GROUP
+from laboratory.evaluation.quantising import METHODS, quantise_model
 from laboratory.evaluation.sessions import opened, turned
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
+from laboratory.training.calibration_text import gather_plain
 
 PLAIN, BLOCKS, MODULES = "bfloat16", "fp8/128", "bfloat16 by torch's modules"
 WEIGHTS = (PLAIN, "fp8", BLOCKS, "int4")
 KINDS = ("prose", "code", "polish")
+CALIBRATION_LENGTH = 512  # tokens of a sequence
 
 
 @dataclass(slots=True)
@@ -254,6 +259,19 @@ def measure_predictions(arguments: argparse.Namespace, found: Measured) -> None:
         if name not in (PLAIN, BLOCKS):
             compared.append((name, log_probabilities(served(loaded(), name, arguments, admitted), passages, arguments)))
             clean(arguments)
+    text = gather_plain(tokenizer, tokens=arguments.calibration_tokens, files=(), seed=SEED)
+    batches = list(text.sequences(arguments.calibration_tokens, CALIBRATION_LENGTH)[:, None])
+    for method in arguments.chosen:
+        source = load_model(arguments.model, cache=ModelConfig().cache_path, device="cpu", dtype="float32").model
+        began = time.monotonic()
+        quantised = quantise_model(source, batches, method)
+        print(f"{method}: {time.monotonic() - began:.0f} s", flush=True)
+        del source
+        model = loaded()
+        quantised.put_into(model.model)
+        name = f"int4 by {method}, groups of {CHOSEN_GROUP}"
+        compared.append((name, log_probabilities(served(model, PLAIN, arguments, admitted), passages, arguments)))
+        clean(arguments)
     for name, ours in compared:
         for kind in arguments.kinds:
             chosen = [place for place, passage in enumerate(passages) if passage.kind == kind]
@@ -305,6 +323,7 @@ def write(found: Measured, arguments: argparse.Namespace) -> Path:
                 "dtype": arguments.dtype,
                 "rounds": arguments.rounds,
                 "tokens": arguments.tokens,
+                "codes of 4 bits": f"chosen by {arguments.calibration_tokens} tokens",
                 "passages": f"{arguments.passages} of {arguments.prefix} + {arguments.forced} tokens of each kind",
             },
             "seeds": [SEED],
@@ -330,6 +349,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0, help="no cell begins after so many")
     parser.add_argument("--kv-bytes", type=int, default=8 * 2**30, help="of each engine; all positions must fit")
     parser.add_argument("--model", default="", help="a folder or GGUF file, for the predictions; empty: none")
+    parser.add_argument("--chosen", nargs="*", choices=METHODS, default=list(METHODS), help="how codes of 4 bits are")
+    parser.add_argument("--calibration-tokens", type=int, default=16384, help="by which they are")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="of text")
     parser.add_argument("--passages", type=int, default=2, help="of each kind")
     parser.add_argument("--prefix", type=int, default=512, help="tokens that are appended")
