@@ -8,6 +8,9 @@ in ms, as a multiple of its floor (weights and entries that it reads, over the b
 the same rounds: the strategy that reads everything, and transformers with a static cache under torch.compile, where
 there is one session. The floor of a prefill is its arithmetic over the matrix product's.
 
+With `--modules` the engine's path for families without a list takes part, too: transformers' own layers in a recorded
+step, as they are, and compiled around attention, which stays what it is.
+
 A cell is SESSIONSxLENGTH or SESSIONSxLENGTH/STRATEGY. Cells of the same sessions and length take turns in every round.
 Histories above `--attended` tokens are written without attending in the prefill, which would take most of an hour of
 arithmetic: the entries are others than those of a real prefill, and steps over them take the same time.
@@ -24,7 +27,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,19 +41,20 @@ forbid_model_hub()
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AttentionInterface, AutoModelForCausalLM, StaticCache
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import InvalidArgument, NoCapacity
+from inference_engine.errors import InvalidArgument, KakeyaError, NoCapacity
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.models.seam import ATTENTION
 from laboratory.evaluation import record
 from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
@@ -58,6 +62,7 @@ from laboratory.evaluation.sessions import opened
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, unattended
 
 COMPILED = "transformers, compiled"
+MODULES, COMPILED_MODULES = "full by torch's modules", "full by torch's modules, compiled"
 FULL = "full"
 CELLS = (
     *("1x1024", "1x8192", "1x8192/sink_window:window=1024", "1x8192/gather", "1x8192/mac:threshold=0"),
@@ -177,40 +182,42 @@ def entries_read(strategy: KVStrategy, attended: int) -> int:
 
 def measure(
     engine: Engine, group: Group, strategies: Sequence[str], compiled: Callable[[], CompiledStep] | None,
-    arguments: argparse.Namespace,
+    arguments: argparse.Namespace, others: Mapping[str, Engine] | None = None,
 ) -> dict[str, Cell]:  # fmt: skip
-    """Cells by strategy, and of the compiled step. Raises InvalidArgument or NoCapacity for what does not fit."""
+    """Cells by strategy, of the compiled step, and of other engines, which read everything, by their names.
+
+    Raises InvalidArgument or NoCapacity for what does not fit.
+    """
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = engine.info().facts.vocab_size
     prompts = torch.randint(5, vocabulary - 5, (group.sessions, group.length), generator=generator).tolist()
     limit = group.length + 2 + (arguments.rounds + 1) * arguments.tokens
-    cells = {name: Cell() for name in strategies}
+    served = [(name, engine, name) for name in strategies]
+    served += [(name, other, FULL) for name, other in (others or {}).items()]
+    cells = {name: Cell() for name, _, _ in served}
     with ExitStack() as stack:
         sessions = {
-            name: [stack.enter_context(opened(engine, parse_strategy(name), limit)) for _ in prompts]
-            for name in strategies
+            name: [stack.enter_context(opened(by, parse_strategy(strategy), limit)) for _ in prompts]
+            for name, by, strategy in served
         }
-        for name in strategies:
+        for name, by, _ in served:
             for session, prompt in zip(sessions[name], prompts, strict=True):
                 is_attended = group.length <= arguments.attended
                 with ExitStack() if is_attended else unattended():
-                    rate = prefill_rate(engine, session, prompt)
+                    rate = prefill_rate(by, session, prompt)
                 if is_attended:
                     cells[name].prefill.append(rate)
         beside = None
         if compiled is not None:
             beside, cells[COMPILED] = compiled(), Cell(read=group.length)
             beside.milliseconds(4)  # compiles
-        sides = {
-            name: partial(decode_milliseconds, engine, of_strategy, arguments.tokens)
-            for name, of_strategy in sessions.items()
-        }
+        sides = {name: partial(decode_milliseconds, by, sessions[name], arguments.tokens) for name, by, _ in served}
         if beside is not None:
             sides[COMPILED] = partial(beside.milliseconds, arguments.tokens)
         for name, samples in in_turns(sides, arguments.rounds).items():
             cells[name].step_ms = samples
-        for name, of_strategy in sessions.items():
-            info = engine.session_info(of_strategy[0])
+        for name, by, _ in served:
+            info = by.session_info(sessions[name][0])
             cells[name].read = entries_read(info.strategy, info.history_length - 1 - info.evicted_tokens)
     return cells
 
@@ -310,6 +317,43 @@ def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForw
     return serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops), costs
 
 
+def opened_modules(shape: str, arguments: argparse.Namespace, *, compiles: bool) -> TorchForward:
+    """Steps of transformers' layers. compiles: each by torch.compile, which leaves attention to the engine."""
+    # A compiler fuses norms by itself.
+    config = ModelConfig(
+        device=arguments.device, dtype=arguments.dtype, linear="plain", kernels="plain" if compiles else "auto"
+    )
+    longest = max((group.length for group in arguments.groups), default=0) + 4096
+    loaded = made_model(shape, arguments.device, arguments.dtype, positions=longest)
+    ops = replace(open_ops("auto", torch.device(arguments.device)), attends_together=True)
+    forward = serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops)
+    forward.listed = None
+    if compiles:
+        for layer in forward.seam.model.get_decoder().layers:
+            layer.compile()
+    return forward
+
+
+def other_engines(shape: str, arguments: argparse.Namespace, outcome: Outcome, stack: ExitStack) -> dict[str, Engine]:
+    """Engines over torch's modules, as they are and compiled. What cannot be compiled is left out, with the reason."""
+    found: dict[str, Engine] = {}
+    by_itself = torch.compiler.disable(AttentionInterface()[ATTENTION])  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION, by_itself)
+    for name in (MODULES, COMPILED_MODULES) if arguments.modules else ():
+        began = time.monotonic()
+        try:
+            forward = opened_modules(shape, arguments, compiles=name == COMPILED_MODULES)
+            engine = stack.enter_context(Engine(forward, settings(forward, arguments)))
+            shortest = min(group.length for group in arguments.groups)
+            measure(engine, Group(1, min(512, shortest)), [FULL], None, arguments)
+        except (RuntimeError, KakeyaError) as error:  # a compiler's are the first
+            outcome.left_out[f"{shape}, {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        else:
+            found[name] = engine
+            print(f"{time.monotonic() - began:.0f} s until {name} is ready", flush=True)
+    return found
+
+
 def settings(forward: TorchForward, arguments: argparse.Namespace, *, step_tokens: int = 0) -> EngineConfig:
     kv_bytes = arguments.kv_bytes or int(0.8 * forward.free_bytes())
     sessions = max((group.sessions for group in arguments.groups), default=1)
@@ -326,7 +370,9 @@ def settings(forward: TorchForward, arguments: argparse.Namespace, *, step_token
 def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, is_over: Callable[[], bool]) -> None:
     baseline = made_baseline(shape, arguments) if arguments.compiled else None
     forward, costs = opened_forward(shape, arguments)
-    with Engine(forward, settings(forward, arguments)) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine(forward, settings(forward, arguments)))
+        others = other_engines(shape, arguments, outcome, stack)
         warmed = min((group for group in arguments.groups), default=None)
         if warmed is not None:
             measure(engine, Group(1, min(512, warmed.length)), [FULL], None, arguments)
@@ -341,7 +387,7 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, i
                 is_compiled = arguments.device != "cpu"
                 compiled = lambda n=group.length, s=steps, c=is_compiled: CompiledStep(baseline, n, s, is_compiled=c)  # noqa: E731
             try:
-                outcome.take(shape, costs, group, measure(engine, group, strategies, compiled, arguments))
+                outcome.take(shape, costs, group, measure(engine, group, strategies, compiled, arguments, others))
             except (InvalidArgument, NoCapacity, torch.OutOfMemoryError) as refusal:
                 outcome.left_out[where] = str(refusal).splitlines()[0]
                 continue
@@ -382,6 +428,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--cells", nargs="*", default=list(CELLS), metavar="SESSIONSxLENGTH[/STRATEGY]")
     parser.add_argument("--compiled", type=int, nargs="*", default=[1024, 8192], help="lengths beside the baseline")
+    parser.add_argument(
+        "--modules", action="store_true", help="full by torch's modules, too, in engines of their own; give --kv-bytes"
+    )
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 130_000])
     parser.add_argument("--prefilled", nargs="+", default=[FULL], metavar="STRATEGY", help="of the prefills")
     parser.add_argument("--step-tokens", type=int, nargs="*", default=[0], help="prefill chunks; 0: the default")
@@ -396,6 +445,8 @@ def parsed() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.tokens < 4 or arguments.prefills < 1:
         parser.error("at least one round of 4 tokens, and one prefill, are needed")
+    if arguments.modules and not arguments.kv_bytes:
+        parser.error("--modules opens three engines, each of which takes --kv-bytes; give it, e.g. 8589934592")
     arguments.groups = {}
     for cell in arguments.cells:
         size, _, strategy = cell.partition("/")
