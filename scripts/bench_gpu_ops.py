@@ -88,7 +88,8 @@ class Contenders:
         except (RuntimeError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
             if name == OURS:
                 raise
-            self.left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            says = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # names no file
+            self.left_out[name] = f"{type(error).__name__}: {says.splitlines()[0][:160]}"
 
 
 def fa3() -> Callable[..., Tensor] | None:
