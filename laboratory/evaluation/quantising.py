@@ -5,7 +5,8 @@
               (Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1)
     awq       inputs with large activations are scaled up before rounding, by a power of their mean that is searched for
               each set of matrices with the same input, and their scales are folded into what makes that input
-              (Lin et al., AWQ, arXiv 2306.00978, section 3.2; without its clipping)
+              (Lin et al., AWQ, arXiv 2306.00978, section 3.2; without its clipping, and without a scale of what
+              attention gives, whose heads several queries share)
 
 Nothing here is served: it makes models whose predictions can be measured, in a layout that checkpoints have, of the
 Llama kind. Layers are quantised in order, each over what the quantised ones before it give.
@@ -28,6 +29,7 @@ GROUP = 64  # inputs with one scale; widths are multiples of it
 _TOP = 15  # the largest code of 4 bits
 _DAMPING = 0.01  # of the mean of the diagonal, as in GPTQ's section 3.3
 _AT_ONCE = 128  # inputs after which the rest is corrected
+_MOST_FOLDED = 1e-3  # of the largest output
 _POWERS = 20  # that AWQ tries, from 0 on, in steps of a twentieth
 # What makes the input of matrices, and these: norms, and a product whose outputs are multiplied with others.
 _FOLDS = (
@@ -60,21 +62,21 @@ class Quantised:
 def quantise_model(model: Any, batches: Sequence[Tensor], method: str) -> Quantised:
     """The matrices of all layers of a model of transformers, whose own weights become what the codes stand for.
 
-    batches: ids [1, T] of text to calibrate with. Raises ValueError for a model without the modules of the Llama kind,
-    or with widths that are no multiples of GROUP.
+    batches: ids [1, T] of text to calibrate with. Raises ValueError for widths that are no multiples of GROUP, and by
+    "awq" for layers whose scales cannot be folded as in those of the Llama kind.
     """
     found, decoder = Quantised(), model.get_decoder()
-    states, given = _inputs_of_first(model, decoder.layers[0], batches)
-    for index, layer in enumerate(decoder.layers):
+    states, given_of = _inputs(model, batches)
+    for index, (layer, given) in enumerate(zip(decoder.layers, given_of, strict=True)):
         linears = {name: module for name, module in layer.named_modules() if type(module) is nn.Linear}
         if wrong := [name for name, module in linears.items() if module.in_features % GROUP]:
             raise ValueError(f"layer {index}: {', '.join(wrong)} has inputs that are no multiple of {GROUP}")
-        moments = _moments(layer, linears, states, given)
+        moments = {} if method == "nearest" else _moments(layer, linears, states, given)
         if method == "awq":
-            _fold(layer, linears, moments)
+            _fold_checked(layer, linears, moments, states[0], given[0])
         for name, module in linears.items():
-            make = _by_gptq if method == "gptq" else _nearest
-            codes, scales, zeros = make(module.weight.float(), moments[name].squares)
+            matrix = module.weight.float()
+            codes, scales, zeros = _by_gptq(matrix, moments[name].squares) if method == "gptq" else _nearest(matrix)
             numbers = _numbers(codes, scales, zeros)
             module.weight.copy_(numbers)
             found.matrices[f"model.layers.{index}.{name}"] = QuantisedMatrix(
@@ -86,7 +88,7 @@ def quantise_model(model: Any, batches: Sequence[Tensor], method: str) -> Quanti
             )
         if method == "awq":
             for name, parameter in layer.named_parameters():
-                if name.endswith("layernorm.weight"):
+                if parameter.dim() == 1:  # norms and biases
                     found.parameters[f"model.layers.{index}.{name}"] = parameter.clone()
         states = [layer(each, **given[place]) for place, each in enumerate(states)]
     return found
@@ -101,23 +103,28 @@ class _Moments:
     count: int = 0
 
 
-def _inputs_of_first(
-    model: Any, first: nn.Module, batches: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Mapping[str, Any]]]:
-    """What the first layer is called with, for each batch."""
+def _inputs(model: Any, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Mapping[str, Any]]]]:
+    """The states that the first layer is called with, for each batch; and all else that each is, as its own mask."""
+    layers = model.get_decoder().layers
     states: list[Tensor] = []
-    given: list[Mapping[str, Any]] = []
+    given: list[list[Mapping[str, Any]]] = [[] for _ in layers]
 
-    def keep(_module: nn.Module, places: tuple[Any, ...], named: dict[str, Any]) -> None:
-        states.append(places[0])
-        given.append({name: value for name, value in named.items() if name not in ("past_key_values", "use_cache")})
+    def keep(index: int, places: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if index == 0:
+            states.append(places[0])
+        own = {name: value for name, value in named.items() if name not in ("past_key_values", "use_cache")}
+        given[index].append(own)
 
-    hook = first.register_forward_pre_hook(keep, with_kwargs=True)
+    hooks = [
+        layer.register_forward_pre_hook(lambda _module, *called, index=index: keep(index, *called), with_kwargs=True)
+        for index, layer in enumerate(layers)
+    ]
     try:
         for ids in batches:
             model.get_decoder()(ids, use_cache=False)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     return states, given
 
 
@@ -153,7 +160,7 @@ def _ends(part: Tensor) -> tuple[Tensor, Tensor]:
     return scales, (-low / scales).round().clamp(0, _TOP)
 
 
-def _nearest(matrix: Tensor, _squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _nearest(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [O, K], scales and zeros [O, K / GROUP]."""
     groups = matrix.view(len(matrix), -1, GROUP)
     scales, zeros = _ends(groups)
@@ -189,6 +196,23 @@ def _by_gptq(matrix: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scales.half(), zeros
 
 
+def _fold_checked(
+    layer: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    moments: Mapping[str, _Moments],
+    states: Tensor,
+    given: Mapping[str, Any],
+) -> None:
+    """`_fold`. Raises ValueError if the layer's outputs are others then: a module of that name does something else."""
+    before = layer(states, **given)
+    _fold(layer, linears, moments)
+    differs = float((layer(states, **given) - before).abs().max() / before.abs().max())
+    if not differs < _MOST_FOLDED:
+        raise ValueError(
+            f"AWQ is for layers of the Llama kind; folding changes the outputs of this one by {differs:.2g}"
+        )
+
+
 def _fold(layer: nn.Module, linears: Mapping[str, nn.Linear], moments: Mapping[str, _Moments]) -> None:
     """Scale inputs up, and what makes them down: no output changes before matrices are rounded."""
     for maker_name, names in _FOLDS:
@@ -216,7 +240,7 @@ def _best_scales(matrices: Sequence[Tensor], moments: _Moments) -> Tensor:
         scales = scales / (scales.max() * scales.min()).sqrt()
         cost = 0.0
         for matrix in matrices:
-            missed = _numbers(*_nearest(matrix * scales, moments.squares)) / scales - matrix
+            missed = _numbers(*_nearest(matrix * scales)) / scales - matrix
             cost += float(((missed @ moments.squares) * missed).sum())
         if cost < least:
             best, least = scales, cost

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from laboratory.evaluation import quantising
 from laboratory.evaluation.quantising import METHODS, quantise_model
@@ -22,8 +32,8 @@ def batches() -> list[Tensor]:
 
 
 def uneven_model() -> PreTrainedModel:
-    """Some channels of what norms give are far larger than others, as in trained models."""
-    model = tiny_model(windowed=False)
+    """Some channels of what norms give are far larger than others, as in trained models. One layer has a window."""
+    model = tiny_model()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("layernorm.weight"):
@@ -53,18 +63,18 @@ def test_codes_that_are_chosen_by_outputs_cost_them_less_than_the_nearest_ones()
     """The outputs of the first layer's matrices over what the text gives them, summed: inputs are the same there."""
     exact = uneven_model()
     layer = exact.get_decoder().layers[0]
-    states, given = quantising._inputs_of_first(exact, layer, batches())
+    states, given = quantising._inputs(exact, batches())
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
-    moments = quantising._moments(layer, linears, states, given)
+    moments = quantising._moments(layer, linears, states, given[0])
 
     missed = dict.fromkeys(METHODS, 0.0)
     for name, module in linears.items():
         squares, matrix = moments[name].squares, module.weight.detach()
         scales = quantising._best_scales([matrix], moments[name])
         made = {
-            "nearest": quantising._numbers(*quantising._nearest(matrix, squares)),
+            "nearest": quantising._numbers(*quantising._nearest(matrix)),
             "gptq": quantising._numbers(*quantising._by_gptq(matrix, squares)),
-            "awq": quantising._numbers(*quantising._nearest(matrix * scales, squares)) / scales,
+            "awq": quantising._numbers(*quantising._nearest(matrix * scales)) / scales,
         }
         for method, numbers in made.items():
             missed[method] += float((((numbers - matrix) @ squares) * (numbers - matrix)).sum())
@@ -77,19 +87,45 @@ def test_codes_that_are_chosen_by_outputs_cost_them_less_than_the_nearest_ones()
 def test_folded_scales_change_no_output_before_matrices_are_rounded() -> None:
     model, whole = uneven_model(), uneven_model()
     layer = model.get_decoder().layers[0]
-    states, given = quantising._inputs_of_first(model, layer, batches())
+    states, given = quantising._inputs(model, batches())
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
-    quantising._fold(layer, linears, quantising._moments(layer, linears, states, given))
+    quantising._fold(layer, linears, quantising._moments(layer, linears, states, given[0]))
 
     assert not torch.equal(linears["mlp.down_proj"].weight, whole.get_decoder().layers[0].mlp.down_proj.weight)
     torch.testing.assert_close(logits(model), logits(whole), atol=1e-3, rtol=1e-3)
 
 
-def test_widths_and_families_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantising, "_FOLDS", (("input_layernorm", ("self_attn.q_projection",)),))
-    with pytest.raises(ValueError, match=r"one has no 'self_attn\.q_projection'"):
-        quantise_model(uneven_model(), batches(), "awq")
+def test_biases_are_folded_and_served() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, mlp_bias=True, attention_bias=True, **sizes)
+    torch.manual_seed(0)
+    chosen_in = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in chosen_in.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    served = copy.deepcopy(chosen_in)
+
+    quantise_model(chosen_in, batches(), "awq").put_into(served)
+
+    torch.testing.assert_close(logits(served), logits(chosen_in), atol=1e-4, rtol=1e-4)
+
+
+def test_a_family_whose_modules_of_these_names_do_something_else_is_refused() -> None:
+    """A norm of Gemma multiplies by one more than its weight."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, **sizes)
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="folding changes the outputs of this one by"):
+        quantise_model(Gemma2ForCausalLM(config).eval(), batches(), "awq")
+
+
+def test_other_families_and_widths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    other = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=VOCABULARY, **sizes)).eval()
+    with pytest.raises(ValueError, match=r"one has no 'self_attn\.q_proj'"):
+        quantise_model(other, batches(), "awq")
     monkeypatch.setattr(quantising, "GROUP", 64)
-    with pytest.raises(ValueError, match="down_proj has inputs that are no multiple of 64"):
+    with pytest.raises(ValueError, match=r"mlp\.down_proj has inputs that are no multiple of 64"):
         quantise_model(uneven_model(), batches(), "gptq")
