@@ -338,7 +338,10 @@ async def test_a_deadline_in_the_middle_is_made_good_by_asking_again(client: Cli
     session_id = await client.open_endless()
     shown: list[Any] = []
     stream = client.stream(asked(session_id, FOREVER), timeout=1.0)
-    assert (await refused(read_rest(stream, into=shown))).reason == "DEADLINE_EXCEEDED DEADLINE"
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await read_rest(stream, into=shown)
+    # The server ends it a moment before; where it is late, the client's own clock does.
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     stream = client.stream(asked(session_id, FOREVER, resume_from=len(HISTORY) + len(shown)))
     rest = await next_tokens(stream, 10)
     stream.cancel()
