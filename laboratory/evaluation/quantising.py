@@ -53,7 +53,7 @@ class Quantised:
             assert isinstance(module, nn.Linear)
             parent, _, own = name.rpartition(".")
             made = QuantisedLinear(matrix, module.bias, module.weight.dtype)
-            setattr(model.get_submodule(parent), own, made)
+            setattr(model.get_submodule(parent), own, made.to(module.weight.device))
         for name, numbers in self.parameters.items():
             model.get_parameter(name).copy_(numbers)
 
