@@ -319,7 +319,7 @@ def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForw
 
 def opened_modules(shape: str, arguments: argparse.Namespace, *, compiles: bool) -> TorchForward:
     """Steps of transformers' layers. compiles: each by torch.compile, which leaves attention to the engine."""
-    # A compiler fuses norms by itself.
+    # A compiler fuses norms by itself. With plain kernels long chunks have plain attention, too: steps are compared.
     config = ModelConfig(
         device=arguments.device, dtype=arguments.dtype, linear="plain", kernels="plain" if compiles else "auto"
     )
@@ -337,9 +337,11 @@ def opened_modules(shape: str, arguments: argparse.Namespace, *, compiles: bool)
 def other_engines(shape: str, arguments: argparse.Namespace, outcome: Outcome, stack: ExitStack) -> dict[str, Engine]:
     """Engines over torch's modules, as they are and compiled. What cannot be compiled is left out, with the reason."""
     found: dict[str, Engine] = {}
+    if not arguments.modules:
+        return found
     by_itself = torch.compiler.disable(AttentionInterface()[ATTENTION])  # type: ignore[no-untyped-call]
     AttentionInterface.register(ATTENTION, by_itself)
-    for name in (MODULES, COMPILED_MODULES) if arguments.modules else ():
+    for name in (MODULES, COMPILED_MODULES):
         began = time.monotonic()
         try:
             forward = opened_modules(shape, arguments, compiles=name == COMPILED_MODULES)

@@ -219,7 +219,7 @@ def small_parts() -> torch.device:
     torch.manual_seed(1)
     components._WEIGHING = 1
     if device.type != "cuda":
-        components._WEIGHING = 2
+        components._WEIGHING = 36  # two programs of each of 18 heads, or one for each span of a few
         components._PARTS, components._NEAR, components._CHOSEN = 4, 2, 2
         components._GATHERED, components._WEIGHED, components._FEW, components._MANY = 128, 256, 16, 32
     return device
