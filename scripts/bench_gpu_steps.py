@@ -8,6 +8,9 @@ in ms, as a multiple of its floor (weights and entries that it reads, over the b
 the same rounds: the strategy that reads everything, and transformers with a static cache under torch.compile, where
 there is one session. The floor of a prefill is its arithmetic over the matrix product's.
 
+Attention of the compiled baseline is both of transformers': torch's operation, which with a mask walks through a history
+in one program a head, and plain products, of which the compiler makes kernels.
+
 With `--modules` the engine's path for families without a list takes part, too: transformers' own layers in a recorded
 step, as they are, and compiled around attention, which stays what it is.
 
@@ -61,9 +64,11 @@ from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
 from laboratory.evaluation.sessions import opened
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, unattended
 
-COMPILED = "transformers, compiled"
+# By transformers' name of its attention.
+COMPILED = {"sdpa": "transformers, compiled", "eager": "transformers, compiled, attention too"}
 MODULES, COMPILED_MODULES = "full by torch's modules", "full by torch's modules, compiled"
 FULL = "full"
+FAILURES = (KakeyaError, RuntimeError)  # what does not fit; the second are a device's and a compiler's
 CELLS = (
     *("1x1024", "1x8192", "1x8192/sink_window:window=1024", "1x8192/gather", "1x8192/mac:threshold=0"),
     *("64x512", "1x32768", "1x32768/gather", "16x8192", "64x8192", "1x130000", "1x130000/gather"),
@@ -136,8 +141,9 @@ class Costs:
 class CompiledStep:
     """Greedy steps of transformers over a static cache of one session, under torch.compile with recorded graphs."""
 
-    def __init__(self, model: Any, length: int, steps: int, *, is_compiled: bool) -> None:
-        self._device, self._model = model.device, model
+    def __init__(self, model: Any, attention: str, length: int, steps: int, *, is_compiled: bool) -> None:
+        self._device, self._model, self._attention = model.device, model, attention
+        model.set_attn_implementation(attention)
         self._cache = StaticCache(config=model.config, max_cache_len=length + steps + 1)
         ids = torch.randint(5, model.config.vocab_size - 5, (1, length), device=self._device)
         with torch.no_grad():
@@ -158,6 +164,7 @@ class CompiledStep:
 
     def milliseconds(self, steps: int) -> float:
         """Of one step, over so many."""
+        self._model.set_attn_implementation(self._attention)
         self._wait()
         began = time.perf_counter()
         with torch.no_grad():
@@ -181,10 +188,10 @@ def entries_read(strategy: KVStrategy, attended: int) -> int:
 
 
 def measure(
-    engine: Engine, group: Group, strategies: Sequence[str], compiled: Callable[[], CompiledStep] | None,
+    engine: Engine, group: Group, strategies: Sequence[str], compiled: Mapping[str, Callable[[], CompiledStep]],
     arguments: argparse.Namespace, others: Mapping[str, Engine] | None = None,
 ) -> dict[str, Cell]:  # fmt: skip
-    """Cells by strategy, of the compiled step, and of other engines, which read everything, by their names.
+    """Cells by strategy, of compiled steps, and of other engines, which read everything, by their names.
 
     Raises InvalidArgument or NoCapacity for what does not fit.
     """
@@ -207,13 +214,11 @@ def measure(
                     rate = prefill_rate(by, session, prompt)
                 if is_attended:
                     cells[name].prefill.append(rate)
-        beside = None
-        if compiled is not None:
-            beside, cells[COMPILED] = compiled(), Cell(read=group.length)
-            beside.milliseconds(4)  # compiles
         sides = {name: partial(decode_milliseconds, by, sessions[name], arguments.tokens) for name, by, _ in served}
-        if beside is not None:
-            sides[COMPILED] = partial(beside.milliseconds, arguments.tokens)
+        for name, make in compiled.items():
+            beside, cells[name] = make(), Cell(read=group.length)
+            beside.milliseconds(4)  # compiles
+            sides[name] = partial(beside.milliseconds, arguments.tokens)
         for name, samples in in_turns(sides, arguments.rounds).items():
             cells[name].step_ms = samples
         for name, by, _ in served:
@@ -245,7 +250,7 @@ class Outcome:
             row = {"shape": shape, "strategy": name, "sessions": group.sessions, "length": group.length}
             row |= {"ms": round(median, 4), "tokens a second": round(1e3 * group.sessions / median, 1)}
             row |= {"entries read": cell.read, "floor ms": round(floor, 4), "floor ÷ ms": round(floor / median, 3)}
-            for baseline in (FULL, COMPILED):
+            for baseline in (FULL, *COMPILED.values()):
                 if baseline in cells and baseline != name:
                     pairs = zip(cell.step_ms, cells[baseline].step_ms, strict=True)
                     summary = record.summarize([ours / theirs for ours, theirs in pairs], "ratio")
@@ -295,6 +300,10 @@ class Outcome:
             },
             **({"results_dir": arguments.results} if arguments.results else {}),
         )
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:200]}"
 
 
 def made_baseline(shape: str, arguments: argparse.Namespace) -> Any:
@@ -347,9 +356,9 @@ def other_engines(shape: str, arguments: argparse.Namespace, outcome: Outcome, s
             forward = opened_modules(shape, arguments, compiles=name == COMPILED_MODULES)
             engine = stack.enter_context(Engine(forward, settings(forward, arguments)))
             shortest = min(group.length for group in arguments.groups)
-            measure(engine, Group(1, min(512, shortest)), [FULL], None, arguments)
-        except (RuntimeError, KakeyaError) as error:  # a compiler's are the first
-            outcome.left_out[f"{shape}, {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            measure(engine, Group(1, min(512, shortest)), [FULL], {}, arguments)
+        except FAILURES as error:
+            outcome.left_out[f"{shape}, {name}"] = reason(error)
         else:
             found[name] = engine
             print(f"{time.monotonic() - began:.0f} s until {name} is ready", flush=True)
@@ -377,24 +386,26 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, i
         others = other_engines(shape, arguments, outcome, stack)
         warmed = min((group for group in arguments.groups), default=None)
         if warmed is not None:
-            measure(engine, Group(1, min(512, warmed.length)), [FULL], None, arguments)
+            measure(engine, Group(1, min(512, warmed.length)), [FULL], {}, arguments)
         for group, strategies in arguments.groups.items():
             where = f"{shape}, {group}"
             if is_over():
                 outcome.left_out[where] = f"{arguments.seconds:g} seconds were over"
                 continue
-            compiled = None
+            compiled = {}
             if baseline is not None and group.sessions == 1 and group.length in arguments.compiled:
-                steps = 4 + (arguments.rounds + 1) * arguments.tokens
-                is_compiled = arguments.device != "cpu"
-                compiled = lambda n=group.length, s=steps, c=is_compiled: CompiledStep(baseline, n, s, is_compiled=c)  # noqa: E731
+                steps, is_compiled = 4 + (arguments.rounds + 1) * arguments.tokens, arguments.device != "cpu"
+                compiled = {
+                    name: partial(CompiledStep, baseline, kind, group.length, steps, is_compiled=is_compiled)
+                    for kind, name in COMPILED.items()
+                }
             try:
                 outcome.take(shape, costs, group, measure(engine, group, strategies, compiled, arguments, others))
-            except (InvalidArgument, NoCapacity, torch.OutOfMemoryError) as refusal:
-                outcome.left_out[where] = str(refusal).splitlines()[0]
+            except FAILURES as error:
+                outcome.left_out[where] = reason(error)
                 continue
             outcome.write()
-            if compiled is not None:
+            if compiled and not others:  # whose compiled layers would be forgotten, too
                 torch.compiler.reset()
                 gc.collect()
     for step_tokens in arguments.step_tokens:
