@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -89,7 +90,8 @@ class Contenders:
             if name == OURS:
                 raise
             says = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # names no file
-            self.left_out[name] = f"{type(error).__name__}: {says.splitlines()[0][:160]}"
+            said = re.sub(r"(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", says.splitlines()[0])  # a machine's folders are no reason
+            self.left_out[name] = f"{type(error).__name__}: {said[:200]}"
 
 
 def fa3() -> Callable[..., Tensor] | None:

@@ -90,6 +90,8 @@ static void read(const Attention& call, int64_t query, int head, const Chunk<T>&
   const float* from = call.queries + query * call.query_stride + (int64_t)head * group * dim;
   for (int d = 0; d < group * dim; d += 16) store(queries + d, mul(load(from + d), all(call.scaling)));
   memset(states, 0, sizeof(float) * group * state_size(dim));
+  ListedAhead<T> begin = chunk.ahead(chunk.keys, 0, KEYS_AHEAD);
+  for (int i = 0; i < KEYS_AHEAD; i++) begin.fetch(i);
   for (int first = 0; first < chunk.count; first += 16) {
     ListedAhead<T> keys = chunk.ahead(chunk.keys, first + KEYS_AHEAD, 16), values = chunk.ahead(chunk.values, first, 16);
     for (int i = 0; i < 16; i++) keys.fetch(i), values.fetch(i);

@@ -53,50 +53,53 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
   int32_t* held = archive.held + head * archive.slots;
   uint32_t *until = archive.until + head * archive.slots, now = ++archive.clocks[head];
   if (count > archive.slots) return false;
-  static thread_local std::vector<int32_t> table, free;
-  static thread_local std::vector<uint8_t> is_chosen;
-  int bits = 4;
-  while ((int64_t)1 << bits < 2 * archive.slots) bits++;
-  table.assign((size_t)1 << bits, -1);
-  is_chosen.assign((size_t)archive.slots, 0);
-  uint32_t mask = (1u << bits) - 1;
-  auto place_of = [&](int32_t position) { return ((uint32_t)position * 2654435769u) >> (32 - bits); };
+  if (!count) return true;
+  static thread_local std::vector<uint64_t> wanted;         // a bit for each position
+  static thread_local std::vector<int32_t> before, spare;   // wanted ones before each word; slots that are not chosen
+  int64_t words = positions[count - 1] / 64 + 1;
+  wanted.assign((size_t)words, 0);
+  for (int64_t i = 0; i < count; i++) wanted[(size_t)(positions[i] / 64)] |= 1ull << positions[i] % 64;
+  before.resize((size_t)words);
+  for (int64_t w = 0, found = 0; w < words; w++) {
+    before[(size_t)w] = (int32_t)found;
+    found += __builtin_popcountll(wanted[(size_t)w]);
+  }
+  std::fill(slots, slots + count, (int64_t)-1);
   auto left = [&](int32_t slot) { return (int32_t)(until[slot] - now); };  // the clock may have gone round
+  // What a slot is worth: nothing if it is empty, and the more the longer it stays.
+  auto worth = [&](int32_t slot) {
+    return held[slot] < 0 ? 0 : 1 + std::min(std::max(left(slot), -LONGEST_STAY), LONGEST_STAY) + LONGEST_STAY;
+  };
+  int32_t worths[2 * LONGEST_STAY + 2] = {};  // how many spare slots are worth so much
+  spare.clear();
   for (int32_t slot = 0; slot < archive.slots; slot++) {
-    if (held[slot] < 0) continue;
-    uint32_t at = place_of(held[slot]);
-    while (table[at] >= 0) at = (at + 1) & mask;
-    table[at] = slot;
+    int32_t position = held[slot], word = position / 64;
+    uint64_t bit = position < 0 || word >= words ? 0 : wanted[(size_t)word] & 1ull << position % 64;
+    if (bit) {
+      slots[before[(size_t)word] + __builtin_popcountll(wanted[(size_t)word] & (bit - 1))] = slot;
+      until[slot] = now + (uint32_t)std::min(std::max(left(slot), 0) + STAY, LONGEST_STAY);
+    } else {
+      spare.push_back(slot);
+      worths[worth(slot)]++;
+    }
   }
   size_t first = missing.size();
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t at = place_of(positions[i]);
-    while (table[at] >= 0 && held[table[at]] != positions[i]) at = (at + 1) & mask;
-    int32_t slot = table[at];
-    if (slot < 0) {
-      missing.push_back({positions[i], (int32_t)i});  // its slot comes below
-      continue;
-    }
-    slots[i] = slot;
-    is_chosen[slot] = 1;
-    until[slot] = now + (uint32_t)std::min(std::max(left(slot), 0) + STAY, LONGEST_STAY);
-  }
+  for (int64_t i = 0; i < count; i++)
+    if (slots[i] < 0) missing.push_back({positions[i], (int32_t)i});  // its slot comes below
   if (missing.size() == first) return true;
-  free.clear();
-  for (int32_t slot = 0; slot < archive.slots; slot++)
-    if (!is_chosen[slot]) free.push_back(slot);
-  auto wanted = (std::ptrdiff_t)(missing.size() - first);
-  auto before = [&](int32_t a, int32_t b) {  // empty ones first
-    if ((held[a] < 0) != (held[b] < 0)) return held[a] < 0;
-    return held[a] >= 0 && left(a) < left(b);
-  };
-  if (wanted < (std::ptrdiff_t)free.size()) std::nth_element(free.begin(), free.begin() + wanted, free.end(), before);
-  for (size_t i = first; i < missing.size(); i++) {
-    int32_t slot = free[i - first];
+  // Those worth less than `limit` make room, and of those worth as much the first.
+  int32_t limit = 0;
+  int64_t wanting = (int64_t)(missing.size() - first);
+  while (wanting > worths[limit]) wanting -= worths[limit++];
+  size_t i = first;
+  for (int32_t slot : spare) {
+    int32_t own = worth(slot);
+    if (own > limit || (own == limit && wanting-- <= 0)) continue;
     slots[missing[i].slot] = slot;
-    missing[i].slot = slot;
+    missing[i++].slot = slot;
     held[slot] = -1;  // until it is restored
     until[slot] = now + STAY;
+    if (i == missing.size()) break;
   }
   return true;
 }

@@ -37,13 +37,16 @@ constexpr int64_t PIECE = 1024;       // tokens that are scored in one go
 constexpr int64_t QUERIES_AT_ONCE = 8;
 constexpr int SERIES = 4;             // terms of slow frequencies
 constexpr int HEADS_AT_ONCE = 4;
+constexpr int64_t LINE_BYTES = 64;    // of the processor's caches
 constexpr int MOST_TILE = 256;        // tokens
 constexpr int BUCKETS = 1 << 11;      // of weights, by their leading bits
 constexpr int BUCKET_SHIFT = 20;
-#if defined(__AVX512F__)
+#if defined(__AVX512F__)  // twice the registers
 constexpr int PRODUCT_ROWS = 6;
+constexpr int VECTORS_AT_ONCE = 4;    // of a tile's codes: all of a side, or one
 #else
 constexpr int PRODUCT_ROWS = 3;
+constexpr int VECTORS_AT_ONCE = 1;
 #endif
 
 // One query and KV head.
@@ -112,8 +115,12 @@ class Scorer {
 
   // The scores of a tile: head g's from out + g · stride on, vector after vector.
   void score(int64_t tile, float* out, int64_t stride) {
-    turn(tile);
     const uint8_t* words = (tile & 1 ? index_.odd : index_.even) + ((tile / 2) * heads_ + head_) * index_.words * 64;
+    for (int64_t at = 0; at < index_.words * 64; at += LINE_BYTES) __builtin_prefetch(words + at);
+    turn(tile);
+    // The usual sizes of a code: where its fields lie is known here.
+    if (index_.bits == 3 && index_.rank == 16 && index_.run == 4) return add_fields<3, 16>(words, out, stride);
+    if (index_.bits == 3 && index_.rank == 32 && index_.run == 4) return add_fields<3, 32>(words, out, stride);
     switch (index_.bits) {
       case 2: unpack<2>(words); break;
       case 3: unpack<3>(words); break;
@@ -170,33 +177,41 @@ class Scorer {
 
   // The query at the middle of a tile, and from there at its runs: turned_ [row][2][16], runs behind and before it.
   void turn(int64_t tile) {
-    const float *cosines = index_.middles + tile * 2 * half_, *sines = cosines + half_;
-    for (int64_t row = 0; row < padded_; row += LANES) {
-      F terms[SERIES] = {load(still_ + row), all(0.0f), all(0.0f), all(0.0f)};
-      for (int64_t f = 0; f < half_; f++) {
-        F u = load(cosines_ + f * padded_ + row), v = load(sines_ + f * padded_ + row);
-        F c = all(cosines[f]), s = all(sines[f]);
-        F value = fma(s, v, mul(c, u)), slope = sub(mul(c, v), mul(s, u));
-        if (f < index_.fast) {
-          store(even_ + f * padded_ + row, value);
-          store(odd_ + f * padded_ + row, slope);
-          continue;
-        }
-        float speed = index_.frequencies[f];
+    const float *cosines = index_.middles + tile * 2 * half_, *sines = cosines + half_, *speeds = index_.frequencies;
+    const int64_t padded = padded_, half = half_, fast = std::min<int64_t>(index_.fast, half);
+    const int64_t crawling = std::max<int64_t>(fast, std::min<int64_t>(index_.crawling, half));
+    for (int64_t row = 0; row < padded; row += LANES) {
+      const float *us = cosines_ + row, *vs = sines_ + row;
+      float *even = even_ + row, *odd = odd_ + row;
+      auto turned = [&](int64_t f, F& value, F& slope) {
+        F u = load(us + f * padded), v = load(vs + f * padded), c = all(cosines[f]), s = all(sines[f]);
+        value = fma(s, v, mul(c, u)), slope = sub(mul(c, v), mul(s, u));
+      };
+      F terms[SERIES] = {load(still_ + row), all(0.0f), all(0.0f), all(0.0f)}, value, slope;
+      int64_t f = 0;
+      for (; f < fast; f++, even += padded, odd += padded) {
+        turned(f, value, slope);
+        store(even, value), store(odd, slope);
+      }
+      for (; f < crawling; f++) {
+        turned(f, value, slope);
+        float speed = speeds[f];
         terms[0] = add(terms[0], value);
         terms[1] = fma(all(speed), slope, terms[1]);
-        if (f >= index_.crawling) continue;
         terms[2] = fma(all(speed * speed), value, terms[2]);
         terms[3] = fma(all(speed * speed * speed), slope, terms[3]);
       }
-      int64_t fast = index_.fast * padded_ + row;
-      store(even_ + fast, terms[0]);
-      store(even_ + fast + padded_, terms[2]);
-      store(odd_ + fast, terms[1]);
-      store(odd_ + fast + padded_, terms[3]);
+      for (; f < half; f++) {
+        turned(f, value, slope);
+        terms[0] = add(terms[0], value);
+        terms[1] = fma(all(speeds[f]), slope, terms[1]);
+      }
+      store(even, terms[0]), store(even + padded, terms[2]);
+      store(odd, terms[1]), store(odd + padded, terms[3]);
     }
     int64_t row = 0;
     for (; row + PRODUCT_ROWS <= rows_; row += PRODUCT_ROWS) spread<PRODUCT_ROWS>(row);
+    for (; row + PRODUCT_ROWS / 2 <= rows_; row += PRODUCT_ROWS / 2) spread<PRODUCT_ROWS / 2>(row);
     for (; row < rows_; row++) spread<1>(row);
   }
 
@@ -240,6 +255,60 @@ class Scorer {
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) store(out + (first + g) * stride + v * LANES, sums[g]);
     }
+  }
+
+  // As `unpack` and `add_up` would, for runs of four tokens: codes stay in registers.
+  template <int BITS, int RANK>
+  void add_fields(const uint8_t* words, float* out, int64_t stride) {
+    for (int first = 0; first < group_; first += HEADS_AT_ONCE) switch (std::min(HEADS_AT_ONCE, group_ - first)) {
+        case 1: add_runs<BITS, RANK, 1>(words, first, out, stride); break;
+        case 2: add_runs<BITS, RANK, 2>(words, first, out, stride); break;
+        case 3: add_runs<BITS, RANK, 3>(words, first, out, stride); break;
+        default: add_runs<BITS, RANK, 4>(words, first, out, stride);
+      }
+  }
+
+  template <int BITS, int RANK, int G>
+  void add_runs(const uint8_t* words, int first, float* out, int64_t stride) {
+    add_side<BITS, RANK, G, 0>(words, first, out, stride);
+    add_side<BITS, RANK, G, 1>(words, first, out, stride);
+  }
+
+  // The runs of one side of the middle have one query: VECTORS_AT_ONCE tokens of each are multiplied with it at once.
+  template <int BITS, int RANK, int G, int SIDE>
+  void add_side(const uint8_t* words, int first, float* out, int64_t stride) {
+    constexpr int64_t EACH = (RANK + 1) * 2 * LANES;
+    const float* turned = turned_ + first * EACH + SIDE * LANES;
+    out += first * stride;
+    add_vectors<BITS, RANK, G, SIDE, 0>(words, turned, out, stride);
+    if constexpr (VECTORS_AT_ONCE == 1) {
+      add_vectors<BITS, RANK, G, SIDE, 1>(words, turned, out, stride);
+      add_vectors<BITS, RANK, G, SIDE, 2>(words, turned, out, stride);
+      add_vectors<BITS, RANK, G, SIDE, 3>(words, turned, out, stride);
+    }
+  }
+
+  template <int BITS, int RANK, int G, int SIDE, int FIRST>
+  static void add_vectors(const uint8_t* words, const float* turned, float* out, int64_t stride) {
+    constexpr int64_t EACH = (RANK + 1) * 2 * LANES;
+    F sums[VECTORS_AT_ONCE][G];
+    UNROLL for (int g = 0; g < G; g++) {
+      F still = load(turned + g * EACH + RANK * 2 * LANES);
+      UNROLL for (int v = 0; v < VECTORS_AT_ONCE; v++) sums[v][g] = still;
+    }
+#pragma GCC unroll 32
+    for (int j = 0; j < RANK; j++) {
+      F codes[VECTORS_AT_ONCE];
+      UNROLL for (int v = 0; v < VECTORS_AT_ONCE; v++)
+        codes[v] = lane_field(words, ((2 * (FIRST + v) + SIDE) * RANK + j) * BITS, BITS);
+      UNROLL for (int g = 0; g < G; g++) {
+        F query = load(turned + g * EACH + j * 2 * LANES);
+        UNROLL for (int v = 0; v < VECTORS_AT_ONCE; v++) sums[v][g] = fma(query, codes[v], sums[v][g]);
+      }
+    }
+    UNROLL for (int g = 0; g < G; g++)
+      UNROLL for (int v = 0; v < VECTORS_AT_ONCE; v++)
+        store(out + g * stride + (2 * (FIRST + v) + SIDE) * LANES, sums[v][g]);
   }
 
   const KeyIndex& index_;
@@ -379,8 +448,6 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
     for (int64_t piece = 0; piece < job.pieces; piece++) shares[(size_t)(piece * group + g)] /= total;
   }
   int64_t per_piece = PIECE / tile_size * tile_size;
-  static thread_local std::vector<int32_t> counts;
-  counts.assign(BUCKETS, 0);
   for (int64_t piece = 0; piece < job.pieces; piece++) {
     int64_t end = std::min((piece + 1) * per_piece, tokens);
     for (int64_t i = piece * per_piece; i < end; i += LANES) {
@@ -394,18 +461,28 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
     int64_t token = (job.first_tile + i / tile_size) * tile_size + offset_of(index, i % tile_size);
     if (token < job.sink) weights[i] = -1.0f;
   }
-  for (int64_t i = 0; i < tokens; i++) {
-    uint32_t bits;
-    memcpy(&bits, weights + i, 4);
-    if (bits <= 0x7f800000u) counts[bits >> BUCKET_SHIFT]++;  // what is not a number is not chosen
+  // How many weigh a bucket's least or more; what is not a number is not counted, and not chosen.
+  auto from = [&](int bucket) {
+    float floor = bucket_start(bucket);
+    int64_t count = 0;
+    for (int64_t i = 0; i < tokens; i += LANES) count += count_least(load(weights + i), floor);
+    return count;
+  };
+  // The last bucket that, with those above it, has enough; the first where none has.
+  int bucket = 0;
+  int64_t above = 0, inside = -1;  // tokens of the buckets above, and of it
+  for (int beyond = BUCKETS, middle; bucket + 1 < beyond;) {
+    middle = (bucket + beyond) / 2;
+    int64_t count = from(middle);
+    if (count >= job.kept) bucket = middle, inside = count;
+    else beyond = middle, above = count;
   }
-  int64_t left = job.kept;
-  int bucket = BUCKETS - 1;
-  while (bucket > 0 && counts[(size_t)bucket] < left) left -= counts[(size_t)bucket--];
+  inside = (inside < 0 ? from(0) : inside) - above;
+  int64_t left = job.kept - above;
   // Where more are in the last bucket than are left, the least of them that are chosen: their weight, and the last token.
   float floor = bucket_start(bucket), ceiling = bucket_start(bucket + 1);
   int32_t last_token = INT32_MAX;
-  if (counts[(size_t)bucket] > left) {
+  if (inside > left) {
     static thread_local std::vector<std::pair<float, int32_t>> found;
     found.clear();
     each_least(index, job, weights, tokens, floor, [&](int64_t tile, int64_t offset, float weight) {

@@ -15,6 +15,7 @@
 //   dot_shorts                 lane i: pair i times `pair`, both numbers of 16 bits, added
 //   pick_short                 as pick, of whole numbers, in the low halves of lanes; 64 can be read behind the first
 //   in_pairs                   lane i: the low halves of both, the first one below
+//   lanes_least, count_least   which lanes have `floor` or more, a bit for each, and how many; what is not a number has not
 //   lane_field                 lane i: `width` bits from bit `offset` on of the words i, 16 + i, 32 + i, …, as a number
 #pragma once
 #include <cmath>
@@ -358,6 +359,12 @@ INLINE uint32_t lanes_least(F x, float floor) {
   EACH found |= vaddvq_u32(vandq_u32(vcgeq_f32(x.v[i], vdupq_n_f32(floor)), vld1q_u32(bits))) << 4 * i;
   return found;
 }
+#define COUNTS_LANES  // faster than it finds them
+INLINE int count_least(F x, float floor) {
+  uint32x4_t found = vdupq_n_u32(0);
+  EACH found = vsubq_u32(found, vcgeq_f32(x.v[i], vdupq_n_f32(floor)));  // a lane that is, is -1
+  return (int)vaddvq_u32(found);
+}
 INLINE F load_f16(const uint16_t* p) {
   F r;
   EACH r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
@@ -591,6 +598,10 @@ INLINE F nibble(Bytes codes, int n) {
 }
 #undef EACH
 
+#endif
+
+#ifndef COUNTS_LANES
+INLINE int count_least(F x, float floor) { return __builtin_popcount(lanes_least(x, floor)); }
 #endif
 
 // -- over the lanes, in one order -------------------------------------------------------------------------------------
