@@ -52,6 +52,9 @@ KINDS = {
     "exact positions": (IndexShape(rank=9, bits=3, run=1), 5, 3),
     "runs of two": (IndexShape(rank=16, bits=4, run=2), 0, 1),
     "runs of four": (IndexShape(rank=8, bits=3, run=4), 40, 7),
+    # Where fields lie is known to the compiler.
+    "usual codes": (IndexShape(rank=16, bits=3, run=4), 5, 3),
+    "usual codes of wide heads": (IndexShape(rank=32, bits=3, run=4), 0, 5),
 }
 
 
@@ -181,8 +184,9 @@ def test_slow_frequencies_as_a_series_change_few_choices() -> None:
     assert differs.float().mean() < 0.2
 
 
-def test_other_queries_threads_and_instructions_change_no_bit() -> None:
-    session = Session(*KINDS["runs of two"])
+@pytest.mark.parametrize("kind", ["runs of two", "usual codes", "usual codes of wide heads"])
+def test_other_queries_threads_and_instructions_change_no_bit(kind: str) -> None:
+    session = Session(*KINDS[kind])
     positions = np.arange(680, 700)
     queries, lines = session.queries(len(positions)), session.lines(positions)
 
@@ -191,6 +195,16 @@ def test_other_queries_threads_and_instructions_change_no_bit() -> None:
     for level in library().levels():
         alone = [session.attend(queries[i : i + 1], lines[i : i + 1], level=level) for i in (0, 11, 19)]
         assert torch.equal(torch.cat(alone), together[[0, 11, 19]]), level
+
+
+def test_all_candidates_are_read_where_more_may_be() -> None:
+    session = Session(*KINDS["runs of four"], length=300, kept=200)
+    positions = np.array([170, 299])
+    queries = session.queries(len(positions))
+
+    found = session.attend(queries, session.lines(positions))
+
+    torch.testing.assert_close(found, session.expected(queries, positions), atol=1e-5, rtol=1e-4)
 
 
 def test_among_equals_the_first_tokens_are_read() -> None:
