@@ -90,7 +90,7 @@ class Contenders:
             if name == OURS:
                 raise
             says = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # names no file
-            said = re.sub(r"(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", says.splitlines()[0])  # a machine's folders are no reason
+            said = re.sub(r"(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", says.splitlines()[0])  # folders are no reason
             self.left_out[name] = f"{type(error).__name__}: {said[:200]}"
 
 

@@ -8,8 +8,8 @@ in ms, as a multiple of its floor (weights and entries that it reads, over the b
 the same rounds: the strategy that reads everything, and transformers with a static cache under torch.compile, where
 there is one session. The floor of a prefill is its arithmetic over the matrix product's.
 
-Attention of the compiled baseline is both of transformers': torch's operation, which with a mask walks through a history
-in one program a head, and plain products, of which the compiler makes kernels.
+Attention of the compiled baseline is both of transformers': torch's operation, which with a mask walks through a
+history in one program a head, and plain products, of which the compiler makes kernels.
 
 With `--modules` the engine's path for families without a list takes part, too: transformers' own layers in a recorded
 step, as they are, and compiled around attention, which stays what it is.
