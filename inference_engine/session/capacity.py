@@ -247,17 +247,42 @@ class Admission:
                 self._keep_room_to_wake(sessions, needed)
                 return take()
             except (NoCapacity, QuotaExceeded):
-                holding = self._that_help(sessions, needed, owner)
-                if not holding:
-                    raise
-                # No session is dropped for one that would be refused even then.
-                self._check_quota(sessions, needed, owner, without=holding)
-                self._keep_room_to_wake(sessions, needed, without=holding)
-                going = self._as_many_as_needed(holding, self._missing(sessions, needed, owner), demands())
-                if going is None:
+                going = self._to_drop(sessions, needed, owner, demands())
+                if not going:
                     raise
                 for session in going:
                     self._drop(session)
+
+    def _to_drop(
+        self, sessions: Collection[Session], needed: Bound, owner: str, demands: Sequence[Demand]
+    ) -> list[Session]:
+        """The idle sessions of the owner that have to be dropped for `needed`; none if all of them are too few.
+
+        Raises NoCapacity or QuotaExceeded if it would be refused even then: no session is dropped for that.
+        """
+        idle, missing = self.idle(sessions, owner), self._missing(sessions, needed, owner)
+        # Mostly the first few suffice. To ask each what it gives back takes longer the more sessions there are.
+        first = _first_that_free(idle, missing)
+        if first:
+            try:
+                self._check_without(first, sessions, needed, owner)
+            except (NoCapacity, QuotaExceeded):
+                pass
+            else:
+                if (going := self._as_many_as_needed(first, missing, demands)) is not None:
+                    return going
+        holding = self._that_help(idle, needed)
+        if not holding:
+            return []
+        self._check_without(holding, sessions, needed, owner)
+        return self._as_many_as_needed(holding, missing, demands) or []
+
+    def _check_without(
+        self, going: Collection[Session], sessions: Collection[Session], needed: Bound, owner: str
+    ) -> None:
+        """Raise NoCapacity or QuotaExceeded if `needed` would be refused though `going` were dropped."""
+        self._check_quota(sessions, needed, owner, without=going)
+        self._keep_room_to_wake(sessions, needed, without=going)
 
     def _missing(self, sessions: Collection[Session], needed: Bound, owner: str) -> Bound:
         """What has to be given back for `needed`, at least."""
@@ -286,18 +311,18 @@ class Admission:
                 break
             count, left, left_of_tier = count + 1, left - freed.sustained_bytes, left_of_tier - freed.tier_bytes
         sessions = list(holding)
-        for number in (count, len(sessions)):  # mostly those that give back the bytes suffice
+        for number in dict.fromkeys((count, len(sessions))):  # mostly those that give back the bytes suffice
             held = [session.kv.runs for session in sessions[:number]]
             if (most := self._context.pool.least_released(held, demands, least=count)) is not None:
                 return sessions[:most]
         return None
 
-    def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> dict[Session, Bound]:
-        """The owner's idle sessions that may be dropped for `needed`, in order, and what each gives back.
+    def _that_help(self, idle: Sequence[Session], needed: Bound) -> dict[Session, Bound]:
+        """Those of these sessions that may be dropped for `needed`, in order, and what each gives back.
 
         Empty if all of them together give back too little.
         """
-        freeable = ((session, session.kv.freeable) for session in self.idle(sessions, owner))
+        freeable = ((session, session.kv.freeable) for session in idle)
         holding = {session: freed for session, freed in freeable if freed.sustained_bytes}
         pool, tier = self._context.pool, self._context.tier
         within_reach = pool.capacity_bytes - pool.reserved_bytes
@@ -390,6 +415,23 @@ def _more(kv: SessionKV, then: Bound) -> Bound:
     """Bytes that a session must be granted in addition to those it has, to reach the bound `then`."""
     more = then.sustained_bytes - kv.reserved.sustained_bytes
     return Bound(sustained_bytes=more, peak_bytes=more + then.peak_bytes - then.sustained_bytes)
+
+
+def _first_that_free(idle: Sequence[Session], missing: Bound) -> dict[Session, Bound]:
+    """The first of these sessions that together give back what is missing, and what each does. At least one.
+
+    Empty if all of them give back too little, or if the second tier is short: then they do not go in this order.
+    """
+    first: dict[Session, Bound] = {}
+    left = missing.sustained_bytes
+    for session in () if missing.tier_bytes else idle:
+        freed = session.kv.freeable
+        if freed.sustained_bytes:
+            first[session] = freed
+            left -= freed.sustained_bytes
+            if left <= 0:
+                return first
+    return {}
 
 
 def _runs_of(sessions: Collection[Session]) -> set[Run]:
