@@ -160,9 +160,11 @@ class WeightedSpace:
 
     def covariance(self, covariance: Tensor) -> Tensor:
         """Covariance [W, W] of weighted vectors, from that of the vectors."""
-        half = _through_vectors(covariance, self.group, self._weights)
-        weighted = _through_vectors(half.T.contiguous(), self.group, self._weights)
-        return (weighted + weighted.T) / 2
+        half = _through_vectors(covariance, self.group, self._weights).T.contiguous()
+        weighted = _through_vectors(half, self.group, self._weights)
+        weighted = torch.add(weighted, weighted.T, out=half)
+        weighted /= 2
+        return weighted
 
     def basis(self, mean: Tensor, components: Tensor, variances: Tensor, analysis: Tensor | None = None) -> Basis:
         """From components [W, C] in this space and the variances [C] of their coefficients, in descending order."""

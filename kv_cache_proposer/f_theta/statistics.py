@@ -24,6 +24,7 @@ class Statistics:
     def __init__(self, shapes: Sequence[LayerShape], *, group_layers: int, device: torch.device | str = "cpu") -> None:
         self.groups: tuple[Group, ...] = make_groups(shapes, group_layers)
         self.tokens = 0
+        self._query_tokens = 0
         self._device = torch.device(device)
         self._shifts: list[Tensor] = []  # [W] per group: float32, near the mean
         self._sums = [self._zeros(group.width) for group in self.groups]
@@ -36,8 +37,11 @@ class Statistics:
     def shapes(self) -> tuple[LayerShape, ...]:
         return tuple(shape for group in self.groups for shape in group.shapes)
 
-    def add(self, keys: Sequence[Tensor], values: Sequence[Tensor], queries: Sequence[Tensor]) -> None:
-        """Per covered layer, unrotated: keys and values [n, Hkv, D], queries [n, Hq, D]. All finite."""
+    def add(self, keys: Sequence[Tensor], values: Sequence[Tensor], queries: Sequence[Tensor] | None = None) -> None:
+        """Per covered layer, unrotated: keys and values [n, Hkv, D], queries [n, Hq, D]. All finite.
+
+        queries: with each call, or with none, where `query_moment` is not asked for.
+        """
         first = 0
         joined: list[Tensor] = []
         for group in self.groups:
@@ -47,15 +51,20 @@ class Statistics:
         if not self._shifts:
             self._shifts = [vectors.mean(0) for vectors in joined]
         for index, vectors in enumerate(joined):
-            centred = vectors - self._shifts[index]
-            self._sums[index] += centred.sum(0)
-            _add_products(self._products[index], centred)
+            vectors.sub_(self._shifts[index])
+            self._sums[index] += vectors.sum(0)
+            _add_products(self._products[index], vectors)
+        self.tokens += len(joined[0])
+        if queries is not None:
+            self._add_queries(queries)
+            self._query_tokens += len(joined[0])
+
+    def _add_queries(self, queries: Sequence[Tensor]) -> None:
         for shape, vectors in zip(self.shapes, queries, strict=True):
             # Query heads of one group are neighbours: [n, Hq, D] → [Hkv, n · group, D].
             grouped = vectors.to(self._device).float().reshape(len(vectors), shape.kv_heads, -1, shape.head_dim)
             per_head = grouped.transpose(0, 1).flatten(1, 2)
             self._queries[shape.layer] += per_head.transpose(1, 2) @ per_head
-        self.tokens += len(joined[0])
 
     def mean(self, group: int) -> Tensor:
         """[W] float64."""
@@ -66,12 +75,17 @@ class Statistics:
         """[W, W] float64."""
         self._check()
         offset = self._sums[group] / self.tokens
-        products = self._products[group].triu()
-        return (products + products.triu(1).T) / self.tokens - torch.outer(offset, offset)
+        found = self._products[group].triu()  # changed in place: a group may be wide
+        found += found.triu(1).T
+        found /= self.tokens
+        found -= torch.outer(offset, offset)
+        return found
 
     def query_moment(self, layer: int) -> Tensor:
         """Σ over the group's query heads of E[q qᵀ], [Hkv, D, D] float64."""
         self._check()
+        if self._query_tokens != self.tokens:
+            raise LatentError(f"queries were given for {self._query_tokens} of {self.tokens} tokens; give all of them")
         return self._queries[layer] / self.tokens
 
     def _check(self) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 from rich.filesize import decimal
 from torch import nn
@@ -15,8 +16,8 @@ from inference_engine.kv.geometry import Geometry
 _TRIAL_TOKENS, _TRIAL_WIDTH = 256, 512
 # In forwards: with statistics of what it gave; with a gradient, and the predictions that it is of.
 _READING, _SENSITIVITY = 1.3, 3.0
-# Of `fit`: numbers of eight bytes held for one group of W, in W squared.
-_SQUARES = 6
+# Of `fit`: numbers of eight bytes held for one group of W, in W squared, with what the allocator keeps of the reading.
+_SQUARES = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,10 @@ class CalibrationCost:
         widths = [sum(each_layer[at : at + group_layers]) for at in range(0, len(layers), group_layers)]
         seconds = each * (_READING * tokens + _SENSITIVITY * sensitivity_tokens) + step * conversation_tokens
         seconds += sum(decomposed * (min(width, components or width) / _TRIAL_WIDTH) ** 3 for width in widths)
-        held = sum(parameter.nbytes for parameter in model.parameters())
+        if device.type == "cpu":
+            held = int(psutil.Process().memory_info().rss)  # the model, and all that was imported for this
+        else:
+            held = sum(parameter.nbytes for parameter in model.parameters())
         held += 8 * (sum(width**2 for width in widths) + _SQUARES * max(widths, default=0) ** 2)
         return cls(seconds=seconds, memory_bytes=held, codec_bytes=sum(2 * width**2 for width in widths))
 

@@ -42,20 +42,23 @@ def collect(
     *,
     layers: Sequence[int],
     group_layers: int,
+    has_queries: bool = True,
     device: torch.device | str | None = None,
     advance: Advance | None = None,
 ) -> Statistics:
     """Statistics of the model's KV entries over token ids, each batch [sequences, T].
 
     layers: those the latent will cover; leave out layers with a window of their own. device: where sums are kept, by
-    default the model's. A group of W numbers a token takes 8 W² bytes.
+    default the model's. A group of W numbers a token takes 8 W² bytes. has_queries: also those of queries, which
+    importances `projections` are made of.
     """
     statistics: Statistics | None = None
     for states in capture(model, batches, layers=layers):
         if statistics is None:
             place = states[0].keys.device if device is None else device
             statistics = Statistics([_shape(layer) for layer in states], group_layers=group_layers, device=place)
-        statistics.add([r.keys for r in states], [r.values for r in states], [r.queries for r in states])
+        queries = [one.queries for one in states] if has_queries else None
+        statistics.add([one.keys for one in states], [one.values for one in states], queries)
         if advance is not None:
             advance(len(states[0].keys))
     if statistics is None:
@@ -85,7 +88,14 @@ def calibrate(
     importances: from `measure_sensitivity`, which loses a third less; `projections` takes them from the text's queries
     and the model's output projections, and needs no gradient; `none` counts all errors alike.
     """
-    statistics = collect(model, batches, layers=layers, group_layers=group_layers, advance=advance)
+    statistics = collect(
+        model,
+        batches,
+        layers=layers,
+        group_layers=group_layers,
+        has_queries=importances == "projections",
+        advance=advance,
+    )
     if importances == "projections":
         importances = from_projections(statistics, output_projections(model, layers=layers))
     elif importances == "none":

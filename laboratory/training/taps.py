@@ -96,7 +96,7 @@ def fit_tap_codec(
     statistics = Statistics(taps.shapes, group_layers=group_layers, device=model.device)
     for tokens in batches:
         keys, values = taps.predict_entries(model, tokens)
-        statistics.add(keys, values, keys)  # no queries are known here, and none are needed: importances are given
+        statistics.add(keys, values)
     return fit(statistics, importances, bytes_per_token=bytes_per_token)
 
 
