@@ -44,7 +44,7 @@ _LOOK_SECONDS = 0.5  # between two looks at whether more can still come
 class Generation:
     """A Generate that runs, or has run. Iterate it for its events, the last of which is Finished; a Failed is raised as
     its error. Once the journal has failed, EngineStalled is raised after the last event that is safe. An iteration goes
-    on where one before it ended; none waits for more than there is.
+    on where one before it, or `read`, ended; after the last event it ends at once, or raises the error again.
 
     When a newer call attaches to the same Generate, this one ends with StreamTakenOver and stops nothing any more.
     """
