@@ -84,7 +84,7 @@ BUGS = (
         "inference_engine/kv/session_kv.py",
         "        parts, self.parts = self.parts, ()\n",
         "        parts = self.parts\n",
-        ("tests/engine/test_lifecycle.py", ISOLATION),
+        ("tests/engine/test_making_room.py", ISOLATION),
     ),
     Bug(
         "a session does not become idle after its Generate",

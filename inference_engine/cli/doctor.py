@@ -21,6 +21,7 @@ from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.errors import KakeyaError, ModelError
+from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.native.cores import usable_cores
 from inference_engine.server.address import resolve_bind
 from inference_engine.server.metrics_port import refuse_unless_loopback
@@ -117,11 +118,11 @@ def _version(package: str) -> str | None:
 
 
 def _machine(found: Settings) -> Finding:
-    memory, cores = psutil.virtual_memory(), usable_cores()
+    cores = usable_cores()
     here = psutil.cpu_count() or cores
     text = (
         f"{platform.system()} {platform.machine()}, {cores if cores == here else f'{cores} of {here}'} cores, "
-        f"{decimal(memory.available)} of {decimal(memory.total)} memory free"
+        f"{decimal(free_host_bytes())} of {decimal(psutil.virtual_memory().total)} memory free"
     )
     if found.model.threads > cores:
         return Finding(

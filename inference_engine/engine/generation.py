@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -34,7 +35,7 @@ from inference_engine.session.replies import Call, Replies
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
-from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
+from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TokenCommitted
 
 _REMEMBERED = 8  # of each session
 _LOOK_SECONDS = 0.5  # between two looks at whether more can still come
@@ -42,7 +43,8 @@ _LOOK_SECONDS = 0.5  # between two looks at whether more can still come
 
 class Generation:
     """A Generate that runs, or has run. Iterate it for its events, the last of which is Finished; a Failed is raised as
-    its error. Once the journal has failed, EngineStalled is raised after the last event that is safe.
+    its error. Once the journal has failed, EngineStalled is raised after the last event that is safe. An iteration goes
+    on where one before it, or `read`, ended; after the last event it ends at once, or raises the error again.
 
     When a newer call attaches to the same Generate, this one ends with StreamTakenOver and stops nothing any more.
     """
@@ -51,15 +53,23 @@ class Generation:
         self._transcript = transcript
         self._reader = reader
         self._scheduler = scheduler
+        self._taken: deque[Event] = deque()  # from the reader, and not given to the caller yet
+        self._end: Finished | Failed | None = None  # once it was given
 
     @property
     def position(self) -> int:
         """Of the next token to be read."""
-        return self._reader.position
+        return self._reader.position - sum(isinstance(event, TokenCommitted) for event in self._taken)
 
     def read(self) -> list[Event]:
         """The next events, none if there are none yet; never waits. The last one is Finished or Failed."""
-        return self._reader.read()
+        events = self._reader.read()
+        if self._taken:
+            events = [*self._taken, *events]
+            self._taken.clear()
+        if events and isinstance(events[-1], Finished | Failed):
+            self._end = events[-1]
+        return events
 
     def when_readable(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
         """Call back, from any thread, whenever there may be something to read; now, too. It must return at once.
@@ -102,18 +112,21 @@ class Generation:
     def __iter__(self) -> Iterator[Event]:
         readable = threading.Event()
         self.when_readable(readable.set)
-        while True:
-            while not readable.wait(_LOOK_SECONDS):
-                if self._transcript.session.journal.failure:
-                    raise EngineStalled  # what is not safe is never sent, and no more comes
-            readable.clear()
-            while events := self.read():
-                for event in events:
-                    if isinstance(event, Failed):
-                        raise event.error
-                    yield event
-                    if isinstance(event, Finished):
-                        return
+        while self._end is None:
+            self._taken.extend(() if self._taken else self._reader.read())
+            if not self._taken:
+                while not readable.wait(_LOOK_SECONDS):
+                    if self._transcript.session.journal.failure:
+                        raise EngineStalled  # what is not safe is never sent, and no more comes
+                readable.clear()
+                continue
+            event = self._taken.popleft()
+            if isinstance(event, Finished | Failed):
+                self._end = event
+            if not isinstance(event, Failed):
+                yield event
+        if isinstance(self._end, Failed):
+            raise self._end.error
 
     def _stop(self, how: Callable[[], StopReason | BaseException]) -> None:
         self._transcript.stop(self._reader, how)

@@ -128,7 +128,7 @@ class Settling:
             for index, (request, outcome) in enumerate(zip(batch, outcomes, strict=True)):
                 session = request.session
                 is_wanted = outcome.samples[0].is_finite and not session.is_closed
-                if is_wanted and self._store.has_room(session, 1):
+                if is_wanted and self._store.histories.has_room(session, 1):
                     logprobs = _logprobs(outcome.samples) if request.params.logprobs else None
                     try:
                         token_ids = ids[index : index + 1]
@@ -180,7 +180,7 @@ class Settling:
             with self._store.locked():
                 if session.is_closed or request.stop is not None:
                     return tokens - block.drafted - 1, ()
-                taken = taken[: self._store.history_room(session)]
+                taken = taken[: self._store.histories.room(session)]
                 if not taken:
                     return tokens - block.drafted - 1, ()
                 ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)

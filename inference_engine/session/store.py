@@ -14,11 +14,10 @@ import heapq
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 from inference_engine.errors import (
     InvariantViolated,
@@ -34,7 +33,8 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.capacity import Admission, SessionLimits, orphaned_bytes
-from inference_engine.session.history import History, Holdings, Leaves
+from inference_engine.session.histories import RETRY_SECONDS, Histories
+from inference_engine.session.history import History, Holdings
 from inference_engine.session.journal import Journal, MemoryJournal, Saved, SessionKept, SessionRecord
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Operation, Session, Violations
@@ -43,8 +43,6 @@ from inference_engine.types import Bound, Mode
 T = TypeVar("T")
 
 _TOMBSTONES = 10_000
-_ID_BYTES = 4
-_RETRY_SECONDS = 1.0
 # That one call of `expire` ends: sessions, and tokens of their histories.
 _EXPIRED_SESSIONS = 32
 _EXPIRED_TOKENS = 2**22
@@ -78,9 +76,7 @@ class SessionStore:
         self._wall_clock = wall_clock
         self._idle_ttl_seconds = idle_ttl_seconds
         self._limits = limits
-        self._leaves = Leaves()
-        self._holdings: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # of histories, by owner
-        self._carried: Counter[str] = Counter()  # token ids of appends that are under way, by owner
+        self.histories = Histories(limits, journal, self._transient)  # called with the lock held
         self._admission = Admission(
             context, limits, clock, evict=lambda session: self._evict(session, "lru"), drop=self._drop
         )
@@ -114,7 +110,7 @@ class SessionStore:
         """
         with self._lock:
             if not is_transient:
-                self._check_kept(owner, sessions=1)
+                self.histories.check_kept(owner, sessions=1)
             tokens = 1 if is_growing else None
             kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner, tokens=tokens)
             session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
@@ -129,9 +125,9 @@ class SessionStore:
         with self._lock:
             if parent.is_closed:
                 raise SessionClosed
-            self._check_owner(parent, parent.history.unshared_tokens)
+            self.histories.check_owner(parent, parent.history.unshared_tokens)
             if not parent.is_transient:
-                self._check_kept(parent.owner, sessions=1, tokens=len(parent.history))
+                self.histories.check_kept(parent.owner, sessions=1, tokens=len(parent.history))
             kv = self._admission.admit(
                 self._sessions.values(),
                 parent.kv.strategy,
@@ -223,7 +219,7 @@ class SessionStore:
             for session in old:
                 self._evict(session, "ttl")
             self.replies.expire()
-            is_more = self._leaves.tidy()
+            is_more = self.histories.leaves.tidy()
         # A journal that keeps sessions has nothing to tidy between steps.
         return self._transient.tidy() or is_more or has_old
 
@@ -258,7 +254,7 @@ class SessionStore:
             kv = self._admission.place(
                 self._sessions.values(), strategy, record.limit_tokens, record.owner, is_growing=record.is_growing
             )
-            session = self._session(record, kv, History(self._holdings_of(record.owner), self._leaves), kept.saved)
+            session = self._session(record, kv, self.histories.begin(record.owner), kept.saved)
             for tokens in kept.tokens:
                 session.history.extend(tokens.token_ids, tokens.mark)
             session.violations = self._violations.pop(record.session_id, session.violations)
@@ -307,54 +303,20 @@ class SessionStore:
     def check_history(self, session: Session, adding: int) -> None:
         """Raise HistoryLimit or QuotaExceeded if `adding` more tokens are too many. Called with the lock held."""
         session.check_room(adding)
-        self._check_owner(session, adding)
-        if not session.is_transient:
-            self._check_kept(session.owner, tokens=adding)
-
-    def history_room(self, session: Session) -> int | None:
-        """How many more tokens the history may take; None: any number. Called with the lock held."""
-        most, longest = self._limits.history_tokens_per_owner, session.longest
-        room = None if longest is None else max(0, longest - len(session.history))
-        if most:
-            self._leaves.recount()
-            of_owner = max(0, most - session.history.holdings.tokens)
-            room = of_owner if room is None else min(room, of_owner)
-        if (kept := self._kept_room(session)) is not None:
-            room = kept if room is None else min(room, kept)
-        return room
+        self.histories.check(session, adding)
 
     def have_room(self, sessions: Iterable[Session], tokens: int) -> bool:
         """May each history take so many more tokens?"""
         with self._lock:
             for session in sessions:
-                if not self.has_room(session, tokens):
+                if not self.histories.has_room(session, tokens):
                     return False
         return True
-
-    def has_room(self, session: Session, tokens: int) -> bool:
-        """May the history take so many more tokens? Called with the lock held."""
-        history, longest, most = session.history, session.longest, self._limits.history_tokens_per_owner
-        if longest is not None and len(history) + tokens > longest:
-            return False
-        if (kept := self._kept_room(session)) is not None and tokens > kept:
-            return False
-        if not most or history.holdings.tokens + tokens <= most:
-            return True
-        self._leaves.recount()
-        return history.holdings.tokens + tokens <= most
-
-    def _kept_room(self, session: Session) -> int | None:
-        most = self._limits.kept_tokens_per_owner
-        if not most or session.is_transient or not self._journal.keeps:
-            return None
-        return max(0, most - self._journal.kept_by(session.owner).tokens)
 
     def refuse_without_place(self, session: Session) -> None:
         """Raise QuotaExceeded if the owner's histories may not take one more token."""
         with self._lock:
-            self._check_owner(session, 1)
-            if not session.is_transient:
-                self._check_kept(session.owner, tokens=1)
+            self.histories.check(session, 1)
 
     def unpin(self, *sessions: Session) -> None:
         """Release the pins that `fork` set."""
@@ -441,23 +403,12 @@ class SessionStore:
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""
         with self._lock:
-            return self._held_by(owner)
+            return self.histories.tokens_of(owner)
 
     def held_history(self) -> Holdings:
         """Tokens and bytes of all owners' histories and appends under way, the journal's bytes included."""
         with self._lock:
-            self._leaves.recount()
-            held = list(self._holdings.values())
-            carried = self._carried.total()
-            nbytes = (
-                sum(one.nbytes for one in held)
-                + carried * _ID_BYTES
-                + self._leaves.going_bytes
-                + self._journal.held_bytes()
-            )
-            if self._transient is not self._journal:
-                nbytes += self._transient.held_bytes()
-            return Holdings(tokens=sum(one.tokens for one in held) + carried, nbytes=nbytes)
+            return self.histories.held()
 
     @contextmanager
     def carrying(self, owner: str, tokens: int) -> Iterator[None]:
@@ -467,24 +418,12 @@ class SessionStore:
         unless it was done before and its reply is remembered.
         """
         with self._lock:
-            most, carried = self._limits.history_tokens_per_owner, self._carried[owner]
-            if most and carried and (held := self._held_by(owner)) + carried + tokens > most:
-                raise QuotaExceeded(
-                    "history_tokens_per_owner",
-                    most,
-                    f"your sessions hold {held} tokens of history, and your appends under way carry {carried}; "
-                    f"{tokens} more would pass the {most} that one owner may have, and nothing was added. Try again "
-                    "once they are done, or close sessions",
-                    retry_after_seconds=_RETRY_SECONDS,
-                )
-            self._carried[owner] += tokens
+            self.histories.carry(owner, tokens)
         try:
             yield
         finally:
             with self._lock:
-                self._carried[owner] -= tokens
-                if not self._carried[owner]:
-                    del self._carried[owner]
+                self.histories.put_down(owner, tokens)
 
     def remembered_replies(self) -> int:
         """How many replies are remembered, of all owners."""
@@ -497,38 +436,20 @@ class SessionStore:
 
     # -- helpers, lock held -----------------------------------------------------------------------------------------
 
-    def _held_by(self, owner: str) -> int:
-        self._leaves.recount()
-        holdings = self._holdings.get(owner)
-        return 0 if holdings is None else holdings.tokens
-
-    def _check_owner(self, session: Session, adding: int) -> None:
-        self._leaves.recount()
-        most, held = self._limits.history_tokens_per_owner, session.history.holdings.tokens
-        if most and held + adding > most:
-            raise QuotaExceeded(
-                "history_tokens_per_owner",
-                most,
-                f"your sessions hold {held} tokens of history, what forks share counted once, and what streams of "
-                f"closed sessions have still to send; {adding} more would pass the {most} that one owner may have, and "
-                "nothing was added. Close sessions, fork less, read or cancel such streams, or have the operator raise "
-                "history_tokens_per_owner",
-            )
-
     def _place_history(self, owner: str, tokens: int) -> None:
         """Let the owner's idle sessions leave memory until so many more tokens of history have a place in it.
 
         Those alone leave that the journal keeps, and none for tokens that would be refused even then. Raises
         QuotaExceeded.
         """
-        most, held = self._limits.history_tokens_per_owner, self._held_by(owner)
+        most, held = self._limits.history_tokens_per_owner, self.histories.tokens_of(owner)
         if not most or held + tokens <= most:
             return
         idle = [session for session in self._admission.idle(self._sessions.values(), owner) if session.journal.keeps]
         if tokens <= most and held + tokens - sum(len(session.history) for session in idle) <= most:
             for session in idle:
                 self._evict(session, "lru")
-                if (held := self._held_by(owner)) + tokens <= most:
+                if (held := self.histories.tokens_of(owner)) + tokens <= most:
                     return
         raise QuotaExceeded(
             "history_tokens_per_owner",
@@ -536,26 +457,8 @@ class SessionStore:
             f"the session has {tokens} tokens of history, your sessions in memory hold {held}, and one owner may have "
             f"{most}; it stays as it is. Close sessions, wait until others have been idle for a while, or have the "
             "operator raise history_tokens_per_owner",
-            retry_after_seconds=_RETRY_SECONDS if tokens <= most else None,
+            retry_after_seconds=RETRY_SECONDS if tokens <= most else None,
         )
-
-    def _check_kept(self, owner: str, *, sessions: int = 0, tokens: int = 0) -> None:
-        """Raise QuotaExceeded if so much more would be kept than one owner may have in the state folder."""
-        if not self._journal.keeps:
-            return
-        kept, limits = self._journal.kept_by(owner), self._limits
-        for quota, most, held, adding, what in (
-            ("kept_sessions_per_owner", limits.kept_sessions_per_owner, kept.sessions, sessions, "sessions"),
-            ("kept_tokens_per_owner", limits.kept_tokens_per_owner, kept.tokens, tokens, "tokens of history"),
-        ):
-            if most and adding and held + adding > most:
-                raise QuotaExceeded(
-                    quota,
-                    most,
-                    f"{held} {what} of yours are kept, in memory or not, those of each fork counted; {adding} more "
-                    f"would pass the {most} that one owner may have, and nothing was added. Close sessions that you do "
-                    f"not need (ListSessions names them), or have the operator raise {quota}",
-                )
 
     def _open(
         self,
@@ -599,7 +502,7 @@ class SessionStore:
             label=label,
             created_at=self._wall_clock(),
         )
-        history = History(self._holdings_of(owner), self._leaves) if parent is None else parent.history.fork()
+        history = self.histories.begin(owner) if parent is None else parent.history.fork()
         journal = self._transient if is_transient else self._journal if parent is None else parent.journal
         try:
             saved = journal.open(record) if parent is None else journal.fork(record, parent.session_id)
@@ -628,12 +531,6 @@ class SessionStore:
             journal=self._transient if is_transient else self._journal,
             saved=saved,
         )
-
-    def _holdings_of(self, owner: str) -> Holdings:
-        holdings = self._holdings.get(owner)
-        if holdings is None:
-            holdings = self._holdings[owner] = Holdings()
-        return holdings
 
     def codec_of(self, strategy: KVStrategy) -> str:
         """The digest of what was calibrated, if the strategy depends on it."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -97,3 +100,94 @@ async def left_nothing(engine: Engine) -> bool:
     """Whether the engine comes to rest by itself, with no session left. It takes no work afterwards."""
     await asyncio.to_thread(engine.drain, TIMEOUT_SECONDS)
     return not ended(engine, "draining") and not engine.info().kv_reserved_bytes
+
+
+class Caller:
+    """Writes to the shim, byte by byte if it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    def stop_reading(self) -> None:
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    async def status(self) -> bytes:
+        """The first line of an answer."""
+        return await asyncio.wait_for(self._reader.readline(), TIMEOUT_SECONDS)
+
+    async def answer(self) -> tuple[bytes, bytes]:
+        """The head of an answer and its body. The server closes the connection."""
+        head, _, body = (await self.rest()).partition(b"\r\n\r\n")
+        return head, body
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes the connection."""
+        return await asyncio.wait_for(self._reader.read(), TIMEOUT_SECONDS)
+
+    def end(self) -> None:
+        """Send no more, and go on reading."""
+        self._writer.write_eof()
+
+    async def is_hung_up(self) -> bool:
+        """Whether the server closes the connection, without a word more."""
+        try:
+            return not await asyncio.wait_for(self._reader.read(), TIMEOUT_SECONDS)
+        except ConnectionResetError:
+            return True
+
+    async def leave(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+def posted(body: Any) -> bytes:
+    """A request for a completion, as it is sent."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+@contextlib.asynccontextmanager
+async def calling(server: ServerHandle, *, receives_bytes: int = 0) -> AsyncIterator[Caller]:
+    """receives_bytes: what the system receives before the caller reads it; 0: as usual."""
+    assert server.http_url is not None
+    host, _, port = server.http_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    sock = socket.socket()
+    sock.setblocking(False)
+    if receives_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives_bytes)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    caller = Caller(*await asyncio.open_connection(sock=sock))
+    try:
+        yield caller
+    finally:
+        await caller.leave()
+
+
+async def begin_a_body(handle: ServerHandle, *, key: str = "none") -> asyncio.StreamWriter:
+    """A request whose body never comes, once the server waits for it."""
+    assert handle.http_url is not None
+    host, port = handle.http_url.removeprefix("http://").removesuffix("/v1").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"authorization: Bearer " + key.encode() + b"\r\n"
+        b"content-length: 1000\r\nexpect: 100-continue\r\n\r\n"
+    )
+    assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+    return writer
+
+
+async def begin_bodies(handle: ServerHandle, count: int) -> list[asyncio.StreamWriter]:
+    """So many requests that wait for their bodies; none if there are not as many places yet."""
+    begun = await asyncio.gather(*(begin_a_body(handle) for _ in range(count)), return_exceptions=True)
+    writers = [each for each in begun if isinstance(each, asyncio.StreamWriter)]
+    if len(writers) == count:
+        return writers
+    for writer in writers:
+        writer.close()
+    return []

@@ -34,11 +34,16 @@ from inference_engine.session.history import TokenIds
 from tests.server.http_client import (
     COMPLETIONS,
     MESSAGES,
+    Caller,
     asking,
+    begin_a_body,
+    begin_bodies,
+    calling,
     ended,
     http_client,
     left_nothing,
     openai_client,
+    posted,
     serving_http,
     tiny_chat,
 )
@@ -136,72 +141,6 @@ async def test_what_a_completion_leaves_in_the_log_has_a_tag_of_its_own(
         await client.chat.completions.create(**{**FOREVER, "max_tokens": 1})
     tags = {vars(record)["request"] for record in caplog.records if record.getMessage() == "a Generate ended"}
     assert len(tags) == 2
-
-
-class Caller:
-    """Writes to the shim, byte by byte if it likes."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    def stop_reading(self) -> None:
-        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
-
-    async def status(self) -> bytes:
-        """The first line of an answer."""
-        return await asyncio.wait_for(self._reader.readline(), TIMEOUT_SECONDS)
-
-    async def answer(self) -> tuple[bytes, bytes]:
-        """The head of an answer and its body. The server closes the connection."""
-        head, _, body = (await self.rest()).partition(b"\r\n\r\n")
-        return head, body
-
-    async def rest(self) -> bytes:
-        """All that comes until the server closes the connection."""
-        return await asyncio.wait_for(self._reader.read(), TIMEOUT_SECONDS)
-
-    def end(self) -> None:
-        """Send no more, and go on reading."""
-        self._writer.write_eof()
-
-    async def is_hung_up(self) -> bool:
-        """Whether the server closes the connection, without a word more."""
-        try:
-            return not await asyncio.wait_for(self._reader.read(), TIMEOUT_SECONDS)
-        except ConnectionResetError:
-            return True
-
-    async def leave(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-
-
-def posted(body: Any) -> bytes:
-    """A request for a completion, as it is sent."""
-    content = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
-@contextlib.asynccontextmanager
-async def calling(server: ServerHandle, *, receives_bytes: int = 0) -> AsyncIterator[Caller]:
-    """receives_bytes: what the system receives before the caller reads it; 0: as usual."""
-    assert server.http_url is not None
-    host, _, port = server.http_url.removeprefix("http://").removesuffix("/v1").partition(":")
-    sock = socket.socket()
-    sock.setblocking(False)
-    if receives_bytes:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives_bytes)
-    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
-    caller = Caller(*await asyncio.open_connection(sock=sock))
-    try:
-        yield caller
-    finally:
-        await caller.leave()
 
 
 @pytest.mark.parametrize(
@@ -516,20 +455,6 @@ async def test_no_room_for_a_session_is_429_with_a_time(chat: ChatText) -> None:
             assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
-async def begin_a_body(handle: ServerHandle, *, key: str = "none") -> asyncio.StreamWriter:
-    """A request whose body never comes, once the server waits for it."""
-    assert handle.http_url is not None
-    host, port = handle.http_url.removeprefix("http://").removesuffix("/v1").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"authorization: Bearer " + key.encode() + b"\r\n"
-        b"content-length: 1000\r\nexpect: 100-continue\r\n\r\n"
-    )
-    assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
-    return writer
-
-
 async def test_requests_that_never_get_on_keep_others_out_only_while_they_are_there(chat: ChatText) -> None:
     with tiny_engine(max_running=1, max_queued=1) as engine:
         async with serving_http(engine, chat) as handle, http_client(handle) as client:
@@ -614,17 +539,6 @@ async def test_whatever_goes_wrong_every_place_is_free_again(chat: ChatText, mon
                 writer.close()
                 await writer.wait_closed()
         assert await left_nothing(engine)
-
-
-async def begin_bodies(handle: ServerHandle, count: int) -> list[asyncio.StreamWriter]:
-    """So many requests that wait for their bodies; none if there are not as many places yet."""
-    begun = await asyncio.gather(*(begin_a_body(handle) for _ in range(count)), return_exceptions=True)
-    writers = [each for each in begun if isinstance(each, asyncio.StreamWriter)]
-    if len(writers) == count:
-        return writers
-    for writer in writers:
-        writer.close()
-    return []
 
 
 async def test_a_client_that_does_not_read_loses_its_session(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import struct
 import time
 from contextlib import closing
@@ -14,14 +12,11 @@ import apsw
 import numpy as np
 import pytest
 
-from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError, HistoryCorrupt
-from inference_engine.metrics import EngineMetrics
 from inference_engine.session import wal_scan
 from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, Kept, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
-from inference_engine.session.replies import DIGEST_BYTES, REQUEST_ID_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
@@ -428,147 +423,6 @@ def test_turns_that_cannot_be_folded_stay_where_they_are_and_end_no_journal(
         journal.stop()
 
 
-ANSWERS = (
-    "replies set digest = x'0000000000000000'",
-    "replies set request_id = zeroblob(16)",
-    "replies set request_id = cast(request_id as text)",
-    "replies set session = 7",
-    "replies set ended_at = 1.0",
-    "replies set body = cast(body as blob)",
-    "appends set replies = zeroblob(length(replies))",
-    "appends set session = 7",
-    "begun set session = 7",
-    "begun set generates = zeroblob(length(generates))",
-    "sessions set answers = 0",
-)
-
-
-def request_id(number: int) -> bytes:
-    return bytes([number + 1]) * REQUEST_ID_BYTES
-
-
-def answered(folder: Path, count: int = 2) -> None:
-    """So many sessions with a Generate and an append that are folded, and the answer to the call that opened each."""
-    journal = open_journal(folder)
-    for number in range(count):
-        id_, key = f"session-{number}", request_id(number)
-        with journal.unit():
-            journal.open(record_of(number))
-            journal.reply(ReplyRecord(id_, "alice", "opened", key, key[:DIGEST_BYTES], 0, "{}"))
-        began = GenerateRecord(0, key, key[:DIGEST_BYTES], 5)
-        journal.append(id_, 0, np.ones(2, dtype=np.uint32), Mark.GENERATED, began=began)
-        with journal.unit():
-            journal.append(id_, 2, np.ones(2, dtype=np.uint32), Mark.APPENDED)
-            journal.reply(ReplyRecord(id_, "alice", APPENDED, key, key[:DIGEST_BYTES], 4, "4"))
-        journal.leave(id_)
-    assert journal._writer.flush(20)
-    until_folded(journal)
-    journal.stop()
-
-
-@pytest.mark.parametrize("change", ANSWERS)
-def test_an_answer_that_is_damaged_is_not_as_if_its_call_had_never_come(tmp_path: Path, change: str) -> None:
-    """The call would be done twice. Of a session, that alone is refused; else the start is."""
-    answered(tmp_path)
-    table = change.partition(" ")[0]
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute(f"update {change} where session = 1")
-        assert db.changes() == 1
-    if table == "replies":
-        with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
-            open_journal(tmp_path)
-        return
-    journal = open_journal(tmp_path)
-    with pytest.raises(HistoryCorrupt):
-        journal.load("session-0", "alice")
-    kept = journal.load("session-1", "alice")
-    assert kept is not None
-    assert [one.kind for one in kept.replies] == [APPENDED, "opened"]
-    assert [one.position for one in kept.generates] == [0]
-    journal.stop()
-
-
-def test_an_answer_that_is_damaged_while_the_server_runs_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
-    answered(tmp_path)
-    journal = open_journal(tmp_path)
-    with journal._db_lock:
-        journal._db.execute("update replies set body = 'x' where session = 1")
-    with pytest.raises(HistoryCorrupt):
-        journal.replies_to("alice", request_id(0))
-    with pytest.raises(HistoryCorrupt):
-        journal.load("session-0", "alice")
-    assert journal.replies_to("alice", request_id(1))
-    journal.stop()
-
-
-def test_a_page_of_answers_that_lost_its_last_one_is_refused_at_the_start(tmp_path: Path) -> None:
-    answered(tmp_path)
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        (page,) = next(db.execute("select rootpage from sqlite_schema where name = 'replies'"))
-    data = bytearray((tmp_path / FILE).read_bytes())
-    at = (page - 1) * PAGE_BYTES + 3  # the number of its rows
-    assert int.from_bytes(data[at : at + 2], "big") == 2
-    data[at + 1] = 1
-    (tmp_path / FILE).write_bytes(data)
-    with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
-        open_journal(tmp_path)
-
-
-def test_a_session_whose_answers_are_damaged_is_closed_with_those_that_are_not(tmp_path: Path) -> None:
-    """That a server can start again, the tools open such a folder."""
-    answered(tmp_path)
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute("update replies set digest = x'00' where session = 1")
-    tools = SQLiteJournal(tmp_path, Durability.POWER, weights=None, metrics=EngineMetrics())
-    assert "'session-0'" in tools.check()
-    tools.purge("session-0", "alice")
-    assert not tools.check()
-    tools.stop()
-    journal = open_journal(tmp_path)
-    assert [one.kind for one in journal.replies_to("alice", request_id(0))] == [APPENDED]
-    assert journal.load("session-1", "alice") is not None
-    journal.stop()
-
-
-@pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(change for change in ANSWERS if change.startswith("replies")),
-        "replies set id = 'session-o'",
-        "replies set id = cast(x'61ff' as text)",
-        "replies set body = cast(x'61ff' as text)",
-        "replies set ended_at = 'x'",
-        "replies set ended_at = 1e300",
-    ],
-)
-def test_a_session_with_a_damaged_answer_is_purged_as_the_refusal_says_also_if_it_has_ended(
-    tmp_path: Path, change: str, *, is_closed: bool
-) -> None:
-    answered(tmp_path)
-    if is_closed:
-        journal = open_journal(tmp_path)
-        assert journal.load("session-0", "alice") is not None
-        journal.close("session-0")
-        journal.stop()
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute(f"update {change} where session = 1 and kind = 'opened'")
-        assert db.changes() == 1
-    before = content(tmp_path)
-    with pytest.raises(ConfigError, match=r"is damaged.*from a backup") as refused:
-        open_journal(tmp_path)
-    assert content(tmp_path)[FILE] == before[FILE]
-    (command,) = re.findall("`kakeya (.*?)`", str(refused.value))
-    assert main(shlex.split(command)) == 0
-    journal = open_journal(tmp_path)
-    assert journal.load("session-0", "alice") is None
-    assert not [one for one in journal.replies_to("alice", request_id(0)) if one.kind == "opened"]
-    assert [one.kind for one in journal.replies_to("alice", request_id(1))] == ["opened"]
-    assert journal.load("session-1", "alice") is not None
-    assert not journal.check()
-    journal.stop()
-
-
 def test_folding_gives_no_damaged_row_of_a_session_the_right_checksum(tmp_path: Path) -> None:
     """A start folds what a kill left, before anyone asks for the session."""
     killed = two_sessions_killed(tmp_path / "state")
@@ -581,36 +435,6 @@ def test_folding_gives_no_damaged_row_of_a_session_the_right_checksum(tmp_path: 
         journal.load("session-0", "alice")
     assert journal.load("session-1", "alice") is not None
     journal.stop()
-
-
-@pytest.mark.parametrize("table", ["tokens", "ends", "appends", "begun", "copies"])
-def test_a_row_that_says_by_damage_that_it_is_of_a_session_to_come_is_none_of_its(tmp_path: Path, table: str) -> None:
-    answered(tmp_path)
-    journal = open_journal(tmp_path)
-    assert journal.load("session-0", "alice") is not None
-    journal.append("session-0", 4, np.ones(3000, dtype=np.uint32), Mark.APPENDED)
-    journal.put_copy(CopyRecord("session-0", "alice", "a file", 1, 2, 3))
-    journal.leave("session-0")
-    journal.stop()
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute(f"update {table} set session = 4 where session = 1")
-        assert db.changes()
-    for _ in range(2):
-        journal = open_journal(tmp_path)
-        for number in range(3):
-            id_, key = f"session-{10 + number}", request_id(number)
-            if journal.load(id_, "alice") is None:
-                journal.open(record_of(10 + number))
-                began = GenerateRecord(0, key, key[:DIGEST_BYTES], 5)
-                journal.append(id_, 0, np.ones(3000, dtype=np.uint32), Mark.GENERATED, began=began)
-            journal.leave(id_)
-        until_folded(journal)
-        assert not journal.failure
-        for number in range(3):
-            kept = journal.load(f"session-{10 + number}", "alice")
-            assert kept is not None
-            assert kept.saved.tokens == 3000
-        journal.stop()
 
 
 def test_a_last_row_that_names_another_session_is_damage_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""A Generate is iterated for its events, each of which is given once, however often an iteration begins."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
+from inference_engine.errors import StreamTakenOver
+from inference_engine.types import Event, Finished, GenerateParams, TokenCommitted
+from tests.load.scripted import scripted_engine
+
+TOKENS = 20
+LONGEST_SECONDS = 30
+
+
+def ended(engine: Engine) -> tuple[Generation, list[int]]:
+    """A Generate that is over, unread, so that one reading gives all of it; and its tokens."""
+    session = engine.create_session().session_id
+    engine.append(session, [1, 2, 3])
+    generation = engine.generate(session, GenerateParams(max_tokens=TOKENS))
+    until = time.monotonic() + LONGEST_SECONDS
+    while engine.session_info(session).history_length < 3 + TOKENS or engine.session_info(session).is_generating:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return generation, engine.read_history(session, first=3).token_ids.tolist()
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [event.token_id for event in events if isinstance(event, TokenCommitted)]
+
+
+def test_an_iteration_goes_on_where_one_before_it_was_left() -> None:
+    with scripted_engine() as engine:
+        generation, expected = ended(engine)
+        first = next(event for event in generation if isinstance(event, TokenCommitted))
+        some = list(islice(generation, 4))
+        rest = list(generation)
+        assert [first.token_id, *tokens(some), *tokens(rest)] == expected
+        assert isinstance(rest[-1], Finished)
+        assert list(generation) == []
+
+
+def test_reading_goes_on_where_an_iteration_was_left() -> None:
+    with scripted_engine() as engine:
+        generation, expected = ended(engine)
+        for event in generation:
+            if isinstance(event, TokenCommitted) and event.position == 3 + 6:
+                break
+        assert generation.position == 3 + 7
+        events = generation.read()
+        assert tokens(events) == expected[7:]
+        assert isinstance(events[-1], Finished)
+        assert generation.position == 3 + TOKENS
+        assert generation.read() == list(generation) == []
+
+
+def test_what_a_generate_failed_with_is_raised_again() -> None:
+    with scripted_engine() as engine:
+        session = engine.create_session().session_id
+        engine.append(session, [1, 2, 3])
+        params = GenerateParams(max_tokens=TOKENS)
+        first = engine.generate(session, params, request_id=b"a" * 16)
+        engine.generate(session, params, request_id=b"a" * 16)
+        for _ in range(2):
+            with pytest.raises(StreamTakenOver):
+                list(first)
