@@ -5,7 +5,7 @@
 In each round a cache of its own is filled by three servers: one that needs nothing calibrated, so that the model is
 admitted and its files are in memory; one that needs it, and makes it; and one that finds it. The calibration is what
 the second takes more than the third. Its memory is that of the server and the process that calibrates, asked for again
-and again: a short peak may be missed.
+and again: a short peak may be missed, and pages that both map count twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def watched_children() -> Iterator[list[int]]:
 def _resident(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
+    except psutil.Error:  # it has just ended
         return 0
 
 

@@ -55,10 +55,11 @@ class Generation:
         self._scheduler = scheduler
         self._taken: deque[Event] = deque()  # from the reader, and not given to the caller yet
         self._end: Finished | Failed | None = None  # once it was given
+        self._has_left = False
 
     @property
     def position(self) -> int:
-        """Of the next token to be read."""
+        """Of the next token to be read; for the thread that reads."""
         return self._reader.position - sum(isinstance(event, TokenCommitted) for event in self._taken)
 
     def read(self) -> list[Event]:
@@ -92,6 +93,7 @@ class Generation:
 
     def leave(self) -> None:
         """Stop reading: frees what a closed session keeps for this reader. The Generate goes on; idempotent."""
+        self._has_left = True
         self._reader.leave()
 
     def __del__(self) -> None:
@@ -112,12 +114,13 @@ class Generation:
     def __iter__(self) -> Iterator[Event]:
         readable = threading.Event()
         self.when_readable(readable.set)
-        while self._end is None:
-            self._taken.extend(() if self._taken else self._reader.read())
+        while self._end is None and not self._has_left:
             if not self._taken:
-                while not readable.wait(_LOOK_SECONDS):
-                    if self._transcript.session.journal.failure:
-                        raise EngineStalled  # what is not safe is never sent, and no more comes
+                self._taken.extend(self._reader.read())
+            if not self._taken:
+                # A newer iteration may be the one that is called: this one looks by itself now and then.
+                if not readable.wait(_LOOK_SECONDS) and self._transcript.session.journal.failure:
+                    raise EngineStalled  # what is not safe is never sent, and no more comes
                 readable.clear()
                 continue
             event = self._taken.popleft()

@@ -418,7 +418,7 @@ def _more(kv: SessionKV, then: Bound) -> Bound:
 
 
 def _first_that_free(idle: Sequence[Session], missing: Bound) -> dict[Session, Bound]:
-    """The first of these sessions that together give back what is missing, and what each does. At least one.
+    """The first of these sessions, at least one, that together give back what is missing, and what each gives back.
 
     Empty if all of them give back too little, or if the second tier is short: then they do not go in this order.
     """

@@ -16,7 +16,7 @@ from inference_engine.session.history import History, Holdings, Leaves
 from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 
-ID_BYTES = 4
+_ID_BYTES = 4
 RETRY_SECONDS = 1.0
 
 
@@ -50,7 +50,7 @@ class Histories:
         self.leaves.recount()
         held = list(self._holdings.values())
         carried = self._carried.total()
-        nbytes = sum(one.nbytes for one in held) + carried * ID_BYTES + self.leaves.going_bytes
+        nbytes = sum(one.nbytes for one in held) + carried * _ID_BYTES + self.leaves.going_bytes
         nbytes += sum(journal.held_bytes() for journal in self._journals)
         return Holdings(tokens=sum(one.tokens for one in held) + carried, nbytes=nbytes)
 
@@ -87,7 +87,10 @@ class Histories:
         return max(0, most - self._journal.kept_by(session.owner).tokens)
 
     def check(self, session: Session, adding: int) -> None:
-        """Raise QuotaExceeded if `adding` more tokens of this session are more than its owner may have."""
+        """Raise QuotaExceeded if `adding` more tokens are more than the session's owner may have.
+
+        The session's own limit is `check_room`'s.
+        """
         self.check_owner(session, adding)
         if not session.is_transient:
             self.check_kept(session.owner, tokens=adding)

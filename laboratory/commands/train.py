@@ -180,6 +180,7 @@ def run(args: argparse.Namespace) -> int:
             geometry,
             layers=layers,
             tokens=args.tokens,
+            tokens_at_once=min(args.tokens, _BATCH_SEQUENCES * sequence),
             sensitivity_tokens=args.sensitivity_sequences * _SENSITIVITY_TOKENS,
             conversations=conversations_in(args.tokens, sequence) if target is not None and target.can_chat else 0,
             conversation_tokens=sequence,

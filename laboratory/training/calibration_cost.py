@@ -16,8 +16,11 @@ from inference_engine.kv.geometry import Geometry
 _TRIAL_TOKENS, _TRIAL_WIDTH = 256, 512
 # In forwards: with statistics of what it gave; with a gradient, and the predictions that it is of.
 _READING, _SENSITIVITY = 1.3, 3.0
-# Of `fit`: numbers of eight bytes held for one group of W, in W squared, with what the allocator keeps of the reading.
-_SQUARES = 9
+# Of `fit`: numbers of eight bytes held for one group of W, in W squared.
+_SQUARES = 6
+# Of entries that are read: as they came, and joined.
+_COPIES = 2
+_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,7 @@ class CalibrationCost:
         *,
         layers: Sequence[int],
         tokens: int,
+        tokens_at_once: int,
         sensitivity_tokens: int,
         conversations: int,
         conversation_tokens: int,
@@ -74,6 +78,9 @@ class CalibrationCost:
             held = int(psutil.Process().memory_info().rss)  # the model, and all that was imported for this
         else:
             held = sum(parameter.nbytes for parameter in model.parameters())
+        # What was read is given back before the fit, but the allocator keeps most of it.
+        queries = sum(geometry.layers[layer].query_heads * geometry.layers[layer].head_dim for layer in layers)
+        held += tokens_at_once * _FLOAT32_BYTES * (_COPIES * sum(each_layer) + queries)
         held += 8 * (sum(width**2 for width in widths) + _SQUARES * max(widths, default=0) ** 2)
         return cls(seconds=seconds, memory_bytes=held, codec_bytes=sum(2 * width**2 for width in widths))
 

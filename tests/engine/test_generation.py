@@ -11,6 +11,7 @@ from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
 from inference_engine.errors import StreamTakenOver
 from inference_engine.types import Event, Finished, GenerateParams, TokenCommitted
+from tests.engine.sessions import Gate
 from tests.load.scripted import scripted_engine
 
 TOKENS = 20
@@ -68,3 +69,30 @@ def test_what_a_generate_failed_with_is_raised_again() -> None:
         for _ in range(2):
             with pytest.raises(StreamTakenOver):
                 list(first)
+
+
+def test_iterations_of_a_generate_that_runs_share_its_events() -> None:
+    """The engine is held at a token, so that both wait for more."""
+    gate = Gate()
+    with scripted_engine() as engine:
+        session = engine.create_session().session_id
+        engine.append(session, [1, 2, 3])
+        generation = engine.generate(session, GenerateParams(max_tokens=TOKENS), listener=gate)
+        assert gate.reached.wait(LONGEST_SECONDS)
+        older = (event for event in generation if isinstance(event, TokenCommitted))
+        first = next(older)
+        newer = iter(generation)
+        gate.go_on.set()
+        second = next(event for event in newer if isinstance(event, TokenCommitted))
+        third = next(older)  # though the newer one is called when there is more
+        assert [one.position for one in (first, second, third)] == [3, 4, 5]
+        assert isinstance(list(newer)[-1], Finished)
+        assert list(older) == []
+
+
+def test_who_left_a_generate_waits_for_nothing() -> None:
+    with scripted_engine() as engine:
+        generation, _ = ended(engine)
+        next(iter(generation))
+        generation.leave()
+        assert list(generation) == []

@@ -118,4 +118,22 @@ def test_no_session_is_evicted_for_one_that_would_be_refused_even_then() -> None
         # Without my idle sessions it would fit, but the other owner's session could not wake any more.
         with pytest.raises(NoCapacity):
             engine.create_session(limit_tokens=450, owner="me")
-        assert all(engine.session_info(session, owner="me").history_length == 0 for session in mine)
+        assert all(engine.session_info(session, owner="me").is_resident for session in mine)
+
+
+def test_as_many_make_room_as_another_owners_waking_takes() -> None:
+    """The first one gives back all bytes that the new session takes, but not what the other's waking needs besides."""
+    restored = make_strategy("restored", sink=4, window=16)
+    now = [0.0]
+    with engine_for(Mode.BATCHED) as roomy:
+        wide = roomy.create_session(strategy=restored, limit_tokens=500).bound
+        narrow, wider = (roomy.create_session(limit_tokens=limit).bound for limit in (128, 192))
+    assert narrow.peak_bytes < wider.peak_bytes < 2 * narrow.peak_bytes
+    assert wider.peak_bytes < wide.peak_bytes - wide.sustained_bytes + narrow.peak_bytes
+    room = wide.peak_bytes + 3 * narrow.peak_bytes
+    with engine_for(Mode.BATCHED, growth="guaranteed", kv_bytes=room, clock=lambda: now[0]) as engine:
+        engine.create_session(strategy=restored, limit_tokens=500, owner="another")
+        mine = [engine.create_session(limit_tokens=128, owner="me").session_id for _ in range(3)]
+        now[0] = 1000.0
+        engine.create_session(limit_tokens=192, owner="me")
+        assert [engine.session_info(session, owner="me").is_resident for session in mine] == [False, False, True]

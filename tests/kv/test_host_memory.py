@@ -56,6 +56,12 @@ def test_a_group_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
     assert left(tmp_path, "0::/\n", UNIFIED, {"memory.max": "1000\n", "memory.current": "1200\n"}) == [0]
 
 
+def test_no_more_is_left_than_the_limit(tmp_path: Path) -> None:
+    """The files are read one after another."""
+    files = {"memory.max": "1000\n", "memory.current": "100\n", "memory.stat": "inactive_file 400\n"}
+    assert left(tmp_path, "0::/\n", UNIFIED, files) == [1000]
+
+
 def test_version_1_has_other_files(tmp_path: Path) -> None:
     files = {
         "memory/a/memory.limit_in_bytes": "1000\n",

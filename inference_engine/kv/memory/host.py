@@ -34,7 +34,7 @@ def left_in_groups(root: Path) -> Iterator[int]:
             most, used = _number(text_of(folder / limit)), _number(text_of(folder / use))
             if most is not None and used is not None:
                 statistics = dict(line.partition(" ")[::2] for line in text_of(folder / "memory.stat").splitlines())
-                yield max(0, most - used + (_number(statistics.get(unused, "")) or 0))
+                yield max(0, most - max(0, used - (_number(statistics.get(unused, "")) or 0)))
 
 
 def _number(text: str) -> int | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from inference_engine.cli.main import main
@@ -56,12 +58,17 @@ def test_controls_and_refinement_are_options(
     text.write_text("Sphinx of black quartz, judge my vow. " * 60, encoding="utf-8")
     words += ["--bytes-per-token", str(BYTES), "--text", str(text)]
     plain, refined = tmp_path / "plain", tmp_path / "refined"
+    resident = psutil.Process().memory_info().rss
     options = ["--importance", "none", "--bits", "uniform", "--basis", "random"]
     assert main([*words, *options, "--out", str(plain)]) == 0
     recipe = json.loads((plain / "latent.json").read_text(encoding="utf-8"))["recipe"]
     assert (recipe["importance"], recipe["bits"], recipe["basis"]) == ("none", "uniform", "random")
     printed = capsys.readouterr()
     assert "a latent for" in printed.err and "of memory meanwhile" in printed.err, "what it costs comes first"
+    said = re.search(r"([0-9.]+) ([kMG])B of\s+memory", printed.err)
+    assert said is not None
+    # What is imported counts, too.
+    assert float(said[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[said[2]] >= 0.95 * resident
     assert "on text held out" in printed.out
     assert main([*words, "--refine-steps", "1", "--out", str(refined)]) == 0
     assert "refined: KL" in capsys.readouterr().out

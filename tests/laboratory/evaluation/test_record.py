@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ def test_a_command_is_quoted_and_shows_no_folder_of_the_machine(monkeypatch: pyt
     assert record.command_line(without=("--results",)) == (
         "python scripts/compare_latents.py --model=model --kinds 'a b' --latent own --text 'y z.md'"
     )
+
+
+def test_a_script_that_imports_others_is_named_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(record.ROOT / "scripts/bench_first_use.py"), "--rounds", "3"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("scripts.bench_first_use", None))
+    assert record.command_line() == "python -m scripts.bench_first_use --rounds 3"
 
 
 def test_a_folder_is_seen_in_quotes_too(tmp_path: Path) -> None:
