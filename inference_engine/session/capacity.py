@@ -31,7 +31,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.session import Session
 from inference_engine.types import Bound
 
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,12 +217,12 @@ class Admission:
                 "max_sessions_per_owner",
                 most,
                 f"{own} sessions of yours are open, as many as one owner may have; close some",
-                retry_after_seconds=_RETRY_SECONDS,
+                retry_after_seconds=RETRY_SECONDS,
             )
         if len(sessions) >= limits.max_sessions:
             return NoCapacity(
                 f"the server holds {limits.max_sessions} sessions already, its maximum; close some",
-                retry_after_seconds=_RETRY_SECONDS,
+                retry_after_seconds=RETRY_SECONDS,
                 max_sessions=limits.max_sessions,
             )
         return None
@@ -360,7 +360,7 @@ class Admission:
                 most,
                 f"the session needs {needed.sustained_bytes} bytes of K/V; your others hold {held}, and one owner may "
                 f"have {most}. Close sessions, or ask for a smaller limit_tokens or another strategy",
-                retry_after_seconds=_RETRY_SECONDS if held else None,
+                retry_after_seconds=RETRY_SECONDS if held else None,
             )
 
     def _held(self, sessions: Collection[Session], owner: str, without: Collection[Session] = frozenset()) -> int:
@@ -392,7 +392,7 @@ class Admission:
             raise NoCapacity(
                 f"the session needs {needed.sustained_bytes} bytes of K/V, and would leave too few of the server's "
                 f"{capacity} to wake a session. Close sessions, or ask for a smaller limit_tokens or another strategy",
-                retry_after_seconds=_RETRY_SECONDS,
+                retry_after_seconds=RETRY_SECONDS,
                 needed_bytes=needed.sustained_bytes,
                 capacity_bytes=capacity,
             )

@@ -11,13 +11,12 @@ from collections import Counter
 from weakref import WeakValueDictionary
 
 from inference_engine.errors import QuotaExceeded
-from inference_engine.session.capacity import SessionLimits
+from inference_engine.session.capacity import RETRY_SECONDS, SessionLimits
 from inference_engine.session.history import History, Holdings, Leaves
 from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 
 _ID_BYTES = 4
-RETRY_SECONDS = 1.0
 
 
 class Histories:

@@ -32,8 +32,8 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.capacity import Admission, SessionLimits, orphaned_bytes
-from inference_engine.session.histories import RETRY_SECONDS, Histories
+from inference_engine.session.capacity import RETRY_SECONDS, Admission, SessionLimits, orphaned_bytes
+from inference_engine.session.histories import Histories
 from inference_engine.session.history import History, Holdings
 from inference_engine.session.journal import Journal, MemoryJournal, Saved, SessionKept, SessionRecord
 from inference_engine.session.replies import ReplyBook

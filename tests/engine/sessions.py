@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import Any
 
 from inference_engine.engine import Engine
 from inference_engine.types import Event, Failed, Finished, TokenCommitted
@@ -22,18 +23,24 @@ class Clock:
 
 
 class Gate:
-    """A listener that holds the engine's thread at the first token, so that a test can act while a Generate runs."""
+    """A listener that holds the engine's thread at a token, so that a test can act while a Generate runs.
 
-    def __init__(self) -> None:
+    at: which token, the first one being 1.
+    """
+
+    def __init__(self, at: int = 1) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.reached = threading.Event()
         self.go_on = threading.Event()
+        self._left = at
 
     def __call__(self, event: Event) -> None:
         self.events.put(event)
-        if isinstance(event, TokenCommitted) and not self.reached.is_set():
-            self.reached.set()
-            assert self.go_on.wait(30)
+        if isinstance(event, TokenCommitted):
+            self._left -= 1
+            if self._left == 0:
+                self.reached.set()
+                assert self.go_on.wait(30)
 
     def rest(self) -> list[Event]:
         """All events up to the last."""
@@ -43,9 +50,10 @@ class Gate:
         return seen
 
 
-def opened(engine: Engine, length: int = 20, **options: object) -> str:
-    session_id = engine.create_session(**options).session_id  # type: ignore[arg-type]
-    engine.append(session_id, text(length))
+def opened(engine: Engine, length: int = 20, **options: Any) -> str:
+    """A session with so many tokens. options: those of `create_session`."""
+    session_id = engine.create_session(**options).session_id
+    engine.append(session_id, text(length), owner=options.get("owner", ""))
     return session_id
 
 

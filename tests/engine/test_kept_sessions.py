@@ -31,6 +31,7 @@ from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.session import Operation
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
+from tests.engine.sessions import Clock
 from tests.facade import (
     a_disk_that_fails,
     before_each_generate,
@@ -471,13 +472,6 @@ def test_sessions_that_were_deleted_count_no_more(tmp_path: Path) -> None:
         journal.kick()
     journal.stop()
     assert journal.kept_by("alice") == Kept()
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_look_at_a_session_that_left_memory_is_no_use_of_it(tmp_path: Path) -> None:

@@ -23,17 +23,11 @@ from inference_engine.errors import (
 )
 from inference_engine.session.replies import KEEP_SECONDS
 from inference_engine.types import GenerateParams
-from tests.engine.test_retries import ENDLESS, ONE, OTHER, Gate, history, opened
+from tests.engine.sessions import Clock, Gate, opened
+from tests.engine.test_retries import ENDLESS, ONE, OTHER, history
 from tests.facade import before_each_generate, session_of, store_of
 from tests.laws.variants import drain
 from tests.tiny_native import served_engine
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_an_append_that_comes_again_does_nothing_and_is_answered_as_it_was() -> None:

@@ -45,8 +45,9 @@ from inference_engine.types import (
     TokenCommitted,
     Truncated,
 )
+from tests.engine.sessions import Gate, opened
 from tests.facade import refusing_requests, remembered_generates, session_of
-from tests.laws.variants import drain, generate, text, tokens
+from tests.laws.variants import drain, generate, tokens
 from tests.tiny_native import served_engine
 
 ONE, OTHER = b"1" * 16, b"2" * 16
@@ -55,36 +56,6 @@ SAMPLED = Sampling(temperature=1.5, top_p=0.9, repetition_penalty=1.3, seed=11)
 KINDS = pytest.mark.parametrize(
     "sampling", [Sampling(repetition_penalty=1.2), SAMPLED], ids=["greedy with a penalty", "sampled with a penalty"]
 )
-
-
-class Gate:
-    """A listener that holds the engine's thread at a token until it may go on."""
-
-    def __init__(self, at: int = 1) -> None:
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.reached = threading.Event()
-        self.go_on = threading.Event()
-        self._left = at
-
-    def __call__(self, event: Event) -> None:
-        self.events.put(event)
-        if isinstance(event, TokenCommitted):
-            self._left -= 1
-            if self._left == 0:
-                self.reached.set()
-                assert self.go_on.wait(30)
-
-    def rest(self) -> list[Event]:
-        seen = [self.events.get(timeout=30)]
-        while not isinstance(seen[-1], Finished | Failed):
-            seen.append(self.events.get(timeout=30))
-        return seen
-
-
-def opened(engine: Engine, length: int = 20, **options: Any) -> str:
-    session_id = engine.create_session(**options).session_id
-    engine.append(session_id, text(length), owner=options.get("owner", ""))
-    return session_id
 
 
 def history(engine: Engine, session_id: str) -> list[int]:

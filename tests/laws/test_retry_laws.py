@@ -6,7 +6,8 @@ import numpy as np
 
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, StopReason
-from tests.engine.test_retries import ONE, SAMPLED, history, opened, stopped_after
+from tests.engine.sessions import opened
+from tests.engine.test_retries import ONE, SAMPLED, history, stopped_after
 from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, tokens
 
 

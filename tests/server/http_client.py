@@ -112,7 +112,9 @@ class Caller:
         self._writer.write(data)
 
     def stop_reading(self) -> None:
-        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.Transport)  # a socket's, which reads as well
+        transport.pause_reading()
 
     async def status(self) -> bytes:
         """The first line of an answer."""

@@ -21,6 +21,7 @@ from inference_engine.scheduler.lifecycle import is_out_of_memory
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
+from tests.engine.sessions import Clock
 from tests.facade import end_the_thread, kv_of, nudge
 from tests.load.scripted import scripted_engine
 from tests.processes import Process, ending, started
@@ -30,15 +31,6 @@ PROGRAM = Path(__file__).with_name("serve_hanging.py")
 POISON = 250
 HISTORY = tuple(range(40))
 STALL_SECONDS = 60.0
-
-
-class Clock:
-    """Seconds of the engine's, which pass when a test says so."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
