@@ -378,6 +378,13 @@ def settings(forward: TorchForward, arguments: argparse.Namespace, *, step_token
     )
 
 
+def _release(device: str) -> None:
+    """What closed engines had is the device's again: how much there is decides how large a KV pool is."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
 def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, is_over: Callable[[], bool]) -> None:
     baseline = made_baseline(shape, arguments) if arguments.compiled else None
     forward, costs = opened_forward(shape, arguments)
@@ -408,6 +415,7 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, i
             if compiled and not others:  # whose compiled layers would be forgotten, too
                 torch.compiler.reset()
                 gc.collect()
+    _release(arguments.device)
     for step_tokens in arguments.step_tokens:
         with Engine(forward, settings(forward, arguments, step_tokens=step_tokens)) as engine:
             for length, strategy in itertools.product(arguments.prefill, arguments.prefilled):
@@ -472,9 +480,7 @@ def main() -> None:
     arguments, began = parsed(), time.monotonic()
     outcome = Outcome(measure_ceilings(torch.device(arguments.device)), arguments)
     for shape in arguments.shapes:
-        gc.collect()
-        if arguments.device != "cpu":
-            torch.cuda.empty_cache()
+        _release(arguments.device)
         measure_shape(shape, outcome, arguments, lambda: time.monotonic() - began > arguments.seconds)
     for where, why in outcome.left_out.items():
         print(f"left out: {where}: {why}")

@@ -35,6 +35,7 @@ PATHS = ("tests/kernels", "tests/backends", "tests/laws/test_ragged_laws.py", *T
 OUTCOMES = ("passed", "failed", "skipped")
 SANITIZED = (
     *(f"test_fused.compare_{each}" for each in ("products", "products_of_any_number", "heads")),
+    *(f"test_experts.compare_{each}" for each in ("mixtures", "tokens_alone", "choices", "blocks")),
     *(f"test_quantised.compare_{each}" for each in ("products", "products_of_any_number", "numbers", "every_code")),
     *(f"test_choosing.compare_{each}" for each in ("choosing", "models", "equals", "rounded", "tiles")),
     *(f"test_choosing.compare_{each}" for each in ("restoring", "long_codes")),
@@ -107,7 +108,8 @@ def sanitize(arguments: argparse.Namespace) -> int:
     tool = (sanitizer(), "--tool", arguments.sanitize, "--error-exitcode", str(_TOOL_FAILED))
     command = (*tool, sys.executable, "-P", "-c")
     environment = child_environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
-    waiting, running, rows = list(SANITIZED), dict[str, tuple[float, subprocess.Popen[str]]](), list[dict[str, Any]]()
+    planned = [each for each in SANITIZED if arguments.comparisons in each]
+    waiting, running, rows = planned[:], dict[str, tuple[float, subprocess.Popen[str]]](), list[dict[str, Any]]()
     ends = time.monotonic() + arguments.seconds
     try:
         while waiting or running:
@@ -143,16 +145,16 @@ def sanitize(arguments: argparse.Namespace) -> int:
                 print(rows[-1], flush=True)
                 if child.returncode:
                     print(printed[:6000], flush=True)  # the first error is what the others follow from
-                _write_clean(rows, len(SANITIZED), arguments)  # again after each: nothing is lost
+                _write_clean(rows, len(planned), arguments)  # again after each: nothing is lost
             if is_late:
                 break
     finally:
         for _, child in running.values():
             os.killpg(child.pid, signal.SIGKILL)
     failed = sum(bool(row["status"] or row["errors"]) for row in rows) + len(waiting)
-    path = _write_clean(rows, len(SANITIZED), arguments)
+    path = _write_clean(rows, len(planned), arguments)
     print(f"{path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path.name}")
-    print(f"{len(SANITIZED) - failed} clean, {failed} with errors or not ended")
+    print(f"{len(planned) - failed} clean, {failed} with errors or not ended")
     return min(1, failed)
 
 
@@ -161,10 +163,15 @@ def _write_clean(rows: list[dict[str, Any]], planned: int, arguments: argparse.N
     return record.write_record(
         f"{arguments.sanitize}_cuda",
         {
-            "command": f"python scripts/test_gpu.py --sanitize {arguments.sanitize}",
+            "command": f"python scripts/test_gpu.py --sanitize {arguments.sanitize}"
+            + (f" --comparisons {arguments.comparisons}" if arguments.comparisons else ""),
             "commit": arguments.commit,
             "machine": record.describe_machine(("torch", "triton")),
-            "config": {"tool": f"compute-sanitizer {arguments.sanitize}", "device": torch.cuda.get_device_name()},
+            "config": {
+                "tool": f"compute-sanitizer {arguments.sanitize}",
+                "device": torch.cuda.get_device_name(),
+                **({"comparisons": arguments.comparisons} if arguments.comparisons else {}),
+            },
             "seeds": [],
             "values": {
                 "comparisons without an error": record.exact(clean, "comparisons"),
@@ -188,11 +195,16 @@ def main() -> None:
         choices=TOOLS,
         help="kernels under this tool of compute-sanitizer instead (default: %(const)s)",
     )
+    parser.add_argument(
+        "--comparisons", default="", metavar="PART", help="of --sanitize: those with this in their name"
+    )
     parser.add_argument("--seconds", type=float, default=180.0, help="of --sanitize: what has not ended is stopped")
     arguments, others = parser.parse_known_args()
     if not torch.cuda.is_available():
         raise SystemExit("these tests need a GPU, and torch sees none; `make test` runs them by Triton's interpreter")
     if arguments.sanitize:
+        if not any(arguments.comparisons in each for each in SANITIZED):
+            parser.error(f"no comparison has {arguments.comparisons} in its name; there are {', '.join(SANITIZED)}")
         sys.exit(sanitize(arguments))
     recorder = Recorder(arguments.results, arguments.commit)
     sys.exit(pytest.main([*PATHS, *others], plugins=[recorder]))

@@ -3,9 +3,11 @@
     norm · product · (gated activation | sum)         one `product` of `kernels/fused.py`
     norms of heads · rotation · attention             `place_heads`, then the step's attention over regions
     norm · sum                                        one `norm`
+    norm · router · experts · sum                     one `mix_experts`
 
 The weights are those of the torch model, which calibration and drafters run: matrices that are multiplied together are
-laid one below the other, and the model's parameters become views of them. Matrices in fewer bits are read as they are.
+laid one below the other, and the model's parameters become views of them. Matrices in fewer bits are read as they are,
+and so are those of experts, which transformers keeps in one tensor a layer.
 What the list means is said in `models/step_list.py`; that it is right for a model is tested on a small twin of it
 (`backends/torch_loading.py`).
 """
@@ -22,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.kernels.fused import Fused, RowNorm, Turn, gated
+from inference_engine.kernels.fused import ExpertMatrices, Fused, RowNorm, Turn, gated
+from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.numbers import StepTables
@@ -35,6 +38,7 @@ from inference_engine.models.step_list import (
     Add,
     Attend,
     Embed,
+    Experts,
     Gated,
     Norm,
     NoStepListError,
@@ -53,6 +57,9 @@ _MOST_ROUNDINGS = 4.0
 _CHECKED = (1, 2, 17, 64, 300, 2048)  # numbers of tokens, which have different tiles
 MOST_TURN_BYTES = 2**28
 _TURNS_AT_ONCE = 2**14  # positions
+# Of a layer's experts: names in a model of transformers, and those of an expert's matrices in a checkpoint.
+_GATES, _DOWNS = "gate_up_proj", "down_proj"
+_OF_EXPERTS = ("{}.gate_proj.weight", "{}.up_proj.weight", "{}.down_proj.weight")
 _MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory that a model was given
 
 
@@ -99,7 +106,18 @@ class FusedAttend:
     rotary: str = UNROTATED
 
 
-FusedOperation = Embed | FusedProduct | FusedNorm | FusedAttend | Tap | Select | Softcap
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedExperts:
+    """output = (output +) the mixture of experts for norm(input), which `router` chooses."""
+
+    experts: Experts
+    router: Product
+    norm: Norm
+    output: str
+    adds: bool = False
+
+
+FusedOperation = Embed | FusedProduct | FusedNorm | FusedAttend | FusedExperts | Tap | Select | Softcap
 
 
 def fuse(steps: StepList) -> tuple[FusedOperation, ...]:
@@ -122,8 +140,10 @@ def fuse(steps: StepList) -> tuple[FusedOperation, ...]:
     return tuple(found)
 
 
-def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | FusedNorm:
+def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | FusedNorm | FusedExperts:
     following = left[0] if left else None
+    if isinstance(following, Product) and len(left) > 1 and isinstance(left[1], Experts):
+        return _fused_experts(norm, left)
     if (
         isinstance(following, Product)
         and following.input == norm.output
@@ -135,6 +155,21 @@ def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | FusedNorm:
         left.pop(0)
         return FusedNorm(norm=norm, output=following.output, residual=following.output)
     return FusedNorm(norm=norm, output=norm.output)
+
+
+def _fused_experts(norm: Norm, left: list[Operation]) -> FusedExperts:
+    router, experts = left.pop(0), left.pop(0)
+    assert isinstance(router, Product) and isinstance(experts, Experts)
+    reads = (router.input, experts.input, experts.router) == (norm.output, norm.output, router.output)
+    is_read_later = any(_reads(later, norm.output) for later in _until_written(left, norm.output))
+    is_one = len(router.matrices) == 1 and not (router.biases or router.offset) and router.count is None
+    if not reads or is_read_later or not is_one:
+        raise NoStepListError(f"{', '.join(router.matrices)} choose experts in another way than one product of a norm")
+    following = left[0] if left else None
+    if isinstance(following, Add) and following.input == experts.output and following.factor == 1.0:
+        left.pop(0)
+        return FusedExperts(experts=experts, router=router, norm=norm, output=following.output, adds=True)
+    return FusedExperts(experts=experts, router=router, norm=norm, output=experts.output)
 
 
 def _fused_product(product: Product, norm: Norm | None, left: list[Operation]) -> FusedProduct:
@@ -201,11 +236,13 @@ class ListedStep:
                 if count != layer.head_dim:
                     raise NoStepListError(f"{count} numbers of a head are rotated, of {layer.head_dim}")
         quantised = _quantised(seam.model)
-        self.steps = step_list(seam.model.config.get_text_config(), seam.layers, {*names, *quantised})
+        of_experts = _names_of_experts(names)
+        self.steps = step_list(seam.model.config.get_text_config(), seam.layers, {*names, *quantised, *of_experts})
         self._operations = fuse(self.steps)
         self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()}
         self._joined: dict[tuple[str, ...], Tensor] = {}
         self._quantised: dict[tuple[str, ...], QuantisedMatrix] = {}
+        self._experts: dict[tuple[str, ...], ExpertMatrices] = {}
         attends = [operation for operation in self._operations if isinstance(operation, FusedAttend)]
         self._rotaries = {operation.rotary for operation in attends} - {UNROTATED}
         self._turns = {name: table for name in self._rotaries if (table := self._table_of(name)) is not None}
@@ -218,6 +255,8 @@ class ListedStep:
                 else:
                     self._join(matrices, names)
                 self._join(operation.product.biases, names)
+            elif isinstance(operation, FusedExperts):
+                self._experts[operation.router.matrices] = self._matrices_of(operation)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -227,6 +266,8 @@ class ListedStep:
         """
         seen: set[tuple[object, ...]] = set()
         for operation in self._operations:
+            if isinstance(operation, FusedExperts):
+                self._check_experts(operation, seen)
             if not isinstance(operation, FusedProduct):
                 continue
             product, matrix = operation.product, self._matrix(operation.product)
@@ -235,12 +276,31 @@ class ListedStep:
                 continue
             seen.add((tuple(matrix.shape), *options))
             for count in (count for count in _CHECKED if count * len(matrix) <= _MOST_CHECKED):
-                difference = self._difference(operation, matrix, count)
-                if not difference <= max(_MOST_ROUNDINGS * torch.finfo(self._seam.dtype).eps, 1e-5):
-                    raise NoStepListError(
-                        f"{', '.join(product.matrices)}: products of {count} tokens differ by {difference:.3g} of the "
-                        "largest number from torch's"
-                    )
+                self._refuse_if_far(self._difference(operation, matrix, count), product.matrices, count)
+
+    def _refuse_if_far(self, difference: float, names: Sequence[str], count: int) -> None:
+        if not difference <= max(_MOST_ROUNDINGS * torch.finfo(self._seam.dtype).eps, 1e-5):
+            raise NoStepListError(
+                f"{', '.join(names)}: products of {count} tokens differ by {difference:.3g} of the largest number from "
+                "torch's"
+            )
+
+    def _check_experts(self, operation: FusedExperts, seen: set[tuple[object, ...]]) -> None:
+        """As `check`. The router is another one: rounding must not decide which experts are compared."""
+        own, norm = self._experts[operation.router.matrices], self._norm(operation.norm)
+        experts = replace(own, router=torch.eye(*own.router.shape, dtype=own.router.dtype, device=own.router.device))
+        key = (tuple(own.gates.shape), own.chosen, operation.adds)
+        if key in seen:
+            return
+        seen.add(key)
+        generator = torch.Generator().manual_seed(0)
+        for count in (count for count in _CHECKED if count * own.gates[0].numel() <= _MOST_CHECKED * own.chosen):
+            states = torch.randn(count, own.gates.shape[2], generator=generator).to(own.gates.device, own.gates.dtype)
+            residual = states.flip(1) if operation.adds else None
+            expected = plain_mixture(states, experts, norm=norm, residual=residual).float()
+            found = self._fused.mix_experts(states, experts, norm=norm, residual=residual).float()
+            difference = float((found - expected).abs().max() / expected.abs().max())
+            self._refuse_if_far(difference, operation.experts.matrices[0], count)
 
     def _difference(self, operation: FusedProduct, matrix: Matrix, count: int) -> float:
         """The largest, as a share of the largest number. What torch multiplies is rounded to the model's dtype."""
@@ -309,6 +369,13 @@ class ListedStep:
                 registers[operation.output] = self._fused.norm(registers[operation.norm.input], norm, residual=residual)
             case FusedAttend():
                 registers[operation.attend.output] = self._attend(operation, state)
+            case FusedExperts():
+                registers[operation.output] = self._fused.mix_experts(
+                    registers[operation.norm.input],
+                    self._experts[operation.router.matrices],
+                    norm=self._norm(operation.norm),
+                    residual=registers[operation.output] if operation.adds else None,
+                )
             case Tap():
                 if operation.layer in state.tap_layers:
                     state.taps.append(registers[operation.input])
@@ -389,6 +456,25 @@ class ListedStep:
         found = self._quantised.get(product.matrices)
         return self._joined[product.matrices] if found is None else found
 
+    def _matrices_of(self, operation: FusedExperts) -> ExpertMatrices:
+        """Raises NoStepListError unless the tensors have the sizes that the list gives them."""
+        experts, router = operation.experts, operation.router.matrices[0]
+        layer = experts.matrices[0][0].removesuffix(_OF_EXPERTS[0].format(0))
+        gates, downs = (self._tensors[f"{layer}{name}"] for name in (_GATES, _DOWNS))
+        count, inputs, inner = len(experts.matrices), self.steps.widths[experts.input], downs.shape[-1]
+        wanted = (count, inputs), (count, 2 * inner, inputs), (count, inputs, inner)
+        found = self._tensors[router].shape, gates.shape, downs.shape
+        if found != wanted or not all(each.is_contiguous() for each in (gates, downs)):
+            raise NoStepListError(f"{router} and the experts of {layer} have the shapes {found}, not {wanted}")
+        return ExpertMatrices(
+            router=self._tensors[router],
+            gates=gates,
+            downs=downs,
+            chosen=experts.chosen,
+            sums_to_one=experts.sums_to_one,
+            activation=experts.activation,
+        )
+
     def _check_shapes(self, quantised: Mapping[str, QuantisedLinear]) -> None:
         """Raise NoStepListError unless the matrices have the outputs and inputs of their registers."""
         widths = self.steps.widths
@@ -456,6 +542,17 @@ def _quantised(model: PreTrainedModel) -> dict[str, QuantisedLinear]:
         for name, module in model.named_modules()
         if isinstance(module, QuantisedLinear)
     }
+
+
+def _names_of_experts(parameters: Mapping[str, Tensor]) -> set[str]:
+    """Those that a checkpoint has for the matrices that transformers keeps in one tensor."""
+    found = set()
+    for name, parameter in parameters.items():
+        stem, _, kind = name.rpartition(".experts.")
+        if stem and parameter.dim() == 3:
+            of_one = {_GATES: _OF_EXPERTS[:2], _DOWNS: _OF_EXPERTS[2:]}.get(kind, ())
+            found |= {f"{stem}.experts.{each.format(expert)}" for each in of_one for expert in range(len(parameter))}
+    return found
 
 
 def _parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:

@@ -3,6 +3,7 @@
     norm · product · bias · activation or residual      one `product`
     norm of heads · rotation · write of K and V         one `place_heads`
     norm, and the sum with what it is added to          one `norm`
+    norm · router · the products of chosen experts      one `mix_experts`
 
 Inputs and outputs have the model's dtype; what is between them is float32 and is rounded once. The references below run
 anywhere; `triton/fused.py` has the same operations for a GPU.
@@ -101,6 +102,33 @@ class Norm(Protocol):
         """The norm of states [N, K], added to `residual` [N, K] if there is one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertMatrices:
+    """Of E experts with I inner numbers over K inputs: router [E, K], gates [E, 2 I, K], downs [E, K, I].
+
+    gates: of each expert the matrix whose products are activated, and below it the one that they are multiplied with.
+    chosen: how many experts a token has. sums_to_one: are their weights divided by the sum of these?
+    """
+
+    router: Tensor
+    gates: Tensor
+    downs: Tensor
+    chosen: int
+    sums_to_one: bool
+    activation: str
+
+
+class MixExperts(Protocol):
+    def __call__(
+        self, states: Tensor, experts: ExpertMatrices, *, norm: RowNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """The mixture of experts for states [N, K], as many.
+
+        norm: applied to states first. residual: [N, K], added at the end. A token's experts are those with the largest
+        products with the router, rounded to the dtype of the states; of equal ones the first.
+        """
+
+
 def product(
     states: Tensor,
     matrix: Matrix,
@@ -161,6 +189,31 @@ def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Te
     return (out if residual is None else out + residual.float()).to(states.dtype)
 
 
+def choose_experts(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
+    """The experts of each token, int64, and their weights, float32, [N, chosen] each. products: [N, E], the router's.
+
+    Of a token with a product that is not a number no weight is one.
+    """
+    wide = products.float()
+    ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, : experts.chosen]
+    weights = wide.softmax(dim=-1).gather(1, ids)
+    return ids, weights / weights.sum(dim=-1, keepdim=True) if experts.sums_to_one else weights
+
+
+def mix_experts(
+    states: Tensor, experts: ExpertMatrices, *, norm: RowNorm | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """See `MixExperts`."""
+    wide = states.float() if norm is None else norm.of(states.float())
+    ids, weights = choose_experts((wide @ experts.router.float().T).to(states.dtype), experts)
+    out = torch.zeros_like(wide)
+    for expert in set(ids.flatten().tolist()):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        inner = gated(wide[tokens] @ experts.gates[expert].float().T, experts.activation)
+        out.index_add_(0, tokens, inner @ experts.downs[expert].float().T * weights[tokens, places, None])
+    return (out if residual is None else out + residual.float()).to(states.dtype)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fused:
     """The fused operations of a device."""
@@ -168,6 +221,7 @@ class Fused:
     product: Product = product
     place_heads: PlaceHeads = place_heads
     norm: Norm = norm
+    mix_experts: MixExperts = mix_experts
 
 
 PLAIN = Fused()

@@ -50,7 +50,9 @@ def listed_ops() -> DeviceOps:
     return DeviceOps(attends_together=True)
 
 
-@pytest.mark.parametrize("family", [further("llama"), further("qwen2"), "smollm3", further("gemma2"), "gemma3"])
+@pytest.mark.parametrize(
+    "family", [further("llama"), further("qwen2"), "smollm3", further("gemma2"), "gemma3", "qwen3_moe"]
+)
 def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     run = ListedStep.run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inference_engine.kernels.fused import Fused
+from inference_engine.kernels.triton.experts import MixtureOfExperts
 from inference_engine.kernels.triton.heads import place_heads
 from inference_engine.kernels.triton.products import Products
 from inference_engine.kernels.triton.row_norm import norm_of
@@ -10,9 +11,19 @@ from inference_engine.kernels.triton.row_norm import norm_of
 
 def open_fused() -> Fused:
     """The operations for one user: a thread, and a stream of its device."""
-    return Fused(product=Products(), place_heads=place_heads, norm=norm_of)
+    return _opened(is_invariant=False)
 
 
 def open_invariant() -> Fused:
     """As `open_fused`, and no token changes the bits of another."""
-    return Fused(product=Products(is_invariant=True), place_heads=place_heads, norm=norm_of)
+    return _opened(is_invariant=True)
+
+
+def _opened(*, is_invariant: bool) -> Fused:
+    products = Products(is_invariant=is_invariant)
+    return Fused(
+        product=products,
+        place_heads=place_heads,
+        norm=norm_of,
+        mix_experts=MixtureOfExperts(products, is_invariant=is_invariant),
+    )

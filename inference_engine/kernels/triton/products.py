@@ -47,13 +47,13 @@ from inference_engine.kernels.triton.tiles import (
     tile_of_some,
 )
 
-_FEW = 64  # tokens; more are multiplied by a matrix library
+FEW = 64  # tokens; more are multiplied by a matrix library
 _LEAST = 16  # tokens of a tile
 _TOGETHER = 8  # tiles of rows whose programs follow each other
 _COUNTERS = 512  # more than there are tiles of a matrix whose sums have parts
 
 _NONE, _SILU, _GELU_TANH = 0, 1, 2
-_ACTIVATIONS = {None: _NONE, "silu": _SILU, "gelu_tanh": _GELU_TANH}
+ACTIVATIONS = {None: _NONE, "silu": _SILU, "gelu_tanh": _GELU_TANH}
 
 
 class Products:
@@ -79,7 +79,7 @@ class Products:
         """See `Product`."""
         count, inputs = states.shape
         is_alone = count == 1 and not self._is_invariant
-        if count > _FEW and not self._is_invariant:
+        if count > FEW and not self._is_invariant:
             if isinstance(matrix, QuantisedMatrix):
                 # Its numbers, for as long as they are multiplied: a matrix's worth of memory, which the next one gets.
                 matrix = unpacked(matrix, states.dtype)
@@ -100,7 +100,7 @@ class Products:
             "INPUTS": inputs,
             "HAS_BIAS": bias is not None,
             "HAS_RESIDUAL": residual is not None,
-            "ACTIVATION": _ACTIVATIONS[activation],
+            "ACTIVATION": ACTIVATIONS[activation],
             "FORMAT": format_of(matrix),
         }
         is_grouped = groups > 1 or constants["FORMAT"] == INT4
@@ -145,7 +145,7 @@ class Products:
             return out
         parts = parts_of(outputs, inputs)
         matrices = 1 if activation is None else 2
-        if count <= _FEW:
+        if count <= FEW:
             tokens = max(_LEAST, triton.next_power_of_2(count))
             tile = tile_of_some(outputs, inputs, states.element_size(), tokens, matrices)
         else:
@@ -212,23 +212,29 @@ def _product_of_library(
         return torch.addmm(residual, states, matrix.T)
     out = torch.nn.functional.linear(states, matrix, bias)
     if activation is not None:
-        count, outputs = out.shape[0], out.shape[1] // 2
-        sums, out = out, torch.empty((count, outputs), dtype=out.dtype, device=out.device)
-        block = min(2048, triton.next_power_of_2(outputs))
-        _gated_tokens[(count, triton.cdiv(outputs, block))](
-            sums,
-            out,
-            outputs,
-            ACTIVATION=_ACTIVATIONS[activation],
-            BLOCK=block,
-            num_warps=8 if block > 1024 else 4,
-            **chained(out.device),
-        )
+        out = gated_tokens(out, activation)
     return out if residual is None else out + residual
 
 
+def gated_tokens(sums: Tensor, activation: str) -> Tensor:
+    """The activation of the first half of sums [N, 2 I], times the second half."""
+    count, outputs = sums.shape[0], sums.shape[1] // 2
+    out = torch.empty((count, outputs), dtype=sums.dtype, device=sums.device)
+    block = min(2048, triton.next_power_of_2(outputs))
+    _gate_tokens[(count, triton.cdiv(outputs, block))](
+        sums,
+        out,
+        outputs,
+        ACTIVATION=ACTIVATIONS[activation],
+        BLOCK=block,
+        num_warps=8 if block > 1024 else 4,
+        **chained(out.device),
+    )
+    return out
+
+
 @triton.jit
-def _gated(b_gate, b_up, ACTIVATION: tl.constexpr):
+def gated_sums(b_gate, b_up, ACTIVATION: tl.constexpr):
     """Activation 1 is silu; 2 is gelu by its tanh formula, which is gate · sigmoid(2 · inner)."""
     b_inner = b_gate
     if ACTIVATION == 2:
@@ -237,7 +243,7 @@ def _gated(b_gate, b_up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_tokens(p_sums, p_out, outputs, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _gate_tokens(p_sums, p_out, outputs, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -246,11 +252,12 @@ def _gated_tokens(p_sums, p_out, outputs, ACTIVATION: tl.constexpr, BLOCK: tl.co
     m_out = o_out < outputs
     b_gate = tl.load(p_sums + 2 * token * outputs + o_out, mask=m_out, other=0.0).to(tl.float32)
     b_up = tl.load(p_sums + (2 * token + 1) * outputs + o_out, mask=m_out, other=0.0).to(tl.float32)
-    tl.store(p_out + token * outputs + o_out, _gated(b_gate, b_up, ACTIVATION).to(p_out.dtype.element_ty), mask=m_out)
+    b_out = gated_sums(b_gate, b_up, ACTIVATION)
+    tl.store(p_out + token * outputs + o_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
-def _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, KEPT: tl.constexpr):
+def rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, KEPT: tl.constexpr):
     """A tile of the matrix, [ROWS, WIDTH]. KEPT: the policy of the cache."""
     p_tile = p_matrix + o_rows[:, None].to(tl.int64) * INPUTS + o_in[None, :]
     if IS_EVEN:
@@ -295,14 +302,14 @@ def _product_of_one(
     if IS_EARLY:
         o_in = tl.arange(0, WIDTH)
         m_in = o_in < INPUTS
-        b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+        b_tile = rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
         b_up_tile = b_tile
         if ACTIVATION > 0:
-            b_up_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+            b_up_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
         if CHAINED:
             gdc_wait()
             gdc_launch_dependents()
-        b_states, b_squares = _normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
+        b_states, b_squares = normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
         b_sums = b_tile.to(tl.float32) * b_states[None, :]
         b_ups = b_up_tile.to(tl.float32) * b_states[None, :]
     else:
@@ -311,13 +318,13 @@ def _product_of_one(
         for first in range(0, INPUTS, WIDTH):
             o_in = first + tl.arange(0, WIDTH)
             m_in = o_in < INPUTS
-            b_states, b_squares = _normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
+            b_states, b_squares = normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
             b_sums += (
-                _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first").to(tl.float32)
+                rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first").to(tl.float32)
                 * b_states[None, :]
             )
             if ACTIVATION > 0:
-                b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+                b_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
                 b_ups += b_tile.to(tl.float32) * b_states[None, :]
     b_out = tl.sum(b_sums, axis=1)
     b_up = tl.sum(b_ups, axis=1)
@@ -352,14 +359,14 @@ def _end_of_one(
     if ACTIVATION > 0:
         if HAS_BIAS:
             b_up += tl.load(p_bias + outputs + o_rows, mask=m_rows, other=0.0).to(tl.float32)
-        b_out = _gated(b_out, b_up, ACTIVATION)
+        b_out = gated_sums(b_out, b_up, ACTIVATION)
     if HAS_RESIDUAL:
         b_out += tl.load(p_residual + o_rows, mask=m_rows, other=0.0).to(tl.float32)
     tl.store(p_out + o_rows, b_out.to(p_out.dtype.element_ty), mask=m_rows)
 
 
 @triton.jit
-def _normed_states(
+def normed_states(
     p_states, p_norm, b_squares, o_in, INPUTS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr
 ):
     """States of one token, times the weights of the norm, and the squares that the norm divides by, float32."""
@@ -414,10 +421,10 @@ def _product_of_groups(
     for first in range(0, GROUPS, TOGETHER):
         o_group = first + tl.arange(0, TOGETHER)
         o_in = (o_group[:, None] * GROUP + tl.arange(0, WIDTH)[None, :])[None, :, :]
-        b_low, b_squares = _normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
+        b_low, b_squares = normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
         b_high = b_low
         if FORMAT == 2:
-            b_high, b_squares = _normed_states(p_states, p_norm, b_squares, o_in + WIDTH, INPUTS, HAS_NORM, ADDS_ONE)
+            b_high, b_squares = normed_states(p_states, p_norm, b_squares, o_in + WIDTH, INPUTS, HAS_NORM, ADDS_ONE)
         b_sums += group_products(
             p_matrix, p_scales, p_zeros, b_low, b_high, o_rows, o_group, m_rows, GROUP, GROUPS, FORMAT, HAS_ZEROS,
             INPUTS,
@@ -487,7 +494,7 @@ def _sums_of_part(
             o_in = first + tl.arange(0, WIDTH)
             m_in = o_in < INPUTS
             b_states = _states_of(p_states, o_tokens, m_tokens, o_in, INPUTS)
-            b_tile = _rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
+            b_tile = rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
             b_tile = numbers_of_floats(b_tile, b_states, PACKED)
             if GROUPS == 1:
                 b_sums = tl.dot(b_tile, b_states, b_sums, input_precision="ieee")
@@ -495,7 +502,7 @@ def _sums_of_part(
                 b_part = tl.dot(b_tile, b_states, input_precision="ieee")
                 b_sums += b_part * scales_of(p_scales, o_rows, m_rows, first // GROUP, GROUPS)[:, None]
             if ACTIVATION > 0:
-                b_tile = _rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
+                b_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
                 b_tile = numbers_of_floats(b_tile, b_states, PACKED)
                 if GROUPS == 1:
                     b_ups = tl.dot(b_tile, b_states, b_ups, input_precision="ieee")
@@ -614,7 +621,7 @@ def _product_of_some(
     if ACTIVATION > 0:
         if HAS_BIAS:
             b_ups += tl.load(p_bias + outputs + o_rows, mask=m_rows, other=0.0).to(tl.float32)[:, None]
-        b_sums = _gated(b_sums, b_ups, ACTIVATION)
+        b_sums = gated_sums(b_sums, b_ups, ACTIVATION)
     o_out = o_tokens[None, :].to(tl.int64) * outputs + o_rows[:, None]
     m_out = m_rows[:, None] & m_tokens[None, :]
     if HAS_RESIDUAL:
