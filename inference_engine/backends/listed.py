@@ -242,11 +242,15 @@ class ListedStep:
         self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()}
         self._joined: dict[tuple[str, ...], Tensor] = {}
         self._quantised: dict[tuple[str, ...], QuantisedMatrix] = {}
-        self._experts: dict[tuple[str, ...], ExpertMatrices] = {}
         attends = [operation for operation in self._operations if isinstance(operation, FusedAttend)]
         self._rotaries = {operation.rotary for operation in attends} - {UNROTATED}
         self._turns = {name: table for name in self._rotaries if (table := self._table_of(name)) is not None}
         self._check_shapes(quantised)
+        self._experts = {
+            operation.router.matrices: self._matrices_of(operation)
+            for operation in self._operations
+            if isinstance(operation, FusedExperts)
+        }
         for operation in self._operations:
             if isinstance(operation, FusedProduct):
                 matrices = operation.product.matrices
@@ -255,8 +259,6 @@ class ListedStep:
                 else:
                     self._join(matrices, names)
                 self._join(operation.product.biases, names)
-            elif isinstance(operation, FusedExperts):
-                self._experts[operation.router.matrices] = self._matrices_of(operation)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -457,15 +459,18 @@ class ListedStep:
         return self._joined[product.matrices] if found is None else found
 
     def _matrices_of(self, operation: FusedExperts) -> ExpertMatrices:
-        """Raises NoStepListError unless the tensors have the sizes that the list gives them."""
+        """Raises NoStepListError unless the tensors have the sizes that the list gives them, and the model's dtype."""
         experts, router = operation.experts, operation.router.matrices[0]
         layer = experts.matrices[0][0].removesuffix(_OF_EXPERTS[0].format(0))
-        gates, downs = (self._tensors[f"{layer}{name}"] for name in (_GATES, _DOWNS))
+        tensors = self._tensors[router], self._tensors[f"{layer}{_GATES}"], self._tensors[f"{layer}{_DOWNS}"]
+        _, gates, downs = tensors
         count, inputs, inner = len(experts.matrices), self.steps.widths[experts.input], downs.shape[-1]
         wanted = (count, inputs), (count, 2 * inner, inputs), (count, inputs, inner)
-        found = self._tensors[router].shape, gates.shape, downs.shape
-        if found != wanted or not all(each.is_contiguous() for each in (gates, downs)):
-            raise NoStepListError(f"{router} and the experts of {layer} have the shapes {found}, not {wanted}")
+        found = tuple(tuple(each.shape) for each in tensors)
+        if found != wanted:
+            raise NoStepListError(f"{router} and the experts beside it have the shapes {found}, not {wanted}")
+        if any(each.dtype != self._seam.dtype or not each.is_contiguous() for each in tensors):
+            raise NoStepListError(f"{router} or the experts beside it are not {self._seam.dtype}, row by row")
         return ExpertMatrices(
             router=self._tensors[router],
             gates=gates,

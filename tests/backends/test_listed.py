@@ -15,7 +15,7 @@ from inference_engine.backends import listed, torch_loading
 from inference_engine.backends.base import Forward
 from inference_engine.backends.listed import FusedAttend, FusedNorm, FusedProduct, ListedStep, fuse
 from inference_engine.backends.torch_loading import try_listed
-from inference_engine.backends.twin import text_generator
+from inference_engine.backends.twin import Twin, TwinSizes, text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
@@ -220,6 +220,35 @@ def test_products_that_are_wrong_on_a_device_are_found_before_the_model_serves()
 
     with pytest.raises(NoStepListError, match="products of 2 tokens differ"):
         ListedStep(seam, replace(PLAIN, product=leaves_one_out)).check()
+
+
+def mixed_twin() -> Seam:
+    config, kind = text_generator(FAMILIES["qwen3_moe"])
+    return Twin(kind, config, traits_of(config, kind), TwinSizes()).seam
+
+
+def test_mixtures_that_are_wrong_on_a_device_are_found_before_the_model_serves() -> None:
+    def leaves_one_out(*arguments: Any, **options: Any) -> Tensor:
+        found = PLAIN.mix_experts(*arguments, **options)
+        if len(found) > 1:
+            found[-1, -1] = 0.0
+        return found
+
+    ListedStep(mixed_twin(), PLAIN).check()
+    with pytest.raises(NoStepListError, match=r"experts\.0\.gate_proj.*products of 2 tokens differ"):
+        ListedStep(mixed_twin(), replace(PLAIN, mix_experts=leaves_one_out)).check()
+
+
+def test_experts_in_other_numbers_are_refused_and_the_model_stays_as_it_is() -> None:
+    seam = mixed_twin()
+    attention = seam.model.get_submodule("model.layers.0.self_attn")
+    experts = seam.model.get_submodule("model.layers.0.mlp.experts")
+    query = attention.q_proj.weight.data_ptr()
+    experts.gate_up_proj.data = experts.gate_up_proj.data.half()
+
+    with pytest.raises(NoStepListError, match=r"layers\.0\.mlp\.gate\.weight or the experts.*not torch\.float32"):
+        ListedStep(seam, PLAIN)
+    assert attention.q_proj.weight.data_ptr() == query
 
 
 def test_the_weights_are_the_models_own() -> None:

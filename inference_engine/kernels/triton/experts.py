@@ -4,9 +4,8 @@
     up to 64 tokens    the same, by blocks of tokens that chose one expert, which tensor cores multiply; then a sum
     more               tokens sorted by expert, and a matrix library's grouped product, if it has one for the dtype
 
-One token's sums are made on plain units, as in `products.py`. In the other forms a token's sums are added in an order
-that does not depend on which tokens are beside it, and the experts of a token are added up in the order in which they
-were chosen.
+One token's sums are made on plain units, as in `products.py`. In a block, the order in which a token's sums are added
+does not depend on which tokens are beside it. A token's experts are added up in the order in which they were chosen.
 """
 
 from __future__ import annotations
