@@ -296,13 +296,15 @@ class ListedStep:
             return
         seen.add(key)
         generator = torch.Generator().manual_seed(0)
-        for count in (count for count in _CHECKED if count * own.gates[0].numel() <= _MOST_CHECKED * own.chosen):
+        widest = own.chosen * max(own.gates.shape[1:])
+        for count in (count for count in _CHECKED if count * widest <= _MOST_CHECKED):
             states = torch.randn(count, own.gates.shape[2], generator=generator).to(own.gates.device, own.gates.dtype)
-            residual = states.flip(1) if operation.adds else None
-            expected = plain_mixture(states, experts, norm=norm, residual=residual).float()
-            found = self._fused.mix_experts(states, experts, norm=norm, residual=residual).float()
-            difference = float((found - expected).abs().max() / expected.abs().max())
-            self._refuse_if_far(difference, operation.experts.matrices[0], count)
+            # First without: what the mixture is added to is larger, and would hide what is wrong with it.
+            for residual in (None, states.flip(1)) if operation.adds else (None,):
+                expected = plain_mixture(states, experts, norm=norm, residual=residual).float()
+                found = self._fused.mix_experts(states, experts, norm=norm, residual=residual).float()
+                difference = float((found - expected).abs().max() / expected.abs().max())
+                self._refuse_if_far(difference, operation.experts.matrices[0], count)
 
     def _difference(self, operation: FusedProduct, matrix: Matrix, count: int) -> float:
         """The largest, as a share of the largest number. What torch multiplies is rounded to the model's dtype."""

@@ -144,9 +144,10 @@ class TorchForward:
         model = self.seam.model
         products: int = 2 * sum(parameter.numel() for parameter in model.parameters())
         config = model.config.get_text_config()
-        if experts := getattr(config, "num_experts", None):
+        experts, chosen = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+        if isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen <= experts:
             of_experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
-            products -= 2 * of_experts * (experts - config.num_experts_per_tok) // experts
+            products -= 2 * of_experts * (experts - chosen) // experts
         quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
         products += 2 * sum(layer.out_features * layer.in_features for layer in quantised)
         return math.ceil(len(self.seam.layers) * _LAUNCHING_SECONDS * _PRODUCTS_A_SECOND / products)

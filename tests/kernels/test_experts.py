@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,63 +67,109 @@ def compare_mixtures() -> None:
 
 
 def compare_tokens_alone() -> None:
-    """A token's bits are the same beside any others where that is promised, and beside up to 64 in any case."""
+    """In `invariant` a token's bits are the same beside any others, otherwise beside 1 to 63 of them."""
     from inference_engine.kernels.triton.fused import open_fused, open_invariant
 
     device = device_of_kernels()
     # numpy, which multiplies for the interpreter, has other orders for more columns: there each block has one size.
-    count, alone = (600, (0, 3, 599)) if device.type == "cuda" else (18, (0, 17))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    experts = made((count, 256, 96, 4, 2), dtype, device)
-    states = numbers(count, 256, dtype=dtype).to(device)
-    for operations, most, least in ((open_invariant(), count, 1), (open_fused(), min(count, 64), 2)):
-        together = operations.mix_experts(states[:most], experts)
-        for first in (each for each in alone if each + least <= most):
-            few = operations.mix_experts(states[first : first + least], experts)
-            assert torch.equal(few, together[first : first + least]), "tokens beside a token change it"
+    on_gpu = device.type == "cuda"
+    count, alone, inputs, number = (600, (0, 3, 599), 2048, 8) if on_gpu else (18, (0, 17), 256, 4)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    states = numbers(count, inputs, dtype=dtype).to(device)
+    for chosen in (2, 3):
+        experts = made((count, inputs, 96, number, chosen), dtype, device)
+        for operations, most, least in ((open_invariant(), count, 1), (open_fused(), min(count, 64), 2)):
+            together = operations.mix_experts(states[:most], experts)
+            for first in (each for each in alone if each + least <= most):
+                few = operations.mix_experts(states[first : first + least], experts)
+                assert torch.equal(few, together[first : first + least]), "tokens beside a token change it"
+
+
+def compare_weights() -> None:
+    """They are those of the reference, of any number of tokens; on a GPU, to the bit the same for each number."""
+    from inference_engine.kernels.triton.experts import choose, choose_in_blocks
+
+    device = device_of_kernels()
+    for number, chosen in ((64, 8), (128, 8), (60, 4), (130, 7)):
+        for sums_to_one in (True, False):
+            experts = replace(made((1, 8, 8, number, chosen), torch.float32, device), sums_to_one=sums_to_one)
+            products = numbers(70, number).to(device)
+            _, weights = choose(products, experts)
+            assert is_close(weights, choose_experts(products.cpu(), experts)[1])
+            for count in (1, 2, 7, 16, 64):
+                few, _ = choose_in_blocks(products[:count], experts)
+                assert is_close(few, weights[:count].cpu())
+                assert device.type == "cpu" or torch.equal(few, weights[:count]), (number, chosen, count)
 
 
 def compare_choices() -> None:
-    """Of equal products the first are chosen. Whatever products are, the experts are ones that there are."""
-    from inference_engine.kernels.triton.fused import open_fused
+    """Of equal products the first are chosen. Whatever products are, a token's experts are several that there are."""
+    from inference_engine.kernels.triton.experts import choose, choose_in_blocks
 
-    device, mix = device_of_kernels(), open_fused().mix_experts
-    experts = made((4, 64, 32, 6, 3), torch.float32, device)
-    for count in (1, 4):
-        equal = torch.ones(count, 64)
-        assert is_close(mix(equal.to(device), experts), PLAIN.mix_experts(equal, on_cpu(experts)))
-        for broken, place in ((float("nan"), 2), (float("nan"), 5), (float("inf"), 1), (float("-inf"), 0)):
-            states = numbers(count, 64)
-            states[0, place] = broken
-            found = mix(states.to(device), experts).cpu()
-            assert not found[0].isfinite().any(), (count, broken)
-            assert torch.equal(found[1:].isfinite(), torch.ones_like(found[1:], dtype=torch.bool)), (count, broken)
+    device = device_of_kernels()
+    experts = made((4, 8, 8, 6, 3), torch.float32, device)
+    nan, inf = float("nan"), float("inf")
+    rows = (
+        [1.0] * 6,
+        [-inf, 0.0, -inf, -inf, 1.0, -inf],
+        [-inf] * 6,
+        [nan, 0.0, 2.0, nan, 1.0, 0.0],
+        [nan] * 6,
+        [0.0, inf, 1.0, inf, 2.0, 0.0],
+        [-3.4e38, -inf, -3.4e38, -inf, -inf, -inf],
+    )
+    products = torch.tensor(rows, device=device)
+    expected_ids, expected = choose_experts(products.cpu(), experts)
+    ids, weights = (each.cpu() for each in choose(products, experts))
+    few, blocks = choose_in_blocks(products, experts)
+
+    for found in (weights, few.cpu()):
+        assert torch.equal(found.isnan().all(1), expected.isnan().all(1))
+        assert torch.equal(found.isnan().any(1), expected.isnan().any(1))
+        sound = ~expected.isnan().any(1)
+        assert is_close(found[sound], expected[sound])
+    for row in ids.tolist():
+        assert len(set(row)) == 3 and set(row) <= set(range(6)), row
+    assert ids[0].tolist() == [0, 1, 2] and ids[1, :2].tolist() == expected_ids[1, :2].tolist()
+    assert sorted(pairs_of(blocks)) == list(enumerate(ids.flatten().tolist()))
+
+
+def pairs_of(blocks: Any) -> list[tuple[int, int]]:
+    """Each pair, and the expert in whose block it lies."""
+    places, owners, taken = (each.cpu() for each in (blocks.places, blocks.owners, blocks.taken))
+    return [
+        (pair, int(owner))
+        for place, (owner, filled) in enumerate(zip(owners, taken, strict=True))
+        if owner >= 0
+        for pair in places[place * blocks.size : place * blocks.size + int(filled)].tolist()
+    ]
 
 
 def compare_blocks() -> None:
-    """Each pair is in one block, which is its expert's, and is weighted as the reference weights it."""
-    from inference_engine.kernels.triton import experts as kernels
+    """Each pair is in one block, which is its expert's."""
+    from inference_engine.kernels.triton.experts import choose_in_blocks, sort_in_blocks
 
     device = device_of_kernels()
-    for count, number, chosen in ((1, 1, 1), (3, 6, 6), (17, 5, 2), (40, 9, 3), (64, 130, 8)):
+    for count, number, chosen in ((1, 1, 1), (3, 6, 6), (17, 5, 2), (40, 9, 3), (64, 130, 8), (300, 3, 2)):
         experts = made((count, 8, 8, number, chosen), torch.float32, device)
         for products in (numbers(count, number), torch.zeros(count, number)):
-            ids, weights = choose_experts(products, experts)
-            found_weights, blocks = kernels.choose_in_blocks(products.to(device), experts)
-            assert is_close(found_weights, weights)
-            for found in (blocks, kernels.sort_in_blocks(ids.to(device), number)):
-                places, owners, taken = (each.cpu() for each in (found.places, found.owners, found.taken))
-                pairs = [
-                    (pair, int(owner))
-                    for place, (owner, filled) in enumerate(zip(owners, taken, strict=True))
-                    for pair in places[place * found.size : place * found.size + int(filled)].tolist()
-                    if owner >= 0
-                ]
-                assert sorted(pairs) == list(enumerate(ids.flatten().tolist())), (count, number, chosen)
+            ids, _ = choose_experts(products, experts)
+            expected = list(enumerate(ids.flatten().tolist()))
+            assert sorted(pairs_of(sort_in_blocks(ids.to(device), number))) == expected, (count, number, chosen)
+            if count <= 64:
+                _, blocks = choose_in_blocks(products.to(device), experts)
+                assert sorted(pairs_of(blocks)) == expected, (count, number, chosen)
 
 
 @pytest.mark.parametrize(
-    "compare", [compare_mixtures, compare_tokens_alone, interpreted(compare_choices), interpreted(compare_blocks)]
+    "compare",
+    [
+        compare_mixtures,
+        compare_tokens_alone,
+        compare_choices,
+        interpreted(compare_weights),
+        interpreted(compare_blocks),
+    ],
 )
 def test_the_kernels_give_what_the_reference_gives(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

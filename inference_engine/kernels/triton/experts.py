@@ -4,8 +4,8 @@
     up to 64 tokens    the same, by blocks of tokens that chose one expert, which tensor cores multiply; then a sum
     more               tokens sorted by expert, and a matrix library's grouped product, if it has one for the dtype
 
-One token's sums are made on plain units, as in `products.py`. In a block, the order in which a token's sums are added
-does not depend on which tokens are beside it. A token's experts are added up in the order in which they were chosen.
+One token's sums are made on plain units, as in `products.py`. In blocks, the order in which a token's sums are added
+does not depend on which tokens are beside it: in products, in weights, and where a token's experts are added up.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from inference_engine.kernels.triton.tiles import (
 )
 
 _LEAST, _MOST = 16, 64  # tokens of a block
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 
 
 class MixtureOfExperts:
@@ -53,7 +54,7 @@ class MixtureOfExperts:
     ) -> Tensor:
         """See `MixExperts`."""
         if len(states) == 1 and not self._is_invariant:
-            ids, weights = _choose(self._products(states, experts.router, norm=norm), experts)
+            ids, weights = choose(self._products(states, experts.router, norm=norm), experts)
             inner = _inner_of_one(states, experts, ids, norm)
             return _down_of_one(inner, experts, ids, weights, residual)
         normed = states if norm is None else norm_of(states, norm)
@@ -61,7 +62,7 @@ class MixtureOfExperts:
         if len(states) <= FEW:
             weights, blocks = choose_in_blocks(products, experts)
             return _added_up(_by_blocks(normed, experts, blocks), None, weights, states, residual)
-        ids, weights = _choose(products, experts)
+        ids, weights = choose(products, experts)
         if not self._is_invariant and _has_grouped_products(states, experts):
             outputs, places = _by_library(normed, experts, ids)
             return _added_up(outputs, places, weights, states, residual)
@@ -70,22 +71,26 @@ class MixtureOfExperts:
 
 
 def _has_grouped_products(states: Tensor, experts: ExpertMatrices) -> bool:
-    """Has torch a grouped product for these? It wants bfloat16, and rows that begin at a multiple of 16 bytes."""
+    """Has torch a grouped product for these? It wants bfloat16, and rows that begin at a multiple of 16 bytes.
+
+    On other devices torch multiplies expert by expert, and waits for how many tokens each has: that cannot be recorded.
+    """
     return (
         states.is_cuda
         and states.dtype == torch.bfloat16
         and hasattr(torch.nn.functional, "grouped_mm")
-        and torch.cuda.get_device_capability(states.device) >= (8, 0)
+        and torch.cuda.get_device_capability(states.device)[0] in (9, 10)
         and states.shape[1] % 8 == 0
         and experts.downs.shape[2] % 8 == 0
     )
 
 
-def _choose(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
+def choose(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
     """As `choose_experts`; ids int32."""
     count = len(products)
     ids = torch.empty((count, experts.chosen), dtype=torch.int32, device=products.device)
     weights = torch.empty((count, experts.chosen), dtype=torch.float32, device=products.device)
+    block = triton.next_power_of_2(products.shape[1])
     _choose_experts[(count,)](
         products,
         ids,
@@ -93,7 +98,8 @@ def _choose(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
         EXPERTS=products.shape[1],
         CHOSEN=experts.chosen,
         SUMS_TO_ONE=experts.sums_to_one,
-        BLOCK=triton.next_power_of_2(products.shape[1]),
+        BLOCK=block,
+        HALVINGS=block.bit_length() - 1,
         PLACES=triton.next_power_of_2(experts.chosen),
         num_warps=1,
         **chained(products.device),
@@ -189,6 +195,7 @@ def choose_in_blocks(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor,
         SUMS_TO_ONE=experts.sums_to_one,
         TOKENS=tokens,
         BLOCK=block,
+        HALVINGS=block.bit_length() - 1,
         PLACES=triton.next_power_of_2(experts.chosen),
         SIZE=_LEAST,
         MOST=triton.next_power_of_2(most),
@@ -299,6 +306,17 @@ def _added_up(
 
 
 @triton.jit
+def _sums_of_rows(b_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr):
+    """Sums of the rows of [ROWS, WIDTH], of pairs and then of pairs of sums.
+
+    The order in which one reduction adds follows from which threads hold what, and so from the number of rows.
+    """
+    for step in tl.static_range(HALVINGS):
+        b_rows = tl.sum(tl.reshape(b_rows, (ROWS, WIDTH >> (step + 1), 2)), axis=2)
+    return tl.reshape(b_rows, (ROWS,))
+
+
+@triton.jit
 def _choose_experts(
     p_products,
     p_ids,
@@ -307,6 +325,7 @@ def _choose_experts(
     CHOSEN: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
+    HALVINGS: tl.constexpr,
     PLACES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -320,18 +339,23 @@ def _choose_experts(
     # Whatever the numbers are, the ids are those of experts: others would be read beside the matrices.
     b_left = tl.where(b_products >= float("-inf"), b_products, float("-inf"))  # not of what is no number
     largest = tl.max(b_left, axis=0)
-    total = tl.sum(tl.where(m_expert, tl.exp(b_products - largest), 0.0), axis=0)
+    b_shares = tl.where(m_expert, tl.exp(b_products - largest), 0.0)
+    if SUMS_TO_ONE:
+        divisor = tl.sum(b_shares, axis=0) * 0.0  # not a number if one of them is none
+    else:
+        divisor = tl.sum(_sums_of_rows(tl.reshape(b_shares, (1, BLOCK)), 1, BLOCK, HALVINGS), axis=0)
+    b_left = tl.where(m_expert, tl.maximum(b_left, _LOWEST), float("-inf"))  # no expert is like one that was chosen
     o_place = tl.arange(0, PLACES)
     b_ids = tl.zeros((PLACES,), dtype=tl.int32)
     b_weights = tl.zeros((PLACES,), dtype=tl.float32)
     for place in tl.static_range(CHOSEN):
         value, expert = tl.max(b_left, axis=0, return_indices=True)
         b_ids = tl.where(o_place == place, expert, b_ids)
-        b_weights = tl.where(o_place == place, tl.exp(value - largest), b_weights)
+        weight = tl.exp(value - largest)
+        b_weights = tl.where(o_place == place, weight, b_weights)
+        if SUMS_TO_ONE:
+            divisor += weight
         b_left = tl.where(o_expert == expert, float("-inf"), b_left)
-    divisor = total
-    if SUMS_TO_ONE:
-        divisor = tl.sum(b_weights, axis=0) + total * 0.0  # not a number if the total is none
     o_out = token * CHOSEN + o_place
     tl.store(p_ids + o_out, b_ids, mask=o_place < CHOSEN)
     tl.store(p_weights + o_out, b_weights / divisor, mask=o_place < CHOSEN)
@@ -442,6 +466,7 @@ def _choose_in_blocks(
     SUMS_TO_ONE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HALVINGS: tl.constexpr,
     PLACES: tl.constexpr,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
@@ -459,7 +484,12 @@ def _choose_in_blocks(
     b_products = tl.load(p_products + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
     b_left = tl.where(b_products >= float("-inf"), b_products, float("-inf"))  # not of what is no number
     b_largest = tl.max(b_left, axis=1)
-    b_total = tl.sum(tl.where(m_tile, tl.exp(b_products - b_largest[:, None]), 0.0), axis=1)
+    b_shares = tl.where(m_tile, tl.exp(b_products - b_largest[:, None]), 0.0)
+    if SUMS_TO_ONE:
+        b_divisor = tl.sum(b_shares, axis=1) * 0.0  # not a number if one of them is none
+    else:
+        b_divisor = _sums_of_rows(b_shares, TOKENS, BLOCK, HALVINGS)
+    b_left = tl.where((o_expert < EXPERTS)[None, :], tl.maximum(b_left, _LOWEST), float("-inf"))
     o_place = tl.arange(0, PLACES)
     b_weights = tl.zeros((TOKENS, PLACES), dtype=tl.float32)
     b_place = tl.full((TOKENS, BLOCK), -1, dtype=tl.int32)  # of each token and expert; -1: not chosen
@@ -467,12 +497,11 @@ def _choose_in_blocks(
         b_value, b_expert = tl.max(b_left, axis=1, return_indices=True)
         b_weight = tl.exp(b_value - b_largest)
         b_weights = tl.where((o_place == place)[None, :], b_weight[:, None], b_weights)
+        if SUMS_TO_ONE:
+            b_divisor += b_weight
         m_chosen = o_expert[None, :] == b_expert[:, None]
         b_place = tl.where(m_chosen & m_token[:, None], place, b_place)
         b_left = tl.where(m_chosen, float("-inf"), b_left)
-    b_divisor = b_total
-    if SUMS_TO_ONE:
-        b_divisor = tl.sum(b_weights, axis=1) + b_total * 0.0  # not a number if the total is none
     m_weights = m_token[:, None] & (o_place < CHOSEN)[None, :]
     tl.store(p_weights + o_token[:, None] * CHOSEN + o_place[None, :], b_weights / b_divisor[:, None], mask=m_weights)
     m_pair = b_place >= 0

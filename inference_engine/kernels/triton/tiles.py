@@ -48,7 +48,8 @@ def tile_of_gates(inputs: int) -> Tile:
 def tile_of_downs(inputs: int, experts: int) -> Tile:
     """For one token and all experts that it chose: rows of each, which are read together."""
     rows = max(1, 8 // experts)
-    return Tile(rows, min(1024, triton.next_power_of_2(inputs)), 2 * max(1, rows * experts // 8))
+    width = max(64, min(1024, triton.next_power_of_2(inputs), 2**14 // (rows * experts)))
+    return Tile(rows, width, max(2, min(16, rows * experts // 4)))
 
 
 def tile_of_bytes(outputs: int, inputs: int) -> Tile:
