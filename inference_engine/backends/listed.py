@@ -288,8 +288,12 @@ class ListedStep:
             )
 
     def _check_experts(self, operation: FusedExperts, seen: set[tuple[object, ...]]) -> None:
-        """As `check`. The router is another one: rounding must not decide which experts are compared."""
-        own, norm = self._experts[operation.router.matrices], self._norm(operation.norm)
+        """As `check`. The order of adding must not decide which experts are compared.
+
+        So the router gives inputs as they are. Of more than a few tokens they are not normed: some would be rounded up
+        here and down there.
+        """
+        own = self._experts[operation.router.matrices]
         experts = replace(own, router=torch.eye(*own.router.shape, dtype=own.router.dtype, device=own.router.device))
         key = (tuple(own.gates.shape), own.chosen, operation.adds)
         if key in seen:
@@ -299,6 +303,7 @@ class ListedStep:
         widest = own.chosen * max(own.gates.shape[1:])
         for count in (count for count in _CHECKED if count * widest <= _MOST_CHECKED):
             states = torch.randn(count, own.gates.shape[2], generator=generator).to(own.gates.device, own.gates.dtype)
+            norm = self._norm(operation.norm) if count <= 2 else None
             # First without: what the mixture is added to is larger, and would hide what is wrong with it.
             for residual in (None, states.flip(1)) if operation.adds else (None,):
                 expected = plain_mixture(states, experts, norm=norm, residual=residual).float()
