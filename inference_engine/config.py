@@ -58,6 +58,9 @@ def _at_least(config: object, **floors: float) -> None:
     _at_most(config, **dict.fromkeys(floors, _LARGEST))
 
 
+_DEVICES = re.compile(r"cpu|cuda(:\d+)?|mlx")
+
+
 def _at_most(config: object, **ceilings: float) -> None:
     for name, ceiling in ceilings.items():
         value = getattr(config, name)
@@ -253,6 +256,9 @@ class ModelConfig:
             raise ConfigError("model must be a name, a folder or a file, got an empty string")
         if self.device == "auto":
             object.__setattr__(self, "device", default_device())
+        if not _DEVICES.fullmatch(self.device):
+            more = "; mlx is for Apple's GPUs" if self.device.startswith("mps") else ""
+            raise ConfigError(f"device must be cpu, cuda, cuda:N, mlx or auto, got {self.device!r}{more}")
         if not self.latent:
             raise ConfigError("latent must be auto, none or a folder, got an empty string")
         if not self.drafter:
@@ -460,8 +466,8 @@ def _names() -> set[str]:
     return {spec.name for kind in (EngineConfig, ModelConfig, ServerConfig) for spec in fields(kind)}
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, known, n=2, cutoff=0.75)
+def _meant(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    close = [f"{prefix}{each}" for each in get_close_matches(name, known, n=2, cutoff=0.75)]
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
@@ -469,7 +475,8 @@ def misspelled_variables() -> tuple[str, ...]:
     """Variables of the environment that are no setting and read like one, each with the setting's own."""
     known = {name.upper() for name in _names()} | {_FILE_VARIABLE.removeprefix(_VARIABLE)}
     given = sorted(name.removeprefix(_VARIABLE) for name in os.environ if name.startswith(_VARIABLE))
-    return tuple(f"{_VARIABLE}{name}{meant}" for name in given if name not in known and (meant := _meant(name, known)))
+    meant = {name: _meant(name, known, prefix=_VARIABLE) for name in given if name not in known}
+    return tuple(f"{_VARIABLE}{name}{others}" for name, others in meant.items() if others)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -49,10 +49,9 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
         ("numerics", config.numerics, (INVARIANT,)),
     ):
         if asked not in ("auto", *known):
-            raise BackendError(
-                f"{name}={asked} is for the native backend, which does not run this model here; start with "
-                f"{name}=auto, or with backend=native to see the reason"
-            )
+            way_out = "backend=auto" if config.backend == "torch" else "with backend=native to see the reason"
+            why = "" if config.backend == "torch" else ", which does not run this model here"
+            raise BackendError(f"{name}={asked} is for the native backend{why}; start with {name}=auto, or {way_out}")
     use_threads(config.threads)
     loaded = load_model(
         config.model,

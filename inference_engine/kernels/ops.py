@@ -91,6 +91,14 @@ class DeviceOps:
 REFERENCE = DeviceOps()
 
 
+def _interprets() -> bool:
+    """Are Triton's kernels interpreted in this process, as tests without a GPU have it?"""
+    try:
+        return bool(import_module("triton").knobs.runtime.interpret)
+    except ImportError:
+        return True  # which is said below
+
+
 def open_ops(choice: str, device: torch.device) -> DeviceOps:
     """The operations of `device`. choice: `auto`, kernels on a GPU; `plain`, the references; `triton`, kernels.
 
@@ -98,6 +106,8 @@ def open_ops(choice: str, device: torch.device) -> DeviceOps:
     """
     if choice == "plain" or (choice == "auto" and device.type != "cuda"):
         return REFERENCE
+    if device.type != "cuda" and not _interprets():
+        raise BackendError(f"kernels=triton needs a GPU, and device is {device}; start with kernels=auto")
     kernels: dict[str, Any] = {}
     for name, (module, own_name) in _KERNELS.items():
         try:

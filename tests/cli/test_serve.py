@@ -119,7 +119,12 @@ def test_an_address_that_cannot_be_served_is_refused_before_any_weights_are_read
         (("--model", "{unserved}", "--http-bind=127.0.0.1:0", "--latent={empty}"), "rotary kind 'dynamic'"),
         (("--model", "{tiny}", "--drafter=ngrams"), "drafter must be auto, none, ngram, trained or a folder that is"),
         (("--model", "{tiny}", "--latent=never"), "latent must be auto, none or a folder that is there, got 'never'"),
-        (("--model", "{tiny}", "--device", "no-such-device"), "device 'no-such-device' cannot be used here"),
+        (("--model", "{tiny}", "--device", "cuda:99"), "device 'cuda:99' cannot be used here"),
+        (
+            ("--model", "{tiny}", "--kernels", "triton", "--device", "cpu"),
+            "kernels=triton needs a GPU, and device is cpu",
+        ),
+        (("--model", "{tiny}", "--graphs", "on", "--device", "cpu"), "graphs=on needs a GPU"),
         (("--model", "{tiny}", "--strategy", "sink_window:window=4096"), "the model was trained for 512"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
         resolve(ModelConfig, file=str(path))
     for name in ("KAKEYA_MODLE", "KAKEYA_MODEL", "KAKEYA_CONFIG", "KAKEYA_PYTHON", "KAKEYA_TARGET", "KAKEYA_TOKENIZER"):
         monkeypatch.setenv(name, "x")
-    assert misspelled_variables() == ("KAKEYA_MODLE (did you mean MODE or MODEL?)",)
+    assert misspelled_variables() == ("KAKEYA_MODLE (did you mean KAKEYA_MODE or KAKEYA_MODEL?)",)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,18 @@ def test_an_unknown_name_is_said_once() -> None:
         parse_strategy("nonsense")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sink_window,window=5", "options come after a colon, as in sink_window:window=5"),
+        ("layer_window:full_layers=1,2", "'2' is no option with a value; several values of one are joined by +"),
+    ],
+)
+def test_options_that_are_written_in_another_way_are_shown_as_they_are_written(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_strategy(text)
+
+
 def test_a_wrong_option_is_refused_by_name(subtests: pytest.Subtests) -> None:
     for name, options, field in WRONG_OPTIONS:
         with subtests.test(name=name, options=options, field=field):

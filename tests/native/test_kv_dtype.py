@@ -41,6 +41,19 @@ def test_entries_take_the_bytes_that_were_asked_for(asked: str, given: str, item
     assert {buffer.keys.itemsize for buffer in context.pool.buffers.values()} == {itemsize}
 
 
+def test_weights_in_another_type_are_another_numeric_identity(folder: Path) -> None:
+    """A copy of K and V, which is used again within one identity, is not what these weights would give."""
+    found = {
+        weights: open_backend(
+            ModelConfig(model=str(folder), backend="native", weights=weights, threads=1)
+        ).facts.numerics
+        for weights in ("auto", "int8", "int4", "bfloat16")
+    }
+    assert found["auto"] == "exact, float16 K/V"
+    assert found["int8"] == "exact, int8 weights, float16 K/V"
+    assert len(set(found.values())) == len(found)
+
+
 def test_torch_keeps_them_in_its_own_dtype(folder: Path) -> None:
     for backend in ("torch", "auto"):
         asked = ModelConfig(model=str(folder), backend=backend, kv_dtype="float16", kernels="plain", threads=1)

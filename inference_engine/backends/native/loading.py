@@ -214,11 +214,14 @@ def _asks_for_torch(config: ModelConfig) -> str:
     for name, asked in (("kernels", config.kernels), ("linear", config.linear)):
         if asked != "auto":
             return f"{name}={asked} is about torch"
+    if config.graphs == "on":
+        return "graphs=on is about a GPU"
     return ""
 
 
 def _numerics(config: ModelConfig, program: Program) -> str:
-    """The numeric identity: products of floating-point weights are exact in any case."""
+    """The numeric identity: products of floating-point weights are exact; weights are as stored if none are named."""
     is_quantised = any(name.startswith("int") for name in program.formats())
     products = _NAMES[_IDENTITIES[config.numerics]] if is_quantised else "exact"
-    return f"{products}, {program.kv_type.name.lower()} K/V"
+    weights = "" if config.weights == "auto" else f", {config.weights} weights"
+    return f"{products}{weights}, {program.kv_type.name.lower()} K/V"

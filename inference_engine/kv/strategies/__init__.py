@@ -66,9 +66,18 @@ def read_strategy(name: str, texts: Mapping[str, str]) -> KVStrategy:
 def parse_strategy(text: str) -> KVStrategy:
     """`full` or `layer_window:window=512,full_layers=5+11+17`, as people write it. Raises ConfigError."""
     name, _, rest = text.partition(":")
+    if (first := name.partition(",")[0].strip()) != name.strip() and first in _STRATEGIES:
+        raise ConfigError(
+            f"strategy {text!r}: options come after a colon, as in {first}:{name.partition(',')[2].strip()}"
+        )
     texts: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
-        option, _, value = (piece.strip() for piece in part.partition("="))
+        option, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals and texts:
+            raise ConfigError(
+                f"strategy {text!r}: {option!r} is no option with a value; several values of one are joined by +, as "
+                "in full_layers=5+11"
+            )
         if option in texts:
             raise ConfigError(f"strategy {text!r}: {option} is given twice")
         texts[option] = value
