@@ -13,14 +13,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import os
 import sys
-import traceback
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from tests.kernels import interpreter
+from tests.kernels import forking, interpreter
 
 OPTIONS = ("num_warps", "num_stages")
 MOST_SHARED = 232_448  # bytes that a program may have on Hopper
@@ -48,21 +49,22 @@ def print_launches(comparisons: list[str]) -> int:
     """What they launch, each once, in children: some change modules. Returns how many failed."""
     interpreter.prepare()
     failed = 0
-    for comparison in comparisons:
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                module, _, function = comparison.partition(".")
-                for launch in _launches_of(module, function):
-                    print(repr(launch))
-                status = 0
-            except BaseException:  # noqa: BLE001 - whatever it was is printed, and nothing of the parent's code runs
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        failed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+    with TemporaryDirectory() as folder:
+        found, printed = Path(folder) / "launches", Path(folder) / "printed"
+        for comparison in comparisons:
+            found.write_text("", encoding="utf-8")
+            printed.write_text("", encoding="utf-8")
+            if forking.run(partial(_write_launches, comparison, found), str(printed)) == 0:
+                print(found.read_text(encoding="utf-8"), end="")
+            else:
+                print(comparison, printed.read_text(encoding="utf-8"), file=sys.stderr)
+                failed += 1
     return failed
+
+
+def _write_launches(comparison: str, file: Path) -> None:
+    module, _, function = comparison.partition(".")
+    file.write_text("".join(f"{launch!r}\n" for launch in _launches_of(module, function)), encoding="utf-8")
 
 
 def _launches_of(module: str, function: str) -> dict[Launch, None]:
@@ -115,6 +117,7 @@ def what_is_wrong(launch: Launch) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
+    from triton.errors import TritonError
 
     module, name, arguments, options = launch
     kernel = getattr(importlib.import_module(module), name)
@@ -128,7 +131,7 @@ def what_is_wrong(launch: Launch) -> str:
     chained = {"launch_pdl": True} if "CHAINED" in values else {}
     try:
         compiled = compile_source(source, target=GPUTarget(*_TARGET), options={**dict(options), **chained})
-    except Exception as error:  # noqa: BLE001 - of every kind; each says where
+    except (TritonError, RuntimeError) as error:  # of its language and of ptxas; of passes
         return f"{name} {values}: {error}"
     shared = compiled.metadata.shared
     return f"{name} {values}: {shared} bytes of shared memory" if shared > MOST_SHARED else ""

@@ -26,10 +26,10 @@ from inference_engine.kernels.triton.products import (
     Products,
     gated_sums,
     gated_tokens,
-    normed_states,
     rows_of,
+    sums_of_one,
 )
-from inference_engine.kernels.triton.row_norm import norm_of
+from inference_engine.kernels.triton.row_norm import constants_of, norm_of
 from inference_engine.kernels.triton.tiles import (
     fitting,
     shared_bytes,
@@ -122,8 +122,7 @@ def _inner_of_one(states: Tensor, experts: ExpertMatrices, ids: Tensor, norm: Ro
         INPUTS=inputs,
         INNER=inner,
         ACTIVATION=ACTIVATIONS[experts.activation],
-        HAS_NORM=norm is not None,
-        ADDS_ONE=norm is not None and norm.adds_one,
+        **constants_of(norm),
         IS_EVEN=inputs % tile.width == 0 and inner % tile.rows == 0,
         ROWS=tile.rows,
         WIDTH=tile.width,
@@ -317,6 +316,53 @@ def _sums_of_rows(b_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.
 
 
 @triton.jit
+def _chosen(
+    p_products,
+    o_token,
+    m_token,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SUMS_TO_ONE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Experts and weights, [TOKENS, PLACES] each, and of each token and expert [TOKENS, BLOCK] its place; -1: none.
+
+    Whatever the products are, the experts are different ones that there are: others would be read beside the matrices.
+    """
+    o_expert = tl.arange(0, BLOCK)
+    m_tile = m_token[:, None] & (o_expert < EXPERTS)[None, :]
+    o_tile = o_token[:, None] * EXPERTS + o_expert[None, :]
+    b_products = tl.load(p_products + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
+    b_left = tl.where(b_products >= float("-inf"), b_products, float("-inf"))  # not of what is no number
+    b_largest = tl.max(b_left, axis=1)
+    b_shares = tl.where(m_tile, tl.exp(b_products - b_largest[:, None]), 0.0)
+    if SUMS_TO_ONE:
+        b_divisor = tl.sum(b_shares, axis=1) * 0.0  # not a number if one of them is none
+    else:
+        b_divisor = _sums_of_rows(b_shares, TOKENS, BLOCK, HALVINGS)
+    # No expert is like one that was chosen.
+    b_left = tl.where((o_expert < EXPERTS)[None, :], tl.maximum(b_left, _LOWEST), float("-inf"))
+    o_place = tl.arange(0, PLACES)
+    b_ids = tl.zeros((TOKENS, PLACES), dtype=tl.int32)
+    b_weights = tl.zeros((TOKENS, PLACES), dtype=tl.float32)
+    b_place = tl.full((TOKENS, BLOCK), -1, dtype=tl.int32)
+    for place in tl.static_range(CHOSEN):
+        b_value, b_expert = tl.max(b_left, axis=1, return_indices=True)
+        b_weight = tl.exp(b_value - b_largest)
+        b_ids = tl.where((o_place == place)[None, :], b_expert[:, None], b_ids)
+        b_weights = tl.where((o_place == place)[None, :], b_weight[:, None], b_weights)
+        if SUMS_TO_ONE:
+            b_divisor += b_weight
+        m_chosen = o_expert[None, :] == b_expert[:, None]
+        b_place = tl.where(m_chosen & m_token[:, None], place, b_place)
+        b_left = tl.where(m_chosen, float("-inf"), b_left)
+    return b_ids, b_weights / b_divisor[:, None], b_place
+
+
+@triton.jit
 def _choose_experts(
     p_products,
     p_ids,
@@ -332,33 +378,16 @@ def _choose_experts(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    o_expert = tl.arange(0, BLOCK)
-    m_expert = o_expert < EXPERTS
-    b_products = tl.load(p_products + token * EXPERTS + o_expert, mask=m_expert, other=float("-inf")).to(tl.float32)
-    # Whatever the numbers are, the ids are those of experts: others would be read beside the matrices.
-    b_left = tl.where(b_products >= float("-inf"), b_products, float("-inf"))  # not of what is no number
-    largest = tl.max(b_left, axis=0)
-    b_shares = tl.where(m_expert, tl.exp(b_products - largest), 0.0)
-    if SUMS_TO_ONE:
-        divisor = tl.sum(b_shares, axis=0) * 0.0  # not a number if one of them is none
-    else:
-        divisor = tl.sum(_sums_of_rows(tl.reshape(b_shares, (1, BLOCK)), 1, BLOCK, HALVINGS), axis=0)
-    b_left = tl.where(m_expert, tl.maximum(b_left, _LOWEST), float("-inf"))  # no expert is like one that was chosen
+    o_token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    m_token = o_token >= 0
+    b_ids, b_weights, _ = _chosen(
+        p_products, o_token, m_token, EXPERTS, CHOSEN, SUMS_TO_ONE, 1, BLOCK, HALVINGS, PLACES
+    )
     o_place = tl.arange(0, PLACES)
-    b_ids = tl.zeros((PLACES,), dtype=tl.int32)
-    b_weights = tl.zeros((PLACES,), dtype=tl.float32)
-    for place in tl.static_range(CHOSEN):
-        value, expert = tl.max(b_left, axis=0, return_indices=True)
-        b_ids = tl.where(o_place == place, expert, b_ids)
-        weight = tl.exp(value - largest)
-        b_weights = tl.where(o_place == place, weight, b_weights)
-        if SUMS_TO_ONE:
-            divisor += weight
-        b_left = tl.where(o_expert == expert, float("-inf"), b_left)
-    o_out = token * CHOSEN + o_place
-    tl.store(p_ids + o_out, b_ids, mask=o_place < CHOSEN)
-    tl.store(p_weights + o_out, b_weights / divisor, mask=o_place < CHOSEN)
+    o_out = o_token[:, None] * CHOSEN + o_place[None, :]
+    m_out = m_token[:, None] & (o_place < CHOSEN)[None, :]
+    tl.store(p_ids + o_out, b_ids, mask=m_out)
+    tl.store(p_weights + o_out, b_weights, mask=m_out)
 
 
 @triton.jit
@@ -386,17 +415,9 @@ def _gates_of_one(
     p_matrix = p_gates + tl.load(p_ids + place).to(tl.int64) * (2 * INNER * INPUTS)
     o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < INNER
-    b_squares = tl.zeros((WIDTH,), dtype=tl.float32)
-    b_sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    b_ups = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    for first in range(0, INPUTS, WIDTH):
-        o_in = first + tl.arange(0, WIDTH)
-        m_in = o_in < INPUTS
-        b_states, b_squares = normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
-        b_tile = rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
-        b_sums += b_tile.to(tl.float32) * b_states[None, :]
-        b_tile = rows_of(p_matrix, o_rows + INNER, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
-        b_ups += b_tile.to(tl.float32) * b_states[None, :]
+    b_sums, b_ups, b_squares = sums_of_one(
+        p_states, p_matrix, p_norm, o_rows, m_rows, INNER, INPUTS, ACTIVATION, HAS_NORM, ADDS_ONE, IS_EVEN, ROWS, WIDTH
+    )
     b_gate = tl.sum(b_sums, axis=1)
     b_up = tl.sum(b_ups, axis=1)
     if HAS_NORM:
@@ -479,31 +500,12 @@ def _choose_in_blocks(
     o_token = tl.arange(0, TOKENS)
     m_token = o_token < tokens
     o_expert = tl.arange(0, BLOCK)
-    m_tile = m_token[:, None] & (o_expert < EXPERTS)[None, :]
-    o_tile = o_token[:, None] * EXPERTS + o_expert[None, :]
-    b_products = tl.load(p_products + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
-    b_left = tl.where(b_products >= float("-inf"), b_products, float("-inf"))  # not of what is no number
-    b_largest = tl.max(b_left, axis=1)
-    b_shares = tl.where(m_tile, tl.exp(b_products - b_largest[:, None]), 0.0)
-    if SUMS_TO_ONE:
-        b_divisor = tl.sum(b_shares, axis=1) * 0.0  # not a number if one of them is none
-    else:
-        b_divisor = _sums_of_rows(b_shares, TOKENS, BLOCK, HALVINGS)
-    b_left = tl.where((o_expert < EXPERTS)[None, :], tl.maximum(b_left, _LOWEST), float("-inf"))
+    _, b_weights, b_place = _chosen(
+        p_products, o_token, m_token, EXPERTS, CHOSEN, SUMS_TO_ONE, TOKENS, BLOCK, HALVINGS, PLACES
+    )
     o_place = tl.arange(0, PLACES)
-    b_weights = tl.zeros((TOKENS, PLACES), dtype=tl.float32)
-    b_place = tl.full((TOKENS, BLOCK), -1, dtype=tl.int32)  # of each token and expert; -1: not chosen
-    for place in tl.static_range(CHOSEN):
-        b_value, b_expert = tl.max(b_left, axis=1, return_indices=True)
-        b_weight = tl.exp(b_value - b_largest)
-        b_weights = tl.where((o_place == place)[None, :], b_weight[:, None], b_weights)
-        if SUMS_TO_ONE:
-            b_divisor += b_weight
-        m_chosen = o_expert[None, :] == b_expert[:, None]
-        b_place = tl.where(m_chosen & m_token[:, None], place, b_place)
-        b_left = tl.where(m_chosen, float("-inf"), b_left)
     m_weights = m_token[:, None] & (o_place < CHOSEN)[None, :]
-    tl.store(p_weights + o_token[:, None] * CHOSEN + o_place[None, :], b_weights / b_divisor[:, None], mask=m_weights)
+    tl.store(p_weights + o_token[:, None] * CHOSEN + o_place[None, :], b_weights, mask=m_weights)
     m_pair = b_place >= 0
     b_counts = tl.sum(m_pair.to(tl.int32), axis=0)
     b_blocks = (b_counts + SIZE - 1) // SIZE

@@ -33,7 +33,7 @@ from inference_engine.kernels.triton.quantised import (
     sums_of_codes,
     unpacked,
 )
-from inference_engine.kernels.triton.row_norm import norm_of
+from inference_engine.kernels.triton.row_norm import constants_of, norm_of
 from inference_engine.kernels.triton.tiles import (
     fitting,
     part_of,
@@ -116,8 +116,7 @@ class Products:
                 0.0 if norm is None else norm.epsilon,
                 **constants,
                 **groups_of,
-                HAS_NORM=norm is not None,
-                ADDS_ONE=norm is not None and norm.adds_one,
+                **constants_of(norm),
                 ROWS=tile.rows,
                 TOGETHER=max(1, tile.width // group),
                 num_warps=tile.warps,
@@ -134,8 +133,7 @@ class Products:
                 outputs,
                 0.0 if norm is None else norm.epsilon,
                 **constants,
-                HAS_NORM=norm is not None,
-                ADDS_ONE=norm is not None and norm.adds_one,
+                **constants_of(norm),
                 IS_EVEN=inputs % tile.width == 0 and outputs % tile.rows == 0,
                 ROWS=tile.rows,
                 WIDTH=tile.width,
@@ -313,19 +311,10 @@ def _product_of_one(
         b_sums = b_tile.to(tl.float32) * b_states[None, :]
         b_ups = b_up_tile.to(tl.float32) * b_states[None, :]
     else:
-        b_sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-        b_ups = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-        for first in range(0, INPUTS, WIDTH):
-            o_in = first + tl.arange(0, WIDTH)
-            m_in = o_in < INPUTS
-            b_states, b_squares = normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
-            b_sums += (
-                rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first").to(tl.float32)
-                * b_states[None, :]
-            )
-            if ACTIVATION > 0:
-                b_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
-                b_ups += b_tile.to(tl.float32) * b_states[None, :]
+        b_sums, b_ups, b_squares = sums_of_one(
+            p_states, p_matrix, p_norm, o_rows, m_rows, outputs, INPUTS, ACTIVATION, HAS_NORM, ADDS_ONE, IS_EVEN, ROWS,
+            WIDTH,
+        )  # fmt: skip
     b_out = tl.sum(b_sums, axis=1)
     b_up = tl.sum(b_ups, axis=1)
     if FORMAT > 0:
@@ -337,6 +326,38 @@ def _product_of_one(
         b_out *= b_scale
         b_up *= b_scale
     _end_of_one(b_out, b_up, p_bias, p_residual, p_out, o_rows, m_rows, outputs, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
+
+
+@triton.jit
+def sums_of_one(
+    p_states,
+    p_matrix,
+    p_norm,
+    o_rows,
+    m_rows,
+    outputs,
+    INPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Of one token: parts of its sums with these rows and with those `outputs` below, [ROWS, WIDTH]; and of squares."""
+    b_squares = tl.zeros((WIDTH,), dtype=tl.float32)
+    b_sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    b_ups = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for first in range(0, INPUTS, WIDTH):
+        o_in = first + tl.arange(0, WIDTH)
+        m_in = o_in < INPUTS
+        b_states, b_squares = normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
+        b_tile = rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+        b_sums += b_tile.to(tl.float32) * b_states[None, :]
+        if ACTIVATION > 0:
+            b_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
+            b_ups += b_tile.to(tl.float32) * b_states[None, :]
+    return b_sums, b_ups, b_squares
 
 
 @triton.jit

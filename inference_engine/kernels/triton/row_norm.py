@@ -33,6 +33,11 @@ def norm_of(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) ->
     return out
 
 
+def constants_of(norm: RowNorm | None) -> dict[str, bool]:
+    """Of a kernel that norms what it multiplies."""
+    return {"HAS_NORM": norm is not None, "ADDS_ONE": norm is not None and norm.adds_one}
+
+
 @triton.jit
 def _norm_tokens(
     p_states,
