@@ -42,7 +42,7 @@ endif
 # What each of several steps at once says stays together, where this make can do that.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: help setup native demo serve chat test test-further test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
+.PHONY: help setup native demo serve chat test test-further test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-gpu-products bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents pages docs unit node typescript unit-typescript long-typescript
 
@@ -158,6 +158,9 @@ bench-gpu-latent: native ## prefill through a latent, waking and decoding on a G
 
 bench-gpu-listed: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
+
+bench-gpu-products: native ## products of few tokens by the chosen tiles, others and torch, on a GPU; record in results/
+	@$(BIN)/python -m scripts.bench_gpu_products $(ARGS)
 
 bench-gpu-weights: native ## decode steps with weights in bfloat16, fp8 and int4, on a GPU; record in results/
 	@$(BIN)/python -m scripts.bench_gpu_weights $(ARGS)

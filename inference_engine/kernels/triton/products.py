@@ -106,7 +106,7 @@ class Products:
         is_grouped = groups > 1 or constants["FORMAT"] == INT4
         groups_of = {"GROUP": group, "GROUPS": groups, "HAS_ZEROS": zeros is not codes}
         if is_alone and is_grouped:
-            tile = tile_of_groups(outputs, is_fp8=constants["FORMAT"] == FP8)
+            tile = tile_of_groups(outputs, inputs, is_fp8=constants["FORMAT"] == FP8, is_gated=activation is not None)
             _product_of_groups[(triton.cdiv(outputs, tile.rows),)](
                 *read,
                 zeros,
@@ -124,8 +124,8 @@ class Products:
             )
             return out
         if is_alone:
-            is_plain = isinstance(matrix, Tensor)
-            tile = tile_of_one(outputs, inputs) if is_plain else tile_of_bytes(outputs, inputs)
+            rule = tile_of_one if isinstance(matrix, Tensor) else tile_of_bytes
+            tile = rule(outputs, inputs, is_gated=activation is not None)
             _product_of_one[(triton.cdiv(outputs, tile.rows),)](
                 *read,
                 *around,

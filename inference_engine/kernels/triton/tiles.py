@@ -1,7 +1,12 @@
 """How much of a matrix a program of `products.py` reads at once, and in how many parts a sum is made.
 
-The tiles were measured on a GPU, with each matrix of Qwen2.5-7B and SmolLM2-135M. What decides how a sum is made
-follows from the shape of the matrix and its format, and from whether there is one token.
+The tiles were measured on an H200 with the matrices of real models; `make bench-gpu-products` measures whether others
+are faster. What decides how a sum is made follows from the shape of the matrix and its format, and from whether there
+is one token.
+
+Where rows begin at multiples of 2 KiB, many of them use the same channels of the memory: fewer rows or wider tiles are
+read faster then. Where there are few outputs, all programs should run at the same time; where there are many, they
+should be small.
 """
 
 from __future__ import annotations
@@ -27,17 +32,27 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-def tile_of_one(outputs: int, inputs: int) -> Tile:
-    """For a step of one token. Within 1 % of the best of 15, for each matrix of Qwen2.5-7B and SmolLM2-135M on an H200.
-
-    Where there are few outputs, all programs should run at the same time; where there are many, they should be small.
-    """
-    if outputs > 8192:
-        return Tile(4, 256, 2)
-    if outputs < 4096 and inputs <= 4096:
-        width = max(64, triton.next_power_of_2(inputs))
-        return Tile(1 if outputs < inputs else 2, width, 4 if width <= 2048 else 8)
-    return Tile(2, 512, 2) if outputs < 4096 else Tile(8, 512, 4)
+def tile_of_one(outputs: int, inputs: int, *, is_gated: bool = False) -> Tile:
+    """For a step of one token. is_gated: two matrices of so many outputs are read, for an activation."""
+    is_many = outputs > 8192
+    if inputs <= 1024:
+        return Tile(8, 512, 4) if is_many else Tile(4, max(64, triton.next_power_of_2(inputs)), 4)
+    if inputs <= 2048:
+        if outputs <= 2048:
+            return Tile(4, 2048, 8)
+        return Tile(4, 512, 2) if is_gated else Tile(2, 1024, 4)
+    if outputs <= 2560:
+        return Tile(1, 2048, 4)
+    is_aligned = inputs % 1024 == 0
+    if is_gated:
+        return Tile(4, 1024, 4) if is_aligned else Tile(4, 512, 2)
+    if is_many:
+        return Tile(8, 512, 2)
+    if is_aligned:
+        return Tile(2, 1024, 4) if outputs <= 5120 else Tile(8, 1024, 4)
+    if outputs <= 4096:
+        return Tile(2, 1024, 2)
+    return Tile(8, 512, 4) if inputs <= 4096 else Tile(4, 512, 4)
 
 
 def tile_of_gates(inputs: int) -> Tile:
@@ -52,21 +67,35 @@ def tile_of_downs(inputs: int, experts: int) -> Tile:
     return Tile(rows, width, max(2, min(16, rows * experts // 4)))
 
 
-def tile_of_bytes(outputs: int, inputs: int) -> Tile:
+def tile_of_bytes(outputs: int, inputs: int, *, is_gated: bool = False) -> Tile:
     """For a step of one token, where a number is a byte and an output has one scale."""
-    if outputs >= 4096:
+    if inputs <= 1024:
+        return Tile(4, max(64, triton.next_power_of_2(inputs)), 2)
+    if is_gated:
         return Tile(4, 512, 2)
-    if inputs > 4096:
+    if inputs <= 2048:
+        return Tile(4, 2048, 2)
+    if outputs <= 2560:
+        return Tile(2, 2048, 8)
+    is_aligned = inputs % 1024 == 0
+    if outputs <= 4096 or (is_aligned and outputs <= 5120):
         return Tile(4, 1024, 2)
-    tile = tile_of_one(outputs, inputs)
-    return tile._replace(width=min(2 * tile.width, triton.next_power_of_2(inputs)))
+    return Tile(8, 512, 2) if is_aligned else Tile(4, 512, 2)
 
 
-def tile_of_groups(outputs: int, *, is_fp8: bool) -> Tile:
+def tile_of_groups(outputs: int, inputs: int, *, is_fp8: bool, is_gated: bool = False) -> Tile:
     """For a step of one token, where groups have scales of their own: width counts inputs."""
-    if outputs < 4096:
+    if inputs <= 1024:
+        return Tile(4, max(64, triton.next_power_of_2(inputs)), 4)
+    if is_gated:
+        return Tile(8, 256, 2) if is_fp8 and outputs > 8192 else Tile(4, 512, 2)
+    if inputs <= 2048:
+        return Tile(4, 2048, 8)
+    if outputs <= 4096:
         return Tile(1, 2048, 4 if is_fp8 else 2)
-    return Tile(8, 256, 2) if is_fp8 and outputs > 8192 else Tile(4, 512, 2)
+    if outputs <= 5120:
+        return Tile(4, 1024, 4)
+    return Tile(4, 1024, 2) if inputs % 1024 == 0 else Tile(4, 512, 2)
 
 
 def parts_of(outputs: int, inputs: int) -> int:
