@@ -57,7 +57,8 @@ CHOSEN, OTHER, LIBRARY = "chosen", "fastest other", "torch"
 class Shape(NamedTuple):
     """Sizes of a model: of its states, of queries, keys and values together, of what attention gives, and so on.
 
-    inner: 0 where experts are in its place. words: of the last product; 0: as of a model that is named already.
+    inner: 0 where experts are in its place, of which one product is measured here: the one that chooses. words: of the
+    last product; 0: as of a model that is named already.
     """
 
     hidden: int
@@ -65,6 +66,7 @@ class Shape(NamedTuple):
     attended: int
     inner: int
     words: int
+    experts: int = 0
 
 
 MODELS = {
@@ -76,7 +78,7 @@ MODELS = {
     "qwen3-4b": Shape(2560, 6144, 4096, 9728, 0),
     "qwen2.5-14b": Shape(5120, 7168, 5120, 13824, 152064),
     "qwen2.5-32b": Shape(5120, 0, 0, 27648, 0),
-    "qwen3-30b-a3b": Shape(2048, 5120, 4096, 0, 151936),
+    "qwen3-30b-a3b": Shape(2048, 5120, 4096, 0, 151936, 128),
     "smollm2-135m": Shape(576, 960, 576, 1536, 49152),
     "gemma3-270m": Shape(640, 1536, 1024, 2048, 262144),
 }
@@ -131,11 +133,12 @@ def products_of(model: str, formats: Sequence[str], counts: Sequence[int]) -> It
         Product(model, "attended", shape.hidden if shape.attended else 0, shape.attended, summed=True),
         Product(model, "gate and up", 2 * shape.inner, shape.hidden, normed=True, gated=True),
         Product(model, "down", shape.hidden if shape.inner else 0, shape.inner, summed=True),
+        Product(model, "router", shape.experts, shape.hidden, normed=True),
         Product(model, "words", shape.words, shape.hidden, normed=True),
     ]
     for product in found:
         for format_name in formats if product.rows else ():
-            if product.name != "words" or format_name == PLAIN:  # which is in fewer bits nowhere
+            if format_name == PLAIN or product.name not in {"words", "router"}:  # which are in fewer bits nowhere
                 for tokens in counts:
                     yield product._replace(format=format_name, tokens=tokens)
 

@@ -35,11 +35,12 @@ class Tile(NamedTuple):
 def tile_of_one(outputs: int, inputs: int, *, is_gated: bool = False) -> Tile:
     """For a step of one token. is_gated: two matrices of so many outputs are read, for an activation."""
     is_many = outputs > 8192
+    rows = 4 if outputs >= 512 else 1  # a router has few outputs
     if inputs <= 1024:
-        return Tile(8, 512, 4) if is_many else Tile(4, max(64, triton.next_power_of_2(inputs)), 4)
+        return Tile(8, 512, 4) if is_many else Tile(rows, max(64, triton.next_power_of_2(inputs)), 4)
     if inputs <= 2048:
         if outputs <= 2048:
-            return Tile(4, 2048, 8)
+            return Tile(rows, 2048, 8 if rows > 1 else 4)
         return Tile(4, 512, 2) if is_gated else Tile(2, 1024, 4)
     if outputs <= 2560:
         return Tile(1, 2048, 4)
@@ -87,15 +88,16 @@ def tile_of_groups(outputs: int, inputs: int, *, is_fp8: bool, is_gated: bool = 
     """For a step of one token, where groups have scales of their own: width counts inputs."""
     if inputs <= 1024:
         return Tile(4, max(64, triton.next_power_of_2(inputs)), 4)
+    is_aligned = inputs % 1024 == 0
     if is_gated:
-        return Tile(8, 256, 2) if is_fp8 and outputs > 8192 else Tile(4, 512, 2)
-    if inputs <= 2048:
-        return Tile(4, 2048, 8)
+        return Tile(4 if is_aligned else 8, 256, 2) if is_fp8 else Tile(4, 512, 2)
+    if inputs <= 2048 < outputs:
+        return Tile(8, 2048, 8)
     if outputs <= 4096:
         return Tile(1, 2048, 4 if is_fp8 else 2)
     if outputs <= 5120:
-        return Tile(4, 1024, 4)
-    return Tile(4, 1024, 2) if inputs % 1024 == 0 else Tile(4, 512, 2)
+        return Tile(4, 512, 2) if is_fp8 else Tile(4, 1024, 4)
+    return Tile(4, 1024, 2) if is_aligned else Tile(4, 512, 2)
 
 
 def parts_of(outputs: int, inputs: int) -> int:
