@@ -275,9 +275,8 @@ def _select_of(p_scores, p_listed, first, count, kept, WIDTH: tl.constexpr):
     o_b = tl.arange(0, WIDTH)
     m_b = o_b < count
     b_order = tl.where(m_b, in_order(tl.load(p_scores + o_b, mask=m_b, other=0.0)), -2147483648)
-    # At least `kept` scores reach the one that is so high among the largest of each group. A group's scores lie GROUPS
-    # apart, so that all groups have some, however few there are: the nearer is the lowest of those to be kept.
-    b_best = tl.max(tl.reshape(b_order, (WIDTH // GROUPS, GROUPS)), axis=0)
+    # At least `kept` scores reach the one that is so high among the largest of each group.
+    b_best = tl.max(tl.reshape(b_order, (GROUPS, WIDTH // GROUPS)), axis=1)
     b_rank = _ranks(b_best, GROUPS)
     low = tl.max(tl.where(b_rank == kept - 1, b_best, -2139095041), axis=0)  # what no score is below: minus infinity
     _list_of(b_order, o_b, p_listed, first, kept, low, tl.max(b_best, axis=0) + 1)
