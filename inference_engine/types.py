@@ -239,5 +239,7 @@ class ModelFacts:
     # What runs the model, and its numeric identity: within one, equal histories have equal logits.
     backend: str = "torch"
     numerics: str = "torch"
+    # Formats of the matrices that products read, that of most bytes first; empty: all are of `dtype`.
+    weights: tuple[str, ...] = ()
     # Strategies that this model does not support, and why: its admission twin gave other logits, or none.
     refused_strategies: tuple[tuple[str, str], ...] = ()

@@ -116,6 +116,15 @@ def _serve_model(
         exported(server.trace_endpoint) as tracing,
         parts.engine(engine_config, tracing=tracing) as engine,
     ):
+        info = engine.info()
+        longest = info.default_limit_tokens
+        if longest is not None and longest < engine_config.default_limit_tokens:
+            logger.warning(
+                "default_limit_tokens is %d; with %s the model allows %d, which sessions that ask for no limit get",
+                engine_config.default_limit_tokens,
+                info.default_strategy,
+                longest,
+            )
         serve(engine, server, chat=chat, weights=weights, on_ready=ready)
     return 0
 
@@ -125,9 +134,12 @@ def ready_line(handle: ServerHandle, engine: Engine) -> str:
     metrics = f", metrics at http://{handle.metrics_target}/metrics" if handle.metrics_target else ""
     http = f", chat completions at {handle.http_url}" if handle.http_url else ""
     facts = info.facts
-    numerics = f" ({facts.backend}, {facts.numerics})" if facts.numerics != "torch" else ""
+    numerics = [facts.backend, facts.numerics] if facts.numerics != "torch" else []
+    if facts.weights and "weights" not in facts.numerics:
+        numerics.append(f"{' and '.join(facts.weights)} weights")
+    said = f" ({', '.join(numerics)})" if numerics else ""
     return (
-        f"ready at {handle.target}: {facts.model_id} in {facts.dtype} on {facts.device}{numerics}, "
+        f"ready at {handle.target}: {facts.model_id} in {facts.dtype} on {facts.device}{said}, "
         f"strategy {info.default_strategy}, {decimal(info.kv_capacity_bytes)} for K/V{http}{metrics}"
     )
 

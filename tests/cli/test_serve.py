@@ -11,6 +11,7 @@ import struct
 import time
 import urllib.request
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NoReturn
 
 import pytest
@@ -45,8 +46,19 @@ INSTRUMENTS = (
 
 def test_a_server_says_in_one_line_what_it_serves(server: Server) -> None:
     said = server.ready_line
-    assert f"ready at {server.target}: tiny in float32 on cpu (native, exact, float16 K/V), strategy full, " in said
+    numerics = "(native, exact, float16 K/V, float32 weights)"
+    assert f"ready at {server.target}: tiny in float32 on cpu {numerics}, strategy full, " in said
     assert "MB for K/V, metrics at http://127.0.0.1:" in said
+
+
+def test_the_log_names_a_default_limit_that_no_session_can_have(tiny_folder: Path) -> None:
+    with TemporaryFile("w+", encoding="utf-8") as errors:
+        asked = ("--model", tiny_folder, "--kv-bytes=64MiB", "--default-limit-tokens=100000")
+        with kakeya_serve(*asked, stderr=errors) as server, sdk.Client(server.target) as client:
+            given = client.server_info().default_limit_tokens
+        errors.seek(0)
+        said = errors.read()
+    assert given and f"default_limit_tokens is 100000; with full the model allows {given}, " in said
 
 
 def test_metrics_count_what_happened_under_the_agreed_names(server: Server) -> None:

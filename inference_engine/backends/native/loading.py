@@ -78,6 +78,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         dtype="float32",
         backend="native",
         numerics=_numerics(config, program),
+        weights=tuple(sorted(formats := program.formats(), key=formats.__getitem__, reverse=True)),
         refused_strategies=admitted.refused,
     )
     if reported := describe_ignored(checked.ignored):
