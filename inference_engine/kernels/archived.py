@@ -56,6 +56,12 @@ class ReadFrom:
         """Is there room for them?"""
         return self.query_bytes <= MOST_BYTES
 
+    @property
+    def most_tokens(self) -> int:
+        """For so many there can be room, 0 for none: one of the sizes of `room_for`."""
+        most = MOST_BYTES // (self.numbers * self.dtype.itemsize)
+        return 0 if most < LEAST_ROOM else 1 << (most.bit_length() - 1)
+
     def beside(self, other: ReadFrom | None) -> ReadFrom:
         """What both need."""
         if other is None or other == self:

@@ -188,6 +188,26 @@ def test_the_room_is_for_what_is_archived_and_not_for_the_models_longest_history
     assert by_views.count(1) == 3 * len(range(96, 60 + TOKENS - 1)), "in each of three layers"
 
 
+@pytest.mark.parametrize(
+    ("most_bytes", "logged"),
+    [
+        (archived.MOST_BYTES, []),
+        (2**17, ["mode=stream: more than 64 old tokens of a session are decoded in chunks "]),
+        (0, ["mode=stream: old tokens are decoded in chunks "]),
+    ],
+)
+def test_the_log_says_once_which_histories_are_decoded_in_chunks(
+    most_bytes: int, logged: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(archived, "LEAST_ROOM", 16)
+    monkeypatch.setattr(archived, "MOST_BYTES", most_bytes)
+    with caplog.at_level("INFO", device_archives.__name__), opened() as engine:
+        said(engine, turns=1)
+        said(engine, turns=1)
+    found = [record.getMessage() for record in caplog.records if record.name == device_archives.__name__]
+    assert [one.split("for each token")[0] for one in found] == logged
+
+
 def test_an_entry_that_is_not_finite_ends_the_answer_and_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, is_broken = LatentCodec.decoder, False
 
