@@ -57,15 +57,15 @@ CHOSEN, OTHER, LIBRARY = "chosen", "fastest other", "torch"
 class Shape(NamedTuple):
     """Sizes of a model: of its states, of queries, keys and values together, of what attention gives, and so on.
 
-    inner: 0 where experts are in its place, of which one product is measured here: the one that chooses. words: of the
-    last product; 0: as of a model that is named already.
+    inner: 0 where experts are in its place, of which one product is measured here: the one that chooses. vocabulary: 0,
+    if its product with the states is one of a model that is named already.
     """
 
     hidden: int
     qkv: int
     attended: int
     inner: int
-    words: int
+    vocabulary: int
     experts: int = 0
 
 
@@ -134,11 +134,11 @@ def products_of(model: str, formats: Sequence[str], counts: Sequence[int]) -> It
         Product(model, "gate and up", 2 * shape.inner, shape.hidden, normed=True, gated=True),
         Product(model, "down", shape.hidden if shape.inner else 0, shape.inner, summed=True),
         Product(model, "router", shape.experts, shape.hidden, normed=True),
-        Product(model, "words", shape.words, shape.hidden, normed=True),
+        Product(model, "lm_head", shape.vocabulary, shape.hidden, normed=True),
     ]
     for product in found:
         for format_name in formats if product.rows else ():
-            if format_name == PLAIN or product.name not in {"words", "router"}:  # which are in fewer bits nowhere
+            if format_name == PLAIN or product.name not in {"lm_head", "router"}:  # which are in fewer bits nowhere
                 for tokens in counts:
                     yield product._replace(format=format_name, tokens=tokens)
 
