@@ -4,9 +4,9 @@ The tiles were measured on an H200 with the matrices of real models; `make bench
 are faster. What decides how a sum is made follows from the shape of the matrix and its format, and from whether there
 is one token.
 
-Where rows begin at multiples of 2 KiB, many of them use the same channels of the memory: fewer rows or wider tiles are
-read faster then. Where there are few outputs, all programs should run at the same time; where there are many, they
-should be small.
+Where rows begin at multiples of 2 KiB, fewer rows or wider tiles are read faster, most likely because such rows share
+channels of the memory. Where there are few outputs, all programs should run at the same time; where there are many,
+they should be small.
 """
 
 from __future__ import annotations
