@@ -146,7 +146,9 @@ def products_of(model: str, formats: Sequence[str], counts: Sequence[int]) -> It
 def tries_of(product: Product) -> list[Tile]:
     """Other tiles; of more tokens those that leave the order of a sum, and its bits, what they are."""
     if product.tokens > 1 and product.format != PLAIN:
-        return [Tile(0, 0, warps, stages) for warps in (4, 8) for stages in (2, 3, 4, 5, 6)]
+        # Of a small tile any number of warps multiplies by the same instruction.
+        some_warps = (1, 2, 4) if product.tokens <= 32 else (4, 8)
+        return [Tile(0, 0, warps, stages) for warps in some_warps for stages in (2, 3, 4, 5, 6)]
     if product.tokens > 1:
         bytes_of = 2 * ((2 if product.gated else 1) * 64 + max(16, product.tokens))
         some = [Tile(64, width, warps, count) for width in (64, 128, 256) for warps in (4, 8) for count in (3, 4, 5, 8)]

@@ -5,9 +5,9 @@ on plain units, with enough reads under way to fill the memory's bandwidth; the 
 tokens the products are left to tensor cores; they get normed states.
 
 A token's sums are added in an order that follows from the shape of the matrix. It is the same for any number of tokens
-but one; `open_invariant` has it for one, too. Where a matrix has few rows, parts of its sums are made side by side, and
-the last program of a tile adds them up in their order. Sums are float32; float32 inputs are multiplied as float32, not
-in TF32.
+but one, and, of a matrix in fewer bits, up to 32; `open_invariant` has one for all. Where a matrix has few rows, parts
+of its sums are made side by side, and the last program of a tile adds them up in their order. Sums are float32; float32
+inputs are multiplied as float32, not in TF32.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from inference_engine.kernels.triton.tiles import (
     fitting,
     part_of,
     parts_of,
+    parts_of_quantised,
     shared_bytes,
     tile_of_bytes,
     tile_of_groups,
@@ -48,9 +49,10 @@ from inference_engine.kernels.triton.tiles import (
 )
 
 FEW = 64  # tokens; more are multiplied by a matrix library
+_FEW_UNPACKED = 32  # tokens; a matrix in fewer bits has tiles of their own for them
 _LEAST = 16  # tokens of a tile
 _TOGETHER = 8  # tiles of rows whose programs follow each other
-_COUNTERS = 512  # more than there are tiles of a matrix whose sums have parts
+_COUNTERS = 1024  # more than there are tiles of a matrix whose sums have parts
 
 _NONE, _SILU, _GELU_TANH = 0, 1, 2
 ACTIVATIONS = {None: _NONE, "silu": _SILU, "gelu_tanh": _GELU_TANH}
@@ -141,16 +143,24 @@ class Products:
                 **chained(out.device),
             )
             return out
-        parts = parts_of(outputs, inputs)
         matrices = 1 if activation is None else 2
         if count <= FEW:
             tokens = max(_LEAST, triton.next_power_of_2(count))
             tile = tile_of_some(outputs, inputs, states.element_size(), tokens, matrices)
         else:
             tokens, tile = tile_of_many(outputs, count, states.element_size())
-        if not isinstance(matrix, Tensor):
+        if isinstance(matrix, Tensor):
+            parts = parts_of(outputs, inputs)
+        else:
+            parts = parts_of_quantised(outputs, inputs, matrices)
             tile = tile_of_quantised(
-                states.element_size(), tokens, matrices, group if is_grouped else None, is_fp8=matrix.is_fp8
+                outputs,
+                states.element_size(),
+                matrices,
+                parts,
+                group if is_grouped else None,
+                is_fp8=matrix.is_fp8,
+                is_few=tokens <= _FEW_UNPACKED and not self._is_invariant,
             )
         tile = fitting(tile, states.element_size(), tokens, matrices, shared_bytes(states.device))
         rows, columns = triton.cdiv(outputs, tile.rows), triton.cdiv(count, tokens)
