@@ -62,7 +62,7 @@ from laboratory.evaluation import record
 from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
 from laboratory.evaluation.sessions import opened
-from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate, unattended
+from laboratory.evaluation.timing import decode_milliseconds, host_seconds, in_turns, prefill_rate, unattended
 
 # By transformers' name of its attention.
 COMPILED = {"sdpa": "transformers, compiled", "eager": "transformers, compiled, attention too"}
@@ -86,9 +86,13 @@ class Group:
 
 @dataclass(slots=True)
 class Cell:
-    """Samples of one strategy in a group. read: entries that a step reads in each session, at the end."""
+    """Samples of one strategy in a group. read: entries that a step reads in each session, at the end.
+
+    host_ms: what the host does for a step that is launched ahead, while it does not wait for the device.
+    """
 
     step_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)  # tokens a second, of each session
     read: int = 0
 
@@ -179,6 +183,15 @@ class CompiledStep:
             torch.cuda.synchronize()
 
 
+def step_milliseconds(engine: Engine, sessions: Sequence[str], tokens: int, host: list[float]) -> float:
+    """As `decode_milliseconds`. host: gets milliseconds of the host, if steps are launched ahead."""
+    with host_seconds() as found:
+        whole = decode_milliseconds(engine, sessions, tokens)
+    if found:
+        host.append(1e3 * statistics.median(found))
+    return whole
+
+
 def entries_read(strategy: KVStrategy, attended: int) -> int:
     """Entries whose bytes a step reads: of `gather` and `tiered` those of the budget, and a bound for each block."""
     if not isinstance(strategy, Gather | Tiered) or strategy.budget is None:
@@ -214,7 +227,11 @@ def measure(
                     rate = prefill_rate(by, session, prompt)
                 if is_attended:
                     cells[name].prefill.append(rate)
-        sides = {name: partial(decode_milliseconds, by, sessions[name], arguments.tokens) for name, by, _ in served}
+        hosts: dict[str, list[float]] = {name: [] for name, _, _ in served}
+        sides = {
+            name: partial(step_milliseconds, by, sessions[name], arguments.tokens, hosts[name])
+            for name, by, _ in served
+        }
         for name, make in compiled.items():
             beside, cells[name] = make(), Cell(read=group.length)
             beside.milliseconds(4)  # compiles
@@ -222,6 +239,7 @@ def measure(
         for name, samples in in_turns(sides, arguments.rounds).items():
             cells[name].step_ms = samples
         for name, by, _ in served:
+            cells[name].host_ms = hosts[name][1:]  # a first round is kept of none
             info = by.session_info(sessions[name][0])
             cells[name].read = entries_read(info.strategy, info.history_length - 1 - info.evicted_tokens)
     return cells
@@ -249,6 +267,9 @@ class Outcome:
             floor = costs.step_ms(group.sessions, cell.read, self._ceilings)
             row = {"shape": shape, "strategy": name, "sessions": group.sessions, "length": group.length}
             row |= {"ms": round(median, 4), "tokens a second": round(1e3 * group.sessions / median, 1)}
+            if cell.host_ms:
+                self._values[f"host time of a step, {where}"] = record.summarize(cell.host_ms, "ms")
+                row["host ms"] = round(statistics.median(cell.host_ms), 4)
             row |= {"entries read": cell.read, "floor ms": round(floor, 4), "floor ÷ ms": round(floor / median, 3)}
             for baseline in (FULL, *COMPILED.values()):
                 if baseline in cells and baseline != name:

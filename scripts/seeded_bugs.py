@@ -192,8 +192,8 @@ BUGS = (
     Bug(
         "an append is acknowledged and lost",
         "inference_engine/session/history.py",
-        "        self._length = before + done\n",
-        "        self._length = before + max(0, done - 1)\n",
+        "        self.length = before + done\n",
+        "        self.length = before + max(0, done - 1)\n",
         (ISOLATION,),
     ),
     Bug(

@@ -105,7 +105,7 @@ class Settling:
                 first = session.kv.length - 1
                 self._speculation.settle(request, block, outcome, first=first, kept=1, taken=int(is_recorded))
                 if is_recorded:
-                    self._report(request, sample, len(session.history) - 1, now)
+                    self._report(request, sample, session.history.length - 1, now)
                     self._end_if_done(request, sample.token_id, now)
                 else:
                     self._refuse_not_finite(request, outcome)
@@ -124,11 +124,11 @@ class Settling:
         """Record the token of each request, if there is one and its session is open and has room for it. Of each
         whether it was recorded, or why it could not be."""
         recorded: list[bool | Exception] = []
+        has_room = self._store.histories.has_room
         with self._store.locked():
             for index, (request, outcome) in enumerate(zip(batch, outcomes, strict=True)):
                 session = request.session
-                is_wanted = outcome.samples[0].is_finite and not session.is_closed
-                if is_wanted and self._store.histories.has_room(session, 1):
+                if outcome.samples[0].is_finite and not session.is_closed and has_room(session, 1):
                     logprobs = _logprobs(outcome.samples) if request.params.logprobs else None
                     try:
                         token_ids = ids[index : index + 1]
@@ -267,7 +267,7 @@ class Settling:
         if request.generated >= request.params.max_tokens:
             return StopReason.MAX_TOKENS
         longest = session.longest
-        if longest is not None and len(session.history) >= longest:
+        if longest is not None and session.history.length >= longest:
             return StopReason.TRUNCATED
         return None
 

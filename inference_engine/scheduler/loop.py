@@ -633,7 +633,7 @@ def _goes_on(request: Request) -> bool:
         and not session.is_closed
         and request.stop is None
         and request.generated + 1 < request.params.max_tokens
-        and kv.covers(len(session.history) + 1)
+        and kv.covers(session.history.length + 1)
     )
 
 

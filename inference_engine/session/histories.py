@@ -70,7 +70,7 @@ class Histories:
     def has_room(self, session: Session, tokens: int) -> bool:
         """May the history take so many more tokens?"""
         history, longest, most = session.history, session.longest, self._limits.history_tokens_per_owner
-        if longest is not None and len(history) + tokens > longest:
+        if longest is not None and history.length + tokens > longest:
             return False
         if (kept := self._kept_room(session)) is not None and tokens > kept:
             return False

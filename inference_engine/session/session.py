@@ -157,7 +157,7 @@ class Session:
 
     def refresh_facts(self) -> None:
         """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""
-        length, recorded = self.kv.length, len(self.history)
+        length, recorded = self.kv.length, self.history.length
         if length > recorded:
             raise InvariantViolated("INV1", f"{length} positions are cached of {recorded} recorded")
         if length < self.cached_tokens:

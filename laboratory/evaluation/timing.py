@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from inference_engine.backends.pinned import Landed
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
 from inference_engine.kv.strategy import KVStrategy
@@ -142,6 +143,26 @@ def decode_milliseconds(engine: Engine, sessions: Sequence[str], tokens: int) ->
     for watch in watches:
         watch.wait()
     return 1e3 * step_seconds([watch.token_times for watch in watches])
+
+
+@contextmanager
+def host_seconds() -> Iterator[list[float]]:
+    """Within it: of each step that a GPU computes while the host goes on, how long the host takes from where the ids of
+    the step before have come to where it waits for this one's. Between two Generates it is much longer.
+    """
+    found: list[float] = []
+    since: float | None = None
+    wait = Landed.wait
+
+    def watched(landed: Landed) -> None:
+        nonlocal since
+        if since is not None:
+            found.append(time.perf_counter() - since)
+        wait(landed)
+        since = time.perf_counter()
+
+    with patch.object(Landed, "wait", watched):
+        yield found
 
 
 def in_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from inference_engine.backends.pinned import Landed
 from laboratory.evaluation.made_models import SHAPES
 from laboratory.evaluation.on_gpu import Ceilings
 from laboratory.evaluation.record import read_record
+from laboratory.evaluation.timing import host_seconds
 from scripts import bench_gpu_ops, bench_gpu_steps, bench_long_steps
 from scripts.bench_gpu import main
 
@@ -171,3 +174,14 @@ def test_pages_are_each_session_s_entries_in_place(sessions: int) -> None:
 def test_a_last_page_that_is_not_full_is_refused() -> None:
     with pytest.raises(ValueError, match="40 tokens are not whole pages of 16"):
         bench_gpu_ops.paged(torch.zeros(1, 4, 40, 8))
+
+
+def test_what_the_host_does_is_timed_between_two_waits_for_the_device() -> None:
+    landed = Landed(torch.zeros(1))
+    with host_seconds() as found:
+        for _ in range(3):
+            landed.wait()
+            time.sleep(0.01)
+    landed.wait()
+
+    assert len(found) == 2 and min(found) >= 0.01
