@@ -181,7 +181,9 @@ class TensorRecording:
 
 
 def padded(numbers: Numbers, size: int) -> Numbers:
-    """`numbers` [n, ...] with zeros after them, [size, ...]."""
+    """`numbers` [n, ...] with zeros after them, [size, ...]; they themselves, if none are missing."""
+    if len(numbers) == size:
+        return numbers
     wider = np.zeros((size, *numbers.shape[1:]), dtype=np.int64)
     wider[: len(numbers)] = numbers
     return wider

@@ -51,7 +51,7 @@ class _Launched:
         return self._drawing.ids
 
     def result(self) -> Result:
-        return replace(self._result, samples=self._drawing.samples())
+        return Result(self._result.logits, self._result.taps, self._drawing.samples())
 
 
 class TorchForward:
@@ -254,7 +254,7 @@ class TorchForward:
         graphs = self._graphs.get(step.plan.pool)
         draws = step.draws
         is_greedy = isinstance(draws, Draws) and draws.are_largest and len(draws) == len(step.logit_queries)
-        if is_greedy and graphs is not None and graphs.can_run(step):
+        if is_greedy and graphs is not None:  # which can run it, as `can_launch` said
             assert isinstance(draws, Draws)
             return self._launch_greedily(step, draws, graphs, fed)
         result = self._forward(step, fed)

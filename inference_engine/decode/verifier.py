@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -174,9 +174,17 @@ class _Planned:
         if self.checks is not None:
             checks = self.checks.following(blocks)
             on_computed = partial(checks.ask, lap)
-        ids = self.step.token_ids if token_ids is None else token_ids
-        step = replace(self.step, token_ids=ids, plan=self.step.plan.following(), draws=draws, on_computed=on_computed)
-        return replace(self, blocks=blocks, step=step, draws=draws, checks=checks)
+        before = self.step
+        step = Step(
+            before.token_ids if token_ids is None else token_ids,
+            before.plan.following(),
+            before.logit_queries,
+            before.tap_layers,
+            draws,
+            on_computed,
+            before.needs_logits,
+        )
+        return _Planned(blocks, step, draws, self.ends, checks)
 
     def outcomes(self, result: Result) -> list[Outcome]:
         samples = iter(result.samples)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -156,8 +155,9 @@ class StepPlan:
         its numbers grow by what they grew before.
         """
         assert self.is_numbers_only and self.query_count == len(self._sessions)
-        plan = copy(self)
-        plan.__dict__.pop("tables", None)
+        plan = StepPlan.__new__(StepPlan)
+        vars(plan).update(vars(self))
+        vars(plan).pop("tables", None)
         plan.positions = self.positions + 1
         plan._growth = growth = self._growth or _Growth(self._geometry, self.query_count)
         plan.numbers = self.numbers.grown(growth.numbers, self.pool.scratch)
