@@ -245,10 +245,10 @@ class TorchForward:
 
     def can_launch(self, step: Step) -> bool:
         """On a GPU only recorded steps: launching the others takes the host as long as the device."""
-        if self._device.type == "cpu":
-            return step.plan.is_numbers_only
         graphs = self._graphs.get(step.plan.pool)
-        return graphs is not None and graphs.can_run(step)
+        if graphs is not None:
+            return graphs.can_run(step)
+        return self._device.type == "cpu" and step.plan.is_numbers_only
 
     def launch(self, step: Step, fed: Tensor | None = None) -> _Launched:
         graphs = self._graphs.get(step.plan.pool)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from inference_engine.backends import graphs
+from inference_engine.backends import graphs, torch_forward
+from inference_engine.backends.pinned import Landing, Numbers
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
 from inference_engine.kernels.components import ChosenBy, IndexShape
+from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.memory.pool import Pool
-from tests.facade import context_of, forward_of
-from tests.tiny import tiny_engine
+from inference_engine.types import GenerateParams, Sampling, TokenCommitted
+from tests.facade import context_of, forward_of, standing_still
+from tests.laws.variants import text
+from tests.tiny import SMALL, tiny_engine, tiny_forward_on
+
+SEGMENT = SMALL["segment_tokens"]
 
 
 def step(pool: Pool, *, tokens: int, selects: bool, chosen_by: tuple[ChosenBy, ...] = ()) -> Any:
@@ -31,6 +43,51 @@ def step(pool: Pool, *, tokens: int, selects: bool, chosen_by: tuple[ChosenBy, .
         positions=positions,
     )
     return SimpleNamespace(plan=plan, tap_layers=(), logit_queries=[0])
+
+
+class Eager:
+    """A recording that computes each time: of what CUDA's does, all but that it is recorded."""
+
+    def __init__(self, idle: Numbers, device: torch.device, compute: Callable[[Tensor], Any], _: GraphMemory) -> None:
+        self._count, self._compute = len(idle), compute
+
+    def run(self, *parts: Numbers, fed: Tensor | None = None) -> Any:
+        numbers = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
+        assert len(numbers) == self._count
+        if fed is not None:
+            numbers[: len(fed)] = fed
+        return self._compute(numbers)
+
+
+class Now:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+def test_recorded_steps_of_any_number_of_sessions_decode_what_unrecorded_ones_do(
+    monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+) -> None:
+    monkeypatch.setattr(graphs, "Recording", Eager)
+    landing = partial(Landing, allocate=partial(torch.empty, dtype=torch.float32), now=lambda _device: Now())
+    monkeypatch.setattr(torch_forward, "Landing", landing)
+    prompts = [text(SEGMENT + 3 * number, seed=number) for number in range(5)]  # a recording is made for 4, and for 6
+
+    def decoded(sessions: int, *, is_recorded: bool) -> list[list[int]]:
+        forward = tiny_forward_on("cpu", ops=DeviceOps(attends_together=True), records_graphs=is_recorded)
+        with Engine(forward, EngineConfig(**SMALL, overlap="on")) as engine:
+            opened = [engine.create_session().session_id for _ in range(sessions)]
+            for session, prompt in zip(opened, prompts, strict=False):
+                engine.append(session, prompt)
+            params = GenerateParams(max_tokens=2 * SEGMENT, sampling=sampling)
+            with standing_still(engine):
+                running = [engine.generate(session, params) for session in opened]
+            return [[event.token_id for event in each if isinstance(event, TokenCommitted)] for each in running]
+
+    for sessions in (1, 4, 5):
+        assert decoded(sessions, is_recorded=True) == decoded(sessions, is_recorded=False)
 
 
 def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_once(
