@@ -239,7 +239,7 @@ def measure(
         for name, samples in in_turns(sides, arguments.rounds).items():
             cells[name].step_ms = samples
         for name, by, _ in served:
-            cells[name].host_ms = hosts[name][1:]  # a first round is kept of none
+            cells[name].host_ms = hosts[name][1:]  # without the first round, which warms up
             info = by.session_info(sessions[name][0])
             cells[name].read = entries_read(info.strategy, info.history_length - 1 - info.evicted_tokens)
     return cells

@@ -155,7 +155,7 @@ class StepPlan:
         its numbers grow by what they grew before.
         """
         assert self.is_numbers_only and self.query_count == len(self._sessions)
-        plan = StepPlan.__new__(StepPlan)
+        plan = object.__new__(type(self))
         vars(plan).update(vars(self))
         vars(plan).pop("tables", None)
         plan.positions = self.positions + 1

@@ -35,6 +35,7 @@ from inference_engine.kernels.triton.quantised import (
 )
 from inference_engine.kernels.triton.row_norm import constants_of, norm_of
 from inference_engine.kernels.triton.tiles import (
+    MOST_TILES,
     fitting,
     part_of,
     parts_of,
@@ -52,7 +53,6 @@ FEW = 64  # tokens; more are multiplied by a matrix library
 _FEW_UNPACKED = 32  # tokens; a matrix in fewer bits has tiles of their own for them
 _LEAST = 16  # tokens of a tile
 _TOGETHER = 8  # tiles of rows whose programs follow each other
-_COUNTERS = 1024  # more than there are tiles of a matrix whose sums have parts
 
 _NONE, _SILU, _GELU_TANH = 0, 1, 2
 ACTIVATIONS = {None: _NONE, "silu": _SILU, "gelu_tanh": _GELU_TANH}
@@ -168,7 +168,7 @@ class Products:
         held, arrived = out, out
         if is_split:
             held = torch.empty(rows * parts * matrices * tile.rows * tokens, dtype=torch.float32, device=out.device)
-            assert rows <= _COUNTERS, rows
+            assert rows <= MOST_TILES, rows
             arrived = self._counters(out.device)
         _product_of_some[(rows * columns, parts if is_split else 1)](
             *read,
@@ -200,7 +200,7 @@ class Products:
         """Zeros, which the last program of each leaves as zeros; always the same, for recorded steps know where."""
         if device not in self._arrived:
             with torch.inference_mode(False):
-                self._arrived[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+                self._arrived[device] = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         return self._arrived[device]
 
 

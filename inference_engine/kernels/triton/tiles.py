@@ -2,7 +2,7 @@
 
 The tiles were measured on an H200 with the matrices of real models; `make bench-gpu-products` measures whether others
 are faster. What decides how a sum is made follows from the shape of the matrix and its format, and from whether there
-is one token.
+is one token or, in fewer bits, up to 32.
 
 Where rows begin at multiples of 2 KiB, fewer rows or wider tiles are read faster, most likely because such rows share
 channels of the memory. Where there are few outputs, all programs should run at the same time; where there are many,
@@ -20,6 +20,9 @@ import triton
 _PROGRAMS = 132  # that fill a large GPU
 _LEAST_PART = 512  # inputs that are worth a program of their own
 _MOST_PARTS = 4
+_PROGRAMS_QUANTISED = 4 * _PROGRAMS
+# Tiles of a matrix whose sums have parts, two at least: of 16 rows at least, where parts are those of 64.
+MOST_TILES = _PROGRAMS_QUANTISED // 2 * (64 // 16)
 _WIDEST = 128  # inputs of a tile
 
 
@@ -112,7 +115,7 @@ def parts_of(outputs: int, inputs: int, *, programs: int = _PROGRAMS) -> int:
 
 def parts_of_quantised(outputs: int, inputs: int, matrices: int) -> int:
     """As `parts_of`, of a matrix in fewer bits: a multiprocessor reads for some programs while others unpack."""
-    return parts_of(outputs * matrices, inputs, programs=4 * _PROGRAMS)
+    return parts_of(outputs * matrices, inputs, programs=_PROGRAMS_QUANTISED)
 
 
 def part_of(inputs: int, parts: int) -> int:
@@ -138,8 +141,8 @@ def tile_of_some(outputs: int, inputs: int, itemsize: int, tokens: int, matrices
 def tile_of_quantised(
     outputs: int, itemsize: int, matrices: int, parts: int, group: int | None, *, is_fp8: bool, is_few: bool
 ) -> Tile:
-    """For more than one token, of a matrix in fewer bits: within 20 % of the best of those tried for Llama-3.1-8B,
-    Llama-3.2-1B and Qwen2.5-7B on an H200, 16, 32 and 64 tokens, in most cases within 6 %.
+    """For more than one token, of a matrix in fewer bits: the best of those tried for Llama-3.1-8B and Qwen2.5-7B on an
+    H200, 16 and 64 tokens, or nearly.
 
     is_few: up to 32 tokens, whose sums may differ in their last bits from those of more. Two warps unpack a small tile
     and multiply it by another instruction than the four warps of a large one, which adds otherwise on Hopper. Of large
