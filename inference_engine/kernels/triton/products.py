@@ -50,7 +50,7 @@ from inference_engine.kernels.triton.tiles import (
 )
 
 FEW = 64  # tokens; more are multiplied by a matrix library
-_FEW_UNPACKED = 32  # tokens; a matrix in fewer bits has tiles of their own for them
+_FEW_UNPACKED = 32  # tokens, for which a matrix in fewer bits has smaller tiles
 _LEAST = 16  # tokens of a tile
 _TOGETHER = 8  # tiles of rows whose programs follow each other
 

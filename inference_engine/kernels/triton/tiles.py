@@ -21,7 +21,8 @@ _PROGRAMS = 132  # that fill a large GPU
 _LEAST_PART = 512  # inputs that are worth a program of their own
 _MOST_PARTS = 4
 _PROGRAMS_QUANTISED = 4 * _PROGRAMS
-# Tiles of a matrix whose sums have parts, two at least: of 16 rows at least, where parts are those of 64.
+# The most tiles of a matrix whose sums have parts. There are two parts at least, and how many follows from tiles of 64
+# rows; tiles have 16 at least.
 MOST_TILES = _PROGRAMS_QUANTISED // 2 * (64 // 16)
 _WIDEST = 128  # inputs of a tile
 

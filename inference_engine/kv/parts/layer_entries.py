@@ -160,13 +160,11 @@ class LayerEntries(LayerSlots, Part):
         return min([sys.maxsize, *(part.quiet_until(position) for part in self.parts)])
 
     def stage_next(self, position: int) -> None:
-        layout, held = self.layout, self.held
-        if not (position - layout.base) % self.context.geometry.opening_tokens:
-            self._open_pages(position, 1)
-        slot = layout.slot(position)
-        if held[slot] >= 0:
+        self._open_pages(position, 1)
+        slot = self.layout.slot(position)
+        if self.held[slot] >= 0:
             raise InvariantViolated("INV1", f"a slot for position {position} is still held")
-        held[slot] = position
+        self.held[slot] = position
 
     @property
     def fits_numbers(self) -> bool:
