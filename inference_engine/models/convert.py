@@ -20,7 +20,6 @@ from typing import Any
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
-from inference_engine.models.gguf_model import split_digits
 
 _SAMPLE = "On 3 May\n\n2 of 1024 users said: “naïve”,  日本語 🙂\n\tx = y[0]\n"
 
@@ -41,7 +40,7 @@ def convert(gguf: Path, folder: Path, *, parameters: int, has_chat_template: boo
     model.save_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if splits_digits:
-        split_digits(tokenizer.backend_tokenizer)
+        _split_digits(tokenizer.backend_tokenizer)
     tokenizer.save_pretrained(folder)
     # Weights are written for the owner alone; a cache may be shared, or filled by root when a container is built.
     for weights in folder.glob("*.safetensors"):
@@ -60,6 +59,15 @@ def convert(gguf: Path, folder: Path, *, parameters: int, has_chat_template: boo
         batch = torch.tensor([ids])
         if not torch.equal(same(batch).logits, model(batch).logits):
             raise ModelError(f"{gguf.name}: the converted weights do not give the logits they gave before")
+
+
+def _split_digits(tokenizer: Any) -> None:
+    """Let a byte-level tokenizer of the tokenizers library take every digit alone first."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
 
 
 def _forget_quantisation(model: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -115,6 +115,11 @@ class GgufHeader:
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     _strings: Mapping[str, tuple[int, int]]  # the first one's place in the file, and how many
+
+    @property
+    def string_arrays(self) -> Collection[str]:
+        """The keys that `strings` reads."""
+        return self._strings.keys()
 
     def number(self, key: str) -> int | None:
         """A whole number; None if there is none of this name. Raises ModelError for anything else."""

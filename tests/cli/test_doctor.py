@@ -71,6 +71,43 @@ def test_what_is_ignored_of_a_folder_is_listed(
     assert text.endswith("are ignored: modeling_llama.py, original/consolidated.00.pth")
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "level", "says"),
+    [
+        (128, {}, "ok", "present"),
+        (128, {"<extra>": 128}, "warn", "its ids reach 128, and the model has 128 rows"),
+        (128, {"<|im_end|>": 128}, "fail", "eos_token is 128, and the model has 128 rows"),
+    ],
+)
+def test_a_tokenizer_with_ids_that_are_no_rows_of_the_model_is_found(
+    rows: int,
+    tokens: dict[str, int],
+    level: str,
+    says: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for check in ("family", "self test"):
+        monkeypatch.setitem(CHECKS, check, CHECKS["machine"])
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == rows
+    specification = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = specification["model"]["vocab"]
+    added = {token["content"]: token for token in specification["added_tokens"]}
+    for text, at in tokens.items():
+        vocabulary |= {f"filler{n}": n for n in range(max(vocabulary.values()) + 1, at)}
+        added[text] = {**added["<|im_start|>"], **added.get(text, {}), "id": at, "content": text}
+        vocabulary[text] = at
+    specification["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
+    (folder / "tokenizer.json").write_text(json.dumps(specification))
+    assert doctor("--model", folder) == (1 if level == "fail" else 0)
+    found, text = lines(capsys.readouterr().out)["tokenizer"]
+    assert found == level
+    assert says in text
+
+
 def test_a_family_that_is_not_served_fails_with_the_reason(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from inference_engine.cli import models as command
 from inference_engine.cli.models import MOST_NAMES
 from inference_engine.models import known_names, write_manifest
+from tests.models.tiny_gguf import tiny_model, write_gguf
 
 
 def kakeya_models(*arguments: str) -> int:
@@ -18,6 +19,11 @@ def kakeya_models(*arguments: str) -> int:
     args = parser.parse_args(["models", *arguments])
     status: int = args.run(args)
     return status
+
+
+def unwrapped(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a table has printed, without its lines."""
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_list_names_every_known_model(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +38,18 @@ def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytes
     # K and V of 2 layers, 2 heads of 8 values, 4 bytes each.
     assert "128 bytes in 16 bits, 256 in float32" in printed
     assert "these files cannot be verified" in printed
+
+
+def test_show_compares_the_tokenizer_of_a_file_with_the_file_and_names_the_ends_of_a_turn(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spelled = {0: ("<｜begin｜>", 3), 1: ("<｜end｜>", 3)}
+    write_gguf(tiny_model("llama"), tmp_path / "m.gguf", spelled=spelled, ids={"eot": 2})
+    assert kakeya_models("show", str(tmp_path / "m.gguf"), "--cache-dir", str(cache)) == 0
+    assert "rows of the model; ends of a turn, by the files: 1, 2" in unwrapped(capsys)
+    write_gguf(tiny_model("llama"), tmp_path / "n.gguf", spelled={5: ("<｜end｜>", 3), 6: ("<｜end｜>", 3)})
+    assert kakeya_models("show", str(tmp_path / "n.gguf"), "--cache-dir", str(cache)) == 0
+    assert "the tokens 5 and 6 are both" in unwrapped(capsys)
 
 
 def test_show_lists_what_is_ignored(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

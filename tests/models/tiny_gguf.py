@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -87,16 +88,19 @@ def write_gguf(
     *,
     pre: str = "smollm",
     factors: np.ndarray[Any, Any] | None = None,
+    spelled: Mapping[int, tuple[str, int]] = MappingProxyType({}),
+    ids: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """The model as llama.cpp's converter writes it, matrices in `encoding`, with a byte-level tokenizer.
 
-    factors: the divisor of each frequency of the rotation.
+    factors: the divisor of each frequency of the rotation. spelled: other texts and types of tokens, by id. ids: more
+    keys `tokenizer.ggml.<name>_token_id`, or others than bos 0, eos 1 and padding 1.
     """
     config = model.config
     family = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, family)
     _write_values(writer, config)
-    _write_tokenizer(writer, config.vocab_size, pre)
+    _write_tokenizer(writer, config.vocab_size, pre, spelled, ids)
     for name, tensor in _converted(model).items():
         if tensor.ndim > 1 and encoding != "F32":
             kind = GGMLQuantizationType[encoding]
@@ -175,17 +179,21 @@ def _write_values(writer: GGUFWriter, config: Any) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
-def _write_tokenizer(writer: GGUFWriter, size: int, pre: str) -> None:
+def _write_tokenizer(
+    writer: GGUFWriter, size: int, pre: str, spelled: Mapping[int, tuple[str, int]], ids: Mapping[str, int]
+) -> None:
     line_break = byte_tokens()[ord("\n")]
     tokens = ["<|start|>", "<|end|>", *byte_tokens(), line_break * 2]
+    types = [3, 3, *[1] * (len(tokens) - 2)]
     assert size == len(tokens)
+    for at, (text, kind) in spelled.items():
+        tokens[at], types[at] = text, kind
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, *[1] * (len(tokens) - 2)])
+    writer.add_token_types(types)
     writer.add_token_merges([f"{line_break} {line_break}"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_pad_token_id(1)
+    for name, at in {"bos": 0, "eos": 1, "padding": 1, **ids}.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", at)
     writer.add_add_bos_token(False)
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")

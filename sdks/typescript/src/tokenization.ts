@@ -124,9 +124,10 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
     const asText = new Template('{{ "" + parts }}');
     const special = specialTokens(config);
     const added = tokenizer.get_added_tokens_decoder();
-    const eos = tokenizer.token_to_id(special["eos_token"] ?? "");
+    // The ends of a text, of a turn and of a message.
+    const ends = ["eos_token", "eot_token", "eom_token"].map((name) => tokenizer.token_to_id(special[name] ?? ""));
     return {
-      eosTokenIds: eos === undefined ? [] : [eos],
+      eosTokenIds: [...new Set(ends.filter((id) => id !== undefined))],
       render: (messages, options) => {
         if (template === undefined) throw new TemplateError(`the tokenizer in ${folder} has no chat template`);
         const text = template.render({ ...special, ...options, messages });
@@ -417,7 +418,8 @@ async function templateOf(folder: string, config: Record<string, unknown>): Prom
 /** The special tokens that templates write, by the names they know them by. */
 function specialTokens(config: Record<string, unknown>): Record<string, string> {
   const tokens: Record<string, string> = {};
-  for (const name of ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"]) {
+  for (const kind of ["bos", "eos", "eot", "eom", "unk", "pad", "sep", "cls", "mask"]) {
+    const name = `${kind}_token`;
     const value = config[name] as string | { readonly content?: string } | null | undefined;
     const content = typeof value === "object" ? value?.content : value;
     if (typeof content === "string") tokens[name] = content;

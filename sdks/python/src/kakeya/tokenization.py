@@ -149,8 +149,7 @@ def tokens_for_next_turn(
 
 def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[int, ...]:
     """Ids that end an assistant's turn, for a session's `eos_token_ids`: the tokenizer's own and the template's."""
-    own = tokenizer.eos_token_id
-    ids = [*own] if isinstance(own, (list, tuple)) else [] if own is None else [own]
+    ids = _own_ends(tokenizer)
     question: list[Message] = [{"role": "user", "content": _USER}]
     writer = _Writer(tokenizer, template_options, False)
     end = _rendered_after(writer, question, _markers([*_texts(template_options)])[0], [], False)[1]
@@ -158,6 +157,13 @@ def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[
     if end and end[0] in tokenizer.added_tokens_decoder:
         ids.append(end[0])
     return tuple(dict.fromkeys(ids))
+
+
+def _own_ends(tokenizer: ChatTokenizer) -> list[int]:
+    """The ends of a text, of a turn and of a message, by the names of tokenizer_config.json."""
+    named = [getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
+    flat = [at for one in named for at in (one if isinstance(one, (list, tuple)) else [one])]
+    return list(dict.fromkeys(at for at in flat if at is not None))
 
 
 def _markers(texts: Sequence[str]) -> list[str]:
@@ -258,14 +264,13 @@ def _not_apart(error: SpecialTextError) -> TemplateError:
 
 def _special_tokens(tokenizer: ChatTokenizer, given: str | None) -> SpecialTokens:
     """given: a template instead of the tokenizer's own, or the name of one of them."""
-    own = tokenizer.eos_token_id
     template = getattr(tokenizer, "chat_template", None) or ""
     return SpecialTokens.of(
         (
             (token_id, getattr(token, "content", str(token)), bool(getattr(token, "special", False)))
             for token_id, token in tokenizer.added_tokens_decoder.items()
         ),
-        end_ids=own if isinstance(own, (list, tuple)) else [own],
+        end_ids=_own_ends(tokenizer),
         template="".join([*(template.values() if isinstance(template, Mapping) else [str(template)]), given or ""]),
         unknown_id=getattr(tokenizer, "unk_token_id", None),
     )

@@ -1,0 +1,110 @@
+"""The ids that a model's files name, read without transformers: those of its tokenizer, and the ends of a turn.
+
+Ends are a union, because files of one model disagree by omission: config.json has one id, generation_config.json a
+list, the tokenizer the end of a text, a GGUF header those of a turn and of a message. What the chat template writes
+after an answer is known only by rendering it (`server/http/chat_text.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference_engine.errors import ModelError
+from inference_engine.models.folder import CONFIG, read_json
+from inference_engine.models.gguf_header import read_gguf
+from inference_engine.models.gguf_tokenizer import check_made_tokenizer, end_ids
+from inference_engine.models.loader import FoundModel
+
+logger = logging.getLogger(__name__)
+
+_ENDS = ("eos_token", "eot_token", "eom_token")
+_NAMED = ("bos_token", *_ENDS, "pad_token")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerIds:
+    """highest: the largest id of all tokens. named: ids by the names that tokenizer_config.json gives them."""
+
+    highest: int
+    named: Mapping[str, int]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.named[name] for name in _ENDS if name in self.named))
+
+
+def read_tokenizer_ids(folder: Path) -> TokenizerIds | None:
+    """None where there is no tokenizer.json. Raises ModelError for one that cannot be read."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    specification = read_json(folder / "tokenizer.json")
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    try:
+        vocabulary = specification["model"]["vocab"]
+        by_text = (
+            dict(vocabulary) if isinstance(vocabulary, dict) else {text: at for at, (text, *_) in enumerate(vocabulary)}
+        )
+        by_text |= {token["content"]: token["id"] for token in specification.get("added_tokens") or ()}
+        texts = {name: _text(config.get(name)) for name in _NAMED}
+        named = {name: int(by_text[text]) for name, text in texts.items() if text in by_text}
+        return TokenizerIds(highest=max(map(int, by_text.values()), default=0), named=named)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{folder / 'tokenizer.json'}: not what the tokenizers library writes: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_tokenizer_ids(found: FoundModel, tokenizer: Path, rows: int) -> str:
+    """Compare the tokenizer in the folder `tokenizer` with the model. Returns what a user should know, or "".
+
+    rows: of its vocabulary. One that was made of a GGUF file is compared with the header, token by token. Raises
+    ModelError if an end of a turn, or another token that tokenizer_config.json names, is no row of the model.
+    """
+    if found.only_gguf and tokenizer != found.folder:
+        check_made_tokenizer(read_gguf(found.stored), tokenizer)
+    ids = read_tokenizer_ids(tokenizer)
+    ends = [("an end of a turn", at) for at in file_end_ids(found, tokenizer)]
+    beyond = [(name, at) for name, at in [*(ids.named.items() if ids else ()), *ends] if at >= rows]
+    if beyond:
+        name, at = beyond[0]
+        raise ModelError(
+            f"{tokenizer}: {name} is {at}, and the model has {rows} rows, so no chat is possible; the files are of "
+            "different models: get them again"
+        )
+    if ids is not None and ids.highest >= rows:
+        return f"its ids reach {ids.highest}, and the model has {rows} rows: texts with the tokens beyond are refused"
+    return ""
+
+
+def file_end_ids(found: FoundModel, tokenizer: Path | None) -> tuple[int, ...]:
+    """The ids that end a turn by the model's configurations, by its GGUF header, and by the tokenizer in a folder."""
+    ids: list[Any] = []
+    for folder in dict.fromkeys(([] if tokenizer is None else [tokenizer]) + [found.folder]):
+        if folder == tokenizer and (read := read_tokenizer_ids(folder)) is not None:
+            ids += read.ends
+        # What lies beside a GGUF file is about it only if it has its tokenizer.
+        if folder == tokenizer or not found.only_gguf:
+            for name in ("generation_config.json", CONFIG):
+                if (folder / name).is_file():
+                    ids += _ids_in(read_json(folder / name))
+    if found.only_gguf:
+        ids += end_ids(read_gguf(found.stored))
+    return tuple(dict.fromkeys(ids))
+
+
+def _ids_in(config: Mapping[str, Any]) -> Iterable[int]:
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        found = part.get("eos_token_id")
+        for at in found if isinstance(found, list) else [found]:
+            if isinstance(at, int) and not isinstance(at, bool) and at >= 0:
+                yield at
+
+
+def _text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
