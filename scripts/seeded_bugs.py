@@ -227,8 +227,8 @@ BUGS = (
     Bug(
         "the journal does not sync its log",
         "inference_engine/session/journal_database.py",
-        'level = "FULL" if durability is Durability.POWER else "NORMAL"',
-        'level = "NORMAL" if durability is Durability.POWER else "FULL"',
+        "level = SYNCED if durability is Durability.POWER else NOT_SYNCED",
+        "level = NOT_SYNCED if durability is Durability.POWER else SYNCED",
         JOURNAL,
     ),
     Bug(

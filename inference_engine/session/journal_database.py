@@ -22,6 +22,7 @@ FORMAT = 4
 PAGE_BYTES = 4096
 # What reading a database raises that is damaged: also of texts that are none, and of rows that are gone.
 DAMAGE = (apsw.Error, ValueError, TypeError, StopIteration)
+SYNCED, NOT_SYNCED = 2, 1  # of SQLite's `synchronous`: each commit, or checkpoints alone
 _APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _SCHEMA = """
 create table sessions (
@@ -78,7 +79,7 @@ def open_database(
         # The schema is never written here. With this alone SQLite goes on where a row that changes is not found in an
         # index, by a flipped bit in one of them; else one damaged session would end the journal, each time it is used
         # or deleted.
-        db.execute("pragma writable_schema=on").fetchall()
+        _set(db, path, writable_schema=1)
     except BaseException as error:
         db.close()
         if isinstance(error, apsw.FullError):
@@ -91,13 +92,14 @@ def open_database(
 
 def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str | None) -> None:
     db.set_busy_timeout(0)
-    for pragma in (f"page_size={PAGE_BYTES}", "locking_mode=EXCLUSIVE"):
-        db.execute(f"pragma {pragma}").fetchall()
+    _set(db, path, locking_mode="exclusive")
+    fixed = {"page_size": PAGE_BYTES, "auto_vacuum": 0}  # when a file is made: another program's has others
+    for name, value in fixed.items():
+        db.execute(f"pragma {name}={value}").fetchall()
     _refuse_other(db, path, weights)
     path.chmod(0o600)
-    level = "FULL" if durability is Durability.POWER else "NORMAL"
-    for pragma in ("journal_mode=WAL", f"synchronous={level}", "wal_autocheckpoint=0", "cache_size=-8192"):
-        db.execute(f"pragma {pragma}").fetchall()
+    level = SYNCED if durability is Durability.POWER else NOT_SYNCED
+    _set(db, path, **fixed, journal_mode="wal", synchronous=level, wal_autocheckpoint=0, cache_size=-8192)
     if not next(db.execute("select count(*) from sqlite_schema"))[0]:
         with _transaction(db):
             db.execute(_SCHEMA)
@@ -110,6 +112,25 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
             if weights is not None:  # else a tool's, which may delete them
                 refuse_damaged_replies(Reader(db), path.parent)
             db.execute(f"pragma user_version={FORMAT}")
+
+
+def _set(db: apsw.Connection, path: Path, **settings: int | str) -> None:
+    """Change settings of SQLite. Raises ConfigError if one has another value then: SQLite reports no error for that."""
+    for name, value in settings.items():
+        db.execute(f"pragma {name}={value}").fetchall()
+        (found,) = next(db.execute(f"pragma {name}"))
+        if found == value:
+            continue
+        if name == "journal_mode":
+            raise ConfigError(
+                f"state_dir {path.parent}: SQLite cannot have a write-ahead log there (it answers {found!r} to "
+                f"journal_mode={value}), and without one what is sent would not be safe; name a folder on a local disk "
+                "that can be written"
+            )
+        raise ConfigError(
+            f"the journal {path} cannot be used: SQLite has {name}={found} there, and {value} is needed; name another "
+            "state_dir"
+        )
 
 
 @contextmanager

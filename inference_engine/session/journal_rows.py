@@ -157,8 +157,9 @@ def entry_crc(number: int, position: int, kind: int, data: bytes) -> int:
 def is_entry_of(number: int, position: int, body: bytes) -> bool:
     """Is this the body of such a row? False, too, for values of types that no row has."""
     try:
-        crc, kind = _ENTRY.unpack_from(body)
-        return crc == entry_crc(number, position, kind, body[_ENTRY.size :])  # type: ignore[no-any-return]
+        head: tuple[int, int] = _ENTRY.unpack_from(body)
+        crc, kind = head
+        return crc == entry_crc(number, position, kind, body[_ENTRY.size :])
     except (TypeError, struct.error):
         return False
 

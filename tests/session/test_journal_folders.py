@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import apsw
@@ -109,3 +110,41 @@ def test_a_file_system_that_is_mounted_read_only_is_named_before_anything_is_ope
     refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
     with patch.object(Path, "mkdir", side_effect=refused), pytest.raises(ConfigError, match="mounted read-only"):
         SQLiteJournal(tmp_path / "new", Durability.POWER, weights="a", metrics=EngineMetrics())
+
+
+def test_a_folder_where_sqlite_cannot_have_a_log_is_refused_by_name_and_the_way_out(tmp_path: Path) -> None:
+    class File(apsw.VFSFile):
+        def __init__(self, name: Any, flags: list[int]) -> None:
+            super().__init__("", name, flags)
+
+        def xDeviceCharacteristics(self) -> int:
+            return apsw.SQLITE_IOCAP_IMMUTABLE  # then SQLite answers journal_mode=WAL with delete
+
+    class Disk(apsw.VFS):
+        def xOpen(self, name: Any, flags: list[int]) -> Any:
+            return File(name, flags)
+
+    disk = Disk("without a log", "")
+    with pytest.raises(ConfigError, match=f"state_dir {tmp_path}: SQLite cannot have a write-ahead log.*local disk"):
+        open_journal(tmp_path, vfs="without a log")
+    disk.unregister()
+    open_journal(tmp_path).stop()
+
+
+@pytest.mark.parametrize(
+    ("setting", "has"), [("synchronous", 0), ("locking_mode", "normal"), ("auto_vacuum", 2), ("page_size", 8192)]
+)
+def test_a_setting_of_sqlite_that_has_another_value_than_it_was_given_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, has: int | str
+) -> None:
+    class Deaf(apsw.Connection):
+        def execute(self, statements: Any, *given: Any, **named: Any) -> Any:
+            is_change = statements.startswith(f"pragma {setting}=")
+            return super().execute(f"pragma {setting}={has}" if is_change else statements, *given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(apsw, "Connection", Deaf)
+        with pytest.raises(ConfigError, match=f"SQLite has {setting}={has} there"):
+            open_journal(tmp_path)
+    if setting in ("synchronous", "locking_mode"):  # the others are a file's own
+        open_journal(tmp_path).stop()

@@ -40,7 +40,8 @@ class Connection(H11Protocol):
 
     door: ClassVar[HttpDoor]
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
         self._quiet_since: object = None  # the last request at the last check, if it was answered
         self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
