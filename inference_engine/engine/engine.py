@@ -40,6 +40,7 @@ from inference_engine.engine.results import (
     SessionOpened,
 )
 from inference_engine.engine.stats import collect_statistics
+from inference_engine.engine.warm_up import warm_up
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
 from inference_engine.kernels.components import ModelComponents, components_digest
 from inference_engine.kernels.mac import MatchTotals
@@ -130,6 +131,8 @@ class Engine:
         default.ready(self._context)
         limit = self._arguments.limit(default, None)
         check_one_session_fits(default, self._context, limit, is_growing=self._is_growing)
+        if forward.device.type != "cpu":
+            warm_up(Verifier(forward, self._context), default, limit, step_tokens)
         self._store = SessionStore(
             self._context,
             self._journal,
