@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kv_cache_proposer
-from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.config import EngineConfig, ModelConfig, in_full
 from inference_engine.errors import BackendError, ConfigError, NotNative, NotOnMlx
 from inference_engine.models import check_model, weights_digest
 from inference_engine.types import Durability
@@ -78,7 +78,7 @@ class Parts:
         weights, codec = self.digests()
         metrics = EngineMetrics()
         journal = SQLiteJournal(
-            Path(config.state_dir).expanduser(),
+            in_full(config.state_dir),
             config.kept,
             weights=weights,
             metrics=metrics,
@@ -127,7 +127,7 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
 
 def _check_is_there(setting: str, given: str, names: tuple[str, ...]) -> None:
     """What is no name is a folder: a name that was mistyped is none that is there."""
-    if given not in names and not Path(given).expanduser().exists():
+    if given not in names and not in_full(given).exists():
         raise ConfigError(f"{setting} must be {', '.join(names)} or a folder that is there, got {given!r}")
 
 
@@ -342,7 +342,7 @@ def _latent_of(model: ModelConfig) -> Path | None:
     if model.latent == "none":
         return None
     if model.latent != "auto":
-        return Path(model.latent).expanduser()
+        return in_full(model.latent)
     folder = latent_folder(check_model(model.model, cache=model.cache_path).model_id, model.cache_path)
     return folder if folder.is_dir() else None
 
@@ -406,7 +406,7 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         raise DrafterError("a trained drafter needs the weights of a model; start with --drafter ngram or none")
     is_named = model.drafter in ("auto", "trained")
     if not is_named:
-        network = _in_folder(Path(model.drafter).expanduser(), model, forward)
+        network = _in_folder(in_full(model.drafter), model, forward)
     elif (folder := _trained_folder(model, target)) is not None:
         network = _load_trained(folder, _digest_of_target(folder), forward)
     elif model.drafter == "auto":
@@ -428,7 +428,7 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     if model.drafter == "none":
         return {}
     is_named, target = model.drafter in ("auto", "trained"), _target_of(forward)
-    folder = None if is_named or model.drafter == "ngram" else Path(model.drafter).expanduser()
+    folder = None if is_named or model.drafter == "ngram" else in_full(model.drafter)
     if target is not None and (model.drafter == "trained" or (is_named and forward.seam is not None)):
         folder = _trained_folder(model, target)
     if folder is None:

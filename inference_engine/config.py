@@ -46,6 +46,8 @@ _OF_KEPT_SESSIONS = (
     "state_bytes",
     "state_bytes_per_owner",
 )
+# Where nothing is and nothing can be made, by any user: a cache for who has none.
+NO_CACHE = Path(os.devnull, "no-cache")
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -294,10 +296,13 @@ class ModelConfig:
 
     @property
     def cache_path(self) -> Path:
+        """NO_CACHE if none is named and this user has no home folder."""
         if self.cache_dir:
-            return Path(self.cache_dir).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        return Path(base) / "kakeya"
+            return in_full(self.cache_dir)
+        try:
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kakeya"
+        except RuntimeError:
+            return NO_CACHE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,6 +378,25 @@ class ServerConfig:
             raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file; set them or leave it unset")
 
 
+def in_full(path: str | Path) -> Path:
+    """The path with its `~`. Raises ConfigError if there is no such home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {_why_homeless(Path(path).parts[0])}; write the path in full") from error
+
+
+def require_cache(cache: Path) -> Path:
+    """`cache`, for what only a folder can hold. Raises ConfigError if there is none."""
+    if cache == NO_CACHE:
+        raise ConfigError(f"there is no cache folder, because {_why_homeless('~')}; name one with --cache-dir")
+    return cache
+
+
+def _why_homeless(home: str) -> str:
+    return "HOME is not set and this user has no home folder" if home == "~" else f"{home} is no user here"
+
+
 def default_device() -> str:
     """`mlx` on a Mac with Apple silicon where the package is installed, else `cpu`."""
     is_apple_silicon = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -413,11 +437,17 @@ def forbid_model_hub() -> None:
 
 
 def hub_cache() -> Path:
-    """The cache folder of huggingface_hub, from the same environment variables."""
+    """The cache folder of huggingface_hub, from the same environment variables. Raises ConfigError if it has none."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{home}/huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    return Path(os.path.expandvars(cache)).expanduser()
+    try:
+        return Path(os.path.expandvars(cache)).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no folder for models of the hub, because {_why_homeless('~')}; name one with HF_HOME, and one "
+            "for what is made of them with --cache-dir"
+        ) from error
 
 
 def quiet_grpc() -> None:

@@ -31,6 +31,7 @@ from uuid import uuid4
 
 import torch
 
+from inference_engine.config import NO_CACHE
 from inference_engine.models import FoundModel
 from inference_engine.models.folder import CONFIG
 from inference_engine.models.gguf_config import gguf_config
@@ -51,11 +52,11 @@ class Verdicts:
     """The verdicts of one configuration. Everything that fails here means that there is none."""
 
     def __init__(self, found: FoundModel, folder: Path) -> None:
-        """folder: the cache."""
+        """folder: the cache; with NO_CACHE nothing is kept."""
         self._found = found
         configuration = _configuration(found)
         self._stem = folder / "admitted" / configuration[:32]
-        self._key = _key(configuration)
+        self._key = None if folder == NO_CACHE else _key(configuration)
 
     def read(self, kind: type[T], name: str, more: str = "") -> T | None:
         """The verdict of this name, a dataclass, or None. more: what else it depends on."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from inference_engine.config import in_full
 from inference_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ def _made(kind: Callable[..., C], args: argparse.Namespace, target: str, **optio
 
 
 def _path(given: str | None) -> Path | None:
-    return Path(given).expanduser() if given else None
+    return in_full(given) if given else None
 
 
 def _first_line(path: str) -> str:
-    lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    lines = in_full(path).read_text(encoding="utf-8").splitlines()
     if not lines or not lines[0].strip():
         raise ConfigError(f"{path} holds no key on its first line")
     if lines[0].startswith(("sha256:", "#")):

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from inference_engine.cli.late import LABORATORY
 from inference_engine.cli.settings import as_flags
-from inference_engine.config import EngineConfig, ModelConfig, child_environment
+from inference_engine.config import EngineConfig, ModelConfig, child_environment, require_cache
 from inference_engine.errors import BackendError
 
 if TYPE_CHECKING:
@@ -65,12 +65,19 @@ def run(model: ModelConfig, stages: Sequence[str]) -> None:
     """Make what the cache lacks of `stages`, one after another. Raises BackendError with the way out."""
     if find_spec(LABORATORY) is None:
         raise BackendError("the laboratory, which calibrates, is not installed; start with --calibrate never")
-    model.cache_path.mkdir(parents=True, exist_ok=True)
-    for stage in stages:
-        # A second server that starts meanwhile waits, and finds what the first one made.
-        with _locked(model, stage):
-            if not _is_cached(model, stage):
-                make(model, stage)
+    cache = require_cache(model.cache_path)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for stage in stages:
+            # A second server that starts meanwhile waits, and finds what the first one made.
+            with _locked(model, stage):
+                if not _is_cached(model, stage):
+                    make(model, stage)
+    except OSError as error:
+        raise BackendError(
+            f"what {model.model} needs for this strategy is made once and kept in {cache}, which cannot be written "
+            f"({error.strerror or error}); name another folder with --cache-dir, or start with --calibrate never"
+        ) from error
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inference_engine.config import in_full
 from inference_engine.errors import ConfigError, HistoryCorrupt, counted
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_backup(args: argparse.Namespace) -> int:
     """Raises ConfigError for a folder within the one that is copied."""
-    state_dir, to = Path(args.state_dir).expanduser(), Path(args.to).expanduser()
+    state_dir, to = in_full(args.state_dir), in_full(args.to)
     if to.resolve().is_relative_to(state_dir.resolve()) and to.resolve() != state_dir.resolve():
         raise ConfigError(f"{to} would be a part of {state_dir}, and be lost with it; name a folder elsewhere")
     with _opened(args.state_dir) as journal:
@@ -107,7 +107,7 @@ def _opened(folder: str) -> Iterator[SQLiteJournal]:
     from inference_engine.session.sqlite_journal import SQLiteJournal
     from inference_engine.types import Durability
 
-    journal = SQLiteJournal(Path(folder).expanduser(), Durability.POWER, weights=None, metrics=EngineMetrics())
+    journal = SQLiteJournal(in_full(folder), Durability.POWER, weights=None, metrics=EngineMetrics())
     try:
         yield journal
     except apsw.CorruptError as error:

@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from inference_engine.config import require_cache
 from inference_engine.errors import ModelError
 from inference_engine.models.folder import GGUF
 from inference_engine.models.manifest import MANIFEST, Manifest, check_manifest, write_manifest
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def model_folder(name: str, cache: Path) -> Path:
-    """The folder of a known model after it is fetched."""
-    return cache / "models" / name
+    """The folder of a known model after it is fetched. Raises ConfigError if there is no cache."""
+    return require_cache(cache) / "models" / name
 
 
 def check_fetched(known: KnownModel, cache: Path, *, thorough: bool = False) -> Manifest:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference_engine.config import forbid_model_hub, hub_cache
+from inference_engine.config import forbid_model_hub, hub_cache, in_full
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.fetch import check_fetched, model_folder
@@ -296,10 +296,7 @@ def _locate(name_or_path: str, cache: Path) -> Path:
         if not folder.is_dir():
             raise ModelError(f"{name_or_path} is not fetched yet; get it with: kakeya models fetch {name_or_path}")
         return folder
-    try:
-        folder = Path(name_or_path).expanduser()
-    except RuntimeError as error:
-        raise ModelError(f"{name_or_path}: {error}") from error
+    folder = in_full(name_or_path)
     if folder.exists():
         return folder
     if (named := hub_model(name_or_path)) is not None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inference_engine.config import in_full
 from inference_engine.errors import ConfigError, Unauthenticated, counted
 from inference_engine.server.file_state import state_of
 
@@ -115,7 +116,7 @@ class KeyRing:
         empty file accepts no caller.
         """
         ring = cls()
-        ring._path = Path(path).expanduser()
+        ring._path = in_full(path)
         ring._seen = state_of(ring._path)
         _warn_of_writers(ring._path)
         try:

@@ -11,12 +11,11 @@ import logging
 import ssl
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import grpc
 
-from inference_engine.config import ServerConfig
+from inference_engine.config import ServerConfig, in_full
 from inference_engine.errors import ConfigError
 from inference_engine.server.file_state import state_of
 
@@ -28,9 +27,9 @@ class Certificates:
 
     def __init__(self, config: ServerConfig) -> None:
         """config: with tls_cert_file and tls_key_file. Raises ConfigError for unusable files."""
-        self._certificate = Path(config.tls_cert_file).expanduser()
-        self._key = Path(config.tls_key_file).expanduser()
-        self._client_ca = Path(config.tls_client_ca_file).expanduser() if config.tls_client_ca_file else None
+        self._certificate = in_full(config.tls_cert_file)
+        self._key = in_full(config.tls_key_file)
+        self._client_ca = in_full(config.tls_client_ca_file) if config.tls_client_ca_file else None
         self._lock = threading.Lock()
         # The state of the files when they were last read, and when reading them last failed.
         self._seen = self._refused = self._look()

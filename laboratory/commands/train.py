@@ -24,7 +24,7 @@ from rich.filesize import decimal
 from rich.progress import Progress
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.config import EngineConfig, ModelConfig, require_cache
 from inference_engine.errors import ConfigError
 from laboratory.commands import train_components, train_corpus, train_drafter
 from laboratory.training.calibration_text import conversations_in, gather, gather_plain, read
@@ -135,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
     for _ in read(args.text):
         pass  # one that cannot be read is refused at once, and not behind the model's load
     model = settings(args, ModelConfig)
+    if args.out is None:
+        require_cache(model.cache_path)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True)
 

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.progress import Progress
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub, require_cache
 from inference_engine.errors import ConfigError
 
 _SEQUENCE = 1024
@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 2 * _SEQUENCE:
         raise ConfigError(f"--tokens must be at least {2 * _SEQUENCE}, got {args.tokens}")
     model = settings(args, ModelConfig)
+    require_cache(model.cache_path)
     configure_threads_environment()
     forbid_model_hub()
     console = Console(stderr=True)

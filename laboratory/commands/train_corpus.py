@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import ModelConfig
+from inference_engine.config import ModelConfig, require_cache
 from inference_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     started = time.monotonic()
     model = settings(args, ModelConfig)
+    if args.out is None:
+        require_cache(model.cache_path)
 
     from inference_engine.backends.base import use_threads
     from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import ModelConfig
+from inference_engine.config import ModelConfig, in_full, require_cache
 from inference_engine.errors import ConfigError
 from laboratory.commands.train_corpus import corpus_folder
 
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     use_threads(model.threads)
     checked = check_model(model.model, cache=model.cache_path)
     digest = weights_digest(checked)
-    folders: list[Path] = args.corpus or [corpus_folder(checked.model_id, model.cache_path)]
-    out: Path = args.out or drafter_folder(checked.model_id, model.cache_path)
+    folders: list[Path] = args.corpus or [corpus_folder(checked.model_id, require_cache(model.cache_path))]
+    out: Path = args.out or drafter_folder(checked.model_id, require_cache(model.cache_path))
     corpora = [read_manifest(folder, target_digest=digest) for folder in folders]
     texts = [text for folder, corpus in zip(folders, corpora, strict=True) for text in read_texts(folder, corpus)]
     mask = unused_id(texts, corpora[0].vocab_size) if args.mask_token_id is None else args.mask_token_id
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     if args.begin == _BEGIN_TARGET:
         take_target_layers(network, loaded.model)
     elif args.begin != _BEGIN_RANDOM:
-        network, began = _stored(Path(args.begin).expanduser(), config, digest, seed=args.seed)
+        network, began = _stored(in_full(args.begin), config, digest, seed=args.seed)
     plan = DrafterPlan(
         steps=args.steps,
         total_seconds=args.total_seconds,

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from inference_engine.config import in_full
 from inference_engine.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def shown(typed: Sequence[str], *, without: Sequence[str] = (), without_absolute
         flag, equals, value = word.partition("=")
         if flag in (*without, *without_absolute):
             given = value if equals else next(rest)
-            if flag in without_absolute and not Path(given).expanduser().is_absolute():
+            if flag in without_absolute and not in_full(given).is_absolute():
                 words += [word] if equals else [word, given]
         elif flag.startswith("--") and equals:
             words.append(f"{flag}={_without_folder(value)}")

@@ -175,7 +175,7 @@ class Tier(ABC):
 class NoTier(Tier):
     """For an engine without a second tier: nothing can be reserved."""
 
-    where = "a second tier"
+    where = "a second tier, for which tier_dir must name a folder that files can be made in,"
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -407,16 +407,20 @@ def open_tier(device: torch.device, *, capacity_bytes: int, share: int, folder: 
     """The second tier of an engine on `device`.
 
     capacity_bytes: bytes that can be reserved; 0: one part in `share` of what is free. folder: for files, if the device
-    is a CPU; "": the system's folder for temporary ones. Raises ConfigError if no file can be made there.
+    is a CPU; "": the system's folder for temporary ones. Raises ConfigError if no file can be made there, but for a
+    tier that nobody has asked for: sessions that need none are served without.
     """
     if device.type != "cpu":
         pinned_for = device if device.type == "cuda" else None
         return HostTier(capacity_bytes or free_host_bytes() // share, count, pinned_for=pinned_for)
     try:
-        place = Path(folder).expanduser() if folder else Path(tempfile.gettempdir())
+        place = Path(folder) if folder else Path(tempfile.gettempdir())
         tempfile.TemporaryFile(dir=place).close()
         return FileTier(place, capacity_bytes or shutil.disk_usage(place).free // share, count)
     except OSError as error:
+        if not folder and not capacity_bytes:
+            logger.warning("no KV entry can leave memory, as tier_dir is not set, and: %s", error.strerror or error)
+            return NoTier()
         raise ConfigError(
             f"tier_dir must name a folder that files can be made in, got {folder or 'none'}: {error}"
         ) from error

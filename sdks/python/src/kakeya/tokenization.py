@@ -68,7 +68,10 @@ class ChatTokenizer(Protocol):
 
 def load_tokenizer(path: str | os.PathLike[str]) -> ChatTokenizer:
     """The tokenizer in a local folder. Never asks a network and runs no code from the folder. Raises TokenizerError."""
-    folder = Path(path).expanduser()
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:
+        raise TokenizerError(f"{path}: there is no such home folder; give the path in full") from error
     if not folder.is_dir():
         raise TokenizerError(f"{folder} is not a folder; give the one that holds tokenizer.json")
     # Asked of transformers, this takes seconds and is answered with packages to install.
