@@ -65,6 +65,10 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
+            # Python's objects know what their files were, such as that one can be sought in.
+            sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+            sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+            sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
             return dict(request)
         for stream in streams:
             os.close(stream)

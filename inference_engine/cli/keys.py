@@ -20,8 +20,9 @@ from filelock import FileLock
 from rich.console import Console
 from rich.table import Table
 
+from inference_engine.cli import process
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import ServerConfig
+from inference_engine.config import ServerConfig, in_full
 from inference_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def run_add(args: argparse.Namespace) -> int:
     made = Key.of(key, args.owner)
     with _changing(_path(args)) as lines:
         lines.append(made.line)
-    print(key)
+        if failed := process.announce(key):
+            raise ConfigError(f"the key cannot be printed ({failed.strerror}), so it is not added")
     print(f"key {made.key_id} of {made.owner}: it will not be shown again, so store it now", file=sys.stderr)
     return 0
 
@@ -136,7 +138,7 @@ def _path(args: argparse.Namespace) -> Path:
     path = settings(args, ServerConfig).api_key_file
     if not path:
         raise ConfigError("no key file given: pass --api-key-file with the server's value, or --config")
-    return Path(path).expanduser()
+    return in_full(path)
 
 
 def _lines(path: Path) -> list[str]:

@@ -40,6 +40,10 @@ class LateParser(argparse.ArgumentParser):
         if learn is not None:
             learn(self)
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse would discard an error of writing."""
+        print(self.format_help(), end="", file=file)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.complete()
         if self._subparsers is not None and not (sys.argv[1:] if args is None else args):

@@ -1,6 +1,7 @@
 """`kakeya`: the command line.
 
-Exit status: 0 done; 1 an error, in one line on standard error; 2 wrong usage; 130 interrupted.
+Exit status: 0 done; 1 an error, in one line on standard error; 2 wrong usage; 130 interrupted. `process.py` has the
+rest: signals, and streams that are closed.
 """
 
 from __future__ import annotations
@@ -9,17 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import kakeya
-from inference_engine import __version__
-from inference_engine.cli import audit, chat, demo, doctor, journal, keys, late, models, serve, sessions
-from inference_engine.cli.connection import in_flags
-from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
-from inference_engine.errors import KakeyaError
-
-INTERRUPTED = 130
+from inference_engine.cli import process
 
 
 def parser() -> argparse.ArgumentParser:
+    from inference_engine import __version__
+    from inference_engine.cli import audit, chat, demo, doctor, journal, keys, late, models, serve, sessions
+
     top = late.LateParser(
         prog="kakeya",
         description="Sessions with one model, over gRPC, in raw token ids.",
@@ -34,8 +31,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Wrong usage raises SystemExit(2), as argparse does."""
+    """Run one command and return its exit status. Wrong usage raises SystemExit(2), as argparse does.
+
+    Without arguments, the command is this process's own: its streams and signals are set up for it, too.
+    """
+    return process.run(_run) if arguments is None else _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
+
+    import kakeya
+    from inference_engine.cli.connection import in_flags
+    from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
+    from inference_engine.errors import KakeyaError
+
     # Before torch, transformers or grpc are imported; each command imports them only when it needs them.
     configure_threads_environment()
     forbid_model_hub()
@@ -43,13 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
     except KakeyaError as error:
-        print(f"kakeya {args.command}: {error}", file=sys.stderr)
-        return 1
+        process.say(f"kakeya {args.command}: {error}")
+        return process.FAILED
     except kakeya.KakeyaError as error:
-        print(f"kakeya {args.command}: {in_flags(str(error))}", file=sys.stderr)
-        return 1
+        process.say(f"kakeya {args.command}: {in_flags(str(error))}")
+        return process.FAILED
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return process.INTERRUPTED
+    except (OSError, UnicodeError, MemoryError) as error:
+        return process.failed(f"kakeya {args.command}", error)
     return status
 
 

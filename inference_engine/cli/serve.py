@@ -1,4 +1,4 @@
-"""`kakeya serve`: one model, served until SIGTERM or Ctrl-C, which let running Generates end first.
+"""`kakeya serve`: one model, served until SIGTERM, SIGHUP or Ctrl-C, which let running Generates end first.
 
 Standard output gets one line, once clients can connect; `ready_target` reads it. All else goes to standard error.
 """
@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine import logs
-from inference_engine.cli import first_use
+from inference_engine.cli import first_use, process
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, misspelled_variables
+from inference_engine.config import NO_CACHE, EngineConfig, ModelConfig, ServerConfig, misspelled_variables
 from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import cannot_bind, refuse_open_doors, resolve_bind
@@ -69,6 +69,8 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
     # Cheap checks first, before libraries and weights are loaded.
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)
+    if model.cache_path == NO_CACHE:
+        logger.warning("this user has no home folder, so nothing is cached; name a folder with --cache-dir")
     optional = (("http_bind", server.http_bind), ("metrics_bind", server.metrics_bind))
     for setting, bind in (("bind", server.bind), *(one for one in optional if one[1])):
         if bind_error(address := resolve_bind(setting, bind)):
@@ -108,7 +110,8 @@ def _serve_model(
     parts = first_use.with_calibrations(parts, model, engine_config, server.calibrate)
 
     def ready(handle: ServerHandle) -> None:
-        print(ready_line(handle, engine), flush=True)
+        if failed := process.announce(ready_line(handle, engine)):
+            logger.info("the ready line cannot be written to standard output: %s", failed.strerror)
         if args.until_eof:
             threading.Thread(target=stop_at_eof, name="until-eof", daemon=True).start()
 

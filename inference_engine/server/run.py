@@ -225,7 +225,8 @@ def serve(
     weights: MappedWeights | None = None,
     on_ready: Callable[[ServerHandle], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain and return. A second signal ends the process at once, except
+    SIGHUP, which a terminal that is closed sends more than once. SIGHUP stays ignored where it is, as under nohup.
 
     weights: of the engine's model. If their files are overwritten, the process ends with status EXIT_SPOILED, because
     tokens would be wrong from then on. `on_ready` is called once, when clients can connect. Raises ConfigError as
@@ -243,7 +244,9 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.SIG_DFL, signal.SIGHUP: signal.SIG_IGN}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        del signals[signal.SIGHUP]
     for number in signals:
         loop.add_signal_handler(number, stop.set)
     handle = await start_server(engine, config, chat=chat)
@@ -260,10 +263,10 @@ async def _serve(
     await asyncio.wait({gave_up, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
     if gave_up.done():
         await _end_process(handle, gave_up.result())
-    for number in signals:
+    for number, second in signals.items():
         loop.remove_signal_handler(number)
         # The system's default handler works even if the loop is blocked.
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, second)
     _log.info("draining for at most %g s; a second signal ends at once", config.drain_seconds)
     draining = asyncio.create_task(handle.drain_and_stop())
     await asyncio.wait({gave_up, draining}, return_when=asyncio.FIRST_COMPLETED)

@@ -206,15 +206,19 @@ def _opened(args: argparse.Namespace, model: ModelConfig, engine: EngineConfig) 
 
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """Within, SIGTERM is a KeyboardInterrupt: a job that is out of time may keep what it has."""
+    """Within, SIGTERM and SIGHUP are a KeyboardInterrupt: a job that is out of time may keep what it has."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in caught:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in caught.items():
+            signal.signal(number, handler)
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -185,7 +185,21 @@ def test_a_model_in_the_hubs_cache_is_served_by_its_name(
     assert "some-org/tiny: code and other formats are ignored: pytorch_model.bin" in capfd.readouterr().err
 
 
-def test_sigterm_lets_a_running_generate_end_and_refuses_new_ones(tiny_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        further([signal.SIGTERM], 0),
+        # A terminal that is closed may send it twice, and a session of systemd behind SIGTERM.
+        ([signal.SIGHUP, signal.SIGHUP], 0),
+        ([signal.SIGTERM, signal.SIGHUP], 0),
+        ([signal.SIGHUP, signal.SIGTERM], -signal.SIGTERM),
+        ([signal.SIGINT, signal.SIGINT], -signal.SIGINT),
+    ],
+    ids=str,
+)
+def test_a_signal_lets_a_running_generate_end_and_refuses_new_ones_until_another_signal_ends_it(
+    sent: list[signal.Signals], status: int, tiny_folder: Path
+) -> None:
     with (
         kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB") as server,
         sdk.Client(server.target, retry=sdk.RetryPolicy(attempts=1)) as client,
@@ -196,9 +210,14 @@ def test_sigterm_lets_a_running_generate_end_and_refuses_new_ones(tiny_folder: P
         stream = running.generate(1500)
         tokens = iter(stream)
         next(tokens)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(sent[0])
         with pytest.raises(sdk.Draining):
             generate_until_refused(other)
+        for number in sent[1:]:
+            server.process.send_signal(number)
+        if status:
+            assert server.wait() == status
+            return
         assert len(list(tokens)) == 1499
         assert stream.result().stop_reason is sdk.StopReason.MAX_TOKENS
         assert server.wait() == 0

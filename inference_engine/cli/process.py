@@ -1,0 +1,158 @@
+"""How a command begins and ends as a process: its standard streams, the signals that stop it, errors in one line.
+
+| what happens | the process |
+|---|---|
+| a standard stream is closed from the start | reads the end of its input there; what it writes there is discarded |
+| Ctrl-C | ends what it began; status 130 |
+| SIGTERM, and SIGHUP unless it is ignored, as under nohup | ends what it began, then ends by that signal |
+| the reader of its output has left | ends without a word; status 141 |
+| its output or a file cannot be written or read | one line on standard error; status 1 |
+
+`serve` takes the signals over when it serves (`server/run.py`). What no line here explains is our mistake, and shows
+its traceback. This module imports little, so that it is in force before the commands are imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn, TextIO
+
+FAILED = 1
+INTERRUPTED = 128 + signal.SIGINT
+READER_LEFT = 128 + signal.SIGPIPE
+
+_STOPPING = (signal.SIGTERM, signal.SIGHUP)
+# Of pipes and sockets, and of a terminal that was closed.
+_NO_READER = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+# Python's name, access and descriptor of each standard stream.
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+class Stopped(SystemExit):
+    """One of _STOPPING came. Raised in the main thread, so that `with` and `finally` end what was begun."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def run(command: Callable[[], int]) -> int:
+    """The exit status of `command`, with this process's streams and signals as above. Does not return if stopped."""
+    _open_streams()
+    for number in _STOPPING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _stop)
+    stopped = None
+    try:
+        status = command()
+    except OSError as error:
+        status = failed("kakeya", error)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except SystemExit as asked:
+        stopped = asked if isinstance(asked, Stopped) else None
+        status = int(asked.code or 0)
+    if status == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the interpreter ends
+    status = _write_out("kakeya") or status
+    if stopped is not None:
+        signal.signal(stopped.number, signal.SIG_DFL)
+        os.kill(os.getpid(), stopped.number)  # without effect on the first process of a container
+    return status
+
+
+def failed(command: str, error: OSError | UnicodeError | MemoryError) -> int:
+    """Say what an error of the system means, and return the exit status."""
+    if _is_unread(error):
+        return READER_LEFT
+    if isinstance(error, OSError) and (status := _write_out(command)):
+        return status
+    say(f"{command}: {_explained(error)}")
+    return FAILED
+
+
+def say(line: str) -> None:
+    """On standard error, if anybody reads it."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def announce(line: str) -> OSError | None:
+    """On standard output. The error if that cannot be written, in which case later output is discarded."""
+    try:
+        print(line)
+    except OSError as error:  # it is not buffered
+        return error
+    return _written_out(sys.stdout)
+
+
+def _explained(error: OSError | UnicodeError | MemoryError) -> str:
+    match error:
+        case OSError(filename=None):
+            reason = error.strerror or str(error)
+            return f"{reason}; name one with TMPDIR" if "temporary directory" in reason else reason
+        case OSError():
+            return f"{error.filename}: {error.strerror}"
+        case UnicodeError():
+            return f"text in another encoding than its own: {error}"
+    return str(error) or "there is not enough memory"
+
+
+def _open_streams() -> None:
+    """Give every standard stream a descriptor of its own: the next file or socket would get that of a closed one."""
+    for number, (name, access) in enumerate(_STREAMS):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            assert opened == number, "streams are opened in order, and a new descriptor is the lowest"
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, access, encoding="utf-8", closefd=False))
+    # A character that a terminal's encoding lacks is no reason to end; standard error escapes it already.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _stop(number: int, _frame: FrameType | None) -> NoReturn:
+    # The next one ends the process at once. A closed terminal sends SIGHUP more than once, and after SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+def _write_out(command: str) -> int:
+    """Write what is buffered. 0, or the exit status if that fails, which Python would report at its end."""
+    failed = _written_out(sys.stdout)
+    if failed is not None and not _is_unread(failed):
+        say(f"{command}: standard output cannot be written: {failed.strerror}")
+    _written_out(sys.stderr)
+    return 0 if failed is None else READER_LEFT if _is_unread(failed) else FAILED
+
+
+def _is_unread(error: Exception) -> bool:
+    """The reader of what is written has left."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in _NO_READER
+
+
+def _written_out(stream: TextIO) -> OSError | None:
+    """The error if what is buffered cannot be written, which then is discarded."""
+    try:
+        stream.flush()
+    except OSError as error:
+        _discard(stream)
+        return error
+    return None
+
+
+def _discard(stream: TextIO) -> None:
+    """What is buffered, and what comes."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())
+    os.close(nothing)

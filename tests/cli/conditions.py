@@ -1,0 +1,85 @@
+"""`kakeya` as a process in a condition that is rare at a desk: the first argument names it, the rest is the command."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import runpy
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn
+from unittest.mock import patch
+
+from inference_engine.config import child_environment
+
+PROGRAM = "inference_engine.cli.main"
+HOMES = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+
+
+NAMES = ("stdin", "stdout", "stderr")
+
+
+def unread(*descriptors: int) -> None:
+    """Their readers have left already."""
+    for number in descriptors:
+        read, write = os.pipe()
+        os.close(read)
+        becomes(number, write)
+
+
+def becomes(descriptor: int, opened: int) -> None:
+    """With an object of Python's as at its start."""
+    os.dup2(opened, descriptor)
+    os.close(opened)
+    setattr(sys, NAMES[descriptor], os.fdopen(descriptor, "w", encoding="utf-8", closefd=False))
+
+
+def closed(*descriptors: int) -> None:
+    for number in descriptors:
+        setattr(sys, NAMES[number], None)
+        os.close(number)
+
+
+@contextmanager
+def without_a_home() -> Iterator[None]:
+    """For a user that has a number alone, as containers are given."""
+    left = {name: value for name, value in child_environment().items() if name not in HOMES}
+    unknown = patch.object(pwd, "getpwuid", side_effect=KeyError("getpwuid(): uid not found: 12345"))
+    with patch.dict("os.environ", left, clear=True), unknown:
+        yield
+
+
+def without_a_place_for_temporary_files() -> None:
+    def refused() -> NoReturn:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    patch.object(tempfile, "gettempdir", refused).start()
+    patch.object(tempfile, "mkdtemp", lambda *_, **__: refused()).start()
+
+
+def in_a_folder_that_is_gone() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+
+
+LASTING = ExitStack()  # as long as the process
+CONDITIONS: dict[str, Callable[[], object]] = {
+    "as usual": lambda: None,
+    "output unread": lambda: unread(1),
+    "errors unread": lambda: unread(2),
+    "both unread": lambda: unread(1, 2),
+    "output full": lambda: becomes(1, os.open("/dev/full", os.O_WRONLY)),
+    "all closed": lambda: closed(0, 1, 2),
+    "nohup": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    "no home": lambda: LASTING.enter_context(without_a_home()),
+    "no temporary folder": without_a_place_for_temporary_files,
+    "folder gone": in_a_folder_that_is_gone,
+}
+
+if __name__ == "__main__":
+    CONDITIONS[sys.argv.pop(1)]()
+    runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)

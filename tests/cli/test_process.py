@@ -1,0 +1,196 @@
+"""How commands begin and end: streams that are closed or unread, no home, no place to write, every signal.
+
+A command never ends with a traceback for any of it: it does its work, or says in one line what is missing.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import combinations
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+import kakeya as sdk
+from inference_engine.cli import process
+from inference_engine.cli.main import main
+from tests.cli.conditions import CONDITIONS, without_a_home
+from tests.processes import LIMIT_SECONDS, Process, ending, run, started
+
+CONDITIONED = str(Path(__file__).with_name("conditions.py"))
+# A command that has begun something.
+COMMAND = """
+import sys, time
+from inference_engine.cli import process
+def command():
+    with open(sys.argv[1], "w") as file:
+        try:
+            print("begun", flush=True)
+            time.sleep(float(sys.argv[2]))
+            sys.stdin.read()
+            print("wrong", file=sys.stderr)
+        finally:
+            file.write(str(file.fileno()))
+    return 0
+sys.exit(process.run(command))
+"""
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_no_file_takes_the_place_of_a_standard_stream_that_is_closed(
+    count: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for numbers in combinations(range(3), count):
+        with subtests.test(str(numbers)):
+            closing = " ".join(f"{number}>&-" for number in numbers)
+            shell = ("sh", "-c", f'exec "$@" {closing}', "sh", sys.executable, "-c", COMMAND, tmp_path / "file", "0")
+            done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            assert done.returncode == 0
+            assert done.stdout == ("" if 1 in numbers else "begun\n")
+            assert done.stderr == ("" if 2 in numbers else "wrong\n")
+            assert int((tmp_path / "file").read_text()) > 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_ignored", "status"),
+    [
+        (signal.SIGINT, False, process.INTERRUPTED),
+        (signal.SIGTERM, False, -signal.SIGTERM),
+        (signal.SIGHUP, False, -signal.SIGHUP),
+        (signal.SIGHUP, True, 0),
+    ],
+)
+def test_a_signal_ends_what_a_command_began(
+    sent: signal.Signals, is_ignored: bool, status: int, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", COMMAND, str(tmp_path / "file"), "0" if is_ignored else str(LIMIT_SECONDS)]
+    if is_ignored:
+        words = ["nohup", *words]
+    with subprocess.Popen(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as it:
+        assert it.stdout is not None and it.stdout.readline() == "begun\n"
+        it.send_signal(sent)
+        _, said = it.communicate(timeout=LIMIT_SECONDS)
+        assert it.returncode == status
+    assert said == ("wrong\n" if is_ignored else "")
+    assert (tmp_path / "file").read_text()
+
+
+# Those that need no server and no more of a model than its folder.
+PRINTING = (
+    ("serve", "--help"),
+    ("models", "list", "--cache-dir={folder}"),
+    ("models", "show", "{model}", "--cache-dir={folder}"),
+)
+READER_LEFT = (1, process.READER_LEFT)  # rich, which prints tables, ends with 1
+
+
+@pytest.mark.parametrize("condition", ["output unread", "both unread", "output full"])
+def test_a_command_whose_output_cannot_be_written_ends_as_others_do(
+    condition: str, tiny_folder: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for command in PRINTING:
+        with subtests.test(" ".join(command)):
+            words = (word.format(model=tiny_folder, folder=tmp_path) for word in command)
+            done = run(CONDITIONED, condition, *words)
+            if condition == "output full":
+                assert done.returncode == 1
+                assert done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
+            else:
+                assert done.returncode in READER_LEFT
+                assert done.stderr == ""
+
+
+def test_a_key_that_cannot_be_printed_is_not_added(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for condition, reason in (("output unread", "Broken pipe"), ("output full", "No space left on device")):
+        with subtests.test(condition):
+            done = run(CONDITIONED, condition, "keys", "add", "bob", "--api-key-file", str(tmp_path / "keys"))
+            assert done.returncode == 1
+            assert done.stderr == f"kakeya keys: the key cannot be printed ({reason}), so it is not added\n"
+            assert not (tmp_path / "keys").exists()
+
+
+HOMELESS = "HOME is not set and this user has no home folder"
+CACHELESS = f"there is no cache folder, because {HOMELESS}; name one with --cache-dir"
+WITHOUT_A_HOME = (
+    ("models list", CACHELESS),
+    ("models fetch smollm2-135m", CACHELESS),
+    ("models show smollm2-135m", CACHELESS),
+    ("models fetch org/name", "name one with HF_HOME, and one for what is made of them with --cache-dir"),
+    ("serve", CACHELESS),
+    ("serve --model org/name", "name one with HF_HOME, and one for what is made of them with --cache-dir"),
+    ("serve --model ~/model", f"~/model: {HOMELESS}; write the path in full"),
+    ("serve --model {model} --state-dir ~/state --kv-bytes=64MiB --bind=127.0.0.1:0", "~/state: HOME is not set"),
+    ("serve --model {model} --tier-dir ~/tier --kv-bytes=64MiB --bind=127.0.0.1:0", "~/tier: HOME is not set"),
+    ("serve --model {model} --api-key-file ~/keys --kv-bytes=64MiB --bind=127.0.0.1:0", "~/keys: HOME is not set"),
+    ("demo", CACHELESS),
+    ("doctor --bind=127.0.0.1:0", CACHELESS),
+    ("keys list --api-key-file ~/keys", "~/keys: HOME is not set"),
+    ("journal list ~/state", "~/state: HOME is not set"),
+    ("sessions list --tls-ca-file ~/ca.pem", "~/ca.pem: HOME is not set"),
+    ("train latent --quick --model {model}", CACHELESS),
+    ("train components --model {model}", CACHELESS),
+    ("train corpus --model {model}", CACHELESS),
+    ("evaluate fidelity --strategies full --backend native", CACHELESS),
+)
+
+
+def test_without_a_home_folder_a_command_says_what_to_name_instead(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    with without_a_home():
+        for command, said in WITHOUT_A_HOME:
+            with subtests.test(command):
+                status = main(command.format(model=tiny_folder).split())
+                printed = capsys.readouterr()
+                assert status == 1
+                assert said in printed.err + printed.out
+                assert "Traceback" not in printed.err
+        assert main(["models", "show", str(tiny_folder)]) == 0
+
+
+def test_the_home_of_a_user_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "~no-such-user/model"]) == 1
+    said = "kakeya serve: ~no-such-user/model: ~no-such-user is no user here; write the path in full\n"
+    assert capsys.readouterr().err == said
+
+
+@contextmanager
+def serving(condition: str, folder: Path, *more: str) -> Iterator[tuple[Process, sdk.Client, Path]]:
+    """A server in this condition, ready, whose ready line may not be readable; and its log."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        target = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ("serve", "--model", str(folder), "--kv-bytes=64MiB", "--bind", target, *more)
+    log = folder.parent / "log"
+    with (
+        log.open("w", encoding="utf-8") as errors,
+        ending(started(CONDITIONED, condition, *words, stderr=errors)) as process,
+        sdk.Client(target) as client,
+    ):
+        while process.poll() is None:
+            with suppress(sdk.ConnectionFailed):
+                client.server_info()
+                break
+        yield process, client, log
+
+
+@pytest.mark.parametrize("condition", sorted(CONDITIONS))
+def test_a_model_given_by_its_path_is_served_in_every_condition(condition: str, tiny_folder: Path) -> None:
+    with serving(condition, tiny_folder) as (process, client, log):
+        if condition == "nohup":
+            process.send_signal(signal.SIGHUP)
+        with client.create_session() as session:
+            session.append([1, 2, 3])
+            assert len(session.generate(3).result().token_ids) == 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_SECONDS) == 0
+        said = log.read_text(encoding="utf-8")
+        assert "Traceback" not in said
+        assert ("name a folder with --cache-dir" in said) == (condition == "no home")
+        assert ("the ready line cannot be written" in said) == condition.startswith("output")
+        assert ("no KV entry can leave memory" in said) == (condition == "no temporary folder")
