@@ -48,16 +48,17 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
     """setuptools' own, and Zig's compiler if it is needed."""
-    return [*build_meta.get_requires_for_build_editable(config_settings), *compiler_requirement()]
+    return [*build_meta.get_requires_for_build_editable(config_settings), *compiler_requirement(every_level=False)]
 
 
-def compiler_requirement() -> list[str]:
+def compiler_requirement(*, every_level: bool = True) -> list[str]:
     """Zig's compiler (100 MB), unless the library is compiled, a compiler works here, or nothing could compile it.
 
-    A compiler that CXX names and that does not work is not replaced by another.
+    every_level: as a wheel has them; what stays here needs the best one alone. A compiler that CXX names and that does
+    not work is not replaced by another.
     """
     asked = os.environ.get("CXX", "")
-    if not native.is_supported() or asked or native.is_current(native.LIBRARY):
+    if not native.is_supported() or asked or native.is_current(native.LIBRARY, every_level=every_level):
         return []
     try:
         native.find_compiler(has_zig=False)

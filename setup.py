@@ -32,9 +32,9 @@ def compiler() -> list[str] | None:
         return None
 
 
-def is_compiled() -> bool:
+def is_compiled(*, every_level: bool = True) -> bool:
     """Whether `make` has compiled it in this folder. A compiler that is asked for compiles it again."""
-    return "CXX" not in os.environ and bool(native.is_current(native.LIBRARY))
+    return "CXX" not in os.environ and bool(native.is_current(native.LIBRARY, every_level=every_level))
 
 
 class WithLibrary(Distribution):
@@ -47,7 +47,7 @@ class BuildWithLibrary(build_py):
     def run(self) -> None:
         super().run()
         library = native.LIBRARY if self.editable_mode else Path(self.build_lib, NATIVE, native.LIBRARY.name)
-        if is_compiled():
+        if is_compiled(every_level=not self.editable_mode):
             if library != native.LIBRARY:
                 self.copy_file(str(native.LIBRARY), str(library))
             return
@@ -55,7 +55,7 @@ class BuildWithLibrary(build_py):
         if command is None:
             return
         try:
-            native.build(library, compiler=command)
+            native.build(library, compiler=command, every_level=not self.editable_mode)
         except native.DoesNotCompile as failed:
             self.warn(f"no native library, torch computes instead: {failed}")
 

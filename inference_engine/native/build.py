@@ -1,13 +1,17 @@
-"""Compiles the native library: each level of instructions from the same source, into one shared library without Python.
+"""Compiles the native library: levels of instructions from the same source, into one shared library without Python.
 
     python -m inference_engine.native.build    says what it did; does nothing if the library is that of these sources
 
-`setup.py` loads this file by its path: it imports nothing of the package.
+Each level takes the compiler half a minute, so by default only the best one of this processor is compiled. Wheels,
+which run elsewhere, and tests, which compare levels, have all of them (`--every-level`).
+
+`setup.py` and `scripts/set_up.py` load or run this file by its path: it imports nothing of the package.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -18,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -40,9 +44,10 @@ STRIPPED = () if sys.platform == "darwin" else ("-s",)
 
 # Plain C++ takes the compiler longest and runs where nothing fast does: a quarter of the time for the same bits.
 _PLAIN = ("-O1",)
-# For each level the flags it needs; where compilers name them differently, the first that is understood.
+# For each level the flags it needs, the best one last; where compilers name them differently, the first understood.
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+EVERY_LEVEL = "every level"
 LEVELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "x86_64": {
         "plain": (_PLAIN,),
@@ -90,9 +95,31 @@ def sources() -> list[Path]:
     return sorted(path for path in SOURCES.glob("[!.]*") if path.suffix in {".cpp", ".h"})
 
 
-def is_current(library: Path) -> bool:
-    """Whether `library` was compiled from the sources that are here now."""
-    return library.is_file() and fingerprint().encode() in library.read_bytes()
+def is_current(library: Path, *, every_level: bool = False) -> bool:
+    """Whether `library` was compiled from the sources that are here now, with the levels that are asked for.
+
+    every_level: all of them; else at least the best one of this processor.
+    """
+    content = library.read_bytes() if library.is_file() else b""
+    if fingerprint().encode() not in content:
+        return False
+    if compiled_for(EVERY_LEVEL) in content:
+        return True
+    return not every_level and compiled_for(best_level(library)) in content
+
+
+def compiled_for(level: str) -> bytes:
+    """As a library has it (`src/api.cpp`)."""
+    return f"compiled for {level}\0".encode()
+
+
+def best_level(library: Path) -> str:
+    """Of this processor, which a library is asked for, whatever kernels it has. "" if it cannot be opened."""
+    try:
+        runs = ctypes.CDLL(str(library)).kakeya_runs
+    except (OSError, AttributeError):
+        return ""
+    return [level for level in LEVELS[machine()] if runs(level.encode())][-1]
 
 
 def compiles(command: Sequence[str]) -> bool:
@@ -132,30 +159,38 @@ def build(
     compiler: Sequence[str],
     target: str = "",
     flags: Sequence[str] = (),
+    every_level: bool = True,
     say: Callable[[str], None] = print,
 ) -> tuple[str, ...]:
     """Compile `library` for `target`, this machine's architecture by default; returns its levels.
 
-    A level whose flags the compiler does not know is left out. Raises DoesNotCompile with what the compiler says.
+    every_level: else only the best one that this processor runs. A level whose flags the compiler does not know is left
+    out. Raises DoesNotCompile with what the compiler says.
     """
     command = (*compiler, *FLAGS, *WARNINGS, *THREADS, *flags)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as jobs:
         levels = dict(_known(command, LEVELS[target or machine()], Path(folder), say))
+        best = EVERY_LEVEL if every_level else _ask_for_best_level(command, Path(folder))
+        if best in levels:
+            levels = {best: levels[best]}
         given: tuple[str, ...] = (
             f'-DFINGERPRINT="{fingerprint(target)}"',
+            f'-DCOMPILED_FOR="{best}"',
             f"-DLEVELS={' '.join(f'EACH({name})' for name in levels)}",
         )
         # What several objects hold is linked from the first of them: that must run on every processor.
         units = [(path, given) for path in sources() if path.suffix == ".cpp" and path.stem != "kernels"]
         units += [(SOURCES / "kernels.cpp", (f"-DKERNELS={name}", *own)) for name, own in levels.items()]
         objects = [f"{folder}/{index}.o" for index in range(len(units))]
-        made = [
-            jobs.submit(_run, (*command, *own, "-c", str(path), "-o", out))
+        made = {
+            jobs.submit(_run, (*command, *own, "-c", str(path), "-o", out)): own[0]
             for (path, own), out in zip(units, objects, strict=True)
-        ]
-        for each in made:
+        }
+        for each in as_completed(made):
             if said := each.result():
                 say(said)
+            if (name := made[each].removeprefix("-DKERNELS=")) in levels:
+                say(f"native library: {name} is compiled")
         library.parent.mkdir(parents=True, exist_ok=True)
         # Beside its place, to be moved there: a process that has the one before open keeps it.
         out = library.with_name(f".{library.name}.{os.getpid()}")
@@ -165,6 +200,14 @@ def build(
         finally:
             out.unlink(missing_ok=True)
     return tuple(levels)
+
+
+def _ask_for_best_level(command: Sequence[str], folder: Path) -> str:
+    """Of this processor, by a library of the same sources without kernels: linked as ever, for Zig (`compiles`)."""
+    asked = folder / "asked.so"
+    nothing = ('-DFINGERPRINT=""', '-DCOMPILED_FOR=""', "-DLEVELS=", "-w")
+    _run((*command, *nothing, *STRIPPED, "-shared", str(SOURCES / "api.cpp"), "-o", str(asked)))
+    return best_level(asked)
 
 
 def _known(
@@ -204,10 +247,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fetch", action="store_true", help=f"install {ZIG} if no compiler works (100 MB)")
     parser.add_argument("--library", type=Path, default=LIBRARY, metavar="FILE", help="what to write")
     parser.add_argument("--target", default="", choices=LEVELS, help="another architecture, for a cross-compiler")
+    parser.add_argument("--every-level", action="store_true", help="not only the best one that this processor runs")
     parser.add_argument("--flag", action="append", default=[], help="one more for the compiler; always compiles")
     parser.add_argument("--quiet", action="store_true", help="say nothing if there is nothing to do")
     given = parser.parse_args(arguments)
-    if not given.flag and not given.target and is_current(given.library):
+    if not given.flag and not given.target and is_current(given.library, every_level=given.every_level):
         if not given.quiet:
             print(f"native library: {given.library} is that of these sources")
         return 0
@@ -221,14 +265,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _succeeds((sys.executable, "-m", "pip", "--no-input", "install", "--quiet", ZIG))
             compiler = find_compiler()
         print(f"native library: compiling with {shlex.join(compiler)}")
-        levels = build(given.library, compiler=compiler, target=given.target, flags=given.flag)
+        levels = build(
+            given.library,
+            compiler=compiler,
+            target=given.target,
+            flags=given.flag,
+            every_level=given.every_level or bool(given.target),
+        )
     except NoCompiler as missing:
         print(f"native library: none, torch computes instead: {missing}")
         return 0
     except DoesNotCompile as failed:
         print(f"native library: {failed}", file=sys.stderr)
         return 1
-    print(f"native library: {given.library} with {', '.join(levels)}")
+    print(f"native library: {given.library.name} with {', '.join(levels)}")
     return 0
 
 

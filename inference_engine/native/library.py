@@ -564,9 +564,12 @@ def _open(path: Path) -> Library | str:
             return f"there is no native library for {platform.system()} on {build.machine()}"
         return f"{path} is not there; {build.REMEDY}"
     try:
-        return Library(path)
+        library = Library(path)
     except OSError as error:
         return f"{path} cannot be loaded: {error}; delete it and run `python -m inference_engine.native.build`"
+    if not library.levels():
+        return f"{path} was compiled for another processor; run `python -m inference_engine.native.build`"
+    return library
 
 
 def _declare(functions: ctypes.CDLL) -> None:

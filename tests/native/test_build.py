@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from inference_engine.native.library import LEVELS, Library, load, why_missing
 
 @pytest.fixture
 def library() -> Library:
-    """What `make` has compiled; a compiler may be missing, but nothing else."""
+    """What `make test` has compiled; a compiler may be missing, but nothing else."""
     if reason := why_missing():
         with pytest.raises(build.NoCompiler):
             build.find_compiler()
@@ -47,7 +48,8 @@ def never(_: Sequence[str]) -> bool:
 
 def test_the_library_of_these_sources_is_open(library: Library) -> None:
     assert library.path == build.LIBRARY
-    assert build.is_current(library.path)
+    remedy = "these tests compare levels: python -m inference_engine.native.build --every-level"
+    assert build.is_current(library.path, every_level=True), remedy
 
 
 def test_the_best_level_of_this_processor_is_taken(library: Library) -> None:
@@ -206,7 +208,7 @@ def test_an_installation_asks_for_no_compiler_that_it_has_no_use_for(
         asked_for.setenv("CXX", "no-such-c++")
         assert backend.compiler_requirement() == []
     with monkeypatch.context() as compiled:
-        compiled.setattr(backend.native, "is_current", lambda _: True)
+        compiled.setattr(backend.native, "is_current", lambda _, **__: True)
         assert backend.compiler_requirement() == []
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert backend.compiler_requirement() == []
@@ -216,7 +218,10 @@ def test_an_installation_asks_for_no_compiler_that_it_has_no_use_for(
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sources that compile at once; returns where their library shall be."""
     (tmp_path / "src").mkdir()
-    (tmp_path / "src/api.cpp").write_text('extern "C" const char* of() { return FINGERPRINT; }\n')
+    (tmp_path / "src/api.cpp").write_text(
+        '#include <cstring>\nextern "C" const char* of() { return FINGERPRINT "\\0compiled for " COMPILED_FOR; }\n'
+        'extern "C" int kakeya_runs(const char* level) { return strcmp(level, "later") != 0; }\n'
+    )
     (tmp_path / "src/kernels.cpp").write_text("namespace KERNELS { int kernel = 1; }\n")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "src")
     monkeypatch.setitem(build.LEVELS, build.machine(), {"plain": ((),), "abacus": (("-mbeads",), ("-mno-beads",))})
@@ -242,9 +247,47 @@ def test_a_trial_is_linked_as_the_library_is(small: Path, compiler: list[str], m
 def test_a_level_whose_flags_a_compiler_does_not_know_is_left_out(compiler: list[str], small: Path) -> None:
     said: list[str] = []
     assert build.build(small, compiler=compiler, say=said.append) == ("plain",)
-    assert said == ["native library: without abacus, which this compiler does not know"]
+    assert said[0] == "native library: without abacus, which this compiler does not know"
     assert build.is_current(small)
     assert list(small.parent.iterdir()) == [small]
+
+
+def test_by_default_the_best_level_that_runs_here_is_compiled_and_no_other(
+    compiler: list[str], small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `make setup` has no minutes for is what wheels and tests ask for."""
+    monkeypatch.setitem(build.LEVELS, build.machine(), {"plain": ((),), "middle": ((),), "later": ((),)})
+    given = ["--library", str(small), "--compiler", shlex.join(compiler)]
+
+    assert build.main(given) == 0
+    assert "with middle\n" in capsys.readouterr().out
+    assert build.is_current(small) and not build.is_current(small, every_level=True)
+    assert build.main(given) == 0
+    assert "is that of these sources" in capsys.readouterr().out
+
+    assert build.main([*given, "--every-level"]) == 0
+    assert "with plain, middle, later\n" in capsys.readouterr().out
+    assert build.is_current(small) and build.is_current(small, every_level=True)
+
+
+def test_a_library_for_another_processor_is_compiled_again_and_until_then_is_a_reason(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may be carried to another machine, with what was compiled in it."""
+    other = tmp_path / library.path.name
+    wanted, absent = build.compiled_for(build.EVERY_LEVEL), build.compiled_for("no level...")
+    other.write_bytes(library.path.read_bytes().replace(wanted, absent))
+    assert not build.is_current(other)
+    monkeypatch.setattr(build, "LIBRARY", other)
+    monkeypatch.setattr(Library, "levels", lambda _: ())
+    assert load() is None
+    assert "another processor; run `python -m inference_engine.native.build`" in (why_missing() or "")
+
+
+def test_a_level_that_the_compiler_lacks_is_not_tried_again_at_each_start(compiler: list[str], small: Path) -> None:
+    """Its best one is not to be had here: the others are compiled, once."""
+    assert build.build(small, compiler=compiler, every_level=False, say=lambda _: None) == ("plain",)
+    assert build.is_current(small)
 
 
 def test_a_change_of_a_source_is_noticed(compiler: list[str], small: Path) -> None:

@@ -13,8 +13,9 @@
 #include <sys/sysctl.h>
 #endif
 
-// From the build: EACH(name) for every level that is compiled, and the fingerprint of what it is compiled from.
-#if !defined(LEVELS) || !defined(FINGERPRINT)
+// From the build: EACH(name) for every level that is compiled, which ones were asked for, and the fingerprint of what it
+// is compiled from.
+#if !defined(LEVELS) || !defined(COMPILED_FOR) || !defined(FINGERPRINT)
 #error "compile with `python -m inference_engine.native.build`"
 #endif
 
@@ -83,6 +84,12 @@ extern "C" {
 
 // The fingerprint of the sources, as `inference_engine/native/build.py` makes it.
 const char* kakeya_sources() { return FINGERPRINT; }
+
+// Read from the file, too (`is_current` there).
+const char* kakeya_compiled_for() { return "compiled for " COMPILED_FOR; }
+
+// 1 if this machine has the instructions of a level, whether it is compiled or not.
+int32_t kakeya_runs(const char* level) { return runs(level); }
 
 // Of the structures that Python fills in.
 void kakeya_sizes(int64_t* sizes) {
