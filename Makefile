@@ -6,13 +6,17 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What runs Kakeya; and what checks, tests and measures it, besides.
 INSTALLED := $(VENV)/.installed
+DEVELOPED := $(VENV)/.developed
 TYPESCRIPT := sdks/typescript
 
 # Idle OpenMP threads of one process that spin slow another one down many times when both share few cores.
 export OMP_WAIT_POLICY := PASSIVE
 # A stray setting of the caller's shell must not lead imports out of the virtual environment.
 unexport PYTHONPATH PYTHONHOME
+# What compiles is named once, below: an installation is not to compile again with it.
+unexport CXX
 # Nor make every process compile all modules anew: tests start many, and pytest rewrites what asserts.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -42,7 +46,7 @@ endif
 # What each of several steps at once says stays together, where this make can do that.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: help setup native demo serve chat test test-further test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-gpu-products bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
+.PHONY: help setup native developed demo serve chat test test-further test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-gpu-products bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents pages docs unit node typescript unit-typescript long-typescript
 
@@ -53,133 +57,123 @@ help: ## this list
 	@echo
 	@echo 'Options go through ARGS:  make demo ARGS="--strategy sink_window"'
 
-setup: native ## make .venv and install everything (the other commands do it by themselves)
+setup: native ## make .venv and install what runs Kakeya; other commands do so, and install what else they need
 
-# Does nothing where the library is that of the sources. Without a compiler one is installed into .venv, as a wheel.
+# Does nothing where the library is that of the sources. Without a compiler one is installed into .venv, as a wheel. Tests
+# compare levels of instructions and have all of them; everything else has this processor's best one, in a fourth of the time.
+COMPILED = $(EVERY_LEVEL) $(if $(filter default,$(origin CXX)),,--compiler '$(CXX)')
 native: $(INSTALLED) ## compile the native library if its sources have changed; CXX names the compiler
-	@$(BIN)/python -m inference_engine.native.build --quiet --fetch $(if $(filter default,$(origin CXX)),,--compiler '$(CXX)')
+	@$(BIN)/python -m inference_engine.native.build --quiet --fetch $(COMPILED)
 
-demo: native ## an agent's conversation with a real model over gRPC
-	@$(BIN)/kakeya demo $(ARGS)
+developed: native $(DEVELOPED)
 
-serve: native ## the server, until Ctrl-C
-	@$(BIN)/kakeya serve $(ARGS)
-
-chat: native ## talk to a model in the terminal
-	@$(BIN)/kakeya chat $(ARGS)
+demo: ## an agent's conversation with a real model over gRPC
+serve: ## the server, until Ctrl-C
+chat: ## talk to a model in the terminal
+demo serve chat: native
+	@$(BIN)/kakeya $@ $(ARGS)
 
 # The checks without the site, which a further test builds. Most checks use one core, and the TypeScript SDK's tests wait
 # much: both at once.
-test: native $(TYPESCRIPT)/node_modules/.package-lock.json ## all that must hold: checks, then unit and integration tests
+test: developed $(TYPESCRIPT)/node_modules/.package-lock.json ## all that must hold: checks, then unit and integration tests
 	@$(MAKE) --no-print-directory --jobs=2 $(WHOLE) IS_SET_UP=yes unit-typescript $(CHECKS)
 	@$(MAKE) --no-print-directory unit
 
-unit: native node ## the tests without the checks; ARGS go to pytest
+unit test test-further test-long laws-mlx: EVERY_LEVEL := --every-level
+unit: developed node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-further: native node vocabularies ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
+test-further: developed node vocabularies ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-long: native long-typescript sanitize vocabularies ## the tests that take minutes to hours
+test-long: developed long-typescript sanitize vocabularies ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
 
-laws-mlx: native ## every law over every variant on MLX; CI runs it, on MLX's CPU build
+laws-mlx: developed ## every law over every variant on MLX; CI runs it, on MLX's CPU build
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/laws --executor mlx --numprocesses=auto --maxprocesses=4 $(ARGS)
 
-test-gpu: native ## kernels, recorded steps and their laws on this machine's GPU, or with --sanitize; record in results/
+test-gpu: developed ## kernels, recorded steps and their laws on this machine's GPU, or with --sanitize; record in results/
 	@$(BIN)/python scripts/test_gpu.py $(ARGS)
 
-test-mac: native ## on a Mac with Apple silicon: MLX on its GPU, memory, a long session, speed; record in results/
+test-mac: developed ## on a Mac with Apple silicon: MLX on its GPU, memory, a long session, speed; record in results/
 	@$(BIN)/python scripts/mlx/suite.py $(ARGS)
 
-test-hostile: native ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
+test-hostile: developed ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
 	@OMP_NUM_THREADS=1 timeout --kill-after=30 900 $(BIN)/python -m pytest -m hostile --timeout=300 $(ARGS)
 
-sanitize: $(INSTALLED) ## the native library's tests with the checks of -fsanitize=address,undefined
+sanitize: $(DEVELOPED) ## the native library's tests with the checks of -fsanitize=address,undefined
 	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 check: $(CHECKS) documents ## style, types, import contracts, wire contract, documents, TypeScript
 
-lint: $(INSTALLED)
+lint: $(DEVELOPED)
 	@$(BIN)/ruff check $(LINTED)
 	@$(BIN)/ruff format --check $(LINTED)
 
-format: $(INSTALLED) ## rewrite the code in the project's style
+format: $(DEVELOPED) ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix $(LINTED)
 	@$(BIN)/ruff format $(LINTED)
 
-types: $(INSTALLED)
+types: $(DEVELOPED)
 	@$(BIN)/mypy $(TYPED)
 
-contracts: $(INSTALLED)
+contracts: $(DEVELOPED)
 	@$(BIN)/lint-imports --no-logo
 
-wire: $(INSTALLED)
+wire: $(DEVELOPED)
 	@$(BIN)/buf lint
 	@$(BIN)/buf breaking proto --against proto/frozen
 	@$(BIN)/python scripts/generate_proto.py --check
 
-proto: $(INSTALLED) ## generate the Python stubs from the wire contract
+proto: $(DEVELOPED) ## generate the Python stubs from the wire contract
 	@$(BIN)/python scripts/generate_proto.py
 
-reference: $(INSTALLED) ## make the reference pages in docs/reference from the code
+reference: $(DEVELOPED) ## make the reference pages in docs/reference from the code
 	@$(BIN)/python scripts/generate_reference.py
 
 documents: pages
 	@$(MKDOCS) $(abspath $(VENV)/site) $(OR_SHOW)
 
-pages: $(INSTALLED)
+pages: $(DEVELOPED)
 	@$(BIN)/python scripts/generate_reference.py --check
 	@$(BIN)/python scripts/check_links.py
 
-docs: $(INSTALLED) ## the documentation as a site, in site/; needs no network, and none to be read
+docs: $(DEVELOPED) ## the documentation as a site, in site/; needs no network, and none to be read
 	@$(MKDOCS) site $(OR_SHOW)
 	@echo 'open site/index.html'
 
-bench: native ## measure decode, prefill and the server's overhead; records in results/
+bench: developed ## measure decode, prefill and the server's overhead; records in results/
 	@$(BIN)/python scripts/bench_decode.py $(ARGS)
 	@$(BIN)/python scripts/bench_server.py $(ARGS)
 
-bench-cpu: native ## decode, append and prefill beside llama.cpp, which is compiled once, in build/; record and plots
+bench-cpu: developed ## decode, append and prefill beside llama.cpp, which is compiled once, in build/; record and plots
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python scripts/bench_cpu.py $(ARGS)
 
-bench-gpu: native ## steps and prefills of real shapes on a GPU beside transformers' compiled step; record in results/
-	@$(BIN)/python -m scripts.bench_gpu_steps $(ARGS)
+bench-gpu: ## steps and prefills of real shapes on a GPU beside transformers' compiled step; record in results/
+bench-gpu-latent: ## prefill through a latent, waking and decoding on a GPU, beside plain torch; record in results/
+bench-gpu-listed: ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
+bench-gpu-ops: ## attention, exact Top-K and MAC on a GPU beside the best kernels installed; record in results/
+bench-gpu-products: ## products of few tokens by the chosen tiles, others and torch, on a GPU; record in results/
+bench-gpu-weights: ## decode steps with weights in bfloat16, fp8 and int4, on a GPU; record in results/
+bench-journal: ## what it costs that sessions outlive the process, with each durability; record in results/
+bench-load: ## many streams at once, and up to ten times too much load; record and plots in results/
+bench-gpu: PROGRAM := bench_gpu_steps
+bench-gpu-latent: PROGRAM := bench_latent_gpu
+bench-gpu-listed: PROGRAM := bench_gpu
+bench-gpu bench-gpu-latent bench-gpu-listed bench-gpu-ops bench-gpu-products bench-gpu-weights bench-journal bench-load: developed
+	@$(BIN)/python -m scripts.$(or $(PROGRAM),$(subst -,_,$@)) $(ARGS)
 
-bench-gpu-ops: native ## attention, exact Top-K and MAC on a GPU beside the best kernels installed; record in results/
-	@$(BIN)/python scripts/bench_gpu_ops.py $(ARGS)
-
-bench-gpu-latent: native ## prefill through a latent, waking and decoding on a GPU, beside plain torch; record in results/
-	@$(BIN)/python -m scripts.bench_latent_gpu $(ARGS)
-
-bench-gpu-listed: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
-	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
-
-bench-gpu-products: native ## products of few tokens by the chosen tiles, others and torch, on a GPU; record in results/
-	@$(BIN)/python -m scripts.bench_gpu_products $(ARGS)
-
-bench-gpu-weights: native ## decode steps with weights in bfloat16, fp8 and int4, on a GPU; record in results/
-	@$(BIN)/python -m scripts.bench_gpu_weights $(ARGS)
-
-bench-hibernation: native ## a session's first token after a restart, from a file and by a prefill; record in results/
+bench-hibernation: ## a session's first token after a restart, from a file and by a prefill; record in results/
+bench-kept-sessions: ## more sessions than a server has room for, each kept in turn; record in results/
+bench-hibernation bench-kept-sessions: developed
 	@$(BIN)/kakeya models fetch smollm2-135m
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python scripts/bench_hibernation.py $(ARGS)
+	@$(BIN)/python scripts/$(subst -,_,$@).py $(ARGS)
 
-bench-journal: native ## what it costs that sessions outlive the process, with each durability; record in results/
-	@$(BIN)/python scripts/bench_journal.py $(ARGS)
-
-bench-kept-sessions: native ## more sessions than a server has room for, each kept in turn; record in results/
-	@$(BIN)/kakeya models fetch smollm2-135m
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python scripts/bench_kept_sessions.py $(ARGS)
-
-bench-load: native ## many streams at once, and up to ten times too much load; record and plots in results/
-	@$(BIN)/python scripts/bench_load.py $(ARGS)
-
-evaluate: native ## greedy output against transformers; what each strategy forgets, on the CPU; the index of records
+evaluate: developed ## greedy output against transformers; what each strategy forgets, on the CPU; the index of records
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python scripts/evaluate_greedy.py
 	@$(BIN)/kakeya evaluate needle --segment-tokens 64 --lengths 512 --trials 10 --name needle_cpu \
@@ -189,20 +183,20 @@ evaluate: native ## greedy output against transformers; what each strategy forge
 	@$(BIN)/kakeya evaluate cost --lengths 1024 --batches 1 --rounds 3 --name cost_cpu --strategies $(EVALUATED) $(ARGS)
 	@$(BIN)/kakeya evaluate report
 
-soak: native ## hours of turns, interleavings, cancels and random bytes (SOAK=…); one session for TURNS=200 turns
+soak: developed ## hours of turns, interleavings, cancels and random bytes (SOAK=…); one session for TURNS=200 turns
 	@$(if $(findstring --guided-seconds,$(SOAK)),$(PIP) atheris==3.0.0 >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; })
 	@$(BIN)/python scripts/soak.py $(SOAK)
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
 
-soak-long: native ## conversation after conversation for SECONDS=14400, each until its session is full; record in results/
+soak-long: developed ## conversation after conversation for SECONDS=14400, each until its session is full; record in results/
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --seconds $(SECONDS) --name long_session_select \
 	    --strategy restored:source=latent,mode=select,sink=16,window=256,budget=912 --pair-every 20 $(ARGS)
 
-soak-kill soak-power soak-faults: $(INSTALLED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
+soak-kill soak-power soak-faults: $(DEVELOPED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
 	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)
 
-seeded-bugs: native ## plant known bugs in a copy of the code, one by one; does the suite catch each? record in results/
+seeded-bugs: developed ## plant known bugs in a copy of the code, one by one; does the suite catch each? record in results/
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
 
 clean: ## remove .venv and everything that tools left (model cache and results stay)
@@ -211,24 +205,22 @@ clean: ## remove .venv and everything that tools left (model cache and results s
 	@rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(addprefix $(TYPESCRIPT)/examples/electron/,node_modules dist)
 	@find $(SOURCES) sdks/python -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# Installed once, and again when the pins or a project's own file change. Only the larger downloads are shown; everything
-# pip says is in the log, whose end is shown if it fails.
+# Installed once, and again when the pins or a project's own file change.
 LOG := $(VENV)/install.log
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off
 
+# The demo's model is fetched while the library is compiled, unless ARGS may ask for another one or another place.
+demo: FETCHED := $(if $(findstring --m,$(ARGS))$(findstring --c,$(ARGS)),,--fetch smollm2-135m)
 $(INSTALLED): requirements.txt pyproject.toml sdks/python/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo 'Kakeya needs Python 3.11 or newer; $(PYTHON) is' "$$($(PYTHON) --version 2>&1 || true)." \
 	         'Name another one:  make PYTHON=python3.11 $(MAKECMDGOALS)' >&2; exit 1; }
-	@test -x $(BIN)/pip || { echo 'setup: making $(VENV)'; $(PYTHON) -m venv $(VENV); }
-	@echo 'setup: installing the packages of requirements.txt (once; a minute or two)'
-	@set -o pipefail; $(PIP) -r requirements.txt 2>&1 | tee $(LOG) \
-	    | sed -nE 's/^ *Downloading ([^- ]+-[^- ]+)-[^ ]+ \(([0-9.]+ [MG]B)\)$$/setup:   \1, \2/p' \
-	    || { tail -n 10 $(LOG) >&2; exit 1; }
-	@echo 'setup: installing Kakeya and its SDK from this folder'
-	@$(PIP) --no-deps --no-build-isolation -e sdks/python -e . >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; }
+	@$(PYTHON) scripts/set_up.py $(VENV) $(COMPILED) $(FETCHED)
 	@touch $@
-	@echo 'setup: done'
+
+$(DEVELOPED): requirements-dev.txt $(INSTALLED)
+	@$(PYTHON) scripts/set_up.py $(VENV) --development
+	@touch $@
 
 # The TypeScript SDK: its packages are installed as its lock file has them, without scripts of theirs.
 NPM = PATH="$(abspath $(BIN)):$$PATH" KAKEYA_PYTHON="$(abspath $(BIN))/python" npm --prefix $(TYPESCRIPT) --silent
@@ -266,7 +258,7 @@ $(VOCABULARIES)/node_modules/.package-lock.json: $(VOCABULARIES)/package.json $(
 	@touch $@
 
 # The tests of TypeScript clients need Node.js 20 or newer with its npm. Where there is none, a wheel brings one.
-node: $(INSTALLED)
+node: $(DEVELOPED)
 	@export PATH="$(abspath $(BIN)):$$PATH"; \
 	    { command -v npm && node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)'; } >/dev/null 2>&1 || { \
 	    echo 'setup: installing Node.js into $(VENV) (once, 60 MB)'; \

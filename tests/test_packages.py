@@ -64,7 +64,8 @@ def test_a_wheel_asks_for_published_packages_only(wheels: dict[str, Path], name:
     """
     pinned = {
         normal(line.split("==")[0].split("[")[0])
-        for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        for name in ("requirements.txt", "requirements-dev.txt")  # of the extras, too
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
         if "==" in line and not line.lstrip().startswith("#")
     }
     required = metadata(wheels[name]).get_all("Requires-Dist") or []

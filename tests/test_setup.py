@@ -1,0 +1,116 @@
+"""`make setup`: what it installs is pinned and needed, and what goes wrong in it is shown."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from scripts.set_up import Run, Task
+
+ROOT = Path(__file__).resolve().parents[1]
+# What torch brings where an index has a build for GPUs: no pin is for those.
+OF_A_GPU = re.compile(r"nvidia-|cuda-|triton$|pytorch-triton")
+
+
+def pins(name: str) -> dict[str, Requirement]:
+    """Those of a file for this machine."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
+    wanted = [Requirement(line) for line in lines if line]
+    return {canonicalize_name(each.name): each for each in wanted if each.marker is None or each.marker.evaluate()}
+
+
+def brought(by: Iterable[Requirement]) -> set[str]:
+    """The names of these packages and of all that they ask for here."""
+    found: set[tuple[str, str]] = set()
+    left = [(each, "") for each in by]
+    while left:
+        asked, extra = left.pop()
+        if asked.marker is not None and not asked.marker.evaluate({"extra": extra}):
+            continue
+        for own in ("", *asked.extras):
+            if (key := (canonicalize_name(asked.name), own)) not in found:
+                found.add(key)
+                left += [(Requirement(each), own) for each in importlib.metadata.requires(asked.name) or ()]
+    return {name for name, _ in found if not OF_A_GPU.match(name)}
+
+
+def test_the_pins_for_running_are_what_both_projects_ask_for_and_bring() -> None:
+    """No more: what a demo never uses takes minutes to install."""
+    projects = (ROOT / "pyproject.toml", ROOT / "sdks/python/pyproject.toml")
+    read = [tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in projects]
+    asked = [Requirement(each) for project in read for each in project["dependencies"]]
+    if sys.platform == "darwin":
+        asked += [Requirement(each) for each in read[0]["optional-dependencies"]["mlx"]]
+    assert brought(asked) == pins("requirements.txt").keys()
+
+
+def test_the_pins_for_development_bring_nothing_that_has_no_pin() -> None:
+    running, besides = pins("requirements.txt"), pins("requirements-dev.txt")
+    assert not running.keys() & besides.keys()
+    assert brought(besides.values()) <= running.keys() | besides.keys()
+
+
+def test_every_pin_names_one_version() -> None:
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        assert [str(each) for each in pins(name).values() if not re.fullmatch(r"==[\w.]+", str(each.specifier))] == []
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def test_tasks_run_beside_each_other_and_after_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two wait for each other's file, which would never come if one ran after the other."""
+    meets = "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\n"
+    meets += "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    first = Task("first", [(*python(meets), one, other)], tmp_path / "first.log")
+    second = Task("second", [(*python(meets), other, one)], tmp_path / "second.log")
+    said = "import pathlib, sys; print('native library:', all(pathlib.Path(name).exists() for name in sys.argv[1:]))"
+    last = Task("last", [(*python(said), one, other)], tmp_path / "last.log", (first, second))
+    assert Run([first, second, last], tmp_path).finish() == 0
+    assert re.search(r"^setup: +\d+ s  last: True$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_failure_is_shown_with_what_was_said_last_and_ends_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = Task("endless", [python("import time; time.sleep(600)")], tmp_path / "endless.log")
+    fails = Task("packages", [python("print('no such version'); raise SystemExit(3)"), python("print('too late')")],
+                 tmp_path / "packages.log")  # fmt: skip
+    never = Task("never", [python(f"open({str(tmp_path / 'never')!r}, 'w')")], tmp_path / "never.log", (fails,))
+    assert Run([endless, fails, never], tmp_path).finish() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("setup: packages failed (exit status 3);")
+    assert said.endswith("no such version\n")
+    assert endless.process is not None and endless.process.wait() != 0
+    assert not (tmp_path / "never").exists()
+
+
+def test_while_nothing_is_said_what_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Task("native library", [python("import time; time.sleep(0.5)")], tmp_path / "log")
+    assert Run([quiet], tmp_path, silence_seconds=0.0).finish() == 0
+    assert re.search(r"native library … \d+ MB in ", capsys.readouterr().out)
+
+
+def test_progress_of_pip_is_shown_by_package_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (
+        "Collecting torch==2.13.0",
+        "  Downloading torch-2.13.0-cp311-none-macosx_14_0_arm64.whl (79.9 MB)",
+        "  Downloading click-8.5.1-py3-none-any.whl (111 kB)",
+        "Installing collected packages: click, torch",
+    )
+    task = Task("packages", [python(f"print({chr(10).join(lines)!r})")], tmp_path / "log")
+    assert Run([task], tmp_path).finish() == 0
+    shown = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["packages: torch-2.13.0, 79.9 MB", "packages: unpacking 2", "done"]
