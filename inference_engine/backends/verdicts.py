@@ -33,9 +33,7 @@ import torch
 
 from inference_engine.config import NO_CACHE
 from inference_engine.models import FoundModel
-from inference_engine.models.folder import CONFIG
-from inference_engine.models.gguf_config import gguf_config
-from inference_engine.models.gguf_header import read_gguf
+from inference_engine.models.configuration import configuration_of
 from inference_engine.native import build
 
 logger = logging.getLogger(__name__)
@@ -106,11 +104,8 @@ class Verdicts:
 
 def _configuration(found: FoundModel) -> str:
     """A digest of what is stored of it."""
-    if found.only_gguf:
-        stored = json.dumps(gguf_config(read_gguf(found.stored)), sort_keys=True).encode()
-    else:
-        stored = (found.folder / CONFIG).read_bytes()
-    return hashlib.sha256(stored).hexdigest()
+    content = configuration_of(found.stored if found.only_gguf else found.folder).content
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _key(configuration: str) -> str | None:

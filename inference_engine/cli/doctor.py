@@ -184,14 +184,13 @@ def _family(found: Settings) -> Finding:
 
 
 def _model(found: Settings) -> Finding:
-    from inference_engine.models import check_model
-    from inference_engine.models.folder import describe_ignored
+    from inference_engine.models import check_model, remarks
 
     checked = check_model(found.model.model, cache=found.model.cache_path, thorough=True)
     if checked.manifest is None:
-        ignored = f"; {reported}" if (reported := describe_ignored(checked.ignored)) else ""
+        found_too = "".join(f"; {line}" for line in remarks(checked))
         return Finding(
-            Level.WARN, f"{checked.model_id} in {checked.stored}: no manifest to verify these files by{ignored}"
+            Level.WARN, f"{checked.model_id} in {checked.stored}: no manifest to verify these files by{found_too}"
         )
     size = decimal(checked.manifest.total_bytes)
     return Finding(Level.OK, f"{checked.model_id}: {size} in {checked.folder}, every byte checked")

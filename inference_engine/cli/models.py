@@ -26,6 +26,7 @@ from inference_engine.models import (
     CheckedFolder,
     check_fetched,
     check_model,
+    contradictions,
     fetch,
     fetch_from_hub,
     hub_model,
@@ -37,7 +38,7 @@ from inference_engine.models import (
     sizes,
     tokenizer_folder,
 )
-from inference_engine.models.folder import GGUF, grouping_of, layout_of
+from inference_engine.models.folder import GGUF, gguf_parts, grouping_of, layout_of
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -183,11 +184,15 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("K/V per token", f"{2 * entry_values:,} bytes in 16 bits, {4 * entry_values:,} in float32"),
     ]
     if checked.gguf is not None:
-        facts.append(("GGUF", f"{decimal(checked.gguf.stat().st_size)}; {_encodings(checked)}"))
+        facts.append(
+            ("GGUF", f"{decimal(sum(path.stat().st_size for path in gguf_parts(checked.gguf)))}; {_encodings(checked)}")
+        )
     elif grouping_of(checked.folder) is not None:
         facts.append(("MLX's layout", _encodings(checked)))
     elif (layout := layout_of(checked.folder)) is not None:
         facts.append(("matrices", f"stored in {layout}"))
+    if notes := contradictions(checked):
+        facts.append(("decided", "\n".join(notes)))
     if (manifest := checked.manifest) is None:
         if checked.ignored:
             facts.append(("ignored", _in_lines(checked.ignored)))

@@ -10,14 +10,14 @@ What llama.cpp's converter changes is undone when a tensor is read, so that bloc
 - Gemma's norms are stored with 1 added; `as_float32` subtracts it.
 - The experts of a layer are one tensor; here each has the name that it has in safetensors.
 
-Tied embeddings have no `lm_head.weight`.
+Tied embeddings have no `lm_head.weight`, or the same numbers again; `configuration.py` looks.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -64,6 +64,14 @@ class StoredTensor:
         if self.row_order is not None:
             found = found[self.row_order]
         return found - np.float32(self.added) if self.added else found
+
+    def rows(self, start: int, end: int) -> NDArray[np.float32]:
+        """The numbers of some rows of a matrix of floating-point numbers, in the order of the file."""
+        size = self.data.nbytes // self.shape[0]
+        part = replace(
+            self, data=self.data[start * size : end * size], shape=(len(range(self.shape[0])[start:end]), -1)
+        )
+        return part._stored().reshape(part.shape)
 
     def _stored(self) -> NDArray[np.float32]:
         match self.encoding:
@@ -155,13 +163,23 @@ class SafetensorsCheckpoint(Checkpoint):
         self.path = folder
         self._maps: dict[str, NDArray[np.uint8]] = {}
         self._places: dict[str, _Place] = {}
-        files = weight_files(folder)
         found: dict[str, _Place] = {}
-        for file in files:
+        for file in weight_files(folder):
             found |= _places(folder, file)
             self._maps[file] = _mapped(folder / file)
+        self._files = {name: place.file for name, place in found.items()}
+        self._total_bytes = sum(place.end - place.start for place in found.values())
         for name, place in found.items():
             self._add(text_name(name), place)
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The file of each tensor, by its name there."""
+        return self._files
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
 
     def names(self) -> Sequence[str]:
         return tuple(self._places)
@@ -288,7 +306,7 @@ class _Stored:
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of a GGUF file."""
+    """The tensors of a GGUF file, or of all files of a split one."""
 
     def __init__(self, header: GgufHeader) -> None:
         """Raises ModelError for an architecture that is not read, and for tensors that it does not have."""
@@ -296,18 +314,31 @@ class GgufCheckpoint(Checkpoint):
         config = gguf_config(header)
         self._model_type: str = config["model_type"]
         self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        self._map: NDArray[np.uint8] = _mapped(header.path)
+        self._maps = {part: _mapped(part) for part in header.parts}
         self._tensors: dict[str, _Stored] = {}
         for tensor in header.tensors.values():
-            if tensor.start + tensor.size_bytes > len(self._map):
-                raise ModelError(f"{self.path}: truncated while it was read; get the file again")
+            if tensor.start + tensor.size_bytes > len(self._maps[tensor.path]):
+                raise ModelError(f"{tensor.path}: truncated while it was read; get the file again")
             self._add(tensor)
+        self._zeros: dict[str, int] = {}
+        if config.get("attention_bias"):
+            self._complete(f"self_attn.{name}_proj" for name in "qkvo")
+        if config.get("mlp_bias"):
+            self._complete(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
     def names(self) -> Sequence[str]:
-        return tuple(self._tensors)
+        return (*self._tensors, *self._zeros)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._zeros
+
+    def _complete(self, modules: Iterable[str]) -> None:
+        """A bias of zeros for each of these matrices without one. llama.cpp adds those that a file has; transformers
+        has all of them, or none."""
+        ends = tuple(f".{module}.weight" for module in modules)
+        for name, stored in self._tensors.items():
+            if name.endswith(ends) and (bias := f"{name.removesuffix('weight')}bias") not in self._tensors:
+                self._zeros[bias] = stored.tensor.shape[0]
 
     def _add(self, tensor: GgufTensor) -> None:
         if tensor.name in _IGNORED:
@@ -338,16 +369,20 @@ class GgufCheckpoint(Checkpoint):
         self._tensors[name] = _Stored(tensor=tensor)
 
     def _find(self, name: str) -> StoredTensor | None:
+        if (rows := self._zeros.get(name)) is not None:
+            return StoredTensor(
+                name=name, path=self.path, shape=(rows,), encoding="F32", data=np.zeros(4 * rows, np.uint8)
+            )
         if (stored := self._tensors.get(name)) is None:
             return None
         tensor = stored.tensor
-        data, shape = self._map[tensor.start : tensor.start + tensor.size_bytes], tensor.shape
+        data, shape = self._maps[tensor.path][tensor.start : tensor.start + tensor.size_bytes], tensor.shape
         if stored.expert is not None:
             size = tensor.size_bytes // shape[0]
             data, shape = data[stored.expert * size :][:size], shape[1:]
         return StoredTensor(
             name=name,
-            path=self.path,
+            path=tensor.path,
             shape=shape,
             encoding=tensor.encoding.name,
             data=data,

@@ -35,6 +35,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = "model.gguf"
 GGUF_SUFFIX = ".gguf"
+# As llama.cpp names the files of a split model.
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.ASCII | re.IGNORECASE)
 CONFIGURATION_FILES = (CONFIG, "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -134,8 +136,26 @@ def check_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(ignored, key=lambda name: (not _may_be_missed(name), name)))
 
 
+def gguf_parts(path: Path) -> tuple[Path, ...]:
+    """The files of the model that `path` is a file of, by their names alone: itself, or all parts in their order."""
+    match = _PART.fullmatch(path.name)
+    count = int(match["count"]) if match else 1
+    if match is None or count < 2 or not 1 <= int(match["number"]) <= count:
+        return (path,)
+    return tuple(
+        path.with_name(f"{match['name']}-{number:05}-of-{match['count']}{match['suffix']}")
+        for number in range(1, count + 1)
+    )
+
+
+def name_of_gguf(path: Path) -> str:
+    """The name of a file without what says that it is GGUF, and which part."""
+    match = _PART.fullmatch(path.name)
+    return match["name"] if match and len(gguf_parts(path)) > 1 else path.stem
+
+
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no safetensors; None if it has those, or neither.
+    """The GGUF file of a folder that has no safetensors, of a split one the first; None if it has those, or neither.
 
     Raises ModelError if there are several, and as `list_files` does.
     """
@@ -146,10 +166,11 @@ def gguf_in(folder: Path) -> Path | None:
     if not names:
         return None
     names = [name for name in list_files(folder) if name in names]
-    if len(names) > 1:
-        listed = ", ".join(names[:_MOST_LISTED])
-        raise ModelError(f"{folder}: {len(names)} GGUF files ({listed}); name the one to serve, with its folder")
-    return folder / names[0] if names else None
+    models = list(dict.fromkeys(gguf_parts(folder / name)[0].name for name in names))
+    if len(models) > 1:
+        listed = ", ".join(models[:_MOST_LISTED])
+        raise ModelError(f"{folder}: {len(models)} GGUF files ({listed}); name the one to serve, with its folder")
+    return folder / models[0] if models else None
 
 
 def describe_ignored(names: Sequence[str]) -> str:
@@ -248,11 +269,43 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse weights that are not whole safetensors files. Reads their headers. Comes after `check_configuration`."""
-    tensors = sum(len(check_safetensors(folder / name)) for name in weight_files(folder))
+    """Refuse weights that are not whole safetensors files, each tensor in one of them. Reads their headers. Comes after
+    `check_configuration`."""
+    _check_one_set(folder)
+    files = weight_files(folder)
+    places: dict[str, str] = {}
+    for file in files:
+        for name in check_safetensors(folder / file):
+            if (other := places.setdefault(name, file)) != file:
+                raise ModelError(
+                    f"{folder}: {name} is in {other} and in {file}; the shards are of different models or versions, "
+                    "copy the folder again"
+                )
+    if files != (WEIGHTS,):
+        missing = sorted(set(read_json(folder / INDEX)["weight_map"]) - set(places))
+        if missing:
+            raise ModelError(
+                f"{folder}: {missing[0]} is listed in {INDEX}, and no shard has it; the shards are of another model or "
+                "version, copy the folder again"
+            )
     for key, value in _counts_of_layers(read_json(folder / CONFIG)):
-        if value > tensors:
-            raise ModelError(f"{folder / CONFIG}: {key} is {value}, but the weights hold {tensors} tensors")
+        if value > len(places):
+            raise ModelError(f"{folder / CONFIG}: {key} is {value}, but the weights hold {len(places)} tensors")
+
+
+def _check_one_set(folder: Path) -> None:
+    """Raise ModelError for one file of weights beside all shards of another set.
+
+    transformers takes the one file. It may be left of an older version, and so may the shards.
+    """
+    if not (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return
+    shards = shards_listed(folder / INDEX)
+    if shards != (WEIGHTS,) and all((folder / shard).is_file() for shard in shards):
+        raise ModelError(
+            f"{folder}: two sets of weights: {WEIGHTS}, and the {len(shards)} shards of {INDEX}; remove one of them, "
+            f"the shards together with {INDEX}"
+        )
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:

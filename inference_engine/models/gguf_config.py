@@ -17,6 +17,7 @@ from inference_engine.errors import ModelError
 from inference_engine.models.gguf_header import GgufHeader
 
 _DEFAULT_THETA = 10_000.0
+_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 # llama.cpp's numbers for what the files do not say: layers of the models whose attention is scaled by the hidden size.
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 # Llama 3's own; the file has only the factors that they give.
@@ -35,6 +36,21 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     keys.config = _common(keys)
     config = {**keys.config, **_FAMILIES[architecture](keys)}
     return {name: value for name, value in config.items() if value is not None}
+
+
+def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
+    """What a file says that llama.cpp would read otherwise, or that its tensors contradict; for the log."""
+    architecture, notes = header.text("general.architecture"), []
+    window = header.values.get(f"{architecture}.attention.sliding_window")
+    if architecture == "llama" and window:
+        notes.append(
+            f"llama.attention.sliding_window is {window}: each token sees that many, as in a Mistral model of "
+            "safetensors; llama.cpp ignores the key"
+        )
+    rows, said = header.tensors["token_embd.weight"].shape[0], header.values.get(f"{architecture}.vocab_size")
+    if said is not None and said != rows:
+        notes.append(f"token_embd.weight has {rows} rows, which is the vocabulary; {architecture}.vocab_size is {said}")
+    return tuple(notes)
 
 
 class _Keys:
@@ -73,6 +89,11 @@ class _Keys:
 
     def has(self, tensor: str) -> bool:
         return tensor in self.header.tensors
+
+    def has_bias(self, *names: str) -> bool:
+        """Has one of these matrices a bias in any layer?"""
+        ends = tuple(f".{name}.bias" for name in names)
+        return any(tensor.startswith("blk.") and tensor.endswith(ends) for tensor in self.header.tensors)
 
 
 def _common(keys: _Keys) -> dict[str, Any]:
@@ -122,7 +143,7 @@ def _ends(header: GgufHeader) -> int | list[int] | None:
 
 def _rotation(keys: _Keys, head_dim: int) -> dict[str, Any]:
     theta = keys.real("rope.freq_base", _DEFAULT_THETA)
-    kind = keys.text("rope.scaling.type") or "none"
+    kind = keys.text("rope.scaling.type") or "linear"  # llama.cpp's default, which a factor alone has
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear"))
     known = {keys.key(f"rope.scaling.{name}") for name in ("type", "factor", "original_context_length", "finetuned")}
     if other := sorted(
@@ -132,14 +153,20 @@ def _rotation(keys: _Keys, head_dim: int) -> dict[str, Any]:
             f"{keys.header.path}: {other[0]}: rotation scaled in this way cannot be served from GGUF; a folder of "
             "safetensors can"
         )
+    is_scaled = kind != "none" and factor not in (None, 0.0, 1.0)
     if keys.has("rope_freqs.weight"):
+        if is_scaled:
+            raise ModelError(
+                f"{keys.header.path}: rope_freqs.weight and {keys.key('rope.scaling.factor')} both scale the rotation; "
+                "only one of them can be served from GGUF"
+            )
         return {"rope_theta": theta, **_llama3(keys, theta or _DEFAULT_THETA, head_dim)}
-    if kind == "none" or factor is None or factor == 1.0:
+    if not is_scaled:
         return {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if kind == "yarn":
-        positions = keys.size("rope.scaling.original_context_length")
+        positions = keys.size("rope.scaling.original_context_length", keys.size("context_length"))
         yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
         return {**yarn, "original_max_position_embeddings": positions}
     raise ModelError(
@@ -157,7 +184,7 @@ def _llama3(keys: _Keys, theta: float, head_dim: int) -> dict[str, Any]:
     )
     if tensor.encoding.name != "F32" or tensor.shape != (head_dim // 2,):
         raise refusal
-    with header.path.open("rb") as file:
+    with tensor.path.open("rb") as file:
         file.seek(tensor.start)
         found = np.frombuffer(file.read(tensor.size_bytes), "<f4").astype(np.float64)
     factor = float(np.max(found))
@@ -188,8 +215,8 @@ def _llama(keys: _Keys) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "attention_bias": keys.has("blk.0.attn_output.bias") or keys.has("blk.0.attn_q.bias"),
-        "mlp_bias": keys.has("blk.0.ffn_up.bias"),
+        "attention_bias": keys.has_bias(*_ATTENTION),
+        "mlp_bias": keys.has_bias("ffn_gate", "ffn_up", "ffn_down"),
     }
 
 
@@ -201,7 +228,7 @@ def _qwen3(keys: _Keys) -> dict[str, Any]:
     return {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": keys.has("blk.0.attn_q.bias"),
+        "attention_bias": keys.has_bias(*_ATTENTION),
     }
 
 
@@ -233,13 +260,12 @@ def _gemma2(keys: _Keys) -> dict[str, Any]:
 def _gemma3(keys: _Keys) -> dict[str, Any]:
     near = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", _DEFAULT_THETA)}
     far = dict(keys.config["rope_parameters"])
-    if keys.header.real(keys.key("rope.freq_base")) is None:
-        far["rope_theta"] = 1_000_000.0
+    window = keys.optional("attention.sliding_window")
     return {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
-        "sliding_window": keys.size("attention.sliding_window"),
-        "layer_types": _layer_types(keys, 6),
+        "sliding_window": window or None,
+        "layer_types": _layer_types(keys, 6) if window else ["full_attention"] * _layers(keys),
         "rope_parameters": {"full_attention": far, "sliding_attention": near},
         "attn_logit_softcapping": keys.real("attn_logit_softcapping"),
         "final_logit_softcapping": keys.real("final_logit_softcapping"),
@@ -256,11 +282,17 @@ def _layer_types(keys: _Keys, default: int) -> list[str]:
             raise ModelError(f"{keys.header.path}: {key} is of {len(found)} layers, the model has {layers}")
         return ["sliding_attention" if slides else "full_attention" for slides in found]
     every = keys.size("attention.sliding_window_pattern", default)
+    return ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(_layers(keys))]
+
+
+def _layers(keys: _Keys) -> int:
+    """The number of layers, before anything is listed for each. Raises ModelError if the file cannot have so many."""
+    layers: int = keys.config["num_hidden_layers"]
     if layers > len(keys.header.tensors):
         raise ModelError(
             f"{keys.header.path}: {layers} layers, and {len(keys.header.tensors)} tensors; get the file again"
         )
-    return ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    return layers
 
 
 def _scalar(config: Mapping[str, Any], layers_of_27b: int) -> int:

@@ -5,6 +5,9 @@
     name  dimensions  type  offset           of every tensor; the dimension that lies together in memory comes first
     (up to a multiple of the alignment)      the tensors
 
+A model may be split into files NAME-00001-of-0000N.gguf, as large ones are published: the first has the key-values,
+each has a part of the tensors. Naming any of them names the model.
+
 gguf.GGUFReader makes an object of each token (two seconds for 49,152), loops as often as a file says, and slices past
 its end. Here strings of arrays are skipped, and read on request.
 """
@@ -15,7 +18,7 @@ import mmap
 import stat
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
-from inference_engine.models.folder import GGUF_MAGIC
+from inference_engine.models.folder import GGUF_MAGIC, gguf_parts
 
 # Large vocabularies with their merges take 20 MB.
 MAX_HEADER_BYTES = 2**27
@@ -38,6 +41,7 @@ MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**20
 
 _VERSIONS = (2, 3)
+_MERGE = "or make one file of them: llama-gguf-split --merge"
 _SCALARS: Mapping[int, str] = MappingProxyType(
     {
         0: "<u1",
@@ -96,8 +100,9 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufTensor:
-    """shape: the dimension that lies together in memory comes last. start: in bytes from the start of the file."""
+    """shape: the dimension that lies together in memory comes last. start: in bytes from the start of its file."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     encoding: Encoding
@@ -108,10 +113,11 @@ class GgufTensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufHeader:
     """values: numbers, truth values and strings, and arrays of numbers as numpy has them; arrays of strings are read by
-    `strings`. tensors: by name, in the order of the file.
+    `strings`. tensors: by name, in the order of the file. parts: its files; `path` is the first of them.
     """
 
     path: Path
+    parts: tuple[Path, ...]
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     _strings: Mapping[str, tuple[int, int]]  # the first one's place in the file, and how many
@@ -156,11 +162,52 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """The header of a GGUF file; every tensor lies within the file. Takes a second at most, whatever the file holds.
+    """The header of a GGUF file, or of a model split into several, of which `path` is any; every tensor lies within
+    its file. Takes a second at most for each, whatever they hold.
 
     Raises ModelError that names the file, the value and the way out.
     """
-    facts = path.stat()
+    parts = gguf_parts(path)
+    first = _read_file(parts[0], of=len(parts))
+    count = first.number("split.count") or 1
+    if count < 2:
+        return first if len(parts) == 1 else _read_file(path, of=1)  # named like parts of a model, which they are not
+    if count != len(parts):
+        raise ModelError(
+            f"{path}: one of {count} parts of a model, which have names that end in -00001-of-{count:05}.gguf; rename "
+            f"them, {_MERGE}"
+        )
+    tensors = dict(first.tensors)
+    for number, part in enumerate(parts):
+        header = first if number == 0 else _read_file(part, of=count)
+        found = header.number("split.no"), header.number("split.count")
+        if found != (number, count):
+            raise ModelError(
+                f"{part}: split.no and split.count are {found[0]} and {found[1]}, the name says {number} and {count}; "
+                "get the files again"
+            )
+        if number and (twice := next((name for name in header.tensors if name in tensors), None)) is not None:
+            raise ModelError(f"{part}: the tensor {twice!r} is in another part, too; get the files again")
+        tensors.update(header.tensors)
+        if len(tensors) > MAX_TENSORS:
+            raise ModelError(f"{part}: more than the {MAX_TENSORS} tensors that are read")
+    wanted = first.number("split.tensors.count")
+    if wanted is not None and wanted != len(tensors):
+        raise ModelError(
+            f"{parts[0]}: split.tensors.count is {wanted}, the {count} parts hold {len(tensors)} tensors; get the "
+            "files again"
+        )
+    return replace(first, parts=parts, tensors=MappingProxyType(tensors))
+
+
+def _read_file(path: Path, *, of: int) -> GgufHeader:
+    """of: how many files the model has, for the message about one that is missing."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError as error:
+        if of == 1:
+            raise
+        raise ModelError(f"{path}: missing, one of the {of} files of this model; get it, {_MERGE}") from error
     if not stat.S_ISREG(facts.st_mode):
         raise ModelError(f"{path}: not a plain file; name a GGUF file")
     if facts.st_size < 24:
@@ -195,13 +242,10 @@ def _read(reader: _Reader, path: Path) -> GgufHeader:
             f"{path}: general.alignment is {_shown(alignment)}, expected a power of two from 8 to {MAX_ALIGNMENT}; get "
             "the file again"
         )
-    if (parts := values.get("split.count", 0)) not in (0, 1):
-        raise ModelError(
-            f"{path}: one of {_shown(parts)} parts of a model; make one file of them: llama-gguf-split --merge"
-        )
     found = _tensors(reader, tensors, alignment)
     return GgufHeader(
         path=path,
+        parts=(path,),
         values=MappingProxyType(values),
         tensors=MappingProxyType(found),
         _strings=MappingProxyType(strings),
@@ -271,7 +315,9 @@ def _tensors(reader: _Reader, count: int, alignment: int) -> dict[str, GgufTenso
             )
         if name in found:
             raise ModelError(f"{path}: the tensor {name!r} comes twice; get the file again")
-        found[name] = GgufTensor(name=name, shape=shape, encoding=encoding, start=start, size_bytes=size_bytes)
+        found[name] = GgufTensor(
+            path=path, name=name, shape=shape, encoding=encoding, start=start, size_bytes=size_bytes
+        )
     return found
 
 

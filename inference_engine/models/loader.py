@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,10 @@ from inference_engine.models.folder import (
     check_weights,
     describe_ignored,
     gguf_in,
+    gguf_parts,
     grouping_of,
     layout_of,
-    read_json,
+    name_of_gguf,
     weight_files,
     weights_read,
     without_code,
@@ -75,9 +76,9 @@ class LoadedModel:
 class FoundModel:
     """A model whose file names and configuration were checked, but not its weights.
 
-    gguf: its GGUF file; None without. only_gguf: that is all of it, and lies in `folder` beside whatever else; else it
-    has the same numbers as the folder's safetensors. ignored: names of files that are never opened; code and other
-    weights first.
+    gguf: its GGUF file, of a split one the first; None without. only_gguf: that is all of it, and lies in `folder`
+    beside whatever else; else it has the same numbers as the folder's safetensors. ignored: names of files that are
+    never opened; code and other weights first.
     """
 
     model_id: str
@@ -93,9 +94,9 @@ class FoundModel:
 
     @property
     def weights(self) -> tuple[Path, ...]:
-        """Every place that weights are read from: the folder of safetensors, the GGUF file."""
-        folder = () if self.only_gguf else (self.folder,)
-        return folder if self.gguf is None else (*folder, self.gguf)
+        """Every file that weights are read from. Raises ModelError if one of the folder's is missing."""
+        files = () if self.only_gguf else tuple(self.folder / name for name in weight_files(self.folder))
+        return files if self.gguf is None else (*files, *gguf_parts(self.gguf))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +118,12 @@ def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
             from inference_engine.models.gguf_model import check_gguf
 
             check_gguf(gguf)
-            name = (name_of_snapshot(folder.resolve()) if folder.is_dir() else None) or gguf.stem.strip(".") or "model"
-            return FoundModel(model_id=name, folder=gguf.parent.resolve(), gguf=gguf.resolve(), only_gguf=True)
+            snapshot_name = name_of_snapshot(folder.resolve()) if folder.is_dir() else None
+            name = snapshot_name or name_of_gguf(gguf).strip(".") or "model"
+            where = gguf.parent.resolve()
+            # Files of a split model find each other by their names, which what they link to need not have.
+            stored = gguf.resolve() if len(gguf_parts(gguf)) == 1 else where / gguf.name
+            return FoundModel(model_id=name, folder=where, gguf=stored, only_gguf=True)
         ignored = check_names(folder)
         gguf = None
         if has_manifest(folder):
@@ -172,8 +177,10 @@ def read_config(found: FoundModel) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from inference_engine.models.configuration import configuration_of
+
     path = found.folder / CONFIG
-    content = read_json(path)
+    content = configuration_of(found.folder).content
     if content["model_type"] not in CONFIG_MAPPING:
         code = " without the code that it brings, which is never run" if asks_for_code(content) else ""
         raise ModelError(
@@ -186,7 +193,7 @@ def read_config(found: FoundModel) -> PretrainedConfig:
             f"{content['model_type']!r} is {built_in[0]}, which may not be the same model"
         )
     try:
-        with _alone(found.folder, ()) as folder:
+        with _alone(content, found.folder, ()) as folder:
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -200,6 +207,19 @@ def read_config(found: FoundModel) -> PretrainedConfig:
             f"{transformers.__version__} can read (log level DEBUG has the details)"
         ) from error
     return config
+
+
+def remarks(found: FoundModel) -> tuple[str, ...]:
+    """What an operator should know of a model's files, for the log: what is ignored, and what contradicts what."""
+    ignored = describe_ignored(found.ignored)
+    return (*([ignored] if ignored else []), *contradictions(found))
+
+
+def contradictions(found: FoundModel) -> tuple[str, ...]:
+    """What was decided where a model's files say one thing here and another there."""
+    from inference_engine.models.configuration import configuration_of
+
+    return configuration_of(found.stored if found.only_gguf else found.folder).notes
 
 
 def sizes(config: PretrainedConfig, folder: Path) -> tuple[int, int]:
@@ -243,8 +263,8 @@ def load_model(
 
     _check_device(device)
     library_logging.disable_progress_bar()
-    if reported := describe_ignored(checked.ignored):
-        logger.info("%s: %s", checked.model_id, reported)
+    for line in remarks(checked):
+        logger.info("%s: %s", checked.model_id, line)
     if checked.only_gguf or is_grouped:
         from inference_engine.models.open_checkpoint import open_checkpoint
         from inference_engine.models.unpacked import load_unpacked
@@ -315,7 +335,7 @@ def _only_gguf(path: Path) -> Path | None:
     if not path.is_file():
         return gguf_in(path)
     if path.name.lower().endswith(GGUF_SUFFIX):
-        return path
+        return gguf_parts(path)[0]
     with path.open("rb") as file:
         return path if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC else None
 
@@ -329,9 +349,9 @@ def _classes(model_type: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _alone(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
+def _alone(content: Mapping[str, Any], folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
     """A temporary folder to load from: the configuration without references to code, and links to `names`."""
-    config = json.dumps(without_code(read_json(folder / CONFIG)))
+    config = json.dumps(without_code(content))
     with ExitStack() as stack:
         try:
             alone = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kakeya-")))
@@ -349,8 +369,10 @@ def _alone(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
 def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
+    from inference_engine.models.configuration import configuration_of
+
     try:
-        with _alone(folder, weights_read(folder)) as alone:
+        with _alone(configuration_of(folder).content, folder, weights_read(folder)) as alone:
             model, info = AutoModelForCausalLM.from_pretrained(
                 alone,
                 dtype=dtype,
@@ -397,14 +419,15 @@ def _check_device(device: str) -> None:
 
 
 def weights_digest(checked: CheckedFolder) -> str:
-    """SHA-256 of the weights (for shards, of the list of their digests): from the manifest, or computed now.
+    """SHA-256 of the weights (for shards and parts, of the list of their digests): from the manifest, or computed now.
 
     Of safetensors where there is a GGUF file of the same numbers, too: trained codecs and drafters name it.
     """
     if checked.only_gguf:
-        return sha256_of(checked.stored)
-    digests = [
-        checked.manifest.files[name].sha256 if checked.manifest else sha256_of(checked.folder / name)
-        for name in weight_files(checked.folder)
-    ]
+        digests = [sha256_of(path) for path in gguf_parts(checked.stored)]
+    else:
+        digests = [
+            checked.manifest.files[name].sha256 if checked.manifest else sha256_of(checked.folder / name)
+            for name in weight_files(checked.folder)
+        ]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()

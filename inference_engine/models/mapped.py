@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from inference_engine.models.folder import weight_files
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -50,15 +48,14 @@ def let_go(data: NDArray[np.uint8]) -> None:
 class MappedWeights:
     """Files of weights, kept open. Create it before the model is loaded, and check it now and then."""
 
-    def __init__(self, *paths: Path) -> None:
-        """paths: folders of safetensors, and GGUF files. Raises ModelError or OSError for one that cannot be read."""
+    def __init__(self, *files: Path) -> None:
+        """Raises OSError for a file that cannot be read."""
         self._files: dict[str, int] = {}
         self._states: dict[str, tuple[int, int]] = {}
         try:
-            for path in paths:
-                for file in [path / name for name in weight_files(path)] if path.is_dir() else [path]:
-                    self._files[file.name] = os.open(file, os.O_RDONLY)
-                    self._states[file.name] = _state(self._files[file.name])
+            for file in files:
+                self._files[file.name] = os.open(file, os.O_RDONLY)
+                self._states[file.name] = _state(self._files[file.name])
         except BaseException:
             self.close()
             raise

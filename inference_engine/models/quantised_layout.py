@@ -28,12 +28,14 @@ _WHOLE = -1  # a group of all inputs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """method: fp8, gptq or awq. block: outputs and inputs with one scale, of fp8; None: of an output, or of a matrix.
-    group: inputs of a group of 4-bit codes, -1: all. zero_offset: what is added to stored zeros."""
+    group: inputs of a group of 4-bit codes, -1: all. zero_offset: what is added to stored zeros. is_ordered: inputs may
+    be in an order of their own, by GPTQ's desc_act; g_idx says whether they are."""
 
     method: str
     block: tuple[int, int] | None = None
     group: int = _WHOLE
     zero_offset: int = 0
+    is_ordered: bool = False
 
     def __str__(self) -> str:
         if self.method != "fp8":
@@ -96,14 +98,15 @@ def _block(size: Any) -> tuple[int, int]:
 
 
 def _gptq(found: Mapping[str, Any]) -> Layout:
-    if found.get("desc_act"):
-        raise _unread("gptq with desc_act, whose inputs are in an order of their own")
     if found.get("dynamic"):
         raise _unread("gptq with settings of its own for some matrices (dynamic)")
     kind = found.get("checkpoint_format", "gptq")
     if kind not in ("gptq", "gptq_v2"):
         raise _unread(f"gptq of the format {kind!r}; gptq and gptq_v2 are read")
-    return Layout(method="gptq", group=_group("gptq", found), zero_offset=1 if kind == "gptq" else 0)
+    offset = 1 if kind == "gptq" else 0
+    return Layout(
+        method="gptq", group=_group("gptq", found), zero_offset=offset, is_ordered=bool(found.get("desc_act"))
+    )
 
 
 def _awq(found: Mapping[str, Any]) -> Layout:

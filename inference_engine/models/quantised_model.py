@@ -16,6 +16,7 @@ from inference_engine.kernels.quantised import GROUP, QuantisedMatrix, pack_code
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, text_name
 from inference_engine.models.quantised_layout import Layout
 from inference_engine.models.quantised_linear import QuantisedLinear
+from inference_engine.models.step_list import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -92,8 +93,7 @@ def _check_names(files: SafetensorsCheckpoint, layout: Layout, parameters: set[s
     """Raise ModelError unless every tensor has a place."""
     suffixes = ("weight", *_FP8_SCALES) if layout.method == "fp8" else ("qweight", "qzeros", "scales", "g_idx")
     known = {text_name(name) for name in parameters} | {f"{stem}.{suffix}" for stem in stems for suffix in suffixes}
-    # A checkpoint may have a tied head twice.
-    known.add("lm_head.weight")
+    known.add(HEAD)  # of tied embeddings, with the same numbers
     for name in files.names():
         if name not in known and not name.endswith(_WITHOUT_EFFECT):
             raise ModelError(
@@ -113,7 +113,7 @@ def _matrix(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: in
         words = _tensor(files, f"{stem}.qweight", ("I32",), (inputs // _PACKED, outputs))
         codes = _codes(words).permute(0, 2, 1).reshape(inputs, outputs)
         zeros = _codes(_tensor(files, f"{stem}.qzeros", ("I32",), (groups, outputs // _PACKED)))
-        _check_order(files, stem, inputs, group)
+        _check_order(files, layout, stem, inputs, group)
     else:
         order = torch.tensor(_AWQ_ORDER).argsort()
         words = _tensor(files, f"{stem}.qweight", ("I32",), (inputs, outputs // _PACKED))
@@ -153,10 +153,10 @@ def _codes(words: Tensor) -> Tensor:
     return (words[..., None] >> torch.arange(0, 4 * _PACKED, 4, dtype=torch.int32)) & 15
 
 
-def _check_order(files: SafetensorsCheckpoint, stem: str, inputs: int, group: int) -> None:
-    """Raise ModelError for inputs that are grouped in another order than their own."""
+def _check_order(files: SafetensorsCheckpoint, layout: Layout, stem: str, inputs: int, group: int) -> None:
+    """Raise ModelError for inputs that are grouped in another order than their own, or may be."""
     name = f"{stem}.g_idx"
-    if name in files:
+    if name in files or layout.is_ordered:
         found = _tensor(files, name, ("I32",), (inputs,))
         if not torch.equal(found, torch.arange(inputs, dtype=torch.int32) // group):
             raise ModelError(
@@ -166,8 +166,8 @@ def _check_order(files: SafetensorsCheckpoint, stem: str, inputs: int, group: in
 
 
 def _floats(files: SafetensorsCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
-    if name == "lm_head.weight" and name not in files:
-        name = "model.embed_tokens.weight"  # tied
+    if name == HEAD and name not in files:
+        name = EMBEDDING  # tied
     return _tensor(files, name, _FLOATS, shape)
 
 

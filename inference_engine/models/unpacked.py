@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_engine.errors import ModelError
 from inference_engine.models.checkpoint import Checkpoint
+from inference_engine.models.step_list import HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +34,10 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
     try:
         with torch.device("meta"):
             wanted = {name: tuple(part.shape) for name, part in kind(copy.deepcopy(config)).named_parameters()}
-        if config.tie_word_embeddings:
-            wanted.pop("lm_head.weight", None)
-        _check_names(checkpoint, set(wanted))
+        is_tied = bool(config.tie_word_embeddings)
+        if is_tied:
+            wanted.pop(HEAD, None)
+        _check_names(checkpoint, {*wanted, HEAD} if is_tied else set(wanted))
         numbers = {name: _parameter(checkpoint, name, shape).to(dtype) for name, shape in wanted.items()}
         model: PreTrainedModel = kind.from_pretrained(
             None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention

@@ -16,6 +16,7 @@ from inference_engine.errors import BackendError
 from inference_engine.native import build
 from inference_engine.native.library import why_missing
 from tests.further import further_test
+from tests.models.odd_models import ODD
 
 pytestmark = pytest.mark.usefixtures("admitting_once")
 
@@ -37,6 +38,14 @@ def test_what_works_passes_down_to_a_token(tiny_folder: Path, capsys: pytest.Cap
     # Nothing vouches for a folder that was not downloaded. Where nothing compiles C++, there is no native library.
     assert levels == {"model": "warn"} | ({"native": "warn"} if why_missing() else {})
     assert "after 1, 2, 3" in found["self test"][1]
+
+
+def test_what_a_models_files_contradict_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ODD["tied, another head"].make(tmp_path / "model")
+    assert doctor("--model", tmp_path / "model", "--cache-dir", tmp_path / "cache") == 0
+    level, text = lines(capsys.readouterr().out)["model"]
+    assert level == "warn"
+    assert "the head of the file is used, though config.json says tie_word_embeddings" in text
 
 
 def test_a_model_that_is_not_here_fails_with_the_command_that_fetches_it(

@@ -145,7 +145,7 @@ def test_a_fetched_model_is_whole_and_loads(
     checked = check_model(str(folder), cache=cache)
     assert checked.manifest is not None
     assert (checked.stored, checked.only_gguf, checked.ignored) == (folder / "model.gguf", False, ("LICENSE",))
-    assert checked.weights == (folder, folder / "model.gguf")
+    assert checked.weights == (folder / "model.safetensors", folder / "model.gguf")
     assert weights_digest(checked) == checked.manifest.files["model.safetensors"].sha256
     assert checked.manifest.files["model.gguf"].sha256 == known.gguf_sha256
     own = loaded.model.state_dict()

@@ -31,6 +31,7 @@ from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.models.open_checkpoint import open_checkpoint
 from tests.further import further
+from tests.models.hub_entry import write_entry
 from tests.models.test_mapped import mapped, overwrite
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
@@ -83,6 +84,50 @@ def test_of_several_files_in_a_folder_one_must_be_named(file: Path, cache: Path)
     with pytest.raises(ModelError, match=r"2 GGUF files \(tiny-Q4_0\.gguf, tiny-Q8_0\.gguf\); name the one"):
         find_model(str(file.parent), cache=cache)
     assert find_model(str(other), cache=cache).model_id == "tiny-Q4_0"
+
+
+def test_a_split_model_is_named_by_any_of_its_files(tmp_path: Path, cache: Path) -> None:
+    model, folder = tiny_model("qwen2"), tmp_path / "files"
+    folder.mkdir()
+    write_gguf(model, folder / "tiny.gguf", most_tensors=9)
+    parts = sorted(folder.iterdir())
+    assert [part.name for part in parts] == [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    digests = "\n".join(hashlib.sha256(part.read_bytes()).hexdigest() for part in parts)
+    for name in (folder, *parts):
+        found = check_model(str(name), cache=cache)
+        assert (found.model_id, found.folder, found.stored, found.weights) == ("tiny", folder, parts[0], tuple(parts))
+        assert weights_digest(found) == hashlib.sha256(digests.encode()).hexdigest()
+    # A snapshot of the hub's cache is of links, to files of other names.
+    entry = write_entry(tmp_path / "hub", "org/tiny", folder)
+    for name in (entry, entry / parts[1].name):
+        torch.testing.assert_close(logits(load_model(str(name), cache=cache).model), logits(model), rtol=0, atol=0)
+    with MappedWeights(*check_model(str(folder), cache=cache).weights) as weights, mapped(parts[2]):
+        overwrite(parts[2])
+        assert weights.spoiled() == f"{parts[2].name} was written to"
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"split.tensors.count": 7}, r"split\.tensors\.count is 7, the 3 parts hold 27 tensors"),
+        ({"split.count": 2}, r"one of 2 parts of a model, which have names that end in -00001-of-00002\.gguf"),
+        ({"split.no": 2}, r"tiny-00001-of-00003\.gguf: split\.no and split\.count are 2 and 3, the name says 0 and 3"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_refused(
+    values: dict[str, int], reason: str, tmp_path: Path, cache: Path
+) -> None:
+    write_gguf(tiny_model("qwen2"), tmp_path / "tiny.gguf", most_tensors=9)
+    part = tmp_path / "tiny-00001-of-00003.gguf"
+    content = part.read_bytes()
+    for key, value in values.items():
+        at = content.index(key.encode()) + len(key) + 4
+        size = 4 if key.endswith("tensors.count") else 2
+        content = content[:at] + value.to_bytes(size, "little") + content[at + size :]
+    part.write_bytes(content)
+    with pytest.raises(ModelError, match=reason):
+        find_model(str(part), cache=cache)
 
 
 @pytest.mark.hostile

@@ -36,7 +36,7 @@ def overwrite(path: Path) -> None:
 
 
 def test_a_file_whose_pages_are_in_use_is_noticed_when_it_is_written_to(folder: Path) -> None:
-    with MappedWeights(folder) as weights, mapped(folder / WEIGHTS):
+    with MappedWeights(folder / WEIGHTS) as weights, mapped(folder / WEIGHTS):
         assert weights.spoiled() is None
         overwrite(folder / WEIGHTS)
         assert weights.spoiled() == "model.safetensors was written to"
@@ -44,13 +44,13 @@ def test_a_file_whose_pages_are_in_use_is_noticed_when_it_is_written_to(folder: 
 
 def test_a_file_whose_pages_are_in_use_is_noticed_when_it_is_cut(folder: Path) -> None:
     size = (folder / WEIGHTS).stat().st_size
-    with MappedWeights(folder) as weights, mapped(folder / WEIGHTS):
+    with MappedWeights(folder / WEIGHTS) as weights, mapped(folder / WEIGHTS):
         os.truncate(folder / WEIGHTS, size // 2)
         assert weights.spoiled() == f"model.safetensors was written to ({size} bytes before, {size // 2} now)"
 
 
 def test_a_file_that_takes_the_place_of_the_one_in_use_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    with MappedWeights(folder) as weights, mapped(folder / WEIGHTS):
+    with MappedWeights(folder / WEIGHTS) as weights, mapped(folder / WEIGHTS):
         other = Path(shutil.copy(folder / WEIGHTS, tmp_path / "other"))
         overwrite(other)
         other.replace(folder / WEIGHTS)
@@ -60,7 +60,7 @@ def test_a_file_that_takes_the_place_of_the_one_in_use_changes_nothing(folder: P
 def test_a_file_that_was_copied_into_memory_may_change_which_is_logged_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with MappedWeights(folder) as weights, caplog.at_level(logging.WARNING):
+    with MappedWeights(folder / WEIGHTS) as weights, caplog.at_level(logging.WARNING):
         overwrite(folder / WEIGHTS)
         assert weights.spoiled() is None
         assert weights.spoiled() is None
@@ -71,7 +71,7 @@ def test_a_file_that_was_copied_into_memory_may_change_which_is_logged_once(
 
 def test_a_name_with_spaces_is_found_among_the_mapped(folder: Path, tmp_path: Path) -> None:
     spaced = folder.rename(tmp_path / "a model (deleted) of mine")
-    with MappedWeights(spaced) as weights, mapped(spaced / WEIGHTS):
+    with MappedWeights(spaced / WEIGHTS) as weights, mapped(spaced / WEIGHTS):
         overwrite(spaced / WEIGHTS)
         assert weights.spoiled() is not None
 

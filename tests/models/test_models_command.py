@@ -10,6 +10,7 @@ import pytest
 from inference_engine.cli import models as command
 from inference_engine.cli.models import MOST_NAMES
 from inference_engine.models import known_names, write_manifest
+from tests.models.odd_models import ODD
 from tests.models.tiny_gguf import tiny_model, write_gguf
 
 
@@ -58,6 +59,13 @@ def test_show_lists_what_is_ignored(folder: Path, cache: Path, capsys: pytest.Ca
     assert kakeya_models("show", str(folder), "--cache-dir", str(cache)) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("README.md", "modeling_llama.py", "pytorch_model.bin", "and 3 more"))
+
+
+def test_show_says_what_its_files_contradict(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ODD["tied, another head"].make(tmp_path / "model")
+    assert kakeya_models("show", str(tmp_path / "model"), "--cache-dir", str(cache)) == 0
+    printed = capsys.readouterr().out
+    assert "decided" in printed and "lm_head.weight is another matrix than" in printed
 
 
 def test_show_verifies_when_asked(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

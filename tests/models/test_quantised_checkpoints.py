@@ -203,7 +203,6 @@ def test_a_quantised_checkpoint_gives_the_logits_of_its_numbers(layout: str, tmp
         ("../other", "no layout that is known"),
         ({**GPTQ, "bits": 8}, "gptq with 8 bits"),
         ({**GPTQ, "group_size": 100}, "groups of 100"),
-        ({**GPTQ, "desc_act": True}, "desc_act"),
         ({**GPTQ, "dynamic": {"-:lm_head": {}}}, "dynamic"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
         ({**AWQ, "version": "gemv"}, "gemv"),

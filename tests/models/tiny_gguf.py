@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGUFWriter
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf.quants import quantize
 
 from tests.models.tiny_folder import byte_tokens
@@ -90,18 +90,32 @@ def write_gguf(
     factors: np.ndarray[Any, Any] | None = None,
     spelled: Mapping[int, tuple[str, int]] = MappingProxyType({}),
     ids: Mapping[str, int] = MappingProxyType({}),
+    values: Mapping[str, Any] = MappingProxyType({}),
+    tensors: Callable[[dict[str, Any]], Any] | None = None,
+    most_tensors: int = 0,
 ) -> None:
     """The model as llama.cpp's converter writes it, matrices in `encoding`, with a byte-level tokenizer.
 
     factors: the divisor of each frequency of the rotation. spelled: other texts and types of tokens, by id. ids: more
-    keys `tokenizer.ggml.<name>_token_id`, or others than bos 0, eos 1 and padding 1.
+    keys `tokenizer.ggml.<name>_token_id`, or others than bos 0, eos 1 and padding 1. values: other values of keys; None
+    leaves one out. tensors: changes them. most_tensors: of each of several files; 0 for one file.
     """
     config = model.config
-    family = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
-    writer = GGUFWriter(path, family)
+    family = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}.get(
+        config.model_type, config.model_type
+    )
+    writer = GGUFWriter(path, family, split_max_tensors=most_tensors)
     _write_values(writer, config)
     _write_tokenizer(writer, config.vocab_size, pre, spelled, ids)
-    for name, tensor in _converted(model).items():
+    for key, value in values.items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            own = GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, GGUFValueType.UINT32 if own is GGUFValueType.INT32 else own)
+    converted: dict[str, Any] = _converted(model)
+    if tensors is not None:
+        tensors(converted)
+    for name, tensor in converted.items():
         if tensor.ndim > 1 and encoding != "F32":
             kind = GGMLQuantizationType[encoding]
             writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
@@ -140,7 +154,7 @@ def _converted(model: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
             layer, inside = module.removeprefix("model.layers.").split(".", 1)
             own = (_GEMMA_LAYER if is_gemma else _LAYER)[inside]
             stored = f"blk.{layer}.{own}"
-            if kind == "llama" and own in heads:
+            if kind in ("llama", "mistral") and own in heads:
                 # As in convert_hf_to_gguf.py: LlamaModel.permute.
                 shape = (heads[own], 2, tensor.shape[0] // heads[own] // 2, *tensor.shape[1:])
                 tensor = tensor.reshape(shape).swapaxes(1, 2).reshape(tensor.shape)
@@ -158,7 +172,7 @@ def _write_values(writer: GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if config.model_type == "llama":
+    if config.model_type in ("llama", "mistral"):
         writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     elif config.model_type != "qwen2":
         writer.add_key_length(config.head_dim)

@@ -16,8 +16,8 @@ from inference_engine.backends.native.loading import check_fits, text_names
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig, multiply_float32_in_full
 from inference_engine.errors import NotOnMlx
-from inference_engine.models import CheckedFolder, check_model
-from inference_engine.models.folder import describe_ignored, grouping_of
+from inference_engine.models import CheckedFolder, check_model, remarks
+from inference_engine.models.folder import grouping_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.step_list import NoStepListError
 from inference_engine.types import ModelFacts
@@ -58,8 +58,8 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         numerics=f"{bits}{kind()}{', kernels of our own' if uses_metal else ''}",
         refused_strategies=admitted.refused,
     )
-    if reported := describe_ignored(checked.ignored):
-        logger.info("%s: %s", checked.model_id, reported)
+    for line in remarks(checked):
+        logger.info("%s: %s", checked.model_id, line)
     logger.debug("%s runs on %s: %d MiB of weights", checked.model_id, describe(), program.weight_bytes >> 20)
     return MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)
 

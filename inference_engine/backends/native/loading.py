@@ -14,9 +14,9 @@ from inference_engine.backends.native.program import Program, check_outputs, pac
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
-from inference_engine.models import CheckedFolder, check_model
+from inference_engine.models import CheckedFolder, check_model, remarks
 from inference_engine.models.checkpoint import Checkpoint, text_name
-from inference_engine.models.folder import describe_ignored, layout_of
+from inference_engine.models.folder import layout_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.step_list import HEAD, NoStepListError, step_list
 from inference_engine.native import library as native_library
@@ -81,8 +81,8 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         weights=tuple(sorted(formats := program.formats(), key=formats.__getitem__, reverse=True)),
         refused_strategies=admitted.refused,
     )
-    if reported := describe_ignored(checked.ignored):
-        logger.info("%s: %s", checked.model_id, reported)
+    for line in remarks(checked):
+        logger.info("%s: %s", checked.model_id, line)
     logger.debug(
         "%s runs natively: %s, %s, weights %s",
         checked.model_id,
@@ -157,7 +157,7 @@ def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]
     The list of operations takes what is there: a bias or a norm that the model has no place for would change it.
     """
     wanted = _tensors(parameters)
-    is_tied = HEAD not in wanted  # a checkpoint may have the matrix twice
+    is_tied = HEAD not in wanted  # a checkpoint may have the matrix twice, with the same numbers
     for name, shape in wanted.items():
         checkpoint.tensor(name, shape)
     for name in checkpoint.names():
@@ -169,7 +169,7 @@ def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]
 
 
 def text_names(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The tensors that are read. A checkpoint may have a tied head as well; transformers does not read it."""
+    """The tensors that are read. A checkpoint may have a tied head as well; it holds the numbers of the embedding."""
     is_tied = HEAD not in _tensors(parameters)
     return [name for name in checkpoint.names() if not (is_tied and name == HEAD)]
 

@@ -1,0 +1,140 @@
+"""The configuration of a model: what its files say it is, where its tensors do not say otherwise.
+
+Everything that builds or describes a model takes it from here, so that every executor runs the same one. What the
+tensors decide, against what is written beside them:
+
+    the head        `lm_head` is the embedding only if the file has no other numbers for it, whatever
+                    tie_word_embeddings says. transformers decides so, too, since version 5
+    quantisation    what is not stored in the layout that quantization_config names is read as it is stored
+    shards          a tensor is in the shard that has it, whatever the index says; one file of weights is read if an
+                    index beside it lacks shards
+
+Each is logged. Other contradictions are refused where the weights are read: a tensor of another shape than the
+configuration gives it, one too few, one too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inference_engine.errors import ModelError
+from inference_engine.models.checkpoint import SafetensorsCheckpoint, StoredTensor
+from inference_engine.models.folder import CONFIG, INDEX, WEIGHTS, grouping_in, read_json, weights_read
+from inference_engine.models.gguf_config import gguf_config, gguf_notes
+from inference_engine.models.gguf_header import read_gguf
+from inference_engine.models.quantised_layout import layout_in
+from inference_engine.models.step_list import EMBEDDING, HEAD
+from inference_engine.models.verified import look_of
+
+_TIED = "tie_word_embeddings"
+_STEP_BYTES = 2**24
+_FLOATS = ("F32", "F16", "BF16")
+_FP8 = "F8_E4M3"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """content: as config.json has it. notes: what in the files was decided against what else in them, for the log."""
+
+    content: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def configuration_of(stored: Path) -> Configuration:
+    """Of a GGUF file, or of a folder that passed the checks of its configuration. Raises ModelError or OSError.
+
+    Weights that are not there yet, or are damaged, say nothing here; who reads them refuses them.
+    """
+    if not stored.is_dir():
+        header = read_gguf(stored)
+        return Configuration(content=gguf_config(header), notes=gguf_notes(header))
+    try:
+        files = (CONFIG, *weights_read(stored))
+    except ModelError:
+        return Configuration(content=read_json(stored / CONFIG))
+    return _of_folder(stored, tuple((name, *look_of(stored / name).values()) for name in files))
+
+
+@lru_cache(maxsize=8)
+def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Configuration:
+    """looks: name and status of each file that is read. Comparing a head with an embedding reads both."""
+    content = read_json(folder / CONFIG)
+    try:
+        tensors = SafetensorsCheckpoint(folder)
+    except (ModelError, OSError):
+        return Configuration(content=content)
+    notes = []
+    if _has_own_head(tensors):
+        text = content.get("text_config")
+        is_tied = any(one.get(_TIED) for one in (content, text) if isinstance(one, dict))
+        content = {**content, _TIED: False}
+        if isinstance(text, dict):
+            content["text_config"] = {**text, _TIED: False}
+        if is_tied:
+            notes.append(
+                f"{HEAD} is another matrix than {EMBEDDING}: the head of the file is used, though {CONFIG} says {_TIED}"
+            )
+    layout = layout_in(content) if grouping_in(content) is None else None
+    if layout is not None and not any(
+        name.endswith(".qweight") or tensors.stored(name).encoding == _FP8 for name in tensors.names()
+    ):
+        notes.append(f"no tensor is stored in {layout}, which {CONFIG} names: all are read as they are stored")
+    if WEIGHTS in [name for name, *_ in looks]:
+        if (folder / INDEX).is_file():
+            notes.append(f"{INDEX} is not read: {WEIGHTS} is there, and not all shards of the index are")
+    else:
+        notes += _misplaced(folder, tensors)
+    return Configuration(content=content, notes=tuple(notes))
+
+
+def _has_own_head(tensors: SafetensorsCheckpoint) -> bool:
+    """Does the file have numbers for the head that are not those of the embedding?"""
+    stem, other = HEAD.removesuffix("weight"), EMBEDDING.removesuffix("weight")
+    parts = [name for name in tensors.names() if name.startswith(stem) and not name.endswith(".bias")]
+    return EMBEDDING in tensors and any(
+        (counterpart := other + name.removeprefix(stem)) not in tensors
+        or not _are_equal(tensors.stored(name), tensors.stored(counterpart))
+        for name in parts
+    )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """The same numbers, in whatever floating-point types; NaN equals the same NaN. Stops at the first that differ."""
+    if one.shape != other.shape:
+        return False
+    if one.encoding == other.encoding:
+        return all(
+            np.array_equal(one.data[start : start + _STEP_BYTES], other.data[start : start + _STEP_BYTES])
+            for start in range(0, one.data.nbytes, _STEP_BYTES)
+        )
+    if one.encoding not in _FLOATS or other.encoding not in _FLOATS or len(one.shape) != 2:
+        return False
+    rows = max(1, _STEP_BYTES // (4 * max(1, one.shape[1])))
+    return all(
+        np.array_equal(one.rows(start, start + rows), other.rows(start, start + rows))
+        for start in range(0, one.shape[0], rows)
+    )
+
+
+def _misplaced(folder: Path, tensors: SafetensorsCheckpoint) -> list[str]:
+    """What an index of shards says of them that is not so."""
+    index = read_json(folder / INDEX)
+    places: Mapping[str, str] = index["weight_map"]
+    elsewhere = [name for name, file in tensors.files.items() if places.get(name, file) != file]
+    unlisted = [name for name in tensors.files if name not in places]
+    notes = []
+    if elsewhere:
+        notes.append(f"{len(elsewhere)} tensors are in another shard than {INDEX} says, first {elsewhere[0]}")
+    if unlisted:
+        notes.append(f"{len(unlisted)} tensors of the shards are not in {INDEX}, and are read, first {unlisted[0]}")
+    metadata = index.get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if said is not None and said != tensors.total_bytes:
+        notes.append(f"the shards hold {tensors.total_bytes} bytes of tensors, {INDEX} says {said}")
+    return notes

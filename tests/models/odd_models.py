@@ -1,0 +1,450 @@
+"""Folders and files of tiny models that are odd in one way each, and the model that each of them is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models.test_quantised_checkpoints import GPTQ, in_gptq
+from tests.models.tiny_gguf import SMALL, tiny_model, write_gguf
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ALL = ("torch", "native", "mlx")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Odd:
+    """make: writes it into a new folder, and returns the model that it is, or None: the one that transformers loads.
+
+    name: what is given to the runtime, in the folder. served_by: the others refuse it, with a message like `refusal`.
+    note: what the log has of it.
+    """
+
+    make: Callable[[Path], Any]
+    name: str = "."
+    served_by: tuple[str, ...] = ALL
+    refusal: str = ""
+    note: str = ""
+
+
+def noise(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+
+
+def saved(
+    folder: Path, family: str, change: Callable[[Tensors], Any] | None = None, config: Config | None = None
+) -> Any:
+    """A folder of a tiny model, its tensors and its configuration changed; a value of None removes a key."""
+    model = tiny_model(family)
+    model.save_pretrained(folder)
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(
+            {name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+        )
+    if config:
+        path = folder / "config.json"
+        content = json.loads(path.read_text()) | config
+        path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    return model
+
+
+def folder_of(
+    family: str, change: Callable[[Tensors], Any] | None = None, config: Config | None = None, **more: Any
+) -> Odd:
+    def make(folder: Path) -> None:
+        saved(folder, family, change, config)
+
+    return Odd(make=make, **more)
+
+
+def sharded(folder: Path, family: str = "llama", *, change: Callable[[Config], Any] | None = None) -> Any:
+    """Two shards and their index, changed."""
+    model = saved(folder, family)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {f"model-0000{number + 1}-of-00002.safetensors": names[number::2] for number in range(2)}
+    for file, own in files.items():
+        save_file({name: tensors[name] for name in own}, folder / file, {"format": "pt"})
+    index: Config = {
+        "metadata": {"total_size": sum(one.nbytes for one in tensors.values())},
+        "weight_map": {name: file for file, own in files.items() for name in own},
+    }
+    if change is not None:
+        change(index)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return model
+
+
+def with_another_file(folder: Path) -> None:
+    own = sharded(folder).state_dict()
+    save_file({name: noise(*one.shape) for name, one in own.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def with_a_leftover_index(folder: Path) -> None:
+    saved(folder, "llama")
+    index = {"metadata": {}, "weight_map": {EMBEDDING: "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def a_tensor_twice(folder: Path) -> None:
+    sharded(folder)
+    for path in folder.glob("model-*.safetensors"):
+        save_file(load_file(path) | {EMBEDDING: noise(259, 64)}, path, {"format": "pt"})
+
+
+def swapped(index: Config) -> None:
+    files = sorted(set(index["weight_map"].values()))
+    index["weight_map"] = {
+        name: files[1 - files.index(file)] if "layers.1" in name else file for name, file in index["weight_map"].items()
+    }
+    index["metadata"]["total_size"] = 7
+
+
+def mixed(tensors: Tensors) -> None:
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    for number, name in enumerate(sorted(tensors)):
+        tensors[name] = tensors[name].to(types[number % 3])
+
+
+def in_gptq_order(folder: Path, *, order: Callable[[Tensor], Tensor], desc_act: bool = True, bits: int = 4) -> Any:
+    """A GPTQ checkpoint whose settings say that its inputs are in an order of their own."""
+    model = saved(folder, "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            own, numbers = in_gptq(name, tensors.pop(f"{name}.weight"))
+            own[f"{name}.g_idx"] = order(own[f"{name}.g_idx"])
+            tensors |= own
+            module.weight.data = numbers
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    quantised = {"quantization_config": {**GPTQ, "desc_act": desc_act, "bits": bits}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    return model
+
+
+def gguf_of(
+    family: str | Callable[[], Any],
+    *,
+    file: str = "tiny.gguf",
+    named: str = "",
+    values: Mapping[str, Any] = MappingProxyType({}),
+    change: Callable[[Any], Any] | None = None,
+    tensors: Callable[[dict[str, Any]], Any] | None = None,
+    after: Callable[[Path], Any] | None = None,
+    most_tensors: int = 0,
+    **more: Any,
+) -> Odd:
+    """values, tensors: changes to the file. change: the same to the model. after: to the folder."""
+
+    def make(folder: Path) -> Any:
+        folder.mkdir(exist_ok=True)
+        model = tiny_model(family) if isinstance(family, str) else family()
+        if change is not None:
+            model = change(model) or model
+        write_gguf(model, folder / file, values=values, tensors=tensors, most_tensors=most_tensors)
+        if after is not None:
+            after(folder)
+        return model.eval()
+
+    return Odd(make=make, name=named or file, **more)
+
+
+def configured(kind: str, **changes: Any) -> Callable[[], Any]:
+    """A model of this class with noise on every parameter."""
+
+    def make() -> Any:
+        config = getattr(transformers, f"{kind}Config")(**{**SMALL, **changes})
+        config._attn_implementation = "eager"
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(11)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        return model.eval()
+
+    return make
+
+
+def folder_from(make: Callable[[], Any], config: Config | None = None, **more: Any) -> Odd:
+    def write(folder: Path) -> None:
+        make().save_pretrained(folder)
+        if config:
+            path = folder / "config.json"
+            content = json.loads(path.read_text()) | config
+            path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+    return Odd(make=write, **more)
+
+
+def without_output_biases(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias.data.zero_()
+        for name in ("gate", "up", "down"):
+            getattr(layer.mlp, f"{name}_proj").bias.data.zero_()
+
+
+def only_some_biases(model: Any) -> None:
+    without_output_biases(model)
+    model.model.layers[0].self_attn.k_proj.bias.data.zero_()
+    model.model.layers[1].mlp.up_proj.bias.data.normal_()
+
+
+def zero_biases_left_out(tensors: dict[str, Any]) -> None:
+    for name in [name for name, one in tensors.items() if name.endswith(".bias") and not one.any()]:
+        del tensors[name]
+
+
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+    "layer_types": ["full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+SPLIT = "tiny-00001-of-00005.gguf"
+
+ODD: Mapping[str, Odd] = {
+    # -- the head
+    "tied, the same head": folder_of("llama", lambda own: own.update({HEAD: own[EMBEDDING].clone()})),
+    "tied, the same head in another type": folder_of(
+        "llama",
+        lambda own: own.update({EMBEDDING: own[EMBEDDING].bfloat16().float(), HEAD: own[EMBEDDING].bfloat16()}),
+    ),
+    "tied, another head": folder_of(
+        "llama", lambda own: own.update({HEAD: noise(259, 64)}), note="the head of the file is used"
+    ),
+    "tied, a head that differs in one number": folder_of(
+        "llama", lambda own: own.update({HEAD: own[EMBEDDING].clone().index_fill_(0, torch.tensor([258]), 2.0)})
+    ),
+    "tied by default, another head": folder_of("gemma2", lambda own: own.update({HEAD: noise(259, 64)})),
+    "tied, another head of another shape": folder_of(
+        "llama", lambda own: own.update({HEAD: noise(300, 64)}), served_by=(), refusal=r"lm_head\.weight"
+    ),
+    "not tied, no head": folder_of(
+        "llama", None, {"tie_word_embeddings": False}, served_by=(), refusal=r"lm_head\.weight"
+    ),
+    "nothing about ties, no head": folder_of(
+        "llama", None, {"tie_word_embeddings": None}, served_by=(), refusal=r"lm_head\.weight"
+    ),
+    "not tied, the same head": folder_of(
+        "llama", lambda own: own.update({HEAD: own[EMBEDDING].clone()}), {"tie_word_embeddings": False}
+    ),
+    "tied, a head and no embedding": folder_of(
+        "llama",
+        lambda own: own.update({HEAD: own.pop(EMBEDDING)}),
+        served_by=("torch",),
+        refusal=r"no tensor model\.embed_tokens\.weight",
+    ),
+    # -- tensors
+    "types mixed": folder_of("qwen3", mixed),
+    "a tensor too many": folder_of(
+        "llama",
+        lambda own: own.update({"model.layers.7.mlp.up_proj.weight": noise(96, 64)}),
+        served_by=(),
+        refusal=r"layers\.7\.mlp\.up_proj",
+    ),
+    "frequencies of an old checkpoint": folder_of(
+        "llama", lambda own: own.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    ),
+    "a bias of one product": folder_of(
+        "llama",
+        lambda own: own.update({"model.layers.0.self_attn.q_proj.bias": noise(64)}),
+        served_by=(),
+        refusal=r"q_proj\.bias",
+    ),
+    "biases": folder_of("llama with biases"),
+    "heads of an unusual size": folder_from(configured("Llama", head_dim=48)),
+    # -- the configuration
+    "a vocabulary of another size": folder_of(
+        "llama", None, {"vocab_size": 300}, served_by=(), refusal=r"embed_tokens\.weight"
+    ),
+    "an inner size that the tensors lack": folder_of(
+        "llama", None, {"intermediate_size": 64}, served_by=(), refusal=r"mlp\.(down|gate|up)_proj"
+    ),
+    "more K/V heads than the tensors have": folder_of(
+        "qwen3", None, {"num_key_value_heads": 4}, served_by=(), refusal=r"(k|v)_proj"
+    ),
+    "heads that the tensors lack": folder_of("qwen3", None, {"head_dim": 16}, served_by=(), refusal=r"self_attn\."),
+    "fewer layers than the tensors have": folder_of(
+        "qwen2", None, {"num_hidden_layers": 1, "layer_types": None}, served_by=(), refusal=r"layers\.1\."
+    ),
+    "another type than the tensors have": folder_of("qwen2", None, {"torch_dtype": "float16", "dtype": "float16"}),
+    "legacy rotation, linear": folder_of(
+        "llama", None, {"rope_parameters": None, "rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    ),
+    "yarn": folder_from(configured("Qwen2", rope_parameters=YARN)),
+    "legacy yarn": folder_of(
+        "qwen2",
+        None,
+        {
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+    ),
+    "rotation as Llama 3 has it": folder_of(
+        "llama",
+        None,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "quantised, by the configuration alone": Odd(
+        make=lambda folder: saved(folder, "qwen2", None, {"quantization_config": GPTQ}),
+        served_by=("torch",),
+        refusal="gptq",
+        note="no tensor is stored in",
+    ),
+    # -- shards
+    "shards": Odd(make=lambda folder: sharded(folder) and None),
+    "shards in other places than the index says": Odd(
+        make=lambda folder: sharded(folder, change=swapped) and None, note="tensors are in another shard than"
+    ),
+    "shards beside another file": Odd(make=with_another_file, served_by=(), refusal="two sets of weights"),
+    "a file beside an index without shards": Odd(make=with_a_leftover_index, note=r"index\.json is not read"),
+    "a tensor in two shards": Odd(make=a_tensor_twice, served_by=(), refusal=r"embed_tokens\.weight is in"),
+    "an index with a tensor that no shard has": Odd(
+        make=lambda folder: sharded(
+            folder,
+            change=lambda index: index["weight_map"].update(
+                {"model.layers.1.mlp.up_proj.bias": "model-00001-of-00002.safetensors"}
+            ),
+        ),
+        served_by=(),
+        refusal=r"up_proj\.bias",
+    ),
+    # -- GPTQ
+    "desc_act, inputs in the order of groups": Odd(
+        make=lambda folder: in_gptq_order(folder, order=lambda own: own), served_by=("torch",), refusal="gptq"
+    ),
+    "desc_act, inputs in an order of their own": Odd(
+        make=lambda folder: in_gptq_order(folder, order=lambda own: own.flip(0)), served_by=(), refusal="g_idx|gptq"
+    ),
+    "no desc_act, inputs in an order of their own": Odd(
+        make=lambda folder: in_gptq_order(folder, order=lambda own: own.flip(0), desc_act=False),
+        served_by=(),
+        refusal="g_idx|gptq",
+    ),
+    # -- GGUF
+    "GGUF": gguf_of("llama"),
+    "GGUF, split": gguf_of("llama", file="tiny.gguf", named=SPLIT, most_tensors=4),
+    "GGUF, split, another part named": gguf_of("llama", named="tiny-00003-of-00005.gguf", most_tensors=4),
+    "GGUF, split, the folder named": gguf_of("llama", named=".", most_tensors=4),
+    "GGUF, split, a part missing": gguf_of(
+        "llama",
+        named=SPLIT,
+        most_tensors=4,
+        after=lambda folder: (folder / "tiny-00004-of-00005.gguf").unlink(),
+        served_by=(),
+        refusal=r"tiny-00004-of-00005\.gguf: missing",
+    ),
+    "GGUF, split, two parts exchanged": gguf_of(
+        "llama",
+        named=SPLIT,
+        most_tensors=4,
+        after=lambda folder: [
+            (folder / one).rename(folder / other)
+            for one, other in (
+                ("tiny-00002-of-00005.gguf", "x"),
+                ("tiny-00003-of-00005.gguf", "tiny-00002-of-00005.gguf"),
+                ("x", "tiny-00003-of-00005.gguf"),
+            )
+        ],
+        served_by=(),
+        refusal=r"tiny-00002-of-00005\.gguf: split\.no and split\.count are 2 and 5",
+    ),
+    "GGUF with a head": gguf_of("qwen2"),
+    "GGUF, yarn without its first length": gguf_of(
+        configured("Qwen2", rope_parameters=YARN),
+        values={"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0},
+    ),
+    "GGUF, a factor without a type": gguf_of(
+        configured("Qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+        values={"qwen2.rope.scaling.type": None, "qwen2.rope.scaling.factor": 4.0},
+    ),
+    "GGUF, the old name of a factor": gguf_of(
+        configured("Qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+        values={"qwen2.rope.scaling.type": None, "qwen2.rope.scaling.factor": None, "qwen2.rope.scale_linear": 4.0},
+    ),
+    "GGUF, a factor that is not used": gguf_of(
+        configured("Qwen2"), values={"qwen2.rope.scaling.type": "none", "qwen2.rope.scaling.factor": 4.0}
+    ),
+    "GGUF, Gemma 3 without a window": gguf_of(
+        configured("Gemma3Text", **GEMMA),
+        values={"gemma3.attention.sliding_window": None, "gemma3.rope.freq_base": None},
+    ),
+    "GGUF, Gemma 3 with a window of 0": gguf_of(
+        configured("Gemma3Text", **GEMMA), values={"gemma3.attention.sliding_window": 0}
+    ),
+    "GGUF, biases of q, k and v": gguf_of(
+        "llama with biases", change=without_output_biases, tensors=zero_biases_left_out
+    ),
+    "GGUF, other biases": gguf_of("llama with biases", change=only_some_biases, tensors=zero_biases_left_out),
+    "GGUF, a window of Mistral": gguf_of(
+        configured("Mistral", sliding_window=4),
+        values={"llama.attention.sliding_window": 4},
+        note="llama.cpp ignores the key",
+    ),
+    "GGUF, another size of the vocabulary": gguf_of(
+        "llama", values={"llama.vocab_size": 300}, note=r"llama\.vocab_size is 300"
+    ),
+    "GGUF, more layers than tensors": gguf_of(
+        "qwen2", values={"qwen2.block_count": 3}, served_by=(), refusal=r"layers\.2\."
+    ),
+    "GGUF, fewer layers than tensors": gguf_of(
+        "qwen2", values={"qwen2.block_count": 1}, served_by=(), refusal=r"layers\.1\."
+    ),
+    "GGUF, other heads than the tensors": gguf_of(
+        "qwen2", values={"qwen2.attention.head_count_kv": 4}, served_by=(), refusal=r"(k|v)_proj"
+    ),
+}
+# They say little more than others.
+REPEATED = (
+    "tied, a head that differs in one number",
+    "tied, another head of another shape",
+    "nothing about ties, no head",
+    "not tied, the same head",
+    "a bias of one product",
+    "biases",
+    "an inner size that the tensors lack",
+    "more K/V heads than the tensors have",
+    "fewer layers than the tensors have",
+    "another type than the tensors have",
+    "legacy yarn",
+    "rotation as Llama 3 has it",
+    "shards",
+    "no desc_act, inputs in an order of their own",
+    "GGUF, split, another part named",
+    "GGUF with a head",
+    "GGUF, the old name of a factor",
+    "GGUF, a factor that is not used",
+    "GGUF, Gemma 3 with a window of 0",
+    "GGUF, fewer layers than tensors",
+    "GGUF, other heads than the tensors",
+)
