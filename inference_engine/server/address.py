@@ -71,9 +71,9 @@ def names_this_machine(host: str, names: Collection[str] = ("localhost",)) -> bo
     if not name.endswith("]"):
         name = name.rpartition(":")[0] or name
     try:
-        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+        return _is_loopback(name.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return name in names
+        return name.removesuffix(".") in names
 
 
 def _is_loopback(host: str) -> bool:

@@ -98,19 +98,82 @@ def test_numbers_a_32_bit_float_cannot_hold_do_not(subtests: pytest.Subtests) ->
             finite(number, "x")
 
 
+# How people, URLs and lists of addresses spell this machine. An unspecified address, as of a target, is this machine.
+THIS_MACHINE = (
+    *("127.0.0.1:1", "127.1:1", "127.0.1:1", "0x7f.1:1", "2130706433:1", "0177.0.0.1:1", "127.0.0.1.:1", "0.0.0.0:1"),
+    *("localhost:1", "LOCALHOST:1", "localhost.:1", "dns:///localhost:1", "dns:LocalHost:1", "ipv4:127.0.0.1:1"),
+    *("[::1]:1", "[0:0:0:0:0:0:0:1]:1", "[::ffff:127.0.0.1]:1", "[::FFFF:7f00:1]:1", "[::]:1", "ipv6:[::1]:1"),
+)
+ELSEWHERE = (
+    *("10.0.0.1:1", "10.1:1", "example.org:1", "localhost.example.org:1", "127.0.0.1.test:1", "127:1", "0x7f:1"),
+    *("[::ffff:10.0.0.1]:1", "[fe80::1]:1", "[::7f00:1]:1", "localhost..:1", "dns://10.0.0.1/localhost:1"),
+    "ipv4:127.0.0.1:1,10.0.0.1:1",
+)
+
+
 def test_a_key_may_go_unencrypted_to_this_machine(subtests: pytest.Subtests) -> None:
-    for target in ("127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/run/k.sock", "dns:///localhost:1"):
+    for target in (*THIS_MACHINE, "unix:/run/k.sock"):
         with subtests.test(target):
             assert address(target, "secret", False).metadata == (("authorization", "Bearer secret"),)
 
 
 def test_a_key_goes_anywhere_else_encrypted_only(subtests: pytest.Subtests) -> None:
-    for target in ("10.0.0.1:1", "example.org:1", "localhost.example.org:1", "127.0.0.1.test:1"):
+    for target in ELSEWHERE:
         with subtests.test(target):
             with pytest.raises(kakeya.InvalidArgument, match="unencrypted") as caught:
                 kakeya.Client(target, api_key="secret")
             assert "secret" not in str(caught.value)
             assert address(target, "secret", True).credentials is not None
+
+
+def test_a_name_of_this_machine_is_not_asked_of_a_name_server(subtests: pytest.Subtests) -> None:
+    for target, reached in (
+        ("127.1:50051", "127.0.0.1:50051"),
+        ("0x7f000001:1", "127.0.0.1:1"),
+        ("LOCALHOST.:1", "localhost:1"),
+        ("dns:///127.1:1", "dns:///127.0.0.1:1"),
+        ("0:1", "0.0.0.0:1"),
+        ("[::ffff:127.0.0.1]:1", "[::ffff:127.0.0.1]:1"),
+        ("example.org.:1", "example.org.:1"),
+        ("10.1:1", "10.1:1"),
+    ):
+        with subtests.test(target):
+            assert address(target, None, False).reached == reached
+            assert kakeya.Client(target).target == target
+
+
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+# What the environment has besides, a target, and the advice; none where gRPC goes without the proxy.
+PROXIED = (
+    ({}, "10.9.8.7:1", "in http_proxy: to go without it, add 10.9.8.7 to no_proxy"),
+    ({}, "dns:///host.test:1", "in http_proxy: to go without it, add host.test to no_proxy"),
+    (
+        {"https_proxy": "proxy.test:8"},
+        "host.test:1",
+        "proxy proxy.test:8, which the environment names in https_proxy",
+    ),
+    ({"grpc_proxy": "proxy.test:8"}, "host.test:1", "in grpc_proxy: to go without it, add host.test to no_proxy"),
+    ({"no_proxy": "other.test,10.0.0.0/24"}, "10.9.8.7:1", "add 10.9.8.7 to no_proxy"),
+    ({"no_grpc_proxy": "", "no_proxy": "host.test"}, "host.test:1", "add host.test to no_grpc_proxy"),
+    ({"no_proxy": "other.test, .TEST"}, "host.test:1", None),
+    ({"no_proxy": "10.0.0.0/8"}, "10.9.8.7:1", None),
+    ({"no_grpc_proxy": "host.test"}, "host.test:1", None),
+    ({"http_proxy": ""}, "host.test:1", None),
+    *(({}, target, None) for target in THIS_MACHINE),
+)
+
+
+def test_an_error_names_the_proxy_that_a_call_goes_through(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for variables, target, advice in PROXIED:
+        with subtests.test(f"{variables} {target}"), monkeypatch.context() as patch:
+            for name in (*PROXIES, "no_proxy", "no_grpc_proxy"):
+                patch.delenv(name, raising=False)
+            for name, value in {"http_proxy": "http://me:secret@proxy.test:3128/", **variables}.items():
+                patch.setenv(name, value)
+            note = address(target, None, False).proxy_note
+            assert (advice in note and "secret" not in note) if advice else note == ""
 
 
 def test_a_target_is_host_and_port(subtests: pytest.Subtests) -> None:

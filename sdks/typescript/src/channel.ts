@@ -30,7 +30,8 @@ const MAX_REPLY_BYTES = 4 * 2 ** 20;
 const MAX_REQUEST_BYTES = 2 ** 31 - 1;
 
 const TARGET = /^(?:\[(?<v6>[0-9a-fA-F:.]+)\]|(?<host>[A-Za-z0-9._-]+)):(?<port>\d{1,5})$/;
-const LOOPBACK = /^(?:localhost|127(?:\.\d{1,3}){3}|::1)$/;
+// As `new URL` spells them. What is sent to an unspecified address stays on this machine, too.
+const LOOPBACK = /^(?:localhost|127(?:\.\d{1,3}){3}|0\.0\.0\.0|\[::1?\]|\[::ffff:(?:7f[\da-f]{2}:[\da-f]{1,4}|0:0)\])$/;
 
 /**
  * Check the pieces and read certificate files. Throws InvalidArgument; a file that cannot be read throws Node's error.
@@ -39,20 +40,24 @@ const LOOPBACK = /^(?:localhost|127(?:\.\d{1,3}){3}|::1)$/;
  */
 export function openChannel(target: string, apiKey: string | undefined, tls: TLS | boolean): Channel {
   const parts = typeof target === "string" ? TARGET.exec(target)?.groups : undefined;
-  const host = parts?.["v6"] ?? parts?.["host"];
-  if (host === undefined || Number(parts?.["port"]) > 65_535) {
+  if (parts === undefined || Number(parts["port"]) > 65_535 || !URL.canParse(`http://${target}`)) {
     throw invalid("target", `must be host and port alone, such as "127.0.0.1:50051", got ${shown(target)}`);
   }
+  const { hostname } = new URL(`http://${target}`);
+  const own = hostname.replace(/\.$/, "");
+  const isLoopback = LOOPBACK.test(own);
   if (apiKey !== undefined) {
     // What HTTP/2 lets into a header.
     if (typeof apiKey !== "string" || !/^[\x20-\x7e]+$/.test(apiKey)) {
       throw invalid("apiKey", `must be a text of printable ASCII characters${spaces(apiKey)}`);
     }
-    if (tls === false && !LOOPBACK.test(host)) {
+    if (tls === false && !isLoopback) {
       throw invalid("apiKey", `would travel to ${target} unencrypted; pass tls: true or certificates as well`);
     }
   }
-  const baseUrl = `${tls === false ? "http" : "https"}://${target}`;
+  // A name of this machine that ends with a dot would be asked of a name server.
+  const authority = isLoopback ? `${own}:${parts["port"] ?? ""}` : target;
+  const baseUrl = `${tls === false ? "http" : "https"}://${authority}`;
   const connection = new Connections(
     baseUrl,
     { pingIntervalMs: KEEPALIVE_SECONDS * 1000, pingTimeoutMs: KEEPALIVE_ANSWER_SECONDS * 1000 },

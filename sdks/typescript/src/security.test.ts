@@ -98,11 +98,28 @@ test("a server that asks its clients for a certificate gets it", async () => {
 });
 
 test("a key does not leave this machine in the clear", async () => {
-  for (const target of ["10.1.2.3:1", "models.example.org:1", "[fd00::1]:1", "localhost.example.org:1"]) {
+  const elsewhere = [
+    "10.1.2.3:1",
+    "10.1:1",
+    "127:1",
+    "models.example.org:1",
+    "localhost.example.org:1",
+    "127.0.0.1.test:1",
+  ];
+  for (const target of [...elsewhere, "[fd00::1]:1", "[::ffff:10.0.0.1]:1", "[::7f00:1]:1", "localhost..:1"]) {
     const error = await failure(kakeya.InvalidArgument, () => new kakeya.Client(target, { apiKey: "k" }));
     expect(error.field).toBe("api_key");
   }
-  for (const target of ["127.0.0.1:1", "localhost:1", "[::1]:1"]) {
+  const names = [
+    "localhost:1",
+    "LOCALHOST:1",
+    "localhost.:1",
+    "[::1]:1",
+    "[0:0:0:0:0:0:0:1]:1",
+    "[::ffff:127.0.0.1]:1",
+  ];
+  const numbers = ["127.0.0.1:1", "127.1:1", "0x7f.1:1", "2130706433:1", "0177.0.0.1:1", "127.0.0.1.:1"];
+  for (const target of [...names, ...numbers, "0.0.0.0:1", "[::]:1", "[::FFFF:7f00:1]:1"]) {
     await new kakeya.Client(target, { apiKey: "k" }).close();
   }
 });

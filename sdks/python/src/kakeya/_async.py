@@ -25,6 +25,7 @@ from kakeya._flows import Call, Flow, Step, close_session, open_session, repeata
 from kakeya._fork import fork_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
+from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
 from kakeya._values import (
@@ -135,9 +136,9 @@ class AsyncClient(ClientBase):
             credentials = self._address.credentials
             self._loop = loop
             self._channel = (
-                grpc.aio.insecure_channel(self.target, options=self._address.options)
+                grpc.aio.insecure_channel(self._address.reached, options=self._address.options)
                 if credentials is None
-                else grpc.aio.secure_channel(self.target, credentials, options=self._address.options)
+                else grpc.aio.secure_channel(self._address.reached, credentials, options=self._address.options)
             )
             self._opened_stub = RuntimeServiceStub(self._channel)
         if self._loop is not loop:
@@ -172,7 +173,7 @@ class AsyncClient(ClientBase):
             explained = self._explain(error)
             if self._wants_probe(explained):
                 explained = await asyncio.to_thread(self._probed, explained)
-            raise explained from error
+            raise explained from cause_of(explained, error)
         except asyncio.CancelledError:
             if _is_task_cancelled() or not self._is_closed:
                 raise

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import grpc
 
 from kakeya._checks import invalid
+from kakeya._reach import is_this_machine, proxy_note, spelled_out
 
 # A connection that is dead is found out within a call's default timeout, with time to make another. The server lets
 # clients ping once in 5 s.
@@ -36,12 +37,6 @@ OPTIONS: list[tuple[str, int]] = [
 ]
 # gRPC would ask the proxy of the environment (http_proxy) to connect to this machine, too: to its own, in the clear.
 _LOOPBACK_OPTIONS = [*OPTIONS, ("grpc.enable_http_proxy", 0)]
-
-_LOOPBACK = re.compile(
-    r"unix(-abstract)?:.+ | ((dns:///|dns:|ipv4:)? (localhost|127(\.\d{1,3}){3}) | (ipv6:)? \[::1\]) (:\d+)?",
-    re.VERBOSE,
-)
-
 
 _URL = re.compile(r"(?:https?|grpcs?|tcp)://", re.IGNORECASE)
 # The head of a key, unless lines behind it say that it is encrypted.
@@ -76,12 +71,17 @@ class TLS:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A checked target with what opens a channel to it."""
+    """A checked target with what opens a channel to it.
+
+    `target` is as it was given, `reached` as gRPC gets it. `proxy_note` is what an error says of a proxy in between.
+    """
 
     target: str
+    reached: str
     credentials: grpc.ChannelCredentials | None
     metadata: tuple[tuple[str, str], ...]
     options: list[tuple[str, int]]
+    proxy_note: str
     has_certificate: bool = False
 
 
@@ -93,7 +93,7 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
     """
     if not isinstance(target, str) or not target.strip():
         raise invalid("target", f"must be an address such as '127.0.0.1:50051', got {target!r}")
-    encrypted, is_loopback = tls is not False, _LOOPBACK.fullmatch(target) is not None
+    encrypted, is_loopback = tls is not False, is_this_machine(target)
     if _URL.match(target) is not None:
         raise invalid("target", f"must be host and port alone, such as '127.0.0.1:50051', got {target!r}")
     if not encrypted and _NO_PORT.fullmatch(target) is not None:
@@ -112,9 +112,11 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
             raise invalid("api_key", f"would travel to {target} unencrypted; pass tls=True or tls=TLS(…) as well")
     return Address(
         target,
+        spelled_out(target),
         _credentials(TLS() if tls is True else tls) if tls is not False else None,
         () if api_key is None else (("authorization", f"Bearer {api_key}"),),
         _LOOPBACK_OPTIONS if is_loopback else OPTIONS,
+        proxy_note(target),
         has_certificate=isinstance(tls, TLS) and tls.certificate is not None,
     )
 

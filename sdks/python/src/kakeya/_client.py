@@ -75,13 +75,16 @@ class ClientBase:
         """The typed error for a failed RPC."""
         if self._is_closed:
             return self._closed_meanwhile()
-        return from_rpc_error(error, self.target, is_reached=self._contact.is_made)
+        note = self._address.proxy_note
+        return from_rpc_error(error, self.target, is_reached=self._contact.is_made, proxy_note=note)
 
     def _wants_probe(self, error: KakeyaError) -> bool:
         """Should a TLS mismatch be looked for? Once, if no connection was ever made."""
         self._is_met |= error.reason is not None or error._was_sent
         may_differ = not isinstance(error, TLSFailed) and "refused" not in error.message
-        return isinstance(error, ConnectionFailed) and may_differ and not self._is_met
+        # It would go without the proxy.
+        is_direct = not self._address.proxy_note
+        return isinstance(error, ConnectionFailed) and may_differ and is_direct and not self._is_met
 
     def _probed(self, error: KakeyaError) -> KakeyaError:
         """`error`, or what a handshake finds. Blocks: not for an event loop."""

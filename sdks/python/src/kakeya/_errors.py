@@ -33,8 +33,9 @@ class KakeyaError(Exception):
     """Base of all errors of the SDK.
 
     `code` is the gRPC status name (`"NOT_FOUND"`) and `reason` the runtime's code for the situation; both are None for
-    an error found by the client. `retry_after_seconds` is the wait that the server requested, if it did.
-    `appended_tokens` is set by a failed `append`: how many of its ids are in the history, None if that cannot be known.
+    an error found by the client. What gRPC raised is its `__context__`. `retry_after_seconds` is the wait that the
+    server requested, if it did. `appended_tokens` is set by a failed `append`: how many of its ids are in the history,
+    None if that cannot be known.
     """
 
     def __init__(

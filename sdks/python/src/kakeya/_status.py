@@ -110,17 +110,20 @@ _FINAL: tuple[tuple[grpc.StatusCode, re.Pattern[str], type[errors.KakeyaError], 
 )
 
 
-def from_rpc_error(error: grpc.RpcError, target: str, *, is_reached: bool = True) -> errors.KakeyaError:
+def from_rpc_error(
+    error: grpc.RpcError, target: str, *, is_reached: bool = True, proxy_note: str = ""
+) -> errors.KakeyaError:
     """The typed error for a failed RPC, sync or asyncio. Never raises: details it cannot read count as none.
 
-    `is_reached`: the client has reached this target before.
+    `is_reached`: the client has reached this target before. `proxy_note`: of `_reach.proxy_note`, for calls that have
+    no answer.
     """
     call = cast("grpc.Call", error)  # whatever grpc raises also answers code(), details(), trailing_metadata()
     code = call.code()
     message = call.details() or f"the call ended with {code.name}"
     info, retry_after_seconds = _details(call)
     if info is None:
-        return _unexplained(code, message, target, is_reached=is_reached)
+        return _unexplained(code, message, target, is_reached=is_reached, proxy_note=proxy_note)
     kind = _BY_REASON.get(info.reason) or _BY_CODE.get(code, errors.CallerError)
     return kind(
         message,
@@ -131,7 +134,17 @@ def from_rpc_error(error: grpc.RpcError, target: str, *, is_reached: bool = True
     )
 
 
-def _unexplained(code: grpc.StatusCode, message: str, target: str, *, is_reached: bool) -> errors.KakeyaError:
+def cause_of(explained: errors.KakeyaError, error: grpc.RpcError) -> grpc.RpcError | None:
+    """What tracebacks show above an error: gRPC's own, where the message is no more than what that says.
+
+    Elsewhere it is in `__context__`, which they do not show.
+    """
+    return error if type(explained) is errors.TransportError else None
+
+
+def _unexplained(
+    code: grpc.StatusCode, message: str, target: str, *, is_reached: bool, proxy_note: str
+) -> errors.KakeyaError:
     if _REFUSED_STREAM in message:
         failure: errors.KakeyaError = errors.ConnectionFailed(
             f"{target} takes no more calls on this connection than there are; end some, or open another client",
@@ -146,10 +159,12 @@ def _unexplained(code: grpc.StatusCode, message: str, target: str, *, is_reached
     if not was_sent and _HTTP1_SIGN in message:
         message = _HTTP1
     if code is grpc.StatusCode.UNAVAILABLE and (problem := _tls_problem(message)) is not None:
-        failure = errors.TLSFailed(f"no connection to {target}: {problem}", code=code.name)
+        failure = errors.TLSFailed(f"no connection to {target}: {problem}{proxy_note}", code=code.name)
     else:
         kind, situation = _UNEXPLAINED.get(code, (errors.TransportError, "the call failed at {target}"))
         advice = "" if is_reached or was_sent or message is _HTTP1 else _NEVER_REACHED
+        if code is grpc.StatusCode.UNAVAILABLE or (code is grpc.StatusCode.DEADLINE_EXCEEDED and not is_reached):
+            advice = proxy_note or advice
         failure = kind(f"{situation.format(target=target)}: {message}{advice}", code=code.name)
     failure._was_sent = was_sent
     return failure

@@ -12,6 +12,7 @@ from kakeya._client import ClientBase
 from kakeya._errors import HistoryLengthMismatch, KakeyaError, ProtocolError, StateError
 from kakeya._requests import new_request_id
 from kakeya._retry import Patience
+from kakeya._status import cause_of
 from kakeya._values import STOP_REASONS, GenerateResult, Progress, StopReason, TokenDetail
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -185,7 +186,7 @@ class StreamBase:
             return 0.0
         delay = self._patience.wait_seconds(self._attempt, explained)
         if delay is None:
-            explained.__cause__ = error
+            explained.__cause__ = cause_of(explained, error)
             verdict = self._patience.verdict(explained)
             self._fail(verdict, verdict.__cause__)
         self._attempt += 1

@@ -24,6 +24,7 @@ from kakeya._flows import Call, Flow, Step, close_session, open_session, repeata
 from kakeya._fork import fork_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
+from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
 from kakeya._values import (
@@ -63,9 +64,9 @@ class Client(ClientBase):
         )
         credentials = self._address.credentials
         self._channel = (
-            grpc.insecure_channel(target, options=self._address.options)
+            grpc.insecure_channel(self._address.reached, options=self._address.options)
             if credentials is None
-            else grpc.secure_channel(target, credentials, options=self._address.options)
+            else grpc.secure_channel(self._address.reached, credentials, options=self._address.options)
         )
         self._stub = RuntimeServiceStub(self._channel)
         self._ended = threading.Event()  # by close()
@@ -167,7 +168,7 @@ class Client(ClientBase):
             explained = self._explain(error)
             if self._wants_probe(explained):
                 explained = self._probed(explained)
-            raise explained from error
+            raise explained from cause_of(explained, error)
         except ValueError as error:  # as grpc has it where the channel was closed in this very moment
             self._raise_if_closed(error)
             raise
