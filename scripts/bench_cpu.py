@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_engine.config import ModelConfig, child_environment, configure_threads_environment, resolve
-from inference_engine.models import check_model, tokenizer_folder, weights_digest
+from inference_engine.models import check_model, convert_for_torch, tokenizer_folder, weights_digest
 from inference_engine.models.folder import GGUF
 from laboratory.evaluation import record
 from laboratory.evaluation.models import load_tokenizer
@@ -450,6 +450,7 @@ def main() -> None:
     )
     args.openvino = args.openvino or python_with(OPENVINO, "openvino_genai", "installed; half a minute, once")
     config = resolve(ModelConfig, {})
+    convert_for_torch(config.model, config.cache_path)
     checked = check_model(config.model, cache=config.cache_path)
     args.rounds = 1 if args.quick else args.rounds
     texts = read_texts(

@@ -23,7 +23,7 @@ import psutil
 from inference_engine.cli.serve import ready_target
 from inference_engine.compose import find_latent
 from inference_engine.config import ModelConfig, child_environment, resolve
-from inference_engine.models import check_model
+from inference_engine.models import check_model, convert_for_torch, is_known
 from kakeya import Client, Restored
 from laboratory.evaluation import record
 
@@ -112,6 +112,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     config = resolve(ModelConfig, {"model": arguments.model})
+    if is_known(config.model):
+        convert_for_torch(config.model, config.cache_path)
     folder = check_model(config.model, cache=config.cache_path).folder
     serve = [
         *(sys.executable, "-m", "inference_engine.cli.main", "serve", "--model", config.model),

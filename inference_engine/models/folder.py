@@ -37,6 +37,7 @@ GGUF = "model.gguf"
 GGUF_SUFFIX = ".gguf"
 # As llama.cpp names the files of a split model.
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.ASCII | re.IGNORECASE)
+CHAT_TEMPLATE = "chat_template.jinja"
 CONFIGURATION_FILES = (CONFIG, "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,7 +48,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     "tekken.json",
 )
@@ -154,12 +155,17 @@ def name_of_gguf(path: Path) -> str:
     return match["name"] if match and len(gguf_parts(path)) > 1 else path.stem
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder seems to have weights in that format, of one file or of shards."""
+    return (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+
+
 def gguf_in(folder: Path) -> Path | None:
     """The GGUF file of a folder that has no safetensors, of a split one the first; None if it has those, or neither.
 
     Raises ModelError if there are several, and as `list_files` does.
     """
-    if not folder.is_dir() or (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+    if not folder.is_dir() or has_safetensors(folder):
         return None
     # Looked for here alone first: a folder of anything else, such as a home folder, is not searched through.
     names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(GGUF_SUFFIX))

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # An import of transformers takes most of it; a vocabulary of 262,144 tokens without its merges takes 20 seconds.
 MAX_TOKENIZER_SECONDS = 120.0
 
-_MADE_WITH = "made_with.json"
+MADE_WITH = "made_with.json"
 
 
 def check_gguf(path: Path) -> None:
@@ -83,7 +83,7 @@ def gguf_tokenizer_folder(path: Path, cache: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".~", dir=folder.parent) as work:
             made = Path(work) / "tokenizer"
-            _make_in_child(path, made)
+            make_tokenizer_folder(path, made)
             if not _is_made_like_now(folder):  # another process may have been faster
                 if folder.is_dir():
                     folder.rename(Path(work) / "older")
@@ -96,7 +96,7 @@ def gguf_tokenizer_folder(path: Path, cache: Path) -> Path:
 
 def _is_made_like_now(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / _MADE_WITH).read_text(encoding="utf-8")) == _made_with())
+        return bool(json.loads((folder / MADE_WITH).read_text(encoding="utf-8")) == _made_with())
     except (OSError, ValueError):
         return False
 
@@ -107,7 +107,8 @@ def _made_with() -> dict[str, str]:
     return {"maker": sha256_of(Path(gguf_tokenizer.__file__)), **libraries}
 
 
-def _make_in_child(path: Path, folder: Path) -> None:
+def make_tokenizer_folder(path: Path, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file into the new folder `folder`, in a process of its own. Raises ModelError."""
     command = [sys.executable, "-P", "-m", "inference_engine.models.gguf_model", str(path), str(folder)]
     try:
         child = subprocess.run(
@@ -142,7 +143,7 @@ def make_tokenizer(path: Path, folder: Path) -> None:
         # Any exception of the libraries means that the tokenizer is damaged.
         logger.debug("%s has no tokenizer that can be read", path, exc_info=True)
         raise ModelError(f"{path}: its tokenizer cannot be read ({type(error).__name__}: {error}); {REMEDY}") from error
-    (folder / _MADE_WITH).write_text(json.dumps(_made_with()), encoding="utf-8")
+    (folder / MADE_WITH).write_text(json.dumps(_made_with()), encoding="utf-8")
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from inference_engine.config import forbid_model_hub, hub_cache, in_full
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.models.checksums import sha256_of
-from inference_engine.models.fetch import check_fetched, model_folder
+from inference_engine.models.fetch import check_fetched, convert_for_torch, model_folder, pinned_as
 from inference_engine.models.folder import (
     CONFIG,
     GGUF,
@@ -41,7 +41,7 @@ from inference_engine.models.folder import (
     without_code,
 )
 from inference_engine.models.hub import hub_model, name_of_snapshot, snapshot
-from inference_engine.models.manifest import Manifest, check_manifest, has_manifest
+from inference_engine.models.manifest import Manifest, check_manifest, has_manifest, is_ours
 from inference_engine.models.registry import is_known, known_model, known_names
 
 if TYPE_CHECKING:
@@ -118,8 +118,11 @@ def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
             from inference_engine.models.gguf_model import check_gguf
 
             check_gguf(gguf)
-            snapshot_name = name_of_snapshot(folder.resolve()) if folder.is_dir() else None
-            name = snapshot_name or name_of_gguf(gguf).strip(".") or "model"
+            name = name_of_gguf(gguf).strip(".") or "model"
+            if is_ours(folder):
+                name = check_manifest(folder, cache=cache, thorough=False, reads_weights=False).model
+            elif folder.is_dir():
+                name = name_of_snapshot(folder.resolve()) or name
             where = gguf.parent.resolve()
             # Files of a split model find each other by their names, which what they link to need not have.
             stored = gguf.resolve() if len(gguf_parts(gguf)) == 1 else where / gguf.name
@@ -146,13 +149,13 @@ def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> Ch
             check_fetched(known_model(name_or_path), cache, thorough=thorough) if is_known(name_or_path) else None
         )
         found = find_model(name_or_path, cache=cache)
+        if manifest is None and is_ours(located := _locate(name_or_path, cache)):
+            manifest = check_manifest(located, cache=cache, thorough=thorough)
         if found.only_gguf:
             from inference_engine.models.open_checkpoint import open_checkpoint
 
             open_checkpoint(found.stored)
         else:
-            if manifest is None and has_manifest(found.folder):
-                manifest = check_manifest(found.folder, cache=cache, thorough=thorough)
             check_weights(found.folder)
     except OSError as error:
         raise ModelError(f"{name_or_path}: cannot be read: {error}") from error
@@ -243,11 +246,15 @@ def load_model(
     weights are memory-mapped; in another dtype or on another device they are copied, and from a GGUF file always.
     unpacks_groups: weights in MLX's layout are made to numbers, as calibrating needs them; without it they are refused.
 
+    A known model that has not been converted yet is, if it is named (`convert_for_torch`).
+
     Raises ModelError if the folder is missing, unsafe, damaged or does not fit its configuration, BackendError if the
     device is missing.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if is_known(name_or_path):
+        convert_for_torch(name_or_path, cache)
     checked = check_model(name_or_path, cache=cache)
     config = read_config(checked)
     trained_positions, vocab_size = sizes(config, checked.folder)
@@ -421,8 +428,11 @@ def _check_device(device: str) -> None:
 def weights_digest(checked: CheckedFolder) -> str:
     """SHA-256 of the weights (for shards and parts, of the list of their digests): from the manifest, or computed now.
 
-    Of safetensors where there is a GGUF file of the same numbers, too: trained codecs and drafters name it.
+    Of safetensors where there is a GGUF file of the same numbers, too: trained codecs and drafters name it. That of a
+    known model is in the registry, so it is the same before the file is converted.
     """
+    if checked.manifest and (known := pinned_as(checked.manifest)) is not None:
+        return known.weights_sha256
     if checked.only_gguf:
         digests = [sha256_of(path) for path in gguf_parts(checked.stored)]
     else:

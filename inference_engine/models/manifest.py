@@ -76,6 +76,14 @@ def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether it has a manifest of ours; other programs have files of that name, too."""
+    try:
+        return has_manifest(folder) and read_json(folder / MANIFEST).get("format") == FORMAT
+    except ModelError:
+        return False
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises ModelError if the manifest is missing, damaged or of another format."""
     path = folder / MANIFEST

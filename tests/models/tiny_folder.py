@@ -114,7 +114,7 @@ def write_tiny_wheels(folder: Path) -> KnownModel:
         licence="none",
         parameters=parameters,
         has_chat_template=True,
-        splits_digits=True,
+        weights_sha256="",
         gguf_sha256=hashlib.sha256(content).hexdigest(),
         gguf_bytes=len(content),
         stored_bytes=len(content),
