@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -20,7 +21,7 @@ from openai.types.chat.completion_create_params import (
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.server.http.errors import BadJson, UnknownModel, body_of
-from inference_engine.server.http.request import HONOURED, MAX_VALUES, ChatRequest, count_values, read_request
+from inference_engine.server.http.request import HONOURED, MAX_ESCAPES, MAX_VALUES, ChatRequest, counted, read_request
 from inference_engine.types import Sampling
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -271,6 +272,19 @@ def test_a_body_of_tiny_values_is_refused_before_it_is_parsed(piece: str, monkey
         read_request(f'{{"messages":[{",".join([piece] * count)}]}}'.encode())
 
 
+@pytest.mark.parametrize("piece", ["a\\n", "\\u0041", '\\"', "\\ud83d\\ude00", "\\\\"])
+def test_a_body_of_escapes_is_refused_before_it_is_parsed(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = f'{{"messages":[{{"content":"{piece * (2**22 // len(piece))}"}}]}}'.encode()
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(BadJson, match=rf"escapes such as \\n .* the limit is {MAX_ESCAPES}. Send characters"):
+        read_request(body)
+
+
+def test_a_text_that_is_escaped_is_taken_as_it_is_with_as_many_escapes_as_are_allowed() -> None:
+    message = {"role": "user", "content": "é" * MAX_ESCAPES}
+    assert read(messages=[message]).messages == (message,)
+
+
 def test_a_long_text_may_be_of_any_characters() -> None:
     content = '\\",[{' * 100_000
     message = {"role": "user", "content": content}
@@ -285,14 +299,15 @@ json_values = st.recursive(
 
 @given(json_values, st.integers(1, 9))
 @settings(max_examples=40)
-def test_the_values_of_a_body_are_counted_and_empty_ones_twice(value: Any, piece_bytes: int) -> None:
+def test_values_and_escapes_of_a_body_are_counted_and_empty_values_twice(value: Any, piece_bytes: int) -> None:
     """However its pieces cut through strings and escapes."""
 
-    def counted(one: Any) -> int:
+    def values(one: Any) -> int:
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else "a value"
-        return 1 + (not inner) + (0 if inner == "a value" else sum(map(counted, inner)))
+        return 1 + (not inner) + (0 if inner == "a value" else sum(map(values, inner)))
 
-    assert count_values(json.dumps(value).encode(), piece_bytes) == counted(value)
+    body = json.dumps(value)
+    assert counted(body.encode(), piece_bytes) == (values(value), len(re.findall(r"\\.", body)))
 
 
 @given(parameters=st.dictionaries(st.sampled_from(HONOURED), JSON, max_size=6))

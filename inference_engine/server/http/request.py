@@ -22,6 +22,8 @@ MAX_MESSAGES = 4096
 # Values in a body: that many messages with a text part each, and a quarter more. Parsing holds the interpreter's lock:
 # 4 MiB of empty lists would keep every stream waiting for a fifth of a second.
 MAX_VALUES = 2**15
+# And escapes such as \n and \u00e9, each of which takes the parser as long as some twenty other characters.
+MAX_ESCAPES = 2**18
 MAX_DIGITS = 4000  # of a whole number; the interpreter reads few more, and refuses others with advice for programmers
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
@@ -101,12 +103,8 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    # Fewer bytes hold no more values.
-    if len(body) > MAX_VALUES and (count := count_values(body)) > MAX_VALUES:
-        raise BadJson(
-            f"the body has {count} JSON values; the limit is {MAX_VALUES}. A request has at most {MAX_MESSAGES} "
-            "messages; send fewer, or longer ones"
-        )
+    if len(body) > MAX_VALUES:  # fewer bytes hold no more
+        _refuse_slow(body)
     if body.startswith(codecs.BOM_UTF8):
         raise BadJson("the body is not JSON: it begins with a byte order mark; send it without")
     try:
@@ -127,13 +125,28 @@ def _object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def count_values(body: bytes, piece_bytes: int = _PIECE_BYTES) -> int:
-    """How many values JSON has, without parsing it: commas and opening brackets outside strings, and one.
+def _refuse_slow(body: bytes) -> None:
+    """Raises BadJson for what the parser would be busy with for too long."""
+    values, escapes = counted(body)
+    if values > MAX_VALUES:
+        raise BadJson(
+            f"the body has {values} JSON values; the limit is {MAX_VALUES}. A request has at most {MAX_MESSAGES} "
+            "messages; send fewer, or longer ones"
+        )
+    if escapes > MAX_ESCAPES:
+        raise BadJson(
+            f"the body has {escapes} escapes such as \\n and \\u00e9; the limit is {MAX_ESCAPES}. Send characters as "
+            "they are, in UTF-8 (in Python json.dumps(…, ensure_ascii=False)), or a shorter text"
+        )
 
-    At least as many as there are, where empty lists and objects count twice. Anything for what is no JSON. The
-    interpreter's lock is not held.
+
+def counted(body: bytes, piece_bytes: int = _PIECE_BYTES) -> tuple[int, int]:
+    """How many values and escapes JSON has, without parsing it. The interpreter's lock is not held.
+
+    Values are commas and opening brackets outside strings, and one: at least as many as there are, where empty lists
+    and objects count twice. Anything for what is no JSON.
     """
-    found, in_string, is_escaped = 1, False, False
+    values, escapes, in_string, is_escaped = 1, 0, False, False
     for first in range(0, len(body), piece_bytes):
         piece = np.frombuffer(body, dtype=np.uint8, count=min(piece_bytes, len(body) - first), offset=first)
         quotes = piece == ord('"')
@@ -147,11 +160,12 @@ def count_values(body: bytes, piece_bytes: int = _PIECE_BYTES) -> int:
             quotes[1:] &= ~odd[:-1]
             quotes[0] &= not is_escaped
             is_escaped = bool(odd[-1])
+            escapes += int(np.count_nonzero(odd))
         inside = np.logical_xor.accumulate(quotes) ^ in_string
         marks = (piece == ord(",")) | (piece == ord("[")) | (piece == ord("{"))
-        found += int(np.count_nonzero(marks & ~inside))
+        values += int(np.count_nonzero(marks & ~inside))
         in_string = bool(inside[-1])
-    return found
+    return values, escapes
 
 
 class _Repeating(dict[str, Any]):
