@@ -39,7 +39,7 @@ RESTORES = ("restored", "refused", "corrupt", "mismatch")
 COPY_SAVES = ("saved", "given_up", "slower", "no_room", "failed")
 # `foreign`: of other tokens, or made under other settings. Where one is not used, its session's history is prefilled.
 COPY_READS = ("used", "missing", "damaged", "foreign", "slower", "failed")
-INVARIANTS = ("INV1", "INV2", "INV3")
+INVARIANTS = ("inv1", "inv2", "inv3")
 # `dropped`: idle, and no more than its token ids.
 PORTS = ("grpc", "http", "metrics")
 SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
@@ -189,7 +189,10 @@ class EngineMetrics:
             " last 4,096 of one owner's ended sessions.",
         )
         self.invariant_violations = self._counter(
-            "cache_invariant_violations_total", "Sessions failed because cache and history disagreed.", kind=INVARIANTS
+            "cache_invariant_violations_total",
+            "Sessions failed because cache and history disagreed, each counted in both spellings of its kind. The one "
+            "in capitals goes with the next release.",
+            kind=(*INVARIANTS, *map(str.upper, INVARIANTS)),
         )
 
     def _add_memory(self) -> None:
@@ -357,6 +360,11 @@ class EngineMetrics:
     def set_build_info(self, *, version: str, model: str, device: str, dtype: str, mode: str) -> None:
         self.build_info.clear()
         self.build_info.labels(version=version, model=model, device=device, dtype=dtype, mode=mode).set(1)
+
+    def count_violation(self, kind: str) -> None:
+        """kind: that of `InvariantViolated`, in capitals."""
+        for spelled in (kind.lower(), kind):
+            self.invariant_violations.labels(kind=spelled).inc()
 
     def count_transfer(self, kind: str, count: int) -> None:
         """`count` bytes moved between the device and the second tier; kind: one of TRANSFERS."""

@@ -136,7 +136,7 @@ class Endings:
         """Returns the error for the client."""
         logger.error("invariant violated: %s", violation.message, extra=about_session(session.session_id))
         session.violations.count(violation.kind)
-        self._metrics.invariant_violations.labels(kind=violation.kind).inc()
+        self._metrics.count_violation(violation.kind)
         self._distrust(session)
         self._store.fail(session, violation.kind)
         return violation.kept() if session.journal.keeps else violation

@@ -36,8 +36,8 @@ INSTRUMENTS = (
     "session_history_tokens_count",
     "generate_prefill_tokens_count",
     "generate_prefill_duration_seconds_count",
-    'cache_invariant_violations_total{kind="INV1"}',
-    'cache_invariant_violations_total{kind="INV2"}',
+    'cache_invariant_violations_total{kind="inv1"}',
+    'cache_invariant_violations_total{kind="inv2"}',
     'session_evicted_total{reason="ttl"}',
     'session_evicted_total{reason="lru"}',
     'session_evicted_total{reason="close"}',
@@ -73,7 +73,7 @@ def test_metrics_count_what_happened_under_the_agreed_names(server: Server) -> N
     assert float(shown['session_total{outcome="closed"}']) >= 1
     assert shown['session_evicted_total{reason="close"}'] == shown['session_total{outcome="closed"}']
     assert float(shown["generate_tokens_total"]) >= 5
-    assert float(shown['cache_invariant_violations_total{kind="INV1"}']) == 0
+    assert float(shown['cache_invariant_violations_total{kind="inv1"}']) == 0
 
 
 def test_a_client_that_disconnects_abruptly_leaves_nothing_in_the_log(

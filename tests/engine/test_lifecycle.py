@@ -384,6 +384,14 @@ def test_a_broken_invariant_fails_the_session_alone_and_frees_it(kind: str) -> N
         info = engine.session_info(session)
         assert info.failure_reason == kind
         assert (info.inv1_violations, info.inv2_violations) == ((1, 0) if kind == "INV1" else (0, 1))
+        # In both spellings, as long as there are two.
+        counted = {
+            sample.labels["kind"]
+            for metric in engine.metrics.invariant_violations.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total") and sample.value
+        }
+        assert counted == {kind.lower(), kind}
         assert info.kv_live_bytes == engine.info().kv_reserved_bytes == 0
         for call in (
             lambda: engine.append(session, [1]),

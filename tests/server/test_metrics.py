@@ -28,6 +28,7 @@ from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.logs import lost_lines, written
 from inference_engine.metrics import (
+    INVARIANTS,
     KV_KINDS,
     SESSION_STATES,
     STEP_PARTS,
@@ -369,7 +370,7 @@ METHODS = {
 KNOWN_LABELS: dict[str, set[str]] = {
     "strategy": set(strategy_names()),
     "state": set(SESSION_STATES),
-    "kind": {*KV_KINDS, "INV1", "INV2", "INV3"},
+    "kind": {*KV_KINDS, *INVARIANTS, *map(str.upper, INVARIANTS)},
     "part": set(STEP_PARTS),
     "method": {*METHODS, "unknown"},
     "code": {code.name for code in CODES.values()} | {"OK", "CANCELLED"},
