@@ -10,7 +10,6 @@ Exit status: 0 done, 1 an error of the model or the settings (in one line), 2 wr
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,9 +133,12 @@ def _state(name: str, cache: Path) -> str:
 
 
 def _show(checked: CheckedFolder, settings: ModelConfig, *, verified: bool) -> Table:
+    from inference_engine.compose import executor
+
     table = Table(show_header=False)
-    facts = _facts(checked, verified=verified)
-    facts.insert(2, ("runs on", _executor(settings)))
+    name, reason = executor(settings)
+    facts = _facts(checked, settings, name, verified=verified)
+    facts.insert(2, ("runs on", f"{name or 'nothing'}: {reason}"))
     facts.append(("tokenizer", _tokenizer(checked, settings)))
     for label, value in facts:
         table.add_row(label, Text(value))  # text, not markup: paths may hold brackets
@@ -155,14 +157,7 @@ def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
     return f"{said or 'its ids are rows of the model'}; ends of a turn, by the files: {ends}"
 
 
-def _executor(settings: ModelConfig) -> str:
-    from inference_engine.compose import executor
-
-    name, reason = executor(settings)
-    return f"{name or 'nothing'}: {reason}"
-
-
-def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
+def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verified: bool) -> list[tuple[str, str]]:
     config: Any = read_config(checked)
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -184,11 +179,10 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("K/V per token", f"{2 * entry_values:,} bytes in 16 bits, {4 * entry_values:,} in float32"),
     ]
     if checked.gguf is not None:
-        facts.append(
-            ("GGUF", f"{decimal(sum(path.stat().st_size for path in gguf_parts(checked.gguf)))}; {_encodings(checked)}")
-        )
+        size = sum(path.stat().st_size for path in gguf_parts(checked.gguf))
+        facts.append(("GGUF", f"{decimal(size)}; {_encodings(checked, settings, runs_on)}"))
     elif grouping_of(checked.folder) is not None:
-        facts.append(("MLX's layout", _encodings(checked)))
+        facts.append(("MLX's layout", _encodings(checked, settings, runs_on)))
     elif (layout := layout_of(checked.folder)) is not None:
         facts.append(("matrices", f"stored in {layout}"))
     if notes := contradictions(checked):
@@ -208,14 +202,15 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
     ]
 
 
-def _encodings(checked: CheckedFolder) -> str:
-    """How its numbers are stored, the most frequent first."""
+def _encodings(checked: CheckedFolder, settings: ModelConfig, runs_on: str) -> str:
+    """How its numbers are stored, the most frequent first, and what is made of them."""
     from inference_engine.models.open_checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(checked.stored)
-    counts = Counter(checkpoint.tensor(name).encoding for name in checkpoint.names())
-    tensors = ", ".join(f"{count} in {encoding}" for encoding, count in counts.most_common())
-    return f"tensors: {tensors}"
+    tensors = ", ".join(f"{share.tensors} in {encoding}" for encoding, share in checkpoint.shares().items())
+    dtype = "float32" if runs_on == "native" else settings.dtype
+    unpacking = checkpoint.unpacking(runs_on, dtype, 4 if dtype == "float32" else 2)
+    return f"tensors: {tensors}" + (f"\n{unpacking}" if unpacking else "")
 
 
 def _in_lines(names: Sequence[str]) -> str:

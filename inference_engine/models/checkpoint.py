@@ -15,6 +15,8 @@ Tied embeddings have no `lm_head.weight`, or the same numbers again; `configurat
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
+from inference_engine.models.encodings import BY_NAME
 from inference_engine.models.folder import weight_files
 from inference_engine.models.gguf_config import gguf_config
 from inference_engine.models.gguf_header import GgufHeader, GgufTensor
 from inference_engine.models.safetensors_header import check_safetensors
+
+logger = logging.getLogger(__name__)
 
 # A mixture of 94 layers and 128 experts has 36,000.
 MAX_NAMES = 2**19
@@ -86,13 +91,26 @@ class StoredTensor:
                 f"{self.path}: {self.name} is stored in blocks ({self.encoding}); norms and biases are read as F32, "
                 "F16 or BF16 only: get a file that has them so"
             )
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
+        return unpacked(self.encoding, self.data.reshape(self.shape[0], -1))
 
-        blocks = self.data.reshape(self.shape[0], -1)
-        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold infinite scales
-            numbers: NDArray[np.float32] = dequantize(blocks, GGMLQuantizationType[self.encoding])
-        return numbers
+
+def unpacked(encoding: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The numbers of rows [outputs, bytes] of llama.cpp's blocks, [outputs, inputs], by the gguf package."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold infinite scales
+        numbers: NDArray[np.float32] = dequantize(blocks, GGMLQuantizationType[encoding])
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The tensors of a checkpoint that are stored alike."""
+
+    tensors: int
+    numbers: int
+    stored_bytes: int
 
 
 class Checkpoint(ABC):
@@ -125,6 +143,45 @@ class Checkpoint(ABC):
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """A copy of a tensor's numbers, whatever they are stored as. Raises as `tensor` does."""
         return self.tensor(name, shape).as_float32()
+
+    def shares(self) -> dict[str, Share]:
+        """Its tensors by encoding, the most frequent first. Raises as `tensor` does."""
+        found: dict[str, list[StoredTensor]] = {}
+        for name in self.names():
+            found.setdefault((tensor := self.tensor(name)).encoding, []).append(tensor)
+        return {
+            encoding: Share(
+                tensors=len(alike),
+                numbers=sum(math.prod(tensor.shape) for tensor in alike),
+                stored_bytes=sum(tensor.data.nbytes for tensor in alike),
+            )
+            for encoding, alike in sorted(found.items(), key=lambda item: -len(item[1]))
+        }
+
+    def unpacking(self, executor: str, dtype: str, number_bytes: int) -> str:
+        """Which blocks `executor` (native, torch, mlx) makes numbers of `dtype` of, and what memory these take.
+
+        "" if it reads all of them as they are stored, or the numbers take no more than the blocks.
+        """
+        made = {
+            encoding: share
+            for encoding, share in self.shares().items()
+            if (kind := BY_NAME.get(encoding)) is not None
+            and (kind.is_unpacked if executor == "native" else not kind.is_float)
+        }
+        stored = sum(share.stored_bytes for share in made.values())
+        numbers = sum(share.numbers for share in made.values()) * number_bytes
+        if numbers <= stored:
+            return ""
+        return (
+            f"{sum(share.tensors for share in made.values())} tensors in {', '.join(made)} are unpacked to {dtype}: "
+            f"{numbers / 1e6:,.1f} MB of memory for {stored / 1e6:,.1f} MB of the file"
+        )
+
+    def warn_of_unpacking(self, executor: str, dtype: str, number_bytes: int) -> None:
+        """Log what `unpacking` says, if anything."""
+        if unpacking := self.unpacking(executor, dtype, number_bytes):
+            logger.warning("%s: %s", self.path.name, unpacking)
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:

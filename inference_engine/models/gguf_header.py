@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
+from inference_engine.models.encodings import ENCODINGS, Encoding, type_name
 from inference_engine.models.folder import GGUF_MAGIC, gguf_parts
 
 # Large vocabularies with their merges take 20 MB.
@@ -58,44 +59,6 @@ _SCALARS: Mapping[int, str] = MappingProxyType(
     }
 )
 _STRING, _ARRAY = 8, 9
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoding:
-    """How numbers are stored: blocks of `numbers` in `size_bytes` each."""
-
-    name: str
-    numbers: int
-    size_bytes: int
-
-    def bytes_of(self, count: int) -> int:
-        return count // self.numbers * self.size_bytes
-
-
-def _encoding(name: str, numbers: int, size_bytes: int) -> Encoding:
-    return Encoding(name=name, numbers=numbers, size_bytes=size_bytes)
-
-
-# By their number in the file.
-ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
-    {
-        0: _encoding("F32", 1, 4),
-        1: _encoding("F16", 1, 2),
-        2: _encoding("Q4_0", 32, 18),
-        3: _encoding("Q4_1", 32, 20),
-        6: _encoding("Q5_0", 32, 22),
-        7: _encoding("Q5_1", 32, 24),
-        8: _encoding("Q8_0", 32, 34),
-        10: _encoding("Q2_K", 256, 84),
-        11: _encoding("Q3_K", 256, 110),
-        12: _encoding("Q4_K", 256, 144),
-        13: _encoding("Q5_K", 256, 176),
-        14: _encoding("Q6_K", 256, 210),
-        20: _encoding("IQ4_NL", 32, 18),
-        23: _encoding("IQ4_XS", 256, 136),
-        30: _encoding("BF16", 1, 2),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,8 +254,8 @@ def _tensors(reader: _Reader, count: int, alignment: int) -> dict[str, GgufTenso
         if (encoding := ENCODINGS.get(kind)) is None:
             known = ", ".join(known.name for known in ENCODINGS.values())
             raise ModelError(
-                f"{path}: {name} is stored in blocks of type {kind}, which cannot be read; use a file of the model in "
-                f"other blocks ({known})"
+                f"{path}: {name} is stored as {type_name(kind)}, which cannot be read; use a file of the model that "
+                f"has it as another type ({known})"
             )
         if min(shape) < 1 or shape[-1] % encoding.numbers:
             raise ModelError(

@@ -38,6 +38,7 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
         if is_tied:
             wanted.pop(HEAD, None)
         _check_names(checkpoint, {*wanted, HEAD} if is_tied else set(wanted))
+        checkpoint.warn_of_unpacking("torch", str(dtype).removeprefix("torch."), dtype.itemsize)
         numbers = {name: _parameter(checkpoint, name, shape).to(dtype) for name, shape in wanted.items()}
         model: PreTrainedModel = kind.from_pretrained(
             None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention

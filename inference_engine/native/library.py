@@ -41,6 +41,20 @@ class Format(enum.IntEnum):
     INT8_PAIR = 4
     INT4 = 5
     INT4_WIDE = 6
+    Q5_0 = 7
+    Q5_1 = 8
+    Q5_K = 9
+    Q6_K = 10
+    Q2_K = 11
+    Q3_K = 12
+    IQ4_NL = 13
+    IQ4_XS = 14
+    MXFP4 = 15
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it holds codes and scales, not floating-point numbers."""
+        return self > Format.BFLOAT16
 
 
 class Source(enum.IntEnum):
@@ -55,6 +69,13 @@ class Source(enum.IntEnum):
     Q8_0 = 6
     Q4_K = 7
     Q6_K = 8
+    Q5_1 = 9
+    Q5_K = 10
+    Q2_K = 11
+    Q3_K = 12
+    IQ4_NL = 13
+    IQ4_XS = 14
+    MXFP4 = 15
 
 
 class PackError(enum.IntEnum):

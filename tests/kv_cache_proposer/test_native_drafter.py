@@ -135,7 +135,7 @@ def test_the_targets_matrices_are_packed_once() -> None:
     drafter = NativeDrafter(network("plain"), target)
     own = sum(parameter.numel() for parameter in network("plain").parameters())
     assert drafter.weight_bytes < 3 * own < target.weight_bytes
-    assert set(target.formats()) == {Format.FLOAT32.name.lower()}
+    assert set(target.formats()) == {Format.FLOAT32}
 
 
 def generated(engine: Engine, strategy: KVStrategy, params: GenerateParams) -> tuple[list[int], Finished]:

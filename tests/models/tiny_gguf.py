@@ -12,8 +12,9 @@ import torch
 import transformers
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType, GGUFValueType
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 
+from inference_engine.models.encodings import BY_NAME
 from tests.models.tiny_folder import byte_tokens
 
 SMALL: dict[str, Any] = {
@@ -69,9 +70,14 @@ _GEMMA_LAYER = {
 }
 
 
-def tiny_model(family: str) -> Any:
-    """With noise on every parameter: norms of one and biases of zero would hide what is read wrongly."""
+def tiny_model(family: str, **changes: Any) -> Any:
+    """With noise on every parameter: norms of one and biases of zero would hide what is read wrongly.
+
+    changes: of its configuration.
+    """
     config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(11)
@@ -81,10 +87,54 @@ def tiny_model(family: str) -> Any:
     return model.eval()
 
 
+# Where a block has its scale, and its minimum's, in 16 bits.
+_SCALES_AT = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+
+
+def random_blocks(
+    encoding: str, rows: int, inputs: int, seed: int = 3, *, odd_scales: bool = False, spread: float = 0.0
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """[rows, bytes] of random codes: every pattern of bits is a block, if its scale is finite.
+
+    odd_scales: of any kind that is finite, zeros and those below the normal ones among them. spread: the standard
+    deviation of the numbers, if it is not 0.
+    """
+    rng, kind = np.random.default_rng(seed), BY_NAME[encoding]
+    blocks = rng.integers(0, 256, (rows, inputs // kind.numbers, kind.size_bytes), np.uint8)
+    if encoding == "MXFP4":
+        blocks[..., 0] = rng.integers(0, 253 if odd_scales else 12, blocks.shape[:2]) + (0 if odd_scales else 113)
+    if encoding == "NVFP4":
+        blocks[..., :4] %= 0x7F  # what a byte of all ones stands for is not a number
+    if encoding == "IQ1_M":
+        blocks[..., 48 + 1 :: 2] &= 0x2F  # the bits of its scale are spread over four words
+    for at in _SCALES_AT.get(encoding, ()):
+        scales = rng.normal(size=blocks.shape[:2]).astype(np.float16)
+        if odd_scales:
+            which = rng.integers(0, 5, scales.shape)
+            scales[which == 0] = 0
+            scales[which == 1] = np.float16(6e-8) * rng.integers(-9, 9, int((which == 1).sum()))
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    if spread and encoding in _SCALES_AT:
+        found = dequantize(blocks.reshape(rows, -1), GGMLQuantizationType[encoding]).std()
+        for at in _SCALES_AT[encoding]:
+            scales = blocks[..., at : at + 2].copy().view(np.float16) * np.float16(spread / found)
+            blocks[..., at : at + 2] = scales.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def write_gguf(
     model: Any,
     path: Path,
-    encoding: str = "F32",
+    encoding: str | Callable[[str], str] = "F32",
     *,
     pre: str = "smollm",
     factors: np.ndarray[Any, Any] | None = None,
@@ -96,6 +146,7 @@ def write_gguf(
 ) -> None:
     """The model as llama.cpp's converter writes it, matrices in `encoding`, with a byte-level tokenizer.
 
+    encoding: of all matrices, or of each by its name. Blocks that the gguf package does not write are random ones.
     factors: the divisor of each frequency of the rotation. spelled: other texts and types of tokens, by id. ids: more
     keys `tokenizer.ggml.<name>_token_id`, or others than bos 0, eos 1 and padding 1. values: other values of keys; None
     leaves one out. tensors: changes them. most_tensors: of each of several files; 0 for one file.
@@ -116,9 +167,10 @@ def write_gguf(
     if tensors is not None:
         tensors(converted)
     for name, tensor in converted.items():
-        if tensor.ndim > 1 and encoding != "F32":
-            kind = GGMLQuantizationType[encoding]
-            writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
+        stored = "F32" if tensor.ndim == 1 else encoding if isinstance(encoding, str) else encoding(name)
+        if stored != "F32":
+            kind = GGMLQuantizationType[stored]
+            writer.add_tensor(name, _in_blocks(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, tensor)
     if factors is not None:
@@ -127,6 +179,16 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _in_blocks(tensor: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    try:
+        return quantize(tensor, kind)
+    except NotImplementedError:
+        *rows, inputs = tensor.shape
+        seed = int(np.abs(tensor).sum() * 1000)
+        blocks = random_blocks(kind.name, int(np.prod(rows)), inputs, seed, spread=float(tensor.std()))
+        return blocks.reshape(*rows, -1)
 
 
 def _converted(model: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:

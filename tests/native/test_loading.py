@@ -141,7 +141,6 @@ def test_weights_that_do_not_fit_are_refused_by_name(case: str, folders: Folders
 SERVED_BY_TORCH: Mapping[str, tuple[str, Callable[[Tensors], Any] | None, dict[str, Any], str]] = {
     "heads of 24": ("qwen3", None, {"head_dim": 24}, "heads of 24 numbers"),
     "heads of 8": ("qwen3", None, {"head_dim": 8}, "heads of 8 numbers"),
-    "odd inner size": ("llama", None, {"intermediate_size": 100}, "100 outputs, which is no multiple of 16"),
     "float64": (
         "llama",
         lambda tensors: tensors.update({name: states.double() for name, states in tensors.items()}),
@@ -174,32 +173,6 @@ def test_what_the_kernels_are_not_made_for_is_served_by_torch(case: str, folders
     assert open_backend(settings, admitted).facts.backend == "torch"
     said = executor(settings)
     assert said[0] == "torch" and reason in said[1], "doctor and `models show` say so before anything is loaded"
-
-
-@pytest.mark.parametrize("encoding", ["Q5_1", "IQ4_NL"])
-def test_blocks_that_cannot_be_packed_are_served_by_torch(
-    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model.gguf"
-    if encoding == "Q5_1":
-        write_gguf(tiny_model("llama"), path, encoding)
-    else:  # of the same size as Q4_0, which can be written
-        write_gguf(tiny_model("llama"), path, "Q4_0")
-        content = bytearray(path.read_bytes())
-        for name in (b"q_proj", b"blk.0.ffn_gate.weight", b"token_embd.weight"):
-            at = content.find(name)
-            if at >= 0:
-                kind = at + len(name) + 4 + 2 * 8
-                assert content[kind] == 2
-                content[kind] = 20
-        path.write_bytes(content)
-    settings = ModelConfig(model=str(path), cache_dir=str(tmp_path / "cache"))
-
-    said = executor(settings)
-    assert said[0] == "torch" and f"stored as {encoding}" in said[1]
-    with pytest.raises(BackendError, match=f"stored as {encoding}"):
-        open_backend(native(settings))
-    assert open_backend(settings).facts.backend == "torch"
 
 
 def test_a_scale_that_is_not_finite_is_left_to_torch(tmp_path: Path) -> None:

@@ -7,20 +7,32 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from inference_engine.models.encodings import BY_NAME
 from inference_engine.native import build
 from inference_engine.native.library import Format, Identity, Matrix, PackError, Source, why_missing
+from tests.further import FURTHER
+from tests.models.tiny_gguf import random_blocks
 
 LEVELS = ("plain", "neon", "i8mm", "avx2", "avxvnni", "avx512")
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
-QUANTISED_FORMATS = (Format.INT8, Format.INT8_PAIR, Format.INT4, Format.INT4_WIDE)
-PRODUCTS = [(f, i) for f in Format for i in Identity if i is Identity.EXACT or f in QUANTISED_FORMATS]
+# Formats that floats are packed into; the others hold llama.cpp's blocks of the same name.
+OF_FLOATS = tuple(form for form in Format if form <= Format.INT4_WIDE)
+QUANTISED_FORMATS = tuple(form for form in Format if form.is_quantised)
+# Blocks that become what another product reads: one of each such product here, the rest is alike.
+ALIKE = (Format.Q6_K, Format.Q5_1, Format.Q5_K, Format.IQ4_NL, Format.IQ4_XS, Format.MXFP4)
+PRODUCTS = [
+    pytest.param(form, identity, marks=FURTHER if form in ALIKE else ())
+    for form in Format
+    for identity in Identity
+    if identity is Identity.EXACT or form.is_quantised
+]
 
 
 class Native:
@@ -109,6 +121,12 @@ def of_floats(native: Native, form: Format, weights: Floats) -> Packed:
 
 
 def random_matrix(native: Native, form: Format, outputs: int, inputs: int, seed: int = 0) -> Packed:
+    """Of blocks, as many whole ones as have these inputs at least."""
+    if form not in OF_FLOATS:
+        numbers = BY_NAME[form.name].numbers
+        packed = Packed(native, form, outputs, -(-inputs // numbers) * numbers)
+        assert packed.pack(Source[form.name], random_blocks(form.name, outputs, packed.inputs, seed, spread=0.3)) == 0
+        return packed
     weights = np.random.default_rng(seed).normal(size=(outputs, inputs)).astype(np.float32)
     return of_floats(native, form, weights)
 
@@ -143,7 +161,7 @@ def test_products_are_those_of_the_numbers(
             packed = random_matrix(native, form, *shape)
             weights = packed.numbers().astype(np.float64)
             for count in (1, 3, 11, 21):
-                x = tokens(count, shape[1])
+                x = tokens(count, packed.inputs)
                 x[0, :32] = 0
                 exact = quantised(x) if identity is Identity.QUANTISED else x.astype(np.float64)
                 got = packed.product(x, identity)
@@ -154,7 +172,7 @@ def test_products_are_those_of_the_numbers(
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
 def test_the_bits_of_a_token_depend_on_nothing_else(native: Native, form: Format, identity: Identity) -> None:
     packed = random_matrix(native, form, 37, 160)
-    x = tokens(40, 160)
+    x = tokens(40, packed.inputs)
     one_by_one = np.concatenate([packed.product(x[i : i + 1], identity) for i in range(40)])
     for level in native.kernels:
         counts = (1, 2, 3, 5, 40) if level == "plain" else range(1, 41)
@@ -170,7 +188,8 @@ def test_every_level_of_instructions_has_the_bits_of_plain_code_on_odd_sizes(
     native: Native, form: Format, identity: Identity, subtests: pytest.Subtests
 ) -> None:
     for shape in [(1, 1), (17, 33), (70, 100), (131, 320)]:
-        packed, x = random_matrix(native, form, *shape), tokens(21, shape[1])
+        packed = random_matrix(native, form, *shape)
+        x = tokens(21, packed.inputs)
         expected = packed.product(x, identity, "plain").tobytes()
         for level in native.kernels:
             with subtests.test(f"{level}, {shape}"):
@@ -181,7 +200,7 @@ def test_every_level_of_instructions_has_the_bits_of_plain_code_on_odd_sizes(
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
 def test_many_threads_and_slices_of_tokens_change_nothing(native: Native, form: Format, identity: Identity) -> None:
     packed = random_matrix(native, form, 20, 36)
-    x = tokens(530, 36)
+    x = tokens(530, packed.inputs)
     whole = packed.product(x, identity, threads=3)
     assert whole.tobytes() == packed.product(x, identity).tobytes()
     assert whole[520:].tobytes() == packed.product(x[520:], identity).tobytes()
@@ -191,7 +210,7 @@ def test_many_threads_and_slices_of_tokens_change_nothing(native: Native, form: 
 def test_what_is_not_finite_stays_with_its_token(native: Native, form: Format, identity: Identity) -> None:
     packed = random_matrix(native, form, 19, 70)
     for count in (1, 2, 7, 20):
-        x = tokens(count, 70)
+        x = tokens(count, packed.inputs)
         clean = packed.product(x, identity)
         for level in native.kernels:
             for bad, where in ((np.nan, 0), (np.inf, 31), (-np.inf, 69), (np.nan, 40)):
@@ -208,7 +227,7 @@ def test_activations_of_any_size_are_quantised(native: Native, subtests: pytest.
         with subtests.test(form.name):
             packed = random_matrix(native, form, 16, 64)
             for scale in (1e-44, 1e-38, 1e-31, 1e-20, 1e30, 3e36):
-                x = tokens(2, 64) * np.float32(scale)
+                x = tokens(2, packed.inputs) * np.float32(scale)
                 results = {packed.product(x, Identity.QUANTISED, level).tobytes() for level in native.kernels}
                 assert len(results) == 1
                 assert np.isfinite(np.frombuffer(results.pop(), np.float32)).all()
@@ -216,8 +235,8 @@ def test_activations_of_any_size_are_quantised(native: Native, subtests: pytest.
 
 def extreme_blocks(source: Source, code: int, inputs: int) -> Bytes:
     """19 outputs whose codes are all `code`, a byte of a block: scale 1 and no offset."""
-    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[source.name]]
-    blocks = np.full((19, inputs // numbers, size), code, np.uint8)
+    kind = BY_NAME[source.name]
+    blocks = np.full((19, inputs // kind.numbers, kind.size_bytes), code, np.uint8)
     blocks[..., :2] = np.array([1], np.float16).view(np.uint8)
     if source is Source.Q4_1:
         blocks[..., 2:4] = 0
@@ -242,40 +261,44 @@ def test_the_largest_codes_and_bytes_do_not_overflow(native: Native, subtests: p
 EXACT_FORMATS = {
     Source.Q4_0: (Format.INT4, Format.INT4_WIDE),
     Source.Q4_1: (Format.INT4, Format.INT4_WIDE),
-    Source.Q5_0: (Format.INT8, Format.INT8_PAIR),
     Source.Q8_0: (Format.INT8, Format.INT8_PAIR),
     Source.Q4_K: (Format.INT4_WIDE,),
-    Source.Q6_K: (Format.INT8_PAIR,),
+    **{Source[form.name]: (form,) for form in Format if form not in OF_FLOATS},
 }
-SCALES_AT = {Source.Q4_1: (0, 2), Source.Q4_K: (0, 2), Source.Q6_K: (208,)}
-
-
-def random_blocks(source: Source, outputs: int, inputs: int, seed: int = 3) -> Bytes:
-    """Blocks of random codes; scales of any kind that is finite, zeros and those below the normal ones among them."""
-    rng = np.random.default_rng(seed)
-    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[source.name]]
-    blocks = rng.integers(0, 256, (outputs, inputs // numbers, size), np.uint8)
-    for at in SCALES_AT.get(source, (0,)):
-        scales = rng.normal(size=blocks.shape[:2]).astype(np.float16)
-        kind = rng.integers(0, 5, scales.shape)
-        scales[kind == 0] = 0
-        scales[kind == 1] = np.float16(6e-8) * rng.integers(-9, 9, int((kind == 1).sum()))
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
-    return blocks.reshape(outputs, -1)
 
 
 @pytest.mark.parametrize(("source", "form"), [(s, f) for s, forms in EXACT_FORMATS.items() for f in forms])
-def test_blocks_are_packed_as_they_are(native: Native, source: Source, form: Format) -> None:
-    data = random_blocks(source, 19, 512)
-    packed = Packed(native, form, 19, 512)
+def test_blocks_have_the_numbers_of_the_reference_reader(native: Native, source: Source, form: Format) -> None:
+    data = random_blocks(source.name, 19, 1024, odd_scales=True)
+    packed = Packed(native, form, 19, 1024)
     assert packed.pack(source, data) == 0
     expected = dequantize(data, GGMLQuantizationType[source.name])
     for level in native.kernels:
         assert (packed.numbers(level) == expected).all()
 
 
-def test_outputs_are_in_the_order_that_is_asked_for(native: Native, subtests: pytest.Subtests) -> None:
+def test_every_type_of_blocks_that_has_a_tile_is_packed_from_it(native: Native) -> None:
+    tiles = {Source[kind.name]: Format[kind.tile] for kind in BY_NAME.values() if Format[kind.tile].is_quantised}
+    assert {source: forms[0] for source, forms in EXACT_FORMATS.items()} == tiles
+
+
+def test_compact_tiles_take_little_more_than_the_file(native: Native, subtests: pytest.Subtests) -> None:
     for form in Format:
+        if form in OF_FLOATS:
+            continue
+        with subtests.test(form.name):
+            size = native.lib.kakeya_packed_bytes(form, ctypes.c_int64(16), ctypes.c_int64(256))
+            assert size <= 1.34 * 16 * BY_NAME[form.name].bytes_of(256)
+
+
+@pytest.mark.parametrize("form", [form for form in Format if form not in OF_FLOATS])
+def test_numbers_that_are_not_finite_are_refused(native: Native, form: Format) -> None:
+    data = np.full((1, BY_NAME[form.name].bytes_of(256)), 0xFF, np.uint8)
+    assert Packed(native, form, 1, 256).pack(Source[form.name], data) == PackError.TOO_LARGE
+
+
+def test_outputs_are_in_the_order_that_is_asked_for(native: Native, subtests: pytest.Subtests) -> None:
+    for form in OF_FLOATS:
         with subtests.test(form.name):
             weights = np.random.default_rng(5).normal(size=(40, 50)).astype(np.float32)
             order = np.random.default_rng(6).permutation(40)[:21].astype(np.int64)
@@ -319,18 +342,19 @@ def test_floats_are_quantised_by_blocks(native: Native, form: Format, steps: int
 def test_impossible_combinations_are_refused(native: Native) -> None:
     weights = np.ones((2, 32), np.float32)
     packed = Packed(native, Format.INT8, 2, 32)
-    assert packed.pack(Source.Q4_1, random_blocks(Source.Q4_1, 2, 32)) == PackError.NO_SUCH_FORMAT
-    assert Packed(native, Format.INT8_PAIR, 2, 32).pack(Source.Q6_K, as_bytes(weights)) == PackError.BROKEN_BLOCKS
+    assert packed.pack(Source.Q4_1, random_blocks("Q4_1", 2, 32)) == PackError.NO_SUCH_FORMAT
+    assert Packed(native, Format.Q5_1, 2, 32).pack(Source.F32, as_bytes(weights)) == PackError.NO_SUCH_FORMAT
+    assert Packed(native, Format.Q6_K, 2, 32).pack(Source.Q6_K, as_bytes(weights)) == PackError.BROKEN_BLOCKS
     for bad in (np.nan, np.inf, 3e7):
         weights[1, 3] = bad
         assert packed.pack(Source.F32, as_bytes(weights)) == PackError.TOO_LARGE
     weights[1, 3] = 7e4
     assert Packed(native, Format.FLOAT16, 2, 32).pack(Source.F32, as_bytes(weights)) == PackError.TOO_LARGE
-    assert native.lib.kakeya_packed_bytes(7, ctypes.c_int64(1), ctypes.c_int64(1)) == -1
+    assert native.lib.kakeya_packed_bytes(len(Format), ctypes.c_int64(1), ctypes.c_int64(1)) == -1
 
 
 def test_the_offset_of_q4_0_may_need_the_wide_format(native: Native) -> None:
-    data = random_blocks(Source.Q4_0, 2, 32)
+    data = random_blocks("Q4_0", 2, 32)
     data[0, :2] = np.array([60000], np.float16).view(np.uint8)
     assert Packed(native, Format.INT4, 2, 32).pack(Source.Q4_0, data) == PackError.TOO_LARGE
     wide = Packed(native, Format.INT4_WIDE, 2, 32)

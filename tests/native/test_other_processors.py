@@ -45,7 +45,7 @@ def printed(*command: str | Path) -> str:
 
 @pytest.mark.parametrize(
     ("program", "lines"),
-    [(ATTENTION, 800), (PRODUCTS, 49), (RESTORING, 192)],
+    [(ATTENTION, 800), (PRODUCTS, 112), (RESTORING, 192)],
     ids=["attention", "products", "restoring"],
 )
 def test_kernels_on_arm_have_the_bits_of_plain_code(

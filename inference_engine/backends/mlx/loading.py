@@ -47,6 +47,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         program = Program(described, checkpoint, names, MLX_DTYPES[dtype])
     except NoStepListError as error:
         raise NotOnMlx(str(error)) from error
+    checkpoint.warn_of_unpacking("mlx", config.dtype, dtype.itemsize)
     bits = "" if checked.only_gguf or grouping_of(checked.folder) is None else "grouped weights, "
     facts = ModelFacts(
         model_id=checked.model_id,

@@ -94,8 +94,7 @@ class CheckpointWeights:
 
     def vector(self, name: str, *, added: float = 0.0) -> mx.array:
         """The numbers of a norm or a bias, `added` to in float32."""
-        numbers = self._checkpoint.tensor(name).as_float32()
-        return mx.array(numbers + np.float32(added)).astype(self._dtype)
+        return mx.array(self._checkpoint.tensor(name).as_float32() + np.float32(added)).astype(self._dtype)
 
     def _of_groups(self, grouped: Grouped) -> Matrix:
         scales, offsets = (self._numbers(tensor) for tensor in (grouped.scales, grouped.offsets))

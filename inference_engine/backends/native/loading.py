@@ -10,7 +10,7 @@ from pathlib import Path
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.forward import NativeForward
-from inference_engine.backends.native.program import Program, check_outputs, packed_format
+from inference_engine.backends.native.program import Program, packed_format
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
@@ -36,8 +36,6 @@ _KV_TYPES = {
 _NAMES = {Identity.EXACT: "exact", Identity.QUANTISED: "int8"}
 
 # Tensors of a text model; what else a checkpoint has is not read.
-# Of matrices that are multiplied together: which one lies below which.
-_LAID_BELOW = {".q_proj.": ".k_proj.", ".k_proj.": ".v_proj.", ".gate_proj.": ".up_proj."}
 _TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 _WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
 _EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
@@ -70,6 +68,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         raise NotNative(str(error)) from error
     except MemoryError as error:
         raise NotNative(f"no memory is left for its packed weights ({error})", level=logging.WARNING) from error
+    formats = program.formats()
     facts = ModelFacts(
         model_id=checked.model_id,
         vocab_size=described.config.vocab_size,
@@ -78,9 +77,10 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         dtype="float32",
         backend="native",
         numerics=_numerics(config, program),
-        weights=tuple(sorted(formats := program.formats(), key=formats.__getitem__, reverse=True)),
+        weights=tuple(form.name.lower() for form in sorted(formats, key=formats.__getitem__, reverse=True)),
         refused_strategies=admitted.refused,
     )
+    checkpoint.warn_of_unpacking("native", "float32", 4)
     for line in remarks(checked):
         logger.info("%s: %s", checked.model_id, line)
     logger.debug(
@@ -88,7 +88,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         checked.model_id,
         program.kernels.level,
         facts.numerics,
-        ", ".join(f"{name} {count >> 20} MiB" for name, count in program.formats().items()),
+        ", ".join(f"{form.name.lower()} {count >> 20} MiB" for form, count in formats.items()),
     )
     return NativeForward(described, facts, program)
 
@@ -137,16 +137,9 @@ def check_stored(stored: Path) -> None:
     """
     try:
         checkpoint = open_checkpoint(stored)
-        matrices = {
-            name: tensor
-            for name in checkpoint.names()
-            if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2
-        }
-        formats = {name: packed_format(name, tensor, "auto") for name, tensor in matrices.items()}
-        for name, tensor in matrices.items():
-            below = next((name.replace(upper, lower) for upper, lower in _LAID_BELOW.items() if upper in name), "")
-            if formats.get(below) == formats[name]:
-                check_outputs(name, tensor)
+        for name in checkpoint.names():
+            if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2:
+                packed_format(name, tensor, "auto")
     except ModelError as error:
         raise NotNative(str(error)) from error
 
@@ -222,7 +215,7 @@ def _asks_for_torch(config: ModelConfig) -> str:
 
 def _numerics(config: ModelConfig, program: Program) -> str:
     """The numeric identity: products of floating-point weights are exact; weights are as stored if none are named."""
-    is_quantised = any(name.startswith("int") for name in program.formats())
+    is_quantised = any(form.is_quantised for form in program.formats())
     products = _NAMES[_IDENTITIES[config.numerics]] if is_quantised else "exact"
     weights = "" if config.weights == "auto" else f", {config.weights} weights"
     return f"{products}{weights}, {program.kv_type.name.lower()} K/V"

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from inference_engine.backends.native.tile_memory import TileMemory
 from inference_engine.errors import BackendError, ModelError, NotNative, Overloaded
-from inference_engine.models.gguf_header import ENCODINGS
+from inference_engine.models.checkpoint import unpacked
+from inference_engine.models.encodings import BY_NAME
 from inference_engine.models.mapped import let_go
 from inference_engine.models.step_list import (
     Add,
@@ -61,17 +62,6 @@ _PACKED_AT_ONCE = 2**20  # numbers
 # Their places are the numbers of types.h.
 _KINDS = (Embed, Norm, Product, Rotate, Attend, Add, Gated, Tap, Select, Softcap, Experts, Given, Write)
 _ACTIVATIONS = ("silu", "gelu_tanh")
-# Encodings whose numbers are quantised already, and the format that holds exactly these numbers.
-_QUANTISED = {
-    "Q8_0": Format.INT8,
-    "Q4_0": Format.INT4,
-    "Q4_1": Format.INT4,
-    "Q5_0": Format.INT8,
-    "Q4_K": Format.INT4_WIDE,
-    "Q6_K": Format.INT8_PAIR,
-}
-_STORED = {encoding.name: encoding for encoding in ENCODINGS.values()}
-_FLOATS = {"F32": Format.FLOAT32, "F16": Format.FLOAT16, "BF16": Format.BFLOAT16}
 _WHY = {
     PackError.NO_SUCH_FORMAT: "{name} is stored as {encoding}, which cannot be packed as {wanted}",
     PackError.BROKEN_BLOCKS: "{name} is stored as {encoding}, and its rows are not whole blocks of that",
@@ -170,7 +160,7 @@ class Program:
         """Bytes of the packed weights, without those of another program."""
         return self._packed.nbytes + sum(vector.nbytes for vector in self._vectors)
 
-    def formats(self) -> dict[str, int]:
+    def formats(self) -> dict[Format, int]:
         """Bytes of the packed matrices by format."""
         return self._packed.by_format()
 
@@ -260,11 +250,17 @@ class Program:
                 one.activation = _ACTIVATIONS.index(operation.activation)
                 one.matrix = len(self._packed.matrices)
                 hidden = self.steps.hidden
+                together = all(len([*self._packed.alike([gate, up])]) == 1 for gate, up, _ in operation.matrices)
+                one.width = 2 if together else 3  # matrices of an expert
                 for gate, up, down in operation.matrices:
                     inner = self._packed.rows(gate)
                     if self._packed.rows(up) != inner:
                         raise ModelError(f"{gate} and {up} differ in their outputs; the weights do not fit config.json")
-                    self._packed.add([gate, up], (2 * inner, hidden))
+                    if together:
+                        self._packed.add([gate, up], (2 * inner, hidden))
+                    else:
+                        self._packed.add([gate], (inner, hidden))
+                        self._packed.add([up], (inner, hidden))
                     self._packed.add([down], (hidden, inner))
             case Tap():
                 one.layer = operation.layer
@@ -368,18 +364,18 @@ class _Packed:
     def nbytes(self) -> int:
         return sum(tiles.nbytes for tiles in self._tiles)
 
-    def by_format(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def by_format(self) -> dict[Format, int]:
+        found: dict[Format, int] = {}
         for matrix, tiles in zip(self.matrices, self._tiles, strict=True):
-            name = Format(matrix.format).name.lower()
-            found[name] = found.get(name, 0) + tiles.nbytes
+            form = Format(matrix.format)
+            found[form] = found.get(form, 0) + tiles.nbytes
         return found
 
     def alike(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Neighbours that are packed in the same format can be multiplied as one matrix."""
+        """Neighbours that are packed in the same format can be multiplied as one matrix, if they are whole tiles."""
         group: list[str] = []
         for name in names:
-            if group and self._format(group[-1]) != self._format(name):
+            if group and (self._format(group[-1]) != self._format(name) or self.rows(group[-1]) % _LANES):
                 yield group
                 group = []
             group.append(name)
@@ -408,8 +404,7 @@ class _Packed:
             )
         for name, tensor in zip(names, tensors, strict=True):
             _check_stored(name, tensor)
-        for name, tensor in zip(names[:-1], tensors[:-1], strict=True):
-            check_outputs(name, tensor)
+        assert all(tensor.shape[0] % _LANES == 0 for tensor in tensors[:-1]), "what lies above others is whole tiles"
         sizes = [self._library.packed_bytes(wanted, tensor.shape[0], inputs) for tensor in tensors]
         tiles = self._memory.take(sum(sizes))
         first = 0
@@ -438,9 +433,13 @@ class _Packed:
             data = data[rows.start * size : rows.stop * size]
         else:
             order = order[rows]
-        error = self._library.pack(
-            wanted, Source[tensor.encoding], data, (rows.stop - rows.start, inputs), order, tiles
-        )
+        shape = rows.stop - rows.start, inputs
+        if BY_NAME[tensor.encoding].is_unpacked:
+            blocks = data.reshape(outputs, -1)[order] if order is not None else data.reshape(shape[0], -1)
+            numbers = unpacked(tensor.encoding, blocks).view(np.uint8)
+            error = self._library.pack(wanted, Source.F32, numbers, shape, None, tiles)
+        else:
+            error = self._library.pack(wanted, Source[tensor.encoding], data, shape, order, tiles)
         let_go(data)
         return error
 
@@ -471,16 +470,10 @@ class _Packed:
         return packed_format(name, self._checkpoint.tensor(name), self._weights)
 
 
-def check_outputs(name: str, tensor: StoredTensor) -> None:
-    """Raise NotNative unless another matrix can be laid below this one."""
-    if tensor.shape[0] % _LANES:
-        raise NotNative(f"{name} has {tensor.shape[0]} outputs, which is no multiple of {_LANES}")
-
-
 def _check_stored(name: str, tensor: StoredTensor) -> None:
     """Raise ModelError unless every number that is read lies within the tensor's own bytes."""
     rows, inputs = tensor.shape
-    stored = _STORED[tensor.encoding]
+    stored = BY_NAME[tensor.encoding]
     if inputs % stored.numbers or tensor.data.nbytes != rows * stored.bytes_of(inputs):
         raise ModelError(
             f"{name}: {tensor.data.nbytes} bytes cannot hold {tensor.shape} numbers of {tensor.encoding}; copy the "
@@ -506,24 +499,18 @@ def _sized(tensor: StoredTensor, name: str, width: int) -> NDArray[np.float32]:
 def packed_format(name: str, tensor: StoredTensor, weights: str) -> Format:
     """The format that `weights` asks for: `auto` keeps the numbers of the file. Raises BackendError."""
     wanted = WEIGHTS[weights]
-    if tensor.encoding in _QUANTISED:
-        if wanted is not None:
-            raise BackendError(
-                f"weights={weights} is for files of floating-point numbers; {name} is stored as {tensor.encoding}. "
-                "Start with weights=auto, which keeps the numbers of the file"
-            )
-        return _QUANTISED[tensor.encoding]
-    if tensor.encoding not in _FLOATS:
-        raise NotNative(f"{name} is stored as {tensor.encoding}, which is not one of {', '.join(_known())}")
+    if (stored := BY_NAME.get(tensor.encoding)) is None:
+        raise NotNative(f"{name} is stored as {tensor.encoding}, which is not one of {', '.join(BY_NAME)}")
     if wanted is None:
-        return _FLOATS[tensor.encoding]
+        return Format[stored.tile]
+    if not stored.is_float:
+        raise BackendError(
+            f"weights={weights} is for files of floating-point numbers; {name} is stored as {tensor.encoding}. "
+            "Start with weights=auto, which keeps the numbers of the file"
+        )
     # Routers are tiny and choose; embeddings and heads lose most in four bits.
     if name.endswith("mlp.gate.weight"):
-        return _FLOATS[tensor.encoding]
+        return Format[stored.tile]
     if wanted is Format.INT4 and ("embed_tokens" in name or "lm_head" in name):
         return Format.INT8
     return wanted
-
-
-def _known() -> list[str]:
-    return [*_FLOATS, *_QUANTISED]

@@ -71,7 +71,8 @@ struct Activations {
   Groups groups;
   int64_t inputs, blocks;     // inputs of one token, those of the last block's padding included
   const float* numbers;       // [input][token]; exact
-  const float* sums;          // [block][token]; exact: of the block's numbers; bytes: of its bytes, times the scale
+  const float* sums;          // [block][token]; exact: of the block's numbers; bytes: of its bytes, times the scale.
+                              // [block][2][token] where a half of a block has an offset of its own
   const int32_t* quads;       // [block][QUADS · token], see quad_at: four bytes each
   const float* scales;        // [block][token]
   const int32_t* corrections; // [block][2][token]: of each half, what 128 too much in every code adds; negative
@@ -132,9 +133,10 @@ INLINE Quantised quantise(F low, F high, bool halves) {
   return result;
 }
 
-// The arrays of `Activations`, while they are written.
+// The arrays of `Activations`, while they are written. halves: scales are those of halves of blocks, and sums where there
+// are offsets.
 struct Preparation {
-  int32_t format;
+  bool halves, sums_of_halves;
   const float* x;
   int64_t x_stride, inputs, padded, blocks;
   Groups groups;
@@ -151,7 +153,12 @@ struct Preparation {
       for (int64_t b = 0; b < blocks; b++) {
         F low, high;
         load_block(rows + t * x_stride, inputs, b, low, high);
-        sums[first * blocks + b * width + t] = sum(add(low, high));
+        if (!sums_of_halves) {
+          sums[first * blocks + b * width + t] = sum(add(low, high));
+          continue;
+        }
+        float* own = sums + (first * blocks + b * width) * 2 + t;
+        own[0] = sum(low), own[width] = sum(high);
       }
   }
 
@@ -165,7 +172,7 @@ struct Preparation {
       for (; b < end; b++) {
         F low, high;
         load_block(x + token * x_stride, inputs, b, low, high);
-        put(quantise(low, high, format == INT8_PAIR), first, b, (int)(token - first), width);
+        put(quantise(low, high, halves), first, b, (int)(token - first), width);
       }
     }
   }
@@ -178,7 +185,12 @@ struct Preparation {
     correction[0] = -128 * (block.sum - block.later);
     correction[width] = -128 * block.later;
     scales[first * blocks + b * width + t] = block.scale;
-    sums[first * blocks + b * width + t] = block.scale * (float)block.sum;
+    if (!sums_of_halves) {
+      sums[first * blocks + b * width + t] = block.scale * (float)block.sum;
+      return;
+    }
+    float* two = sums + (first * blocks + b * width) * 2 + t;
+    two[0] = block.scale * (float)(block.sum - block.later), two[width] = block.scale * (float)block.later;
   }
 };
 
@@ -189,11 +201,12 @@ constexpr int64_t WORTH_BYTES = 8192, WORTH_NUMBERS = 16384;
 inline Activations prepare(Threads& threads, const Matrix& matrix, Identity identity, const float* x, int64_t x_stride,
                            int64_t count) {
   static thread_local Scratch number_memory, sum_memory, quad_memory, scale_memory, correction_memory;
-  bool floats = matrix.format <= BFLOAT16, bytes = identity == QUANTISED && !floats;
-  bool offsets = matrix.format == INT4 || matrix.format == INT4_WIDE;
+  int32_t format = product_format(matrix.format);
+  bool floats = is_float(format), bytes = identity == QUANTISED && !floats, offsets = has_offsets(format);
+  bool halves = parts_of(format) == 2, sums_of_halves = halves && offsets;
   int64_t inputs = matrix.inputs, blocks = (inputs + BLOCK - 1) / BLOCK, padded = floats ? inputs : blocks * BLOCK;
   bool as_it_is = count == 1 && padded == inputs;
-  Preparation work{matrix.format, x, x_stride, inputs, padded, blocks, Groups(count),
+  Preparation work{halves, sums_of_halves, x, x_stride, inputs, padded, blocks, Groups(count),
                    nullptr, nullptr, nullptr, nullptr, nullptr};
   if (bytes) {
     work.quads = quad_memory.of<int32_t>(count * blocks * QUADS);
@@ -202,7 +215,7 @@ inline Activations prepare(Threads& threads, const Matrix& matrix, Identity iden
   } else if (!as_it_is) {
     work.numbers = number_memory.of<float>(count * padded);
   }
-  if (bytes || offsets) work.sums = sum_memory.of<float>(count * blocks);
+  if (bytes || offsets) work.sums = sum_memory.of<float>(count * blocks * (sums_of_halves ? 2 : 1));
   if (bytes) {
     auto quantise = [&](int64_t from, int64_t to) { work.bytes(from, to); };
     if (count * inputs < WORTH_BYTES) quantise(0, count * blocks);

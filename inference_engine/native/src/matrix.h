@@ -5,8 +5,9 @@
 // for many, and every product is added with one rounding:
 //
 //   floats      one sum over all inputs, ascending
-//   codes       of every block of 32 inputs (INT8_PAIR: of each half), ascending, one sum of code · number;
-//               then total += scale · sum, and where a format has offsets, total += offset · (sum of the numbers)
+//   codes       of every block of 32 inputs (where a half has a scale of its own: of each), ascending, one sum of
+//               code · number; then total += scale · sum, and where a format has offsets, total += offset · (sum of the
+//               numbers)
 //   codes, activations in bytes
 //               of every block (or half) the exact sum of code · byte; then total += (scale · byte scale) · sum, and
 //               total += offset · (byte scale · sum of the bytes)
@@ -17,6 +18,7 @@
 #include <type_traits>
 
 #include "activations.h"
+#include "compact.h"
 #include "simd.h"
 #include "threads.h"
 #include "types.h"
@@ -27,21 +29,17 @@ namespace KERNELS {
 
 // -- what a tile holds ------------------------------------------------------------------------------------------------
 
-constexpr int64_t FLOAT_BYTES[] = {4, 2, 2};
-
 template <int FORMAT>
 struct Tile {
-  static constexpr bool FLOATS = FORMAT <= BFLOAT16;
-  static constexpr bool NIBBLES = FORMAT == INT4 || FORMAT == INT4_WIDE;  // and offsets
-  static constexpr bool WIDE = FORMAT == INT8_PAIR || FORMAT == INT4_WIDE;
-  static constexpr int PARTS = FORMAT == INT8_PAIR ? 2 : 1;  // scales of a block
-  static constexpr int AT_ONCE = NIBBLES ? 8 : 4;            // inputs in 64 bytes of codes
+  static constexpr bool FLOATS = is_float(FORMAT);
+  static constexpr bool NIBBLES = FORMAT == INT4 || FORMAT == INT4_WIDE;
+  static constexpr bool OFFSETS = has_offsets(FORMAT);
+  static constexpr bool WIDE = FORMAT != INT8 && FORMAT != INT4;
+  static constexpr int PARTS = parts_of(FORMAT);          // scales of a block
+  static constexpr int SUMS = OFFSETS ? PARTS : 1;        // of a block's numbers
+  static constexpr int AT_ONCE = NIBBLES ? 8 : 4;         // inputs in 64 bytes of codes
   static constexpr int64_t CODE_BYTES = BLOCK / AT_ONCE * 64;
-  static constexpr int64_t BLOCK_BYTES = CODE_BYTES + (FORMAT == INT8 ? 32 : FORMAT == INT4 ? 64 : 128);
-  static constexpr int64_t STEP = FLOATS ? LANES * FLOAT_BYTES[FLOATS ? FORMAT : 0] : BLOCK_BYTES;
-
-  // From one tile to the next.
-  static int64_t bytes(int64_t inputs) { return (FLOATS ? inputs : (inputs + BLOCK - 1) / BLOCK) * STEP; }
+  static constexpr int64_t STEP = FLOATS ? tile_bytes(FORMAT, 1) : block_bytes(FORMAT);
 
   INLINE F number(const uint8_t* at) {
     if constexpr (FORMAT == FLOAT32) return load((const float*)at);
@@ -58,7 +56,7 @@ struct Tile {
     else return load_f16((const uint16_t*)at + index * LANES);
   }
   INLINE F scale(const uint8_t* block, int part) { return after_codes(block, part); }
-  INLINE F offset(const uint8_t* block) { return after_codes(block, 1); }
+  INLINE F offset(const uint8_t* block, int part) { return after_codes(block, PARTS + part); }
 };
 
 // Asks for the tiles that come next, some lines at each step. A processor predicts what a loop reads next only once it has
@@ -120,9 +118,9 @@ INLINE void direct_blocks(const uint8_t* block, int64_t tile_bytes, const float*
         const uint8_t* at = block + n * Kind::STEP + c * tile_bytes;
         F scale = Kind::scale(at, part);
         UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(scale, chain[s][t][c], y.at[t][c]);
-        if constexpr (Kind::NIBBLES) {
-          F offset = Kind::offset(at);
-          UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[n * T + t]), y.at[t][c]);
+        if constexpr (Kind::OFFSETS) {
+          F offset = Kind::offset(at, part);
+          UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[(begin + s) * T + t]), y.at[t][c]);
         }
       }
     }
@@ -154,13 +152,13 @@ INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const 
     }
   } else {
     constexpr int N = T == 1 ? BLOCKS_AT_ONCE : 1;
-    const float* sums = a.sums + first * a.blocks;
+    const float* sums = a.sums + first * a.blocks * Kind::SUMS;
     int64_t b = 0;
-    for (; N > 1 && b + N <= a.blocks; b += N, tiles += N * Kind::STEP, x += N * BLOCK * T, sums += N * T) {
+    for (; N > 1 && b + N <= a.blocks; b += N, tiles += N * Kind::STEP, x += N * BLOCK * T, sums += N * Kind::SUMS * T) {
       for (int n = 0; n < N; n++) Ahead::fetch(ahead);
       direct_blocks<FORMAT, T, C, N>(tiles, tile_bytes, x, sums, y);
     }
-    for (; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T) {
+    for (; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += Kind::SUMS * T) {
       Ahead::fetch(ahead);
       direct_blocks<FORMAT, T, C, 1>(tiles, tile_bytes, x, sums, y);
     }
@@ -229,13 +227,12 @@ INLINE void bytes_block(const uint8_t* block, int64_t tile_bytes, const int32_t*
       F scale = Kind::scale(block + c * tile_bytes, part);
       UNROLL for (int t = 0; t < T; t++)
         y.at[t][c] = fma(mul(scale, all(scales[t])), as_floats(dots[t][c]), y.at[t][c]);
+      if constexpr (Kind::OFFSETS) {
+        F offset = Kind::offset(block + c * tile_bytes, part);
+        UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[part * T + t]), y.at[t][c]);
+      }
     }
   }
-  if constexpr (Kind::NIBBLES)
-    UNROLL for (int c = 0; c < C; c++) {
-      F offset = Kind::offset(block + c * tile_bytes);
-      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[t]), y.at[t][c]);
-    }
 }
 
 template <int FORMAT, int T, int C>
@@ -243,7 +240,7 @@ INLINE void bytes(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const A
                   Totals<T, C>& y) {
   int64_t first = a.groups.first(group) * a.blocks;
   const int32_t *quads = a.quads + first * QUADS, *corrections = a.corrections + first * 2;
-  const float *scales = a.scales + first, *sums = a.sums + first;
+  const float *scales = a.scales + first, *sums = a.sums + first * Tile<FORMAT>::SUMS;
   for (int64_t b = 0; b < a.blocks; b++) {
     Ahead::fetch(ahead);
     bytes_block<FORMAT, T, C>(tiles, tile_bytes, quads, scales, corrections, sums, y);
@@ -251,7 +248,7 @@ INLINE void bytes(const uint8_t* tiles, int64_t tile_bytes, Ahead ahead, const A
     quads += QUADS * T;
     corrections += 2 * T;
     scales += T;
-    sums += T;
+    sums += Tile<FORMAT>::SUMS * T;
   }
 }
 
@@ -315,22 +312,25 @@ INLINE void with_width(int width, const Body& body) {
 template <int FORMAT, bool BYTES, class Upcoming>
 void few_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, int64_t end,
                 const Outputs& out, const Upcoming& upcoming) {
-  int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs), steps = std::max<int64_t>(1, Tile<FORMAT>::FLOATS ? a.inputs : a.blocks);
+  int64_t stored = tile_bytes(matrix.format, matrix.inputs), read = tile_bytes(FORMAT, matrix.inputs);
+  int64_t steps = std::max<int64_t>(1, Tile<FORMAT>::FLOATS ? a.inputs : a.blocks);
+  bool is_compact = matrix.format != FORMAT;
   int most = 4, next;
   for (int64_t g = from; g < to; g++)
     most = std::min(most, tiles_at_once(a.groups.width(g), Tile<FORMAT>::FLOATS, BYTES));
   for (; tile < end; tile += next) {
-    const uint8_t* at = matrix.tiles + tile * tile_bytes;
+    const uint8_t* at = matrix.tiles + tile * stored;
     next = most;
     while (next > end - tile) next /= 2;
-    const uint8_t* later = tile + next < end ? at + next * tile_bytes : matrix.tiles + upcoming() * tile_bytes;
+    const uint8_t* later = tile + next < end ? at + next * stored : matrix.tiles + upcoming() * stored;
+    if constexpr (expands_to(FORMAT)) if (is_compact) at = expanded<FORMAT>(matrix, at, next);
     for (int64_t g = from; g < to; g++)
       with_width(a.groups.width(g), [&](auto width) {
         constexpr int T = width, MOST = tiles_at_once(T, Tile<FORMAT>::FLOATS, BYTES);
-        Ahead ahead = Ahead::of(later, next * tile_bytes, steps, g - from, to - from);
-        if (next == 4) if constexpr (MOST >= 4) return few<FORMAT, BYTES, T, 4>(at, tile_bytes, ahead, a, g, out, tile);
-        if (next == 2) if constexpr (MOST >= 2) return few<FORMAT, BYTES, T, 2>(at, tile_bytes, ahead, a, g, out, tile);
-        few<FORMAT, BYTES, T, 1>(at, tile_bytes, ahead, a, g, out, tile);
+        Ahead ahead = Ahead::of(later, next * stored, steps, g - from, to - from);
+        if (next == 4) if constexpr (MOST >= 4) return few<FORMAT, BYTES, T, 4>(at, read, ahead, a, g, out, tile);
+        if (next == 2) if constexpr (MOST >= 2) return few<FORMAT, BYTES, T, 2>(at, read, ahead, a, g, out, tile);
+        few<FORMAT, BYTES, T, 1>(at, read, ahead, a, g, out, tile);
       });
   }
 }
@@ -418,11 +418,11 @@ __attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_byt
   else add_products(w, x, RUN, chain);
   UNROLL for (int c = 0; c < C; c++) {
     F scale = Kind::scale(block + c * tile_bytes, part), offset = scale;
-    if constexpr (Kind::NIBBLES) offset = Kind::offset(block + c * tile_bytes);
+    if constexpr (Kind::OFFSETS) offset = Kind::offset(block + c * tile_bytes, part);
     UNROLL for (int t = 0; t < T; t++) {
       float* at = y + (t * C + c) * LANES;
       F total = fma(scale, chain.at[t][c], load(at));
-      store(at, Kind::NIBBLES ? fma(offset, all(sums[t]), total) : total);
+      store(at, Kind::OFFSETS ? fma(offset, all(sums[t]), total) : total);
     }
   }
 }
@@ -442,7 +442,8 @@ void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t
     for (int64_t i = 0; i < count; i += RUN) {
       const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
       int part = (int)(i % BLOCK / RUN);
-      many_block<FORMAT, DECODES, T, C>(block, tile_bytes, part, w + i * C * LANES, x + i * T, sums + i / BLOCK * T, y);
+      const float* own = sums + i * Kind::SUMS / BLOCK * T;
+      many_block<FORMAT, DECODES, T, C>(block, tile_bytes, part, w + i * C * LANES, x + i * T, own, y);
     }
   }
 }
@@ -451,22 +452,24 @@ template <int FORMAT, int C>
 void many_tiles(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile,
                 const Outputs& out) {
   static thread_local Scratch number_memory, total_memory;
-  int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs), begin = a.groups.first(from), end = a.groups.first(to);
-  const uint8_t* tiles = matrix.tiles + tile * tile_bytes;
+  constexpr int SUMS = Tile<FORMAT>::SUMS;
+  int64_t read = tile_bytes(FORMAT, matrix.inputs), begin = a.groups.first(from), end = a.groups.first(to);
+  const uint8_t* tiles = matrix.tiles + tile * tile_bytes(matrix.format, matrix.inputs);
+  if constexpr (expands_to(FORMAT)) if (matrix.format != FORMAT) tiles = expanded<FORMAT>(matrix, tiles, C);
   float *w = number_memory.of<float>(PIECE * C * LANES), *totals = total_memory.of<float>((end - begin) * C * LANES);
   memset(totals, 0, (size_t)((end - begin) * C * LANES) * sizeof(float));
   for (int64_t first = 0; first < a.inputs; first += PIECE) {
     int64_t count = std::min<int64_t>(PIECE, a.inputs - first);
-    if constexpr (Tile<FORMAT>::FLOATS) widen<FORMAT, C>(tiles, tile_bytes, first, count, w);
+    if constexpr (Tile<FORMAT>::FLOATS) widen<FORMAT, C>(tiles, read, first, count, w);
     for (int64_t g = from; g < to; g++)
       with_width(a.groups.width(g), [&](auto width) {
         constexpr int T = width;
         int64_t token = a.groups.first(g);
         const float* x = a.numbers + token * a.inputs + first * T;
-        const float* sums = a.sums ? a.sums + token * a.blocks + first / BLOCK * T : nullptr;
+        const float* sums = a.sums ? a.sums + (token * a.blocks + first / BLOCK * T) * SUMS : nullptr;
         float* y = totals + (token - begin) * C * LANES;
-        if (g == from) many_piece<FORMAT, !Tile<FORMAT>::FLOATS, T, C>(tiles, tile_bytes, first, count, w, x, sums, y);
-        else many_piece<FORMAT, false, T, C>(tiles, tile_bytes, first, count, w, x, sums, y);
+        if (g == from) many_piece<FORMAT, !Tile<FORMAT>::FLOATS, T, C>(tiles, read, first, count, w, x, sums, y);
+        else many_piece<FORMAT, false, T, C>(tiles, read, first, count, w, x, sums, y);
       });
   }
   for (int64_t token = begin; token < end; token++)
@@ -518,10 +521,10 @@ void multiply(Threads& threads, const Matrix& matrix, bool bytes, const Activati
   });
 }
 
-// Calls body with the format as a constant.
+// Calls body with the format that products read as a constant.
 template <class Body>
 INLINE void with_format(int32_t format, const Body& body) {
-  switch (format) {
+  switch (product_format(format)) {
     case FLOAT32: return body(std::integral_constant<int, FLOAT32>());
     case FLOAT16: return body(std::integral_constant<int, FLOAT16>());
     case BFLOAT16: return body(std::integral_constant<int, BFLOAT16>());
@@ -529,6 +532,7 @@ INLINE void with_format(int32_t format, const Body& body) {
     case INT8_PAIR: return body(std::integral_constant<int, INT8_PAIR>());
     case INT4: return body(std::integral_constant<int, INT4>());
     case INT4_WIDE: return body(std::integral_constant<int, INT4_WIDE>());
+    case INT8_OFFSETS: return body(std::integral_constant<int, INT8_OFFSETS>());
   }
 }
 
@@ -553,9 +557,12 @@ inline void linear(Threads& threads, const Matrix& matrix, Identity identity, co
 // The numbers of one output: scale · code + offset.
 inline void row(const Matrix& matrix, int64_t output, float* out) {
   int64_t tile = output / LANES, lane = output % LANES;
+  const uint8_t* stored = matrix.tiles + tile * tile_bytes(matrix.format, matrix.inputs);
   with_format(matrix.format, [&](auto format) {
-    using Kind = Tile<decltype(format)::value>;
-    const uint8_t* at = matrix.tiles + tile * Kind::bytes(matrix.inputs);
+    constexpr int FORMAT = decltype(format)::value;
+    using Kind = Tile<FORMAT>;
+    const uint8_t* at = stored;
+    if constexpr (expands_to(FORMAT)) if (matrix.format != FORMAT) at = expanded<FORMAT>(matrix, stored, 1);
     float numbers[LANES];
     for (int64_t i = 0; i < matrix.inputs; i++) {
       F number;
@@ -565,8 +572,10 @@ inline void row(const Matrix& matrix, int64_t output, float* out) {
         const uint8_t* block = at + i / BLOCK * Kind::STEP;
         int in_block = (int)(i % BLOCK);
         F code = Kind::code(load_bytes(block + in_block / Kind::AT_ONCE * 64), in_block % Kind::AT_ONCE);
-        F scale = Kind::scale(block, in_block * Kind::PARTS / BLOCK);
-        number = Kind::NIBBLES ? fma(scale, code, Kind::offset(block)) : mul(scale, code);
+        int part = in_block * Kind::PARTS / BLOCK;
+        F scale = Kind::scale(block, part);
+        if constexpr (Kind::OFFSETS) number = fma(scale, code, Kind::offset(block, part));
+        else number = mul(scale, code);
       }
       store(numbers, number);
       out[i] = numbers[lane];

@@ -10,6 +10,7 @@
 //                              codes, or where CENTRED the codes less 128
 //   dot_nibbles, total         the same of codes of at most 15, for 32 products of a lane at most: then `total` has them
 //   dot_pair                   where the machine multiplies small matrices of bytes: two quads, and of two tokens at once
+//   pick_bytes                 byte i: what the table has at byte i, below 16
 //   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
 //   pick                       lane i: what the table has at index i of 16, all below `size`; at least 32 can be read
 //   dot_shorts                 lane i: pair i times `pair`, both numbers of 16 bits, added
@@ -103,6 +104,10 @@ INLINE I bytes_as_ints(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_
 INLINE I codes_as_ints(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE void save_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a); }
+INLINE Bytes pick_bytes(const uint8_t* table, Bytes index) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), index);
+}
 INLINE Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 constexpr bool CENTRED = false;
@@ -233,6 +238,13 @@ INLINE void store_bytes(int8_t* p, I x) {
 }
 INLINE Bytes load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+INLINE void save_bytes(uint8_t* p, Bytes x) {
+  _mm256_storeu_si256((__m256i*)p, x.a), _mm256_storeu_si256((__m256i*)p + 1, x.b);
+}
+INLINE Bytes pick_bytes(const uint8_t* table, Bytes index) {
+  __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  return {_mm256_shuffle_epi8(both, index.a), _mm256_shuffle_epi8(both, index.b)};
 }
 INLINE Bytes low_nibbles(Bytes x) {
   __m256i mask = _mm256_set1_epi8(15);
@@ -421,6 +433,8 @@ INLINE void store_bytes(int8_t* p, I x) {
   vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
 }
 INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; EACH r.v[i] = vld1q_u8(p + 16 * i); return r; }
+INLINE void save_bytes(uint8_t* p, Bytes x) { EACH vst1q_u8(p + 16 * i, x.v[i]); }
+INLINE Bytes pick_bytes(const uint8_t* table, Bytes x) { EACH x.v[i] = vqtbl1q_u8(vld1q_u8(table), x.v[i]); return x; }
 INLINE Bytes low_nibbles(Bytes x) { EACH x.v[i] = vandq_u8(x.v[i], vdupq_n_u8(15)); return x; }
 INLINE Bytes high_nibbles(Bytes x) { EACH x.v[i] = vshrq_n_u8(x.v[i], 4); return x; }
 INLINE I total(I sums) { return sums; }
@@ -562,6 +576,8 @@ INLINE I bytes_as_ints(const int8_t* p) { I r; EACH r.v[i] = p[i]; return r; }
 INLINE I codes_as_ints(const uint8_t* p) { I r; EACH r.v[i] = p[i]; return r; }
 INLINE void store_bytes(int8_t* p, I x) { EACH p[i] = (int8_t)x.v[i]; }
 INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; memcpy(r.v, p, 64); return r; }
+INLINE void save_bytes(uint8_t* p, Bytes x) { memcpy(p, x.v, 64); }
+INLINE Bytes pick_bytes(const uint8_t* table, Bytes x) { for (uint8_t& byte : x.v) byte = table[byte]; return x; }
 INLINE Bytes low_nibbles(Bytes x) { for (uint8_t& byte : x.v) byte &= 15; return x; }
 INLINE Bytes high_nibbles(Bytes x) { for (uint8_t& byte : x.v) byte >>= 4; return x; }
 constexpr bool CENTRED = false;

@@ -262,8 +262,8 @@ class Run {
     });
   }
 
-  // A mixture of experts: `second` has the router's logits. The matrices of expert e are matrix + 2e (gate and up) and
-  // matrix + 2e + 1 (down). A token's experts are added up in the order of their numbers.
+  // A mixture of experts: `second` has the router's logits. An expert has `width` matrices: gate and up below each other,
+  // and down, or all three. A token's experts are added up in the order of their numbers.
   void experts(const Operation& o) {
     int64_t count = width(o.second), chosen = o.heads, hidden = width(o.input);
     std::vector<float> shares((size_t)(tokens_ * count), 0.0f);
@@ -278,17 +278,18 @@ class Run {
       for (int64_t token = 0; token < tokens_; token++)
         if (shares[(size_t)(token * count + expert)] != 0.0f) mine.push_back(token);
       if (mine.empty()) continue;
-      const Matrix &up = p_.matrices[o.matrix + 2 * expert], &down = p_.matrices[o.matrix + 2 * expert + 1];
-      int64_t n = (int64_t)mine.size(), middle = up.outputs / 2;
+      const Matrix *first = &p_.matrices[o.matrix + o.width * expert], &down = first[o.width - 1];
+      int64_t n = (int64_t)mine.size(), middle = o.width == 2 ? first->outputs / 2 : first->outputs;
       inputs.resize((size_t)(n * hidden) + LANES);
-      gates.resize((size_t)(n * up.outputs) + LANES);
+      gates.resize((size_t)(n * 2 * middle) + LANES);
       inner.resize((size_t)(n * middle) + LANES);
       outputs.resize((size_t)(n * hidden) + LANES);
       for (int64_t i = 0; i < n; i++)
         memcpy(&inputs[(size_t)(i * hidden)], at(o.input) + mine[(size_t)i] * hidden, (size_t)hidden * sizeof(float));
       Identity identity = (Identity)p_.identity;
-      linear(*p_.threads, up, identity, inputs.data(), hidden, n, gates.data(), up.outputs);
-      each(n, [&](int64_t i) { gate(&gates[(size_t)(i * up.outputs)], &inner[(size_t)(i * middle)], middle, o.activation); });
+      for (const Matrix* own = first; own < &down; own++)
+        linear(*p_.threads, *own, identity, inputs.data(), hidden, n, gates.data() + (own - first) * middle, 2 * middle);
+      each(n, [&](int64_t i) { gate(&gates[(size_t)(i * 2 * middle)], &inner[(size_t)(i * middle)], middle, o.activation); });
       linear(*p_.threads, down, identity, inner.data(), middle, n, outputs.data(), hidden);
       each(n, [&](int64_t i) {
         float share = shares[(size_t)(mine[(size_t)i] * count + expert)];

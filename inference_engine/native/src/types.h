@@ -13,11 +13,75 @@ class Threads;
 //   INT4      256 bytes of codes (byte 64c + 4r + j: output r, low half input 8c + j, high half 8c + 4 + j), 16 scales
 //             and 16 offsets of 16 bits: number = scale · code + offset
 //   INT4_WIDE the same codes, scales and offsets of 32 bits
-enum Format : int32_t { FLOAT32, FLOAT16, BFLOAT16, INT8, INT8_PAIR, INT4, INT4_WIDE, FORMATS };
+//
+// Compact tiles have the bits of llama.cpp's blocks of the same name, and are made to one of the others when they are
+// multiplied (compact.h): to INT8, INT8_PAIR, or INT8_OFFSETS, which has the codes and scales of INT8_PAIR, then 16
+// float32 offsets of each half, and is never stored. A plane is 64 bytes, byte 4r + j for output r and input j of the
+// eight quads of 4 inputs: four planes of half bytes as in INT4, two of 2 bits (quads 4c … 4c + 3, the first one in the
+// lowest bits), one of single bits (quad q in bit q). Scales and offsets follow, 16 of each kind.
+//
+//   Q5_0    half bytes, bits     scales of 16 bits
+//   Q5_1    half bytes, bits     scales, offsets of 16 bits
+//   Q5_K    half bytes, bits     units of scales and of minima of 16 bits; scales, minima of 8 bits
+//   Q6_K    half bytes, 2 bits   units of 16 bits; of each half scales of 8 bits
+//   Q2_K    2 bits               the same as Q5_K's units; of each half a byte: the scale in its low half, the minimum
+//   Q3_K    2 bits, bits         units of 16 bits; of each half scales of 8 bits
+//   IQ4_NL  half bytes           scales of 16 bits
+//   IQ4_XS  half bytes           units of 16 bits, scales of 8 bits
+//   MXFP4   half bytes           exponents of 8 bits
+enum Format : int32_t {
+  FLOAT32, FLOAT16, BFLOAT16, INT8, INT8_PAIR, INT4, INT4_WIDE,
+  Q5_0, Q5_1, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4, FORMATS,
+  INT8_OFFSETS = FORMATS
+};
+
+constexpr bool is_float(int32_t format) { return format <= BFLOAT16; }
+
+// The format that products read.
+constexpr int32_t product_format(int32_t format) {
+  switch (format) {
+    case Q5_0: case IQ4_NL: return INT8;
+    case Q6_K: case Q3_K: case IQ4_XS: case MXFP4: return INT8_PAIR;
+    case Q5_1: case Q5_K: case Q2_K: return INT8_OFFSETS;
+    default: return format;
+  }
+}
+
+// Whether a product's block has offsets, and how many scales an output has in it. It has as many offsets.
+constexpr bool has_offsets(int32_t format) { return format == INT4 || format == INT4_WIDE || format == INT8_OFFSETS; }
+constexpr int parts_of(int32_t format) { return format == INT8_PAIR || format == INT8_OFFSETS ? 2 : 1; }
+
+// 32 inputs of a quantised tile.
+constexpr int64_t block_bytes(int32_t format) {
+  switch (format) {
+    case INT8: return 512 + 32;
+    case INT8_PAIR: return 512 + 128;
+    case INT8_OFFSETS: return 512 + 256;
+    case INT4: return 256 + 64;
+    case INT4_WIDE: return 256 + 128;
+    case Q5_0: return 320 + 32;
+    case Q5_1: return 320 + 64;
+    case Q5_K: return 320 + 96;
+    case Q6_K: return 384 + 64;
+    case Q2_K: return 128 + 96;
+    case Q3_K: return 192 + 64;
+    case IQ4_NL: return 256 + 32;
+    case IQ4_XS: return 256 + 48;
+    case MXFP4: return 256 + 16;
+    default: return 0;
+  }
+}
+
+// From one tile to the next.
+constexpr int64_t tile_bytes(int32_t format, int64_t inputs) {
+  if (is_float(format)) return inputs * 16 * (format == FLOAT32 ? 4 : 2);
+  return (inputs + 31) / 32 * block_bytes(format);
+}
 
 // What a matrix is packed from: rows of floats, or of llama.cpp's blocks.
 enum Source : int32_t {
-  FROM_FLOAT32, FROM_FLOAT16, FROM_BFLOAT16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q8_0, FROM_Q4_K, FROM_Q6_K, SOURCES
+  FROM_FLOAT32, FROM_FLOAT16, FROM_BFLOAT16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q8_0, FROM_Q4_K, FROM_Q6_K,
+  FROM_Q5_1, FROM_Q5_K, FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_MXFP4, SOURCES
 };
 
 // Why a matrix could not be packed: the source has no such format; its rows are not whole blocks; a number, or a scale
