@@ -16,7 +16,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.reference import command_line, errors, metrics, python_sdk, sdk_names, settings, typescript_sdk, wire
+from scripts.reference import (
+    command_line,
+    errors,
+    metrics,
+    python_sdk,
+    sdk_names,
+    settings,
+    tensor_types,
+    typescript_sdk,
+    wire,
+)
 
 FOLDER = ROOT / "docs" / "reference"
 PAGES = {
@@ -26,6 +36,7 @@ PAGES = {
     "python_sdk.md": python_sdk.render,
     "sdk_names.md": sdk_names.render,
     "settings.md": settings.render,
+    "tensor_types.md": tensor_types.render,
     "typescript_sdk.md": typescript_sdk.render,
     "wire.md": wire.render,
 }
