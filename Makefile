@@ -48,7 +48,7 @@ WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .PHONY: help setup native developed demo serve chat test test-further test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-gpu-products bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
-.PHONY: lint format types contracts wire reference documents pages docs unit node typescript unit-typescript long-typescript
+.PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
 	@echo 'Kakeya: sessions with one model, over gRPC, in raw token ids.'
@@ -133,6 +133,9 @@ proto: $(DEVELOPED) ## generate the Python stubs from the wire contract
 
 reference: $(DEVELOPED) ## make the reference pages in docs/reference from the code
 	@$(BIN)/python scripts/generate_reference.py
+
+verdicts: developed ## what admission finds of the models known by name, for the package to bring
+	@$(BIN)/python scripts/generate_verdicts.py
 
 documents: pages
 	@$(MKDOCS) $(abspath $(VENV)/site) $(OR_SHOW)

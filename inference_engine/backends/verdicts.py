@@ -9,6 +9,11 @@ anything about the file is odd, there is no verdict, and the model is tried agai
 dataclasses, and only from a file of this user that no other user may write.
 
 Refusals are not kept: the next start follows a change, and the log of the trial says what to change.
+
+Of models known by name the package brings verdicts, in `known_verdicts.json`, for the versions of libraries that are
+pinned (`make verdicts`). They are found by the configuration's digest. That the code here still finds the same is for
+tests to say, which try these models again at every change, not for a key that every change would make another one. One
+that is in the cache comes first: after `forget`, whatever the package brings, the model is tried.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from uuid import uuid4
 import torch
 
 from inference_engine.config import NO_CACHE
+from inference_engine.kv.strategies import strategy_kinds
 from inference_engine.models import FoundModel
 from inference_engine.models.configuration import configuration_of
 from inference_engine.native import build
@@ -41,6 +47,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PACKAGES = ("torch", "transformers", "huggingface_hub", "numpy")
+BROUGHT = Path(__file__).with_name("known_verdicts.json")
 _ROOT = Path(__file__).resolve().parent.parent
 _MOST_BYTES = 2**24
 _OTHERS_WRITE = 0o022
@@ -58,19 +65,33 @@ class Verdicts:
 
     def read(self, kind: type[T], name: str, more: str = "") -> T | None:
         """The verdict of this name, a dataclass, or None. more: what else it depends on."""
+        try:
+            verdict = self._kept(name, more)
+            if verdict is None:
+                verdict = self._brought().get(name)
+            decoded: T | None = None if verdict is None else _decoded(kind, verdict)
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            logger.info("%s is not used, the model is tried again: %s", self._path(name), error)
+            return None
+        return decoded
+
+    def _kept(self, name: str, more: str) -> Any:
+        """The cache's; None if it has none, or one of other code."""
         if self._key is None:
             return None
         try:
             content = json.loads(_own_text(self._path(name)), parse_constant=_refuse)
-            if set(content) != {"key", "verdict"} or content["key"] != _with(self._key, more):
-                return None
-            verdict: T = _decoded(kind, content["verdict"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            logger.info("%s is not used, the model is tried again: %s", self._path(name), error)
-            return None
-        return verdict
+        if set(content) != {"key", "verdict"}:
+            raise ValueError("it is not a verdict")
+        return content["verdict"] if content["key"] == _with(self._key, more) else None
+
+    def _brought(self) -> Mapping[str, Any]:
+        """The package's, whatever processor they were found on: all levels of instructions compute the same."""
+        if self._found.gguf is None or _installed() is None:
+            return {}
+        return _all_brought().get(brought_key(self._found.gguf), {})
 
     def keep(self, verdict: Any, name: str, more: str = "") -> None:
         """Store a dataclass, unless what it depends on has changed meanwhile or the cache cannot be written."""
@@ -91,9 +112,15 @@ class Verdicts:
 
     def forget(self) -> None:
         """The model is tried again at its next load."""
+        if self._key is None:
+            return
         for path in self._stem.parent.glob(f"{self._stem.name}.*"):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+        for name in self._brought():
+            with suppress(OSError):
+                self._stem.parent.mkdir(parents=True, exist_ok=True)
+                self._path(name).write_bytes(b"")  # of no use, and there: what is brought is not asked
 
     def _path(self, name: str) -> Path:
         return self._stem.with_name(f"{self._stem.name}.{name}.json")
@@ -106,6 +133,23 @@ def _configuration(found: FoundModel) -> str:
     """A digest of what is stored of it."""
     content = configuration_of(found.stored if found.only_gguf else found.folder).content
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def brought_key(gguf: Path) -> str:
+    """What a verdict that the package brings is found by: the configuration, the libraries, what there is to try."""
+    versions = (importlib.metadata.version(package).partition("+")[0] for package in _PACKAGES)
+    content = json.dumps(configuration_of(gguf).content, sort_keys=True)
+    return hashlib.sha256("\n".join([content, *versions, *sorted(strategy_kinds())]).encode()).hexdigest()
+
+
+@cache
+def _all_brought() -> Mapping[str, Mapping[str, Any]]:
+    """By key, then by name."""
+    try:
+        brought: dict[str, dict[str, Any]] = json.loads(BROUGHT.read_bytes())["verdicts"]
+    except FileNotFoundError:
+        return {}
+    return brought
 
 
 def _key(configuration: str) -> str | None:

@@ -182,7 +182,7 @@ def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: P
 
 
 def _add_what_is_there(folder: Path, built: Path) -> None:
-    """It comes before what a conversion wrote beside the weights: what ends a turn is told by the GGUF file."""
+    """It comes before what a conversion wrote beside the weights: the GGUF file says what ends a turn."""
     for path in folder.iterdir():
         if path.name != MANIFEST:
             (built / path.name).unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import shutil
@@ -18,9 +19,14 @@ from inference_engine.backends.native import describing
 from inference_engine.backends.native.describing import describe
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.twin import text_generator
+from inference_engine.backends.verdicts import BROUGHT, brought_key
 from inference_engine.compose import admit, forget_admission, open_backend, try_out
-from inference_engine.config import ModelConfig
+from inference_engine.config import ModelConfig, resolve
+from inference_engine.kv.strategies import strategy_kinds
+from inference_engine.models import fetch
+from inference_engine.models.folder import GGUF
 from inference_engine.models.seam import Seam
+from scripts.generate_verdicts import tried
 from tests.admissions import admitted_once
 from tests.further import further
 from tests.models.tiny_gguf import FAMILIES, tiny_model
@@ -179,3 +185,67 @@ def test_keys_are_moved_to_the_bit_as_the_models_own_rotation_moves_them(
         for sign in (1, -1):
             shifts = sign * torch.tensor([0, 1, 300, described.trained_positions + 5])
             assert torch.equal(described.rotate(keys, shifts, name), seam.rotate(keys, shifts, name))
+
+
+@pytest.fixture(scope="module")
+def known_gguf() -> Path:
+    return fetch("smollm2-135m", resolve(ModelConfig).cache_path) / GGUF
+
+
+@pytest.mark.real_model
+def test_what_the_package_brings_is_what_admission_finds_now(known_gguf: Path) -> None:
+    """Takes seconds: it is the trial that starts are spared, and the one thing that says that the file is not stale."""
+    library()
+    brought = json.loads(BROUGHT.read_bytes())["verdicts"].get(brought_key(known_gguf))
+    assert brought is not None, "libraries, strategies or the reading of configurations have changed: make verdicts"
+    found = tried(known_gguf)
+    # What rounding decides, which processors do in ways of their own.
+    for each in (brought, found):
+        differences = dict(each["admitted"]["differences"])
+        assert all(difference <= twin.TOLERANCE for difference in differences.values())
+        each["admitted"]["differences"] = sorted(differences)
+    angles = [each["native"]["rotaries"]["default"].pop("angles") for each in (brought, found)]
+    assert angles[0] == pytest.approx(angles[1], rel=1e-6), "make verdicts"
+    assert brought == found, "make verdicts"
+
+
+@pytest.mark.real_model
+def test_the_first_start_of_a_known_model_imports_no_transformers(known_gguf: Path, tmp_path: Path) -> None:
+    library()
+    program = tmp_path / "served.py"
+    program.write_text(SERVED, encoding="utf-8")
+
+    done = run(str(program), str(known_gguf), str(tmp_path / "cache"))
+
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("native ") and said.endswith(" []"), said
+
+
+@pytest.mark.real_model
+def test_a_known_model_is_tried_where_that_is_asked_for(known_gguf: Path, tmp_path: Path, trials: list[str]) -> None:
+    """By `kakeya doctor`; and what is found then comes before what the package brings."""
+    library()
+    model = ModelConfig(model=str(known_gguf), cache_dir=str(tmp_path / "cache"))
+    admit(model)
+    assert trials == []
+    forget_admission(model)
+    try_out(model)
+    assert trials == ["admitted", "native"]
+    try_out(model)
+    assert trials == ["admitted", "native"]
+
+
+@pytest.mark.real_model
+def test_what_the_package_brings_is_for_its_libraries_and_its_strategies(
+    known_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = brought_key(known_gguf)
+    kinds = {**strategy_kinds(), "another": strategy_kinds()["full"]}
+    with monkeypatch.context() as changed:
+        changed.setattr("inference_engine.backends.verdicts.strategy_kinds", lambda: kinds)
+        assert brought_key(known_gguf) != own
+    with monkeypatch.context() as changed:
+        version = importlib.metadata.version
+        changed.setattr(importlib.metadata, "version", lambda name: version(name) + ".1")
+        assert brought_key(known_gguf) != own
