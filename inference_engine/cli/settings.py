@@ -107,7 +107,7 @@ HELP = {
     "max_queued": ("N", "Generates that may wait for their turn"),
     "max_first_token_seconds": (
         "S",
-        "Generates whose first token would wait longer for others are refused; 0: no limit",
+        "Generates whose first token would wait longer for other owners' are refused; 0: no limit",
     ),
     "max_sessions_per_owner": ("N", "sessions of one owner; 0: no limit"),
     "kv_bytes_per_owner": ("SIZE", "memory for K/V of one owner's sessions; 0: no limit"),

@@ -357,8 +357,8 @@ class Engine:
         request_id: of an earlier Generate with the same parameters, to get its tokens from the position `resume_from`
         on. If it runs, this call takes its stream over. If it was stopped early, it continues, provided that the
         history still ends there; else HistoryLengthMismatch.
-        refuse_late: raise Overloaded if the wait for others would exceed `max_first_token_seconds`. The server sets it;
-        in-process callers wait instead.
+        refuse_late: raise Overloaded if the wait for other owners would exceed `max_first_token_seconds`. The server
+        sets it; in-process callers wait instead.
         listener: called with each event on the engine's thread; must return at once and never raise.
         """
         session = self._store.find_healthy(session_id, owner)

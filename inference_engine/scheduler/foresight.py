@@ -8,8 +8,10 @@ is assumed to arrive. So an owner that has its share of the places waits for one
 
 A Generate is expected to use as much of its `max_tokens` as earlier ones of its owner did, once there were some.
 
-Only work for other requests counts as waiting, not the prefill of the request itself. So an idle engine refuses
-nothing.
+Only work for other requests counts as waiting, not the prefill of the request itself. Against the limit counts the part
+of it that is for other owners, the wait less what it would be if they had no Generates, and of the rest no more than
+that. It is 0 for an owner whose own Generates are all that waits, however many they are, and the whole wait between
+owners that ask for as much.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _MOST_LATENESS = 4.0
 # expected was a pause, and is capped.
 _COLD_STEPS = 2
 _MOST_OVER_LINE = 4.0
-# Waiting for the current step and the next one is never refused, however long steps take: that is no queue.
+# Waiting for the current step and the next one is never refused, however long steps with a segment of prefill take here:
+# that is no queue.
 _FREE_STEPS = 2.0
 
 
@@ -92,9 +95,12 @@ class _Play:
     that end with it give their places back; then those that wait begin.
     """
 
-    def __init__(self, owner: str, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> None:
+    def __init__(
+        self, owner: str, running: Sequence[Load], waiting: Sequence[Load], room: Room, most_ends: int = MOST_ENDS
+    ) -> None:
         self._owner = owner
         self._room = room
+        self._most_ends = most_ends
         self._new_begins: float | None = None
         self._counts = Counter(load.owner for load in running)
         self._total = len(running)
@@ -107,6 +113,7 @@ class _Play:
         heapq.heapify(self._ends)
         self._now = 1.0 if running else 0.0
         self._ended = 0
+        self._own_ended = 0  # of them, the owner's own
         self._later = _NEW
         ended = self._end_all()
         self._lines: dict[str, deque[tuple[int, Load]]] = {}
@@ -138,6 +145,11 @@ class _Play:
             self._new_begins = self._played_until(new)
         return self._ahead(new, self._new_begins)
 
+    @property
+    def own_ends(self) -> int:
+        """After `until`: how many of the owner's own have ended by then, where the simulation was cut short there."""
+        return self._own_ended if self._ended >= self._most_ends else MOST_ENDS
+
     def _played_until(self, new: Load) -> float:
         """When `new` begins."""
         line = self._lines.setdefault(self._owner, deque())
@@ -152,7 +164,7 @@ class _Play:
                 self._counts[load.owner] += 1
                 self._total += 1
                 self._stand_in_line(load.owner)
-            if self._ended >= MOST_ENDS:
+            if self._ended >= self._most_ends:
                 return self._now
             self._now = self._ends[0][0]
             self._ask_again(self._end_all())
@@ -184,6 +196,7 @@ class _Play:
             self._counts[owner] -= 1
             self._total -= 1
             self._ended += 1
+            self._own_ended += owner == self._owner
             ended.setdefault(owner, []).append(tokens)
         return ended
 
@@ -347,7 +360,7 @@ class Foresight:
     # Of the queue as it is now, what runs and what waits, and by owner: under overload most calls are refused and leave
     # it so.
     _queue: tuple[Sequence[Load], Sequence[Load]] | None = None
-    _plays: dict[str, _Play] = field(default_factory=dict)
+    _plays: dict[str, tuple[_Play, _Play | None]] = field(default_factory=dict)  # of all, and of the owner's own alone
     _changes: int = 0
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
 
@@ -385,24 +398,47 @@ class Foresight:
         if self._pace.mean_seconds is None:
             return None
         (load,) = self._loads([new])
-        if (played := self._plays.get(load.owner)) is None:
-            if len(self._plays) >= _MOST_PLAYS:
-                self._plays.clear()
-            if self._queue is None:
-                self._queue = self._loads(running), self._loads(waiting)
-            played = self._plays[load.owner] = _Play(load.owner, *self._queue, self.room)
-        found = played.until(load)
+        every, own = self._played(load, running, waiting)
         step_seconds = self._step_seconds(min(len(running), self.room.max_batch))
         token_seconds = self._pace.token_seconds
+
+        def seconds(ahead: Ahead) -> float:
+            return ahead.steps * step_seconds + ahead.prefill_tokens * token_seconds
+
+        wait = seconds(every)
         own_steps = math.ceil(load.prefill_tokens / self.room.segment_tokens)
         return Prediction(
-            wait=found.steps * step_seconds + found.prefill_tokens * token_seconds,
+            wait=wait,
+            counted=0.0 if own is None else min(wait, 2 * max(0.0, wait - seconds(own))),
             own=own_steps * step_seconds + load.prefill_tokens * token_seconds,
         )
 
-    def longest_seconds(self, running: int) -> float:
-        """The longest wait allowed beside `running` Generates: the limit, or two steps if that is more."""
-        return max(self.limit_seconds, _FREE_STEPS * self._step_seconds(min(running, self.room.max_batch)))
+    def _played(
+        self, new: Load, running: Collection[Request], waiting: Iterable[Request]
+    ) -> tuple[Ahead, Ahead | None]:
+        """The work before `new`, and what it would be if no other owner had any; None: the owner's own Generates are
+        all that wait for a first token."""
+        if self._queue is None:
+            self._queue = self._loads(running), self._loads(waiting)
+        if (plays := self._plays.get(new.owner)) is None:
+            if len(self._plays) >= _MOST_PLAYS:
+                self._plays.clear()
+            runs, waits = self._queue
+            every, own = _Play(new.owner, runs, waits, self.room), None
+            unserved = (*waits, *(load for load in runs if load.prefill_tokens))
+            if any(load.owner != new.owner for load in unserved):
+                every.until(new)
+                runs, waits = ([load for load in loads if load.owner == new.owner] for loads in (runs, waits))
+                own = _Play(new.owner, runs, waits, self.room, most_ends=every.own_ends)
+            plays = self._plays[new.owner] = every, own
+        every, own = plays
+        return every.until(new), None if own is None else own.until(new)
+
+    def longest_seconds(self, running: int, lateness: float) -> float:
+        """What a wait, times `lateness`, may be at most beside `running` Generates: the limit, or two steps of them with
+        a segment of prefill if that is more."""
+        tokens = min(running, self.room.max_batch) + self.room.segment_tokens
+        return max(self.limit_seconds, lateness * _FREE_STEPS * self._step_seconds(tokens))
 
     def lateness(self, now: float) -> float:
         """The largest ratio of a recent wait to its prediction, at least 1: later arrivals may have an earlier turn.

@@ -32,7 +32,7 @@ from inference_engine.scheduler.batching import Batching
 from inference_engine.scheduler.commit import Settling
 from inference_engine.scheduler.foresight import Foresight, Room
 from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
-from inference_engine.scheduler.policy import admit, places
+from inference_engine.scheduler.policy import admit, may_join, places
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting, Speculation
 from inference_engine.scheduler.step_time import EndPace
@@ -148,7 +148,7 @@ class Scheduler:
     def submit(self, request: Request, *, refuse_late: bool = False) -> None:
         """Queue a request whose session it holds. Raises Overloaded or Draining, and then the session is not freed.
 
-        refuse_late: if its first token would come after more than `max_first_token_seconds` of waiting, refuse it.
+        refuse_late: if it would wait for more than `max_first_token_seconds` for other owners, refuse it.
         """
         with self._lock:
             if not self._thread.is_alive():
@@ -178,9 +178,8 @@ class Scheduler:
                 f"{waiting[owner]} Generates of yours are waiting, as many as one owner's may; retry later",
                 retry_after_seconds=self._seconds_until_next(waiting),
             )
-        # An owner with nothing waiting is never refused because of others: one owner cannot block all others.
         room = config.max_queued + max(0, config.max_running - running.total())
-        if waiting[owner] and waiting.total() >= room:
+        if not may_join(owner, waiting, most=room):
             self._metrics.refused.labels("queue").inc()
             raise Overloaded(
                 f"{waiting.total()} Generates are waiting already; retry later",
@@ -189,21 +188,23 @@ class Scheduler:
         return waiting[owner] + running[owner]
 
     def _foresee(self, request: Request, *, is_alone: bool, refuse_late: bool) -> None:
-        """Predict its wait. Raises Overloaded if that is too long, but never for an owner's only Generate."""
+        """Predict its wait. Raises Overloaded if that is too long because of other owners, but never for an owner's
+        only Generate."""
         request.prefill_tokens = request.pending_tokens
         if not self._config.max_first_token_seconds:
             return
         request.predicted = self._foresight.predict(request, self._running, self._queued, changes=self._changes)
         if request.predicted is None:
             return
-        wait = request.predicted.wait * self._foresight.lateness(self._clock())
-        limit = self._foresight.longest_seconds(len(self._running))
-        self._metrics.predicted_wait_seconds.observe(wait)
+        lateness = self._foresight.lateness(self._clock())
+        wait = request.predicted.counted * lateness
+        limit = self._foresight.longest_seconds(len(self._running), lateness)
+        self._metrics.predicted_wait_seconds.observe(request.predicted.wait * lateness)
         if refuse_late and wait > limit and not is_alone:
             self._metrics.refused.labels("first_token").inc()
             raise Overloaded(
-                f"this Generate would wait {wait:.1f} s for others before its first token, and the server allows "
-                f"{limit:g} s; retry later",
+                f"this Generate would wait {wait:.1f} s, for other owners' too, before its first token, and the server "
+                f"allows {limit:.3g} s; retry later",
                 retry_after_seconds=min(max(wait - limit, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS),
             )
 

@@ -111,6 +111,16 @@ def places(owner: str, running: Mapping[str, int], *, most: int, most_per_owner:
     return max(0, min(left, most_per_owner - own) if most_per_owner else left)
 
 
+def may_join(owner: str, counts: Mapping[str, int], *, most: int) -> bool:
+    """May one more of `owner` join a line, of whose `most` places `counts` are taken?
+
+    Where all are taken, an owner still gets its even share of them, and one at least: no owner's flood keeps others out.
+    """
+    own = counts.get(owner, 0)
+    owners = sum(count > 0 for count in counts.values()) + (not own)
+    return not own or sum(counts.values()) < most or (own + 1) * owners <= most
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
     """Latency targets in seconds; 0 for no target."""

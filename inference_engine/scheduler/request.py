@@ -35,9 +35,12 @@ class Forced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Seconds until a first token. wait: for others; own: of its own prefill, beside them."""
+    """Seconds until a first token. wait: for other Generates; counted: the part of it that counts against the limit;
+    own: of its own prefill, beside them.
+    """
 
     wait: float
+    counted: float
     own: float
 
 

@@ -117,6 +117,21 @@ def test_an_owner_at_its_quota_of_waiting_generates_is_refused_and_another_is_no
         assert len(tokens(drain(asked(engine, "a")))) == 20
 
 
+def test_a_queue_that_one_owner_filled_still_takes_anothers_even_share() -> None:
+    with engine_on(ScriptedForward(ScriptedModel()), max_running=1, max_queued=6) as engine:
+        with held(engine):
+            waiting = [asked(engine, "a") for _ in range(6)]
+            with pytest.raises(Overloaded):
+                asked(engine, "a")
+            waiting += [asked(engine, "b") for _ in range(3)]
+            with pytest.raises(Overloaded):
+                asked(engine, "b")
+            waiting += [asked(engine, "c") for _ in range(2)]
+            with pytest.raises(Overloaded):
+                asked(engine, "c")
+        assert all(len(tokens(drain(generation))) == 20 for generation in waiting)
+
+
 def test_a_queue_that_one_owner_filled_still_takes_the_first_generate_of_another() -> None:
     with engine_on(ScriptedForward(ScriptedModel()), max_running=1, max_queued=3) as engine:
         with held(engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.scheduler.foresight import Foresight
-from inference_engine.scheduler.request import Request
+from inference_engine.scheduler.request import Prediction, Request
 from laboratory.load.samples import percentile
 from tests.further import further
 from tests.scheduler.simulated import Arrival, Seen, Simulation
@@ -19,6 +20,7 @@ from tests.scheduler.simulated import Arrival, Seen, Simulation
 PLACES, STEP_SECONDS = 4, 0.1
 CAPACITY = PLACES / STEP_SECONDS  # tokens a second
 TOKENS = (4, 12)  # 8 on average: a Generate lasts 0.8 s
+OWNERS = tuple("abcd")
 LIMIT = EngineConfig().max_first_token_seconds
 SETTINGS: dict[str, Any] = {
     "page_tokens": 4,
@@ -34,15 +36,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def generates(load: float, seconds: float, *, seed: int = 0, owner: str = "", asks: int = 0) -> list[Arrival]:
+def generates(
+    load: float, seconds: float, *, seed: int = 0, owners: Sequence[str] = OWNERS, asks: int = 0
+) -> list[Arrival]:
     """As chance has it, `load` times what there is capacity for. asks: tokens, and says no more than the others."""
     rng, at, found = random.Random(seed), 0.0, []
+    whose = random.Random(seed)
     while (at := at + rng.expovariate(load * CAPACITY * 2 / sum(TOKENS))) < seconds:
         says = rng.randint(*TOKENS)
         found.append(
             Arrival(
                 at=at,
-                owner=owner,
+                owner=whose.choice(owners),
                 prompt_tokens=rng.randint(4, 30),
                 max_tokens=asks or says,
                 says_tokens=says if asks else 0,
@@ -57,18 +62,18 @@ def played(arrivals: list[Arrival], **settings: Any) -> Simulation:
     return simulation
 
 
-def first_tokens(simulation: Simulation, *, since: float, owner: str = "") -> list[float]:
+def first_tokens(simulation: Simulation, *, since: float, owners: Sequence[str] = OWNERS) -> list[float]:
     taken = [seen for seen in simulation.seen if not seen.is_refused]
     assert all(seen.first_token is not None and seen.tokens for seen in taken), "what was taken is never dropped"
     return [
         seen.first_token
         for seen in taken
-        if seen.first_token is not None and seen.arrival.at >= since and seen.arrival.owner == owner
+        if seen.first_token is not None and seen.arrival.at >= since and seen.arrival.owner in owners
     ]
 
 
-def refused(simulation: Simulation, owner: str = "") -> list[Seen]:
-    return [seen for seen in simulation.seen if seen.is_refused and seen.arrival.owner == owner]
+def refused(simulation: Simulation, owners: Sequence[str] = OWNERS) -> list[Seen]:
+    return [seen for seen in simulation.seen if seen.is_refused and seen.arrival.owner in owners]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,8 @@ def test_what_is_taken_is_in_time_and_every_place_is_filled_however_much_comes(
 ) -> None:
     simulation = played(generates(load, seconds, seed=1, asks=asks))
     since = 6.0
-    assert percentile(first_tokens(simulation, since=since), 99) <= LIMIT + STEP_SECONDS  # one of them its own
+    # Owners that come later and have the earlier turn are not foreseen; what was seen of them lately is allowed for.
+    assert percentile(first_tokens(simulation, since=since), 99) <= 1.25 * LIMIT
     assert simulation.tokens_per_second(since, seconds) >= 0.95 * CAPACITY
     assert all(0 < seen.retry_after <= 60 for seen in refused(simulation) if seen.retry_after is not None)
     assert len(refused(simulation)) > (load - 1) * len(simulation.seen) / (load + 1)
@@ -111,6 +117,47 @@ def test_a_wait_is_predicted_to_the_step() -> None:
     assert 0.4 <= statistics.mean(seen) <= 0.6
 
 
+class Uneven(Simulation):
+    """A busy machine: of two steps of one kind, one may take fifty times as long as the other."""
+
+    rng = random.Random(3)
+
+    def step(self, tokens: int) -> None:
+        self.step_seconds = STEP_SECONDS * 50 ** self.rng.random()
+        super().step(tokens)
+
+
+@pytest.mark.parametrize(
+    ("places", "beside"),
+    [(PLACES, "alone"), (PLACES, "beside one that runs"), (128, "alone"), (128, "beside some that wait")],
+)
+@pytest.mark.parametrize(
+    "machine",
+    [
+        lambda settings: Simulation(settings, step_seconds=STEP_SECONDS),
+        lambda settings: Simulation(settings, step_seconds=5.0),
+        lambda settings: Simulation(settings, step_seconds=STEP_SECONDS, token_seconds=0.2),
+        lambda settings: Uneven(settings),
+    ],
+    ids=["even", "slow", "slow prefill", "uneven"],
+)
+def test_no_generate_of_one_owner_is_lost_or_overtaken_by_its_own_whatever_a_step_takes(
+    machine: Callable[[dict[str, object]], Simulation], places: int, beside: str
+) -> None:
+    """The limit is between owners. All are alike, so their first tokens come as they came."""
+    simulation = machine({**SETTINGS, "max_running": places, "max_batch": min(places, 64)})
+    tasks = [Arrival(at=at, owner="a", max_tokens=12) for at in (0.0, 1000.0)]  # it is known what steps take
+    tasks += [Arrival(at=2000.0 + 0.01 * number, owner="a", prompt_tokens=30, max_tokens=12) for number in range(24)]
+    if beside == "beside one that runs":
+        tasks.append(Arrival(at=1900.0, owner="b", max_tokens=400))
+    if beside == "beside some that wait":
+        tasks += [Arrival(at=2000.05 + 0.05 * number, owner="b", max_tokens=2) for number in range(2)]
+    seen = [one for one in simulation.play(tasks) if one.arrival.owner == "a"]
+    assert [one.tokens for one in seen] == [12] * 26
+    served = [one.arrival.at + one.first_token for one in seen if one.first_token is not None]
+    assert served == sorted(served)
+
+
 def test_without_a_limit_nothing_is_refused_and_first_tokens_are_late() -> None:
     simulation = played(generates(2, 10, seed=1), max_first_token_seconds=0.0)
     assert not refused(simulation)
@@ -118,32 +165,33 @@ def test_without_a_limit_nothing_is_refused_and_first_tokens_are_late() -> None:
 
 
 def test_less_than_there_is_room_for_is_hardly_ever_refused() -> None:
-    simulation = played(generates(0.6, 30, seed=1))
-    assert len(refused(simulation)) <= len(simulation.seen) / 100
-    assert percentile(first_tokens(simulation, since=0), 99) <= 1.5
+    simulations = [played(generates(0.6, 30, seed=seed)) for seed in (1, 2, 3)]
+    assert sum(len(refused(one)) for one in simulations) <= sum(len(one.seen) for one in simulations) / 40
+    assert all(percentile(first_tokens(one, since=0), 99) <= LIMIT for one in simulations)
 
 
-def test_an_owner_that_floods_is_refused_and_owners_that_ask_for_little_never_are() -> None:
+def test_an_owner_that_floods_fills_the_queue_and_owners_that_ask_for_little_are_never_refused() -> None:
     seconds, quiet = 20, [f"quiet {number}" for number in range(4)]
-    arrivals = generates(5, seconds, seed=1, owner="flood")
+    arrivals = generates(5, seconds, seed=1, owners=["flood"])
     for number, owner in enumerate(quiet):
-        # One after another, as a session's turns are.
-        arrivals += [Arrival(at=0.3 * number + 2.5 * turn, owner=owner, max_tokens=6) for turn in range(8)]
-    simulation = played(arrivals)
-    assert len(refused(simulation, "flood")) > len(arrivals) / 2
-    for owner in quiet:
-        assert not refused(simulation, owner)
-        assert max(first_tokens(simulation, since=0, owner=owner)) <= 10 * STEP_SECONDS
-    # Those that come later and go first are not foreseen; what was seen of them lately is allowed for.
-    assert percentile(first_tokens(simulation, since=6, owner="flood"), 99) <= 1.25 * LIMIT
+        # Two at a time, one after another, as a session's turns are.
+        arrivals += [
+            Arrival(at=0.3 * number + 2.5 * turn + 0.01 * one, owner=owner, max_tokens=6)
+            for turn in range(8)
+            for one in range(2)
+        ]
+    simulation = played(arrivals, max_queued=60)
+    assert len(refused(simulation, ["flood"])) > len(arrivals) / 2
+    assert not refused(simulation, quiet)
+    assert max(first_tokens(simulation, since=0, owners=quiet)) <= 1.25 * LIMIT
     assert simulation.tokens_per_second(6, seconds) >= 0.95 * CAPACITY
 
 
 def test_owners_that_all_ask_for_too_much_each_get_a_part_of_it() -> None:
     seconds, owners = 20, [f"owner {number}" for number in range(4)]
-    arrivals = [one for seed, owner in enumerate(owners) for one in generates(0.8, seconds, seed=seed, owner=owner)]
+    arrivals = [one for seed, owner in enumerate(owners) for one in generates(0.8, seconds, seed=seed, owners=[owner])]
     simulation = played(arrivals)
-    first = {owner: first_tokens(simulation, since=6, owner=owner) for owner in owners}
+    first = {owner: first_tokens(simulation, since=6, owners=[owner]) for owner in owners}
     parts = [len(times) for times in first.values()]
     assert min(parts) >= max(parts) / 2
     assert percentile([at for times in first.values() for at in times], 99) <= 1.25 * LIMIT
@@ -197,6 +245,16 @@ def test_where_steps_are_long_no_call_is_refused_for_the_one_under_way(step_seco
     assert not [one for one in seen if one.is_refused and one.arrival.at >= 1000.0]
 
 
+def test_where_a_piece_of_prefill_takes_long_the_limit_is_two_such_steps() -> None:
+    simulation = Simulation(SETTINGS, step_seconds=STEP_SECONDS, token_seconds=4 * LIMIT / SETTINGS["segment_tokens"])
+    calm = [Arrival(at=100.0 * turn, owner="a", prompt_tokens=4 + turn, max_tokens=2) for turn in range(8)]
+    meet = [
+        Arrival(at=1000.0 + 0.01 * number, owner=owner, prompt_tokens=SETTINGS["segment_tokens"], max_tokens=2)
+        for number, owner in enumerate("abb")
+    ]
+    assert not [one for one in simulation.play([*calm, *meet]) if one.is_refused]
+
+
 class Cold(Simulation):
     """The first step takes half a minute: weights are read, kernels are compiled."""
 
@@ -220,7 +278,7 @@ def test_a_few_generates_that_ask_for_much_and_end_early_make_no_other_late() ->
     honest, rng = generates(1.9, seconds, seed=1), random.Random(2)
     at, others = 0.0, []
     while (at := at + rng.expovariate(0.5)) < seconds:
-        others.append(Arrival(at=at, max_tokens=1900, says_tokens=8))
+        others.append(Arrival(at=at, owner="a", max_tokens=1900, says_tokens=8))
     simulation = played([*honest, *others])
     late = first_tokens(simulation, since=6.0)
     assert percentile(late, 99) <= 1.25 * LIMIT
@@ -230,10 +288,10 @@ def test_a_few_generates_that_ask_for_much_and_end_early_make_no_other_late() ->
 def test_an_owner_that_cancels_its_generates_makes_no_other_late() -> None:
     """It asks for as many tokens as the others, whose Generates are as long as they were."""
     seconds = 25.0
-    honest = generates(5, seconds, seed=1)
+    honest = generates(5, seconds, seed=1, owners=["honest"])
     hasty = [Arrival(at=0.05 * number, owner="hasty", max_tokens=12, says_tokens=1) for number in range(500)]
     simulation = played([*honest, *hasty])
-    assert percentile(first_tokens(simulation, since=6.0), 99) <= 1.25 * LIMIT
+    assert percentile(first_tokens(simulation, since=6.0, owners=["honest"]), 99) <= 1.25 * LIMIT
     assert simulation.tokens_per_second(6.0, seconds) >= 0.9 * CAPACITY
 
 
@@ -244,9 +302,16 @@ def test_a_single_short_generate_is_no_promise_that_an_owners_next_are_short(ask
     # Of another owner, so that it is known what steps take.
     paced = [Arrival(at=1.0, owner="another", max_tokens=60)]
     full = [Arrival(at=25.0 + 0.2 * number, max_tokens=200) for number in range(PLACES)]
-    simulation = played([*first, *paced, *full, Arrival(at=27.0, max_tokens=200), Arrival(at=27.5, max_tokens=200)])
-    assert len(refused(simulation)) == 2
-    assert max(first_tokens(simulation, since=0.0)) <= LIMIT
+    predict, predicted = Foresight.predict, list[Prediction]()
+
+    def noted(self: Foresight, *queue: Any, changes: int) -> Prediction | None:
+        if (found := predict(self, *queue, changes=changes)) is not None:
+            predicted.append(found)
+        return found
+
+    with patch.object(Foresight, "predict", noted):
+        played([*first, *paced, *full, Arrival(at=27.0, max_tokens=200), Arrival(at=27.5, max_tokens=200)])
+    assert max(each.wait for each in predicted[:-2]) <= LIMIT < min(each.wait for each in predicted[-2:])
 
 
 def test_an_owner_that_asks_for_more_than_it_lets_be_generated_is_soon_believed() -> None:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded, RequestError
+from inference_engine.scheduler.policy import may_join
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.errors import BodyTooLarge, BodyTooSlow, NotJson, UnknownModel, body_of
 from inference_engine.server.http.replies import Json, Replies, Usage, logprob_entry
@@ -43,7 +44,7 @@ _FINISH_REASONS = {
 class Slots:
     """Limits the requests in progress, so that further bodies and prompts take no memory.
 
-    An owner without a request in progress always gets a slot, so no owner can lock the others out.
+    An owner always gets its even share of them, and one at least, so no owner can lock the others out.
     """
 
     limit: int
@@ -52,7 +53,7 @@ class Slots:
     @contextlib.contextmanager
     def one(self, owner: str) -> Iterator[None]:
         """Raises Overloaded if no slot is free for the owner."""
-        if self._taken[owner] and self._taken.total() >= self.limit:
+        if not may_join(owner, self._taken, most=self.limit):
             raise Overloaded(
                 f"{self._taken.total()} requests are in progress, the limit of this server; retry later",
                 retry_after_seconds=1.0,
