@@ -94,9 +94,9 @@ class EngineConfig:
     max_sessions: int = 1024
     max_running: int = 128  # Generates in progress; others wait, but one of each owner never does
     max_queued: int = 256  # Generates that wait
-    # A Generate whose first token would wait longer for other owners' is refused; 0: no limit. Never less than two steps
-    # of this machine, and an owner's own Generates never count. Two seconds: a person still waits, retrying would cost an
-    # agent more, and the queue is long enough to keep the batch full.
+    # A Generate whose first token would wait longer for other owners' is refused; 0: no limit. At least two steps of
+    # this machine; one owner's Generates alone are never refused. Two seconds: a person still waits, retrying would
+    # cost an agent more, and the queue is long enough to keep the batch full.
     max_first_token_seconds: float = 2.0
     # For one owner; 0: only the server's limits apply.
     max_sessions_per_owner: int = 0

@@ -19,7 +19,7 @@ from inference_engine.decode.verifier import Block
 from inference_engine.scheduler.policy import Candidate, Targets, choose, chunk_beside_decoders, cut
 from inference_engine.scheduler.request import Request
 from inference_engine.scheduler.speculation import Speculation
-from inference_engine.scheduler.step_time import StepPace
+from inference_engine.scheduler.step_time import ChunkPace, StepPace
 
 Turn = tuple[str, bool]  # an owner, and whether it prefills
 _GENERATED = np.ones(1, dtype=np.bool_)
@@ -57,6 +57,7 @@ class Batching:
         self._speculation = speculation
         self._turns = Turns()
         self._pace = StepPace()
+        self._chunk = ChunkPace(least_tokens=config.page_tokens)
         self._targets = Targets(
             first_token_seconds=config.first_token_target_seconds,
             inter_token_seconds=config.inter_token_target_seconds,
@@ -93,6 +94,11 @@ class Batching:
     def took(self, tokens: int, seconds: float) -> None:
         """Record that a step of `tokens` took `seconds`."""
         self._pace.saw(tokens, seconds)
+
+    def took_with_prefill(self, tokens: int, seconds: float) -> None:
+        """As `took`, and let the next chunks of prefill be as long as that step says."""
+        self.took(tokens, seconds)
+        self._chunk.saw(tokens, seconds, empty_seconds=self._pace.seconds(0) or 0.0)
 
     def block(self, request: Request, tokens: int, draft: TokenIds | None = None) -> Block:
         """The next `tokens` tokens of the request that have no K/V yet, and `draft` behind them."""
@@ -149,7 +155,7 @@ class Batching:
         if request.has_recorded_forced:
             most = min(most, segment)  # the logits of all its tokens are wanted, and they are large
         tokens = min(pending, self._room(request), most)
-        if tokens < pending and self._targets.inter_token_seconds:
+        if tokens < pending and (self._targets.inter_token_seconds or most < self._config.step_tokens):
             # A chunk that ends between page boundaries costs more: segments and blocks always begin at the same places.
             geometry = request.session.kv.context.geometry
             tokens = cut(request.session.kv.next_position, tokens, lcm(geometry.page_tokens, geometry.token_quantum))
@@ -157,16 +163,18 @@ class Batching:
 
     def _most_tokens(self, request: Request, beside: int = 0) -> int:
         """Most tokens of the request in one step beside `beside` others: `step_tokens`, or as many as one recorded
-        step takes.
+        step takes; where no steps are recorded, as many as take `CHUNK_SECONDS`, and a page at least.
 
         A session whose steps cannot be recorded, now or at all, gains nothing from shorter chunks, and neither does one
         with so many tokens that the device is busy while the host launches them.
         """
         kv, most = request.session.kv, self._config.step_tokens
         at_once, busy = kv.context.most_tokens_at_once, kv.context.busy_tokens
+        if at_once is None:
+            return min(most, max(self._chunk.tokens - beside, self._config.page_tokens))
         if busy is not None and not beside and min(request.pending_tokens, most) >= busy:
             return most
-        if at_once is None or not kv.fits_numbers:
+        if not kv.fits_numbers:
             return most
         if kv.next_position + at_once > kv.context.most_positions_in_pieces:
             return most

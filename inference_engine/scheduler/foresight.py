@@ -45,7 +45,7 @@ _MOST_LATENESS = 4.0
 # expected was a pause, and is capped.
 _COLD_STEPS = 2
 _MOST_OVER_LINE = 4.0
-# Waiting for the current step and the next one is never refused, however long steps with a segment of prefill take here:
+# Waiting for the current step and the next one is never refused, however long steps with a segment of prefill take:
 # that is no queue.
 _FREE_STEPS = 2.0
 
@@ -435,7 +435,7 @@ class Foresight:
         return every.until(new), None if own is None else own.until(new)
 
     def longest_seconds(self, running: int, lateness: float) -> float:
-        """What a wait, times `lateness`, may be at most beside `running` Generates: the limit, or two steps of them with
+        """The longest wait, times `lateness`, allowed beside `running` Generates: the limit, or two steps of them with
         a segment of prefill if that is more."""
         tokens = min(running, self.room.max_batch) + self.room.segment_tokens
         return max(self.limit_seconds, lateness * _FREE_STEPS * self._step_seconds(tokens))

@@ -384,7 +384,9 @@ class Scheduler:
         has_waited = self._verifier.waits(blocks)
         if self._note_step(batch, tokens, seconds, is_decoding=is_decoding, has_waited=has_waited):
             self._last_step = step_began, tokens
-        self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
+        turn = self._config.segment_tokens
+        served = batch if is_decoding else [each for each in batch if not each.is_within_turn(chosen[each], turn)]
+        self._move_back(served, None if last is None else (last[1], step_began - last[0]))
         self._settle(batch, blocks, outcomes, first=first)
 
     def _end_unrestored(self, request: Request, failed: SpanFailed) -> None:
@@ -406,7 +408,8 @@ class Scheduler:
         is_known = has_waited and self._is_caught_up
         self._is_caught_up = has_waited
         if is_known:
-            self._batching.took(tokens, seconds)
+            took = self._batching.took if is_decoding else self._batching.took_with_prefill
+            took(tokens, seconds)
         self._metrics.step_tokens.observe(tokens)
         self._metrics.step_sessions.observe(len(batch))
         if is_decoding and is_known:
@@ -582,7 +585,8 @@ class Scheduler:
         return True
 
     def _move_back(self, batch: list[Request], last: tuple[int, float] | None) -> None:
-        """Move the served requests to the end of the queue, in this order. In one go: a drain must not see it empty.
+        """Move requests that had their turn to the end of the queue, in this order. In one go: a drain must not see it
+        empty.
 
         last: tokens of the step before this one, and seconds from its beginning to this one's.
         """

@@ -114,7 +114,7 @@ def places(owner: str, running: Mapping[str, int], *, most: int, most_per_owner:
 def may_join(owner: str, counts: Mapping[str, int], *, most: int) -> bool:
     """May one more of `owner` join a line, of whose `most` places `counts` are taken?
 
-    Where all are taken, an owner still gets its even share of them, and one at least: no owner's flood keeps others out.
+    Where all are taken, an owner still gets its even share of them, and one at least: no owner keeps others out.
     """
     own = counts.get(owner, 0)
     owners = sum(count > 0 for count in counts.values()) + (not own)

@@ -131,6 +131,16 @@ class Request:
         """Has it generated no token yet? A score prefills from beginning to end."""
         return self.generated == 0
 
+    def is_within_turn(self, tokens: int, turn_tokens: int) -> bool:
+        """After a chunk of `tokens` of its prefill: does it come before others of its owner still?
+
+        A turn is `turn_tokens` long, in however many chunks: if each were a turn, prefills that begin together would
+        all end with the last of them.
+        """
+        done = self.prefilled_tokens
+        is_same = (done + tokens) // turn_tokens == done // turn_tokens
+        return self.is_prefilling and tokens < self.pending_tokens and is_same
+
     def finished(self, reason: StopReason, now: float) -> Finished:
         kv = self.session.kv
         strategy, geometry = kv.strategy, kv.context.geometry

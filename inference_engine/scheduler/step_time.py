@@ -1,4 +1,4 @@
-"""Measured durations: of a step by its number of tokens, and of the wait for a free place."""
+"""Measured durations: of a step by its tokens, of one with a chunk of prefill, of the wait for a free place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ _MEMORY = 0.98  # decay: the weight of a step when the next one was measured
 _FEW_STEPS = 4.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 60.0
 _UNKNOWN_SECONDS = 1.0
+# A stop takes effect between steps, so this is how long a client that left may still cost work.
+CHUNK_SECONDS = 0.5
+# But where steps without tokens take long, most of the time of a step is its tokens'.
+_TIMES_EMPTY = 4.0
+_FIRST_CHUNK_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -59,6 +64,26 @@ class StepPace:
         # More tokens never take less time: a negative slope is noise.
         each = max(each, 1e-9)
         return max(0.0, (self._seconds - each * self._tokens) / self._count), each
+
+
+@dataclass(slots=True)
+class ChunkPace:
+    """How many tokens a step with a chunk of prefill may have to take `CHUNK_SECONDS`, by the last such step.
+
+    A step that took too long says at once how many the next may have. After shorter ones the number doubles, so that a
+    first step that loads weights, or a pause, costs a few short chunks.
+    """
+
+    least_tokens: int
+    tokens: int = _FIRST_CHUNK_TOKENS
+
+    def saw(self, tokens: int, seconds: float, *, empty_seconds: float) -> None:
+        """Record a step with prefill. empty_seconds: what it would take without tokens, as far as that is known."""
+        most = max(CHUNK_SECONDS, _TIMES_EMPTY * empty_seconds)
+        # At least, if the step was short: the part that does not depend on its tokens counts as theirs.
+        fitting = math.floor(tokens * most / max(seconds, 1e-9))
+        wanted = fitting if seconds > most else max(self.tokens, min(fitting, 2 * self.tokens))
+        self.tokens = max(self.least_tokens, wanted)
 
 
 @dataclass(slots=True)

@@ -137,7 +137,7 @@ class Uneven(Simulation):
         lambda settings: Simulation(settings, step_seconds=STEP_SECONDS),
         lambda settings: Simulation(settings, step_seconds=5.0),
         lambda settings: Simulation(settings, step_seconds=STEP_SECONDS, token_seconds=0.2),
-        lambda settings: Uneven(settings),
+        Uneven,
     ],
     ids=["even", "slow", "slow prefill", "uneven"],
 )
@@ -249,7 +249,7 @@ def test_where_a_piece_of_prefill_takes_long_the_limit_is_two_such_steps() -> No
     simulation = Simulation(SETTINGS, step_seconds=STEP_SECONDS, token_seconds=4 * LIMIT / SETTINGS["segment_tokens"])
     calm = [Arrival(at=100.0 * turn, owner="a", prompt_tokens=4 + turn, max_tokens=2) for turn in range(8)]
     meet = [
-        Arrival(at=1000.0 + 0.01 * number, owner=owner, prompt_tokens=SETTINGS["segment_tokens"], max_tokens=2)
+        Arrival(at=1000.0 + 0.01 * number, owner=owner, prompt_tokens=SETTINGS["segment_tokens"] // 2, max_tokens=2)
         for number, owner in enumerate("abb")
     ]
     assert not [one for one in simulation.play([*calm, *meet]) if one.is_refused]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,9 +20,12 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.scheduler.batching import Batching
-from inference_engine.types import GenerateParams, Mode
+from inference_engine.scheduler.step_time import CHUNK_SECONDS
+from inference_engine.types import Finished, GenerateParams, Mode, StopReason
+from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.facade import standing_still
 from tests.laws.variants import drain, each_way, generate, same, text
 from tests.tiny import SMALL, tiny_components, tiny_forward_on, tiny_latent
@@ -119,6 +124,72 @@ def test_what_is_read_in_several_places_is_no_reason_to_cut(generations: int, st
         forward.steps.clear()
         generate(engine, session, 1)
     assert forward.steps == steps
+
+
+class Slow(ScriptedForward):
+    """Under a clock that its steps move: `token_seconds` for each token. At `stop_at` the Generate is cancelled."""
+
+    def __init__(self, token_seconds: float) -> None:
+        super().__init__(ScriptedModel(), trained_positions=4096)
+        self._token_seconds = token_seconds
+        self.now, self.stop_at = 0.0, math.inf
+        self.stop: Callable[[], None] = lambda: None
+        self.steps_seconds: list[float] = []
+
+    def run(self, step: Step) -> Result:
+        result = super().run(step)
+        seconds = 0.01 + self._token_seconds * len(step.token_ids)
+        if self.now <= self.stop_at < self.now + seconds:
+            self.stop()
+        self.now += seconds
+        self.steps_seconds.append(seconds)
+        return result
+
+
+SLOW_STRATEGIES = [Full(), SinkWindow(sink=4, window=64)]
+
+
+def slow_engine(forward: Slow, mode: Mode) -> Engine:
+    config = EngineConfig(mode=mode, kv_bytes=2**26, tier_bytes=2**24, stall_seconds=1e6)
+    return Engine(forward, config, clock=lambda: forward.now)
+
+
+@pytest.mark.parametrize("mode", Mode, ids=str)
+@pytest.mark.parametrize("strategy", SLOW_STRATEGIES, ids=str)
+def test_how_long_a_token_takes_changes_how_a_prefill_is_cut_and_no_token(strategy: KVStrategy, mode: Mode) -> None:
+    told, steps = [], []
+    for token_seconds in (1e-6, 0.003, 0.02):
+        forward = Slow(token_seconds)
+        with slow_engine(forward, mode) as engine:
+            session = opened(engine, strategy, 1500)
+            told.append(generate(engine, session, 12))
+            engine.append(session, text(700, seed=1))
+            told[-1] += generate(engine, session, 12)
+        steps.append(len(forward.steps_seconds))
+        assert max(forward.steps_seconds[1:]) <= CHUNK_SECONDS + 0.01
+    assert told[0] == told[1] == told[2]
+    assert steps[0] < steps[1] < steps[2]
+
+
+@pytest.mark.parametrize("token_seconds", [0.003, 0.02, 0.04])
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_cancel_in_prefill_takes_effect_within_a_chunk_of_half_a_second(token_seconds: float, beside: int) -> None:
+    """beside: sessions that decode meanwhile."""
+    forward = Slow(token_seconds)
+    with slow_engine(forward, Mode.BATCHED) as engine:
+        others = [engine.generate(opened(engine, Full(), 8, 1), GenerateParams(max_tokens=2000)) for _ in range(beside)]
+        session = opened(engine, Full(), 3000)
+        forward.stop_at = forward.now + 8.0
+        with standing_still(engine):
+            generation = engine.generate(session, GenerateParams(max_tokens=4))
+            forward.stop = generation.cancel
+        events = list(generation)
+        ended = forward.now
+        for other in others:
+            other.cancel()
+    assert isinstance(events[-1], Finished) and events[-1].stop_reason is StopReason.CANCELLED
+    assert events[-1].generated_tokens == 0
+    assert ended - forward.stop_at <= 1.05 * CHUNK_SECONDS
 
 
 def test_a_prefill_behind_a_long_history_is_not_cut() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_engine.scheduler.step_time import EndPace, StepPace
+from inference_engine.scheduler.step_time import CHUNK_SECONDS, ChunkPace, EndPace, StepPace
 
 
 def pace(fixed: float, each: float, sizes: list[int]) -> StepPace:
@@ -19,6 +19,31 @@ def test_steps_of_different_sizes_predict_what_any_other_takes() -> None:
     assert known.seconds(100) == pytest.approx(0.110)
     assert known.tokens_within(0.1101) == 100
     assert known.tokens_within(0.001) == 0
+
+
+@pytest.mark.parametrize("token_seconds", [1e-5, 0.002, 0.021, 2.0])
+@pytest.mark.parametrize("fixed_seconds", [0.0, 0.1])
+def test_chunks_of_prefill_soon_take_the_time_they_may_and_a_pause_is_soon_forgotten(
+    token_seconds: float, fixed_seconds: float
+) -> None:
+    page, most = 16, 4096
+    pace = ChunkPace(least_tokens=page)
+    for step in range(60):
+        tokens = min(most, pace.tokens)
+        seconds = fixed_seconds + tokens * token_seconds
+        if step > 0 and step % 20:
+            assert seconds <= 1.01 * CHUNK_SECONDS or tokens == page or step % 20 < 3
+        if step % 20 > 12:
+            assert seconds >= 0.8 * CHUNK_SECONDS or tokens == most
+        pause = 30.0 if step % 20 == 0 else 0.0
+        pace.saw(tokens, seconds + pause, empty_seconds=fixed_seconds)
+
+
+def test_where_a_step_without_tokens_takes_long_most_of_a_step_is_still_its_tokens_time() -> None:
+    pace = ChunkPace(least_tokens=16)
+    for _ in range(20):
+        pace.saw(pace.tokens, 0.4 + 0.01 * pace.tokens, empty_seconds=0.4)
+    assert 0.01 * pace.tokens >= 0.7 * (0.4 + 0.01 * pace.tokens)
 
 
 def test_too_few_steps_or_steps_of_one_size_predict_nothing() -> None:
