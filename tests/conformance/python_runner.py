@@ -17,10 +17,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import kakeya
-from tests.conformance.scenarios import SCENARIOS, Seen, Step, differences, resolved
+from tests.conformance.scenarios import PATIENCE_SECONDS, SCENARIOS, Seen, Step, differences, resolved
 
 Do = Callable[..., Awaitable[Any]]
 
+RETRY = kakeya.RetryPolicy(patience_seconds=PATIENCE_SECONDS)
 # Not facts of the session but of the clock.
 TIMES = {"idle_seconds", "prefill_seconds", "total_seconds"}
 # What depends on other clients of the server.
@@ -60,7 +61,9 @@ class Player:
         story = []
         try:
             for step in steps:
+                meanwhile = asyncio.ensure_future(self._meanwhile(step.get("meanwhile")))
                 seen = await self._seen(step)
+                await meanwhile
                 wrong = differences(resolved(step.get("expect", {}), self._tokens), seen)
                 assert not wrong, f"{step}: " + "; ".join(wrong)
                 story.append({key: seen[key] for key in step.get("observe", seen)})
@@ -75,6 +78,11 @@ class Player:
         except kakeya.KakeyaError as error:
             return _described(error)
         return seen
+
+    async def _meanwhile(self, step: Step | None) -> None:
+        if step is not None:
+            await asyncio.sleep(step["after_seconds"])
+            await self._seen(step)
 
     async def _server_info(self, step: Step, options: dict[str, Any]) -> Seen:
         return _facts(await self._do(self._client.server_info))
@@ -173,7 +181,7 @@ def _plain(value: Any) -> Any:
 
 
 async def main(target: str) -> None:
-    async with kakeya.AsyncClient(target) as client:
+    async with kakeya.AsyncClient(target, retry=RETRY) as client:
         stories = {each["name"]: await Player(client, in_loop).play(each["steps"]) for each in SCENARIOS}
     print(json.dumps(stories))
 

@@ -3,8 +3,9 @@
 A step does one thing to the session it names. What was seen is an object in the words of the Python SDK; 64-bit seeds
 are text. `expect` is a part of what has to be seen; `observe` names what is kept of it, where the rest is a matter of
 time. `as` keeps a Generate's tokens, for `{"all_of": name}` and `{"of": name, "at": index}` in later steps;
-`{"repeat": ids, "times": n}` is a long list. The server has one strategy more than the wire contract has arms for,
-NewerWindow (tests/newer_strategy.py). The TypeScript SDK's runner is src/conformance.test.ts.
+`{"repeat": ids, "times": n}` is a long list. `meanwhile` is another step, done while this one waits. Clients have
+PATIENCE_SECONDS, less than any wait that a server asks for. The server has one strategy more than the wire contract has
+arms for, NewerWindow (tests/newer_strategy.py). The TypeScript SDK's runner is src/conformance.test.ts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+PATIENCE_SECONDS = 0.5
 
 Seen = dict[str, Any]
 Step = Mapping[str, Any]

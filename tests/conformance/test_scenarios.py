@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kakeya
-from tests.conformance.python_runner import Player, in_loop
+from tests.conformance.python_runner import RETRY, Player, in_loop
 from tests.conformance.scenarios import SCENARIOS, SETTINGS, differences, resolved
 from tests.newer_strategy import NewerWindow, registered
 from tests.server.wire import serving
@@ -22,9 +22,9 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 async def test_both_clients_play_a_scenario_and_see_the_same(scenario: dict[str, Any]) -> None:
     with registered(NewerWindow), tiny_engine(**SETTINGS["engine"]) as engine:
         async with serving(engine, **SETTINGS["server"]) as server:
-            async with kakeya.AsyncClient(server.target) as client:
+            async with kakeya.AsyncClient(server.target, retry=RETRY) as client:
                 awaited = await Player(client, in_loop).play(scenario["steps"])
-            with kakeya.Client(server.target) as blocking:
+            with kakeya.Client(server.target, retry=RETRY) as blocking:
                 waited = await Player(blocking, in_thread).play(scenario["steps"])
     assert awaited == waited
 

@@ -14,6 +14,7 @@ from kakeya import (
     InvalidArgument,
     KakeyaError,
     NoCapacity,
+    Overloaded,
     RetryPolicy,
     SessionBusy,
     SessionNotFound,
@@ -193,11 +194,19 @@ def test_with_an_answer_patience_begins_anew() -> None:
         waiting.answered()
 
 
-def test_a_wait_that_the_server_asks_for_may_outlast_patience_once() -> None:
+@pytest.mark.parametrize("asked_seconds", [0.05, 7.0])
+def test_patience_does_not_end_while_the_server_says_when_to_come_back(asked_seconds: float) -> None:
     clock = Clock()
-    draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
-    assert clock.attempts(of_clock(clock, patience_seconds=1.0), draining) == 2
-    assert clock.now == 7.0
+    refused = Overloaded("later", code="RESOURCE_EXHAUSTED", reason="OVERLOADED", retry_after_seconds=asked_seconds)
+    waiting = of_clock(clock, 600.0, patience_seconds=1.0)
+    assert clock.attempts(waiting, refused) > 80
+    assert 590.0 < clock.now < 600.0
+    # Then it is gone: patience counts from its last answer, the wait that it asked for included.
+    began = clock.now
+    assert clock.attempts(of_clock(clock, patience_seconds=1.0), LOST) > 1
+    assert clock.now - began == pytest.approx(1.0)
+    assert clock.attempts(of_clock(clock, attempts=3), refused) == 3
+    assert clock.attempts(of_clock(clock, patience_seconds=0.0), refused) == 1
 
 
 def test_calls_that_fail_at_once_are_not_sent_in_a_busy_loop() -> None:

@@ -27,6 +27,7 @@ interface Step {
   readonly as?: string;
   readonly expect?: Seen;
   readonly observe?: readonly string[];
+  readonly meanwhile?: Step & { readonly after_seconds: number };
 }
 
 interface Scenarios {
@@ -35,6 +36,8 @@ interface Scenarios {
 }
 
 const FILE = JSON.parse(readFileSync(join(ROOT, "tests", "conformance", "scenarios.json"), "utf8")) as Scenarios;
+// Less than any wait that a server asks for.
+const PATIENCE_SECONDS = 0.5;
 // Not facts of the session but of the clock, and what depends on other clients of the server.
 const LEFT_OUT = [
   "idleSeconds",
@@ -62,7 +65,7 @@ let client: Client;
 let python: Record<string, Seen[]>;
 beforeAll(async () => {
   const { target } = await openServer(inject("control"), FILE.server);
-  client = new Client(target);
+  client = new Client(target, { retry: { patienceSeconds: PATIENCE_SECONDS } });
   const command = ["-m", "tests.conformance.python_runner", target];
   python = JSON.parse(execFileSync(PYTHON, command, { cwd: ROOT, encoding: "utf8" })) as Record<string, Seen[]>;
 });
@@ -89,7 +92,9 @@ class Player {
   async play(steps: readonly Step[]): Promise<Seen[]> {
     const story: Seen[] = [];
     for (const step of steps) {
+      const meanwhile = this.#meanwhile(step.meanwhile);
       const seen = await this.#seen(step);
+      await meanwhile;
       const expected = this.#resolved(step.expect ?? {}) as Seen;
       expect(seen, JSON.stringify(step)).toMatchObject(expected);
       const kept = step.observe === undefined ? Object.keys(seen) : step.observe;
@@ -100,6 +105,12 @@ class Player {
 
   async close(): Promise<void> {
     for (const session of this.#sessions.values()) await session.close();
+  }
+
+  async #meanwhile(step: Step["meanwhile"]): Promise<void> {
+    if (step === undefined) return;
+    await new Promise((resolve) => setTimeout(resolve, step.after_seconds * 1000));
+    await this.#seen(step);
   }
 
   async #seen(step: Step): Promise<Seen> {

@@ -4,7 +4,7 @@ import { afterEach, expect, test, vi } from "vitest";
 import { failure } from "../testing/moves.js";
 import { Append, Tail } from "./append.js";
 import type { Rpc } from "./channel.js";
-import { ConnectionFailed, Draining, SessionNotFound } from "./errors.js";
+import { ConnectionFailed, Draining, type KakeyaError, Overloaded, SessionNotFound } from "./errors.js";
 import { Link } from "./link.js";
 import { Patience, retryPolicyOf, type RetryPolicy } from "./retry.js";
 import { Session } from "./session.js";
@@ -74,7 +74,7 @@ test("what a signal was aborted with is thrown as it is, whatever its class", as
 });
 
 /** Waits as it is asked to until it is given up; `taking`: how long each attempt takes. Returns the seconds of it all. */
-function untilGivenUp(waiting: Patience, error: ConnectionFailed | Draining, taking = 0): [number, number] {
+function untilGivenUp(waiting: Patience, error: KakeyaError, taking = 0): [number, number] {
   const began = performance.now();
   for (let attempt = 1; attempt < 10_000; attempt++) {
     vi.advanceTimersByTime(taking * 1000);
@@ -85,9 +85,9 @@ function untilGivenUp(waiting: Patience, error: ConnectionFailed | Draining, tak
   throw new Error("it is never given up");
 }
 
-function patienceOf(policy: RetryPolicy = {}, isReached = true): Patience {
+function patienceOf(policy: RetryPolicy = {}, isReached = true, timeoutSeconds: number | null = null): Patience {
   vi.useFakeTimers({ toFake: ["performance"] });
-  return new Patience(retryPolicyOf(policy), null, { contact: { isMade: isReached } });
+  return new Patience(retryPolicyOf(policy), timeoutSeconds, { contact: { isMade: isReached } });
 }
 
 const sent = new ConnectionFailed("lost", { code: "UNAVAILABLE" });
@@ -117,11 +117,17 @@ test("with an answer patience begins anew", () => {
   }
 });
 
-test("a wait that the server asks for may outlast patience once", () => {
-  const asked = new Draining("draining", { code: "UNAVAILABLE", reason: "DRAINING", retryAfterSeconds: 7 });
-  const [attempts, seconds] = untilGivenUp(patienceOf({ patienceSeconds: 1 }), asked);
-  expect(attempts).toBe(2);
-  expect(seconds).toBeGreaterThanOrEqual(7);
+test.each([0.05, 7])("patience does not end while the server says to come back after %d s", (retryAfterSeconds) => {
+  const about = { code: "RESOURCE_EXHAUSTED", reason: "OVERLOADED", retryAfterSeconds };
+  const refused = new Overloaded("later", about);
+  const [attempts, seconds] = untilGivenUp(patienceOf({ patienceSeconds: 1 }, true, 600), refused);
+  expect(attempts).toBeGreaterThan(70);
+  expect(seconds).toBeGreaterThan(590);
+  expect(seconds).toBeLessThan(600);
+  // Then it is gone: patience counts from its last answer.
+  expect(untilGivenUp(patienceOf({ patienceSeconds: 1 }), sent)[1]).toBeCloseTo(1, 1);
+  expect(untilGivenUp(patienceOf({ attempts: 3 }), refused)[0]).toBe(3);
+  expect(untilGivenUp(patienceOf({ patienceSeconds: 0 }), refused)[0]).toBe(1);
 });
 
 test("no wait is longer than a timer can be", () => {
