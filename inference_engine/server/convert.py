@@ -44,6 +44,8 @@ from inference_engine.types import (
 )
 from kakeya.v1 import runtime_pb2 as pb
 
+# Of silence before the first token.
+_LEAST_HEARTBEAT_SECONDS, _MOST_HEARTBEAT_SECONDS = 0.1, 3600.0
 _IDS_AT_ONCE = 16_384  # a third of a millisecond
 _MODES = {Mode.BATCHED: pb.MODE_BATCHED, Mode.FIXED_SHAPE: pb.MODE_FIXED_SHAPE}
 _DURABILITIES = {
@@ -171,6 +173,10 @@ def _refuse_uncarried(strategy: KVStrategy) -> None:
 def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
     if request.logprobs and not request.token_details:
         raise InvalidArgument("logprobs", "requires token_details, whose frames carry them; set both")
+    if request.HasField("heartbeat_seconds") and heartbeat_of(request) is None:
+        least, most = _LEAST_HEARTBEAT_SECONDS, _MOST_HEARTBEAT_SECONDS
+        given = request.heartbeat_seconds
+        raise InvalidArgument("heartbeat_seconds", f"must be from {least:g} to {most:g}, got {given:g}")
     return GenerateParams(
         max_tokens=request.max_tokens,
         sampling=Sampling(
@@ -187,6 +193,15 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
         expected_history_length=optional(request, "expected_history_length"),
         drafting=request.drafting if request.HasField("drafting") else True,
     )
+
+
+def heartbeat_of(request: pb.GenerateRequest) -> float | None:
+    """Most seconds for which its stream may be silent before the first token; None: any number.
+
+    It is needed before there is a session; `params_from_wire` refuses a number that is out of range.
+    """
+    seconds = request.heartbeat_seconds
+    return seconds if _LEAST_HEARTBEAT_SECONDS <= seconds <= _MOST_HEARTBEAT_SECONDS else None
 
 
 async def token_ids_from_wire(token_ids: Sequence[int]) -> TokenIds:
@@ -233,12 +248,17 @@ def framer_for(request: pb.GenerateRequest) -> Framer:
                 )
             )
         if isinstance(event, Progress) and show_progress:
-            return pb.GenerateResponse(
-                progress=pb.PrefillProgress(done_token_count=event.done_tokens, total_token_count=event.total_tokens)
-            )
+            return progress_to_wire(event.done_tokens, event.total_tokens)
         return None
 
     return frame
+
+
+def progress_to_wire(done_tokens: int = 0, total_tokens: int = 0) -> pb.GenerateResponse:
+    """0 of 0: the Generate has not been accepted yet."""
+    return pb.GenerateResponse(
+        progress=pb.PrefillProgress(done_token_count=done_tokens, total_token_count=total_tokens)
+    )
 
 
 def _done_to_wire(event: Finished) -> pb.GenerateDone:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -27,8 +28,8 @@ from inference_engine.server.barrier import Barrier
 from inference_engine.server.incoming import MessageLimits, TransportError
 from inference_engine.server.interceptors import caller, route_of
 from inference_engine.server.status import SlowConsumer
-from inference_engine.server.stream import Feed, LoopWaker, Stall
-from inference_engine.types import Durability, Failed, Finished, GenerateParams, TokenCommitted
+from inference_engine.server.stream import Feed, Heartbeat, LoopWaker, Stall
+from inference_engine.types import Accepted, Durability, Failed, Finished, GenerateParams, Progress, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RuntimeService"].full_name
@@ -131,10 +132,15 @@ class RuntimeService:
             await self._recall(request.session_id)
             return await self._when_free(request.session_id, start)
 
-        generation = await self._while_it_leaves(request.session_id, call)
-        feed = Feed(generation, self._loop_waker())
-        with self._supervised(generation, feed, context) as stall:
-            await self._send(feed, convert.framer_for(request), context, stall)
+        async with AsyncExitStack() as stack:
+            heartbeat: Heartbeat[pb.GenerateResponse] | None = None
+            if (seconds := convert.heartbeat_of(request)) is not None:
+                heartbeat = Heartbeat(context.write, convert.progress_to_wire(), seconds)
+                await stack.enter_async_context(heartbeat)
+            generation = await self._while_it_leaves(request.session_id, call)
+            feed = Feed(generation, self._loop_waker())
+            with self._supervised(generation, feed, context) as stall:
+                await self._send(feed, convert.framer_for(request), context, stall, heartbeat)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         async def call() -> HistoryLength:
@@ -223,8 +229,19 @@ class RuntimeService:
             },
         )
 
-    async def _send(self, feed: Feed, frame: convert.Framer, context: Context, stall: Stall) -> None:
-        """Write the frames of one Generate until its last event. Raises the error of a Failed."""
+    async def _send(
+        self,
+        feed: Feed,
+        frame: convert.Framer,
+        context: Context,
+        stall: Stall,
+        heartbeat: Heartbeat[pb.GenerateResponse] | None,
+    ) -> None:
+        """Write the frames of one Generate until its last event. Raises the error of a Failed.
+
+        heartbeat: of the stream, until its first token.
+        """
+        write = context.write if heartbeat is None else heartbeat.write
         while True:
             await feed.wait()
             for event in feed.pop_all():
@@ -233,9 +250,17 @@ class RuntimeService:
                 if self._keeps and not isinstance(event, TokenCommitted):
                     await self._barrier.passed()  # a reader gets saved tokens only; others say how long the history is
                 message = frame(event)
+                if heartbeat is not None:
+                    if isinstance(event, Accepted):
+                        heartbeat.frame = convert.progress_to_wire(0, event.prefill_tokens)
+                    elif isinstance(event, Progress):
+                        heartbeat.frame = convert.progress_to_wire(event.done_tokens, event.total_tokens)
+                    else:
+                        await heartbeat.stop()
+                        heartbeat, write = None, context.write
                 if message is not None:
                     stall.begin_write()
-                    await context.write(message)
+                    await write(message)
                     stall.end_write()
                 if isinstance(event, Finished):
                     return

@@ -8,7 +8,7 @@ blocks the engine. An EventQueue buffers what is pushed to it: at most `max_toke
 each prefill chunk.
 
 A client that stops reading first fills the transport's buffers (thousands of frames); then a write stalls, and `Stall`
-detects it.
+detects it. A proxy gives up a stream on which nothing comes; a `Heartbeat` keeps it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Generic, Self, TypeVar
 
 from inference_engine.engine.generation import Generation
 from inference_engine.scheduler.transcript import AT_ONCE
@@ -25,6 +26,8 @@ from inference_engine.types import Event, TokenCommitted
 # Each stream that is woken has a frame to write. Between so many of them other calls have their turn: those of an owner
 # with a hundred streams must not keep the loop to themselves.
 WOKEN_AT_ONCE = 16
+
+Frame = TypeVar("Frame")
 
 
 class LoopWaker:
@@ -137,6 +140,48 @@ class EventQueue:
         """As `Feed.pop_all`."""
         while self._events:
             yield self._events.popleft()
+
+
+class Heartbeat(Generic[Frame]):
+    """Writes a frame whenever nothing was written for `seconds`, until it is stopped. On the running loop.
+
+    What else is written meanwhile goes through `write`, so that two writes never overlap.
+    """
+
+    def __init__(self, write: Callable[[Frame], Awaitable[object]], frame: Frame, seconds: float) -> None:
+        self.frame = frame  # the next one; may be replaced
+        self._write = write
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._written_at = self._loop.time()
+        self._writing = asyncio.Lock()
+        self._beating = self._loop.create_task(self._beat())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._beating.cancel()
+        await asyncio.wait((self._beating,))
+        if not self._beating.cancelled():
+            self._beating.exception()  # the client is gone, which the call itself learns
+
+    async def write(self, frame: Frame) -> None:
+        async with self._writing:
+            await self._write(frame)
+            self._written_at = self._loop.time()
+
+    async def stop(self) -> None:
+        """No more frames of its own; one that is being written is complete."""
+        async with self._writing:
+            self._beating.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            if (left := self._written_at + self._seconds - self._loop.time()) > 0:
+                await asyncio.sleep(left)
+            else:
+                await self.write(self.frame)
 
 
 class Stall:

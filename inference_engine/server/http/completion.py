@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,11 +28,14 @@ from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.service import STALL_SECONDS
 from inference_engine.server.status import as_request_error
-from inference_engine.server.stream import EventQueue, Stall
+from inference_engine.server.stream import EventQueue, Heartbeat, Stall
 from inference_engine.types import Accepted, Event, Failed, Finished, StopReason, TokenCommitted, Truncated
 
 ROUTE = "/v1/chat/completions"
 MAX_BODY_SECONDS = 30.0
+# Proxies give up an answer of which nothing comes, most of them after a minute.
+HEARTBEAT_SECONDS = 15.0
+_COMMENT = ": waiting\n\n"  # readers of server-sent events skip it
 _FINISH_REASONS = {
     StopReason.EOS: "stop",
     StopReason.MAX_TOKENS: "length",
@@ -192,30 +195,44 @@ async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:
 async def _stream(
     answer: Answer, replies: Replies, events: EventQueue, send: Send, given_up: asyncio.Future[RequestError]
 ) -> None:
-    """Server-sent events. An error after the first event is sent as the last event, that of `given_up`, too."""
-    first = await _until_work_begins(events)
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    with _writing(send) as write:
-        try:
-            await write(replies.first_chunk())
-            async for event in _follow(first, events):
-                text, logprobs = answer.take(event), answer.pop_logprobs()
-                if text or logprobs:
-                    await write(replies.chunk(text, logprobs))
-                if answer.is_finished:
-                    break
-            await write(replies.last_chunk(answer.finish_reason, answer.dropped_tokens))
-            if replies.include_usage:
-                await write(replies.usage_chunk(answer.usage))
-        except Exception as error:  # noqa: BLE001 - the status is sent; only the body can still report the error
-            await write(body_of(as_request_error(error, ROUTE)))
-        except asyncio.CancelledError:
-            if not given_up.done():
-                raise
-            await write(body_of(given_up.result()))
-        else:
-            await write("[DONE]")
+    """Server-sent events. An error after the answer has begun is sent as the last event, that of `given_up`, too.
+
+    While nothing else is sent, comments keep a proxy from giving the answer up. The first one begins it.
+    """
+    has_begun = False
+
+    async def write_text(text: str) -> None:
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+    async with Heartbeat(write_text, _COMMENT, HEARTBEAT_SECONDS) as heartbeat:
+        with _writing(heartbeat.write) as write:
+            try:
+                first = await _until_work_begins(events)
+                await write(replies.first_chunk())
+                async for event in _follow(first, events):
+                    text, logprobs = answer.take(event), answer.pop_logprobs()
+                    if text or logprobs:
+                        await write(replies.chunk(text, logprobs))
+                    if answer.is_finished:
+                        break
+                await write(replies.last_chunk(answer.finish_reason, answer.dropped_tokens))
+                if replies.include_usage:
+                    await write(replies.usage_chunk(answer.usage))
+            except Exception as error:  # the status may be sent; then only the body can still report the error
+                if not has_begun:
+                    raise
+                await write(body_of(as_request_error(error, ROUTE)))
+            except asyncio.CancelledError:
+                if not (given_up.done() and has_begun):
+                    raise
+                await write(body_of(given_up.result()))
+            else:
+                await write("[DONE]")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -245,7 +262,7 @@ async def _follow(first: list[Event], events: EventQueue) -> AsyncIterator[Event
 
 
 @contextlib.contextmanager
-def _writing(send: Send) -> Iterator[Callable[[Json | str], Coroutine[Any, Any, None]]]:
+def _writing(write_text: Callable[[str], Awaitable[None]]) -> Iterator[Callable[[Json | str], Awaitable[None]]]:
     """A function that sends one event. Cancels this task if the client stops reading."""
     task = asyncio.current_task()
     assert task is not None
@@ -254,7 +271,7 @@ def _writing(send: Send) -> Iterator[Callable[[Json | str], Coroutine[Any, Any, 
     async def write(data: Json | str) -> None:
         text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
         stall.begin_write()
-        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+        await write_text(f"data: {text}\n\n")
         stall.end_write()
 
     try:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import kakeya
+from kakeya._stream import Fold
+from kakeya.v1 import runtime_pb2 as pb
 
 Do = Callable[..., Awaitable[Any]]
 Read = Callable[..., Coroutine[Any, Any, list[int]]]
@@ -54,6 +56,23 @@ async def test_progress_is_reported_before_the_first_token(session: Any, do: Do)
     await do(session.generate(2, on_progress=reports.append).result)
     assert reports[0].done_tokens == 0
     assert reports[-1].done_tokens == reports[-1].total_tokens > 0
+
+
+def test_a_heartbeat_is_reported_only_if_it_has_news() -> None:
+    reports: list[kakeya.Progress] = []
+    fold = Fold(wants_logprobs=False, on_progress=reports.append)
+    accepted = pb.GenerateResponse(accepted=pb.GenerateAccepted(queue_position=2, prefill_token_count=8))
+    beats = [
+        pb.GenerateResponse(progress=pb.PrefillProgress(done_token_count=done, total_token_count=total))
+        for done, total in ((0, 0), (0, 8), (0, 8), (4, 8), (4, 8), (8, 8))
+    ]
+    for frame in (beats[0], beats[0], accepted, *beats[1:]):
+        assert fold.feed(frame) is None
+    assert [(each.queue_position, each.done_tokens, each.total_tokens) for each in reports] == [
+        (2, 0, 8),
+        (2, 4, 8),
+        (2, 8, 8),
+    ]
 
 
 async def test_the_same_seed_gives_the_same_tokens_and_a_drawn_seed_is_reported(client: Any, do: Do) -> None:

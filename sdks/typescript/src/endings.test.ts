@@ -37,6 +37,23 @@ const done = (count: number) => ({
 const accepted = { payload: { case: "accepted" as const, value: { prefillTokenCount: 8n } } };
 const progress = { payload: { case: "progress" as const, value: { doneTokenCount: 4n, totalTokenCount: 8n } } };
 
+test("a stream asks for a heartbeat, which is reported only if it has news", async () => {
+  const beat = { payload: { case: "progress" as const, value: { doneTokenCount: 0n, totalTokenCount: 8n } } };
+  const early = { payload: { case: "progress" as const, value: {} } };
+  const asked: (number | undefined)[] = [];
+  await serve({
+    async *generate(request: GenerateRequest) {
+      asked.push(request.heartbeatSeconds);
+      await Promise.resolve();
+      yield* [early, early, accepted, beat, beat, progress, progress, token(8), done(1)];
+    },
+  });
+  const reports: number[] = [];
+  const session = await client.createSession();
+  await session.generate(1, { onProgress: ({ doneTokens }) => reports.push(doneTokens) }).result();
+  expect([asked, reports]).toEqual([[15], [0, 4]]);
+});
+
 test.each([false, true])("a stream that gives no token is tried four times, progress reported: %s", async (reports) => {
   let calls = 0;
   const session = await (

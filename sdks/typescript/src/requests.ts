@@ -33,6 +33,8 @@ import { strategyToWire } from "./strategies.js";
 // The most that the server gives in one answer.
 const MAX_PAGE_SESSIONS = 1000;
 const MAX_PIECE_TOKENS = 16_384;
+// Proxies give up a stream on which nothing comes, most of them after a minute.
+const HEARTBEAT_SECONDS = 15;
 
 export function createSessionRequest(options: CreateSessionOptions): CreateSessionRequest {
   const { strategy, limitTokens, guaranteed } = known(options, "createSession");
@@ -58,7 +60,7 @@ export function appendRequest(sessionId: string, tokenIds: number[], length?: nu
 
 /**
  * The request for one Generate, from a history of `length` tokens if the options name no other. It always asks for
- * detailed frames: they carry the history length as it grows.
+ * detailed frames, which carry the history length as it grows, and for a heartbeat before the first token.
  */
 export function generateRequest(
   sessionId: string,
@@ -84,6 +86,7 @@ export function generateRequest(
     expectedHistoryLength: uint64Of(options.expectedHistoryLength ?? length, "expectedHistoryLength"),
     ...(options.drafting === false ? { drafting: false } : {}),
     requestId: newRequestId(),
+    heartbeatSeconds: HEARTBEAT_SECONDS,
   });
 }
 

@@ -30,6 +30,8 @@ export class Fold {
   readonly #onProgress: OnProgress;
   #nextPosition: number | undefined = undefined;
   #queuePosition = 0;
+  /** A heartbeat has nothing newer. */
+  #reported = { done: 0n, total: 0n };
   #truncatedTokens = 0;
 
   constructor(wantsLogprobs: boolean, onProgress: OnProgress) {
@@ -58,9 +60,11 @@ export class Fold {
         this.#queuePosition = payload.value.queuePosition;
         this.#report(0n, payload.value.prefillTokenCount);
         return undefined;
-      case "progress":
-        this.#report(payload.value.doneTokenCount, payload.value.totalTokenCount);
+      case "progress": {
+        const { doneTokenCount: done, totalTokenCount: total } = payload.value;
+        if (done !== this.#reported.done || total !== this.#reported.total) this.#report(done, total);
         return undefined;
+      }
       case "tokenId":
         throw new ProtocolError("the server sent a bare token id where a detailed one was asked for");
       case undefined: // a frame newer than this SDK, which it did not ask for
@@ -83,6 +87,7 @@ export class Fold {
   }
 
   #report(done: bigint, total: bigint): void {
+    this.#reported = { done, total };
     this.#onProgress?.({
       queuePosition: this.#queuePosition,
       doneTokens: exact(done, "done_token_count"),

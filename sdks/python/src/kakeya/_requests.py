@@ -17,6 +17,8 @@ MAX_PAGE_SESSIONS = 1000
 MAX_PIECE_TOKENS = 16_384
 # The header by which a proxy tells sessions apart; their ids are in messages, which it does not read.
 ROUTE_HEADER = "kakeya-route"
+# Proxies give up a stream on which nothing comes, most of them after a minute.
+HEARTBEAT_SECONDS = 15.0
 _ROUTE_BYTES = 8
 _WITH_ROUTE = re.compile(r"([0-9a-f]{16})\.")
 
@@ -91,7 +93,8 @@ def generate(
     expected_history_length: int | None,
     drafting: bool,
 ) -> pb.GenerateRequest:
-    """The request for one Generate. It always asks for detailed frames: they carry the history length as it grows."""
+    """The request for one Generate. It always asks for detailed frames, which carry the history length as it grows, and
+    for a heartbeat before the first token."""
     if logit_bias is not None and not isinstance(logit_bias, Mapping):
         raise invalid("logit_bias", f"must be a mapping from token ids to numbers, got {logit_bias!r}")
     if on_progress is not None and not callable(on_progress):
@@ -118,6 +121,7 @@ def generate(
         expected_history_length=history_length(expected_history_length),
         drafting=None if flag(drafting, "drafting") else False,
         request_id=new_request_id(),
+        heartbeat_seconds=HEARTBEAT_SECONDS,
     )
 
 

@@ -27,6 +27,7 @@ class Fold:
         self._logprobs: list[float] | None = [] if wants_logprobs else None
         self._on_progress = on_progress
         self._queue_position = 0
+        self._reported = (0, 0)  # a heartbeat has nothing newer
         self._truncated_tokens = 0
 
     def feed(self, frame: pb.GenerateResponse) -> TokenDetail | None:
@@ -44,7 +45,9 @@ class Fold:
                 self._queue_position = frame.accepted.queue_position
                 self._report(0, frame.accepted.prefill_token_count)
             case "progress":
-                self._report(frame.progress.done_token_count, frame.progress.total_token_count)
+                counts = frame.progress.done_token_count, frame.progress.total_token_count
+                if counts != self._reported:
+                    self._report(*counts)
             case "token_id":
                 raise ProtocolError("the server sent a bare token id, but details were requested")
             case _:  # a frame newer than this SDK, which it did not ask for
@@ -64,6 +67,7 @@ class Fold:
         return TokenDetail(token_id=token.token_id, position=token.position, logprob=logprob)
 
     def _report(self, done_tokens: int, total_tokens: int) -> None:
+        self._reported = done_tokens, total_tokens
         if self._on_progress is not None:
             self._on_progress(
                 Progress(queue_position=self._queue_position, done_tokens=done_tokens, total_tokens=total_tokens)
