@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -297,13 +298,16 @@ class ModelConfig:
 
     @property
     def cache_path(self) -> Path:
-        """NO_CACHE if none is named and this user has no home folder."""
-        if self.cache_dir:
-            return in_full(self.cache_dir)
-        try:
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kakeya"
-        except RuntimeError:
-            return NO_CACHE
+        """NO_CACHE if none is named, and this user has no home folder or may not enter it.
+
+        Raises ConfigError for a folder that is named and cannot be entered.
+        """
+        if not self.cache_dir:
+            return _own_cache()[0]
+        cache = in_full(self.cache_dir)
+        if failed := _locked(cache):
+            raise ConfigError(f"cache_dir {cache} cannot be read ({failed.strerror}); name another folder")
+        return cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -390,8 +394,48 @@ def in_full(path: str | Path) -> Path:
 def require_cache(cache: Path) -> Path:
     """`cache`, for what only a folder can hold. Raises ConfigError if there is none."""
     if cache == NO_CACHE:
-        raise ConfigError(f"there is no cache folder, because {_why_homeless('~')}; name one with --cache-dir")
+        raise ConfigError(f"there is no cache folder, because {why_no_cache()}; name one with --cache-dir")
     return cache
+
+
+def why_no_cache() -> str:
+    """Why NO_CACHE is a user's own."""
+    return _own_cache()[1]
+
+
+def writable(folder: Path, option: str) -> Path:
+    """`folder`, to hold what takes long to make. Raises ConfigError that names `option` if it cannot be written."""
+    if NO_CACHE in folder.parents:
+        require_cache(NO_CACHE)
+    place = folder.absolute()
+    try:
+        while not place.exists():
+            place = place.parent
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}); name another folder with {option}"
+        ) from error
+    return folder
+
+
+def _own_cache() -> tuple[Path, str]:
+    """This user's cache folder, or NO_CACHE and the reason."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kakeya"
+    except RuntimeError:
+        return NO_CACHE, _why_homeless("~")
+    failed = _locked(cache)
+    return (NO_CACHE, f"{cache} cannot be read ({failed.strerror})") if failed else (cache, "")
+
+
+def _locked(folder: Path) -> PermissionError | None:
+    """The error of a folder that cannot be entered, if it is there."""
+    try:
+        folder.joinpath("models").exists()
+    except PermissionError as error:
+        return error
+    return None
 
 
 def _why_homeless(home: str) -> str:

@@ -23,7 +23,14 @@ from inference_engine import logs
 from inference_engine.cli import first_use, process
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import NO_CACHE, EngineConfig, ModelConfig, ServerConfig, misspelled_variables
+from inference_engine.config import (
+    NO_CACHE,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    misspelled_variables,
+    why_no_cache,
+)
 from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import cannot_bind, refuse_open_doors, resolve_bind
@@ -70,7 +77,7 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)
     if model.cache_path == NO_CACHE:
-        logger.warning("this user has no home folder, so nothing is cached; name a folder with --cache-dir")
+        logger.warning("nothing is cached, because %s; name a folder with --cache-dir", why_no_cache())
     optional = (("http_bind", server.http_bind), ("metrics_bind", server.metrics_bind))
     for setting, bind in (("bind", server.bind), *(one for one in optional if one[1])):
         if bind_error(address := resolve_bind(setting, bind)):

@@ -21,7 +21,7 @@ from rich.console import Console
 from inference_engine.cli import first_use
 from inference_engine.cli.connection import add_connection, connect_async
 from inference_engine.cli.settings import add_config_file, add_settings, refuse_without_effect, settings
-from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
 
     refuse_without_effect(args, used=("strategy",))
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+    results = args.results or record.RESULTS
+    if not args.no_record:
+        writable(results, "--results")
     console = Console(highlight=False)
     plan = Plan(
         shape=shape_of(args),
@@ -133,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
             "baseline": f"the load of {plan.loads[0]:g} in the same run",
             "tables": report.tables(played),
         }
-        path = record.write_record(args.name, payload, **({"results_dir": args.results} if args.results else {}))
+        path = record.write_record(args.name, payload, results_dir=results)
         if importlib.util.find_spec("matplotlib"):
             report.draw(path.parent, played, server.model_id)
         console.print(path.parent.name + "/" + path.name, soft_wrap=True)

@@ -26,7 +26,7 @@ from typing import Any
 
 from inference_engine.cli.late import LateParser
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
+from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, writable
 from inference_engine.errors import ConfigError
 from inference_engine.models import find_model
 
@@ -147,8 +147,9 @@ def run(args: argparse.Namespace) -> int:
     experiment = EXPERIMENTS[args.experiment]
     _check_name(args.name)
 
-    from laboratory.evaluation.record import running_commit, write_record
+    from laboratory.evaluation.record import RESULTS, running_commit, write_record
 
+    results = writable(args.results or RESULTS, "--results")
     commit = running_commit(args.commit)
     _log_what_is_found()
     module = module_of(experiment)
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         model_id = payload["config"].get("model", "").replace("/", "--")
         name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
         payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
-        return write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
+        return write_record(name, payload, results_dir=results)
 
     if experiment.needs_model:
         model, engine = settings(args, ModelConfig), settings(args, EngineConfig)

@@ -24,7 +24,7 @@ from rich.filesize import decimal
 from rich.progress import Progress
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import EngineConfig, ModelConfig, require_cache
+from inference_engine.config import EngineConfig, ModelConfig, writable
 from inference_engine.errors import ConfigError
 from laboratory.commands import train_components, train_corpus, train_drafter
 from laboratory.training.calibration_text import conversations_in, gather, gather_plain, read
@@ -135,8 +135,6 @@ def run(args: argparse.Namespace) -> int:
     for _ in read(args.text):
         pass  # one that cannot be read is refused at once, and not behind the model's load
     model = settings(args, ModelConfig)
-    if args.out is None:
-        require_cache(model.cache_path)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True)
 
@@ -158,6 +156,7 @@ def run(args: argparse.Namespace) -> int:
 
     commit = running_commit(args.commit)
     checked = check_model(model.model, cache=model.cache_path)
+    folder = writable(args.out or latent_folder(checked.model_id, model.cache_path), "--out or --cache-dir")
     loaded = load_model(
         model.model,
         cache=model.cache_path,
@@ -260,7 +259,6 @@ def run(args: argparse.Namespace) -> int:
             advance=partial(progress.advance, task),
         )
     loss = measure(loaded.model, torch.split(test, _BATCH_SEQUENCES), codec)
-    folder = args.out or latent_folder(checked.model_id, model.cache_path)
     manifest = LatentManifest(
         target_digest=weights_digest(checked),
         calibration_tokens=calibration.numel(),

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.progress import Progress
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub, require_cache
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub, writable
 from inference_engine.errors import ConfigError
 
 _SEQUENCE = 1024
@@ -48,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 2 * _SEQUENCE:
         raise ConfigError(f"--tokens must be at least {2 * _SEQUENCE}, got {args.tokens}")
     model = settings(args, ModelConfig)
-    require_cache(model.cache_path)
     configure_threads_environment()
     forbid_model_hub()
     console = Console(stderr=True)
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from laboratory.training.calibration_text import gather_plain
     from laboratory.training.components import fit_components
 
-    folder = components_folder(checked.model_id, model.cache_path)
+    folder = writable(components_folder(checked.model_id, model.cache_path), "--cache-dir")
     with console.status("reading text"):
         tokenizer: Any = load_tokenizer(tokenizer_folder(model.model, model.cache_path))
         text = gather_plain(tokenizer, tokens=args.tokens, files=args.text, seed=args.seed)

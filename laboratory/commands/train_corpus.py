@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import ModelConfig, require_cache
+from inference_engine.config import ModelConfig, writable
 from inference_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     started = time.monotonic()
     model = settings(args, ModelConfig)
-    if args.out is None:
-        require_cache(model.cache_path)
 
     from inference_engine.backends.base import use_threads
     from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest
@@ -76,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from laboratory.training.corpus_prompts import PromptSource, read_chat
 
     checked = check_model(model.model, cache=model.cache_path)
+    out = writable(args.out or corpus_folder(checked.model_id, model.cache_path), "--out or --cache-dir")
     folder = tokenizer_folder(model.model, model.cache_path)
     tokenizer = load_tokenizer(folder)
     source = PromptSource(
@@ -92,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     plan = CorpusPlan(
         tokens=args.tokens, texts_at_once=args.texts_at_once, length=args.length, turn_tokens=args.turn_tokens
     )
-    out = args.out or corpus_folder(checked.model_id, model.cache_path)
 
     def report(manifest: CorpusManifest, tokens_per_second: float) -> None:
         print(f"{manifest.tokens} of {plan.tokens} tokens, {tokens_per_second:.0f} tokens/s", flush=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import ModelConfig, in_full, require_cache
+from inference_engine.config import ModelConfig, in_full, writable
 from inference_engine.errors import ConfigError
 from laboratory.commands.train_corpus import corpus_folder
 
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     use_threads(model.threads)
     checked = check_model(model.model, cache=model.cache_path)
     digest = weights_digest(checked)
-    folders: list[Path] = args.corpus or [corpus_folder(checked.model_id, require_cache(model.cache_path))]
-    out: Path = args.out or drafter_folder(checked.model_id, require_cache(model.cache_path))
+    folders: list[Path] = args.corpus or [corpus_folder(checked.model_id, model.cache_path)]
+    out = writable(args.out or drafter_folder(checked.model_id, model.cache_path), "--out or --cache-dir")
     corpora = [read_manifest(folder, target_digest=digest) for folder in folders]
     texts = [text for folder, corpus in zip(folders, corpora, strict=True) for text in read_texts(folder, corpus)]
     mask = unused_id(texts, corpora[0].vocab_size) if args.mask_token_id is None else args.mask_token_id

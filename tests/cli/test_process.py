@@ -5,6 +5,7 @@ A command never ends with a traceback for any of it: it does its work, or says i
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import subprocess
@@ -14,12 +15,14 @@ from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 from subprocess import PIPE
+from unittest.mock import Mock
 
 import pytest
 
 import kakeya as sdk
 from inference_engine.cli import process
 from inference_engine.cli.main import main
+from inference_engine.config import NO_CACHE, ModelConfig
 from tests.cli.conditions import CONDITIONS, without_a_home
 from tests.processes import LIMIT_SECONDS, Process, ending, run, started
 
@@ -152,6 +155,40 @@ def test_without_a_home_folder_a_command_says_what_to_name_instead(
                 assert said in printed.err + printed.out
                 assert "Traceback" not in printed.err
         assert main(["models", "show", str(tiny_folder)]) == 0
+
+
+LONG = (
+    ("train latent --quick --model {model} --out {place}", "--out or --cache-dir"),
+    ("train latent --quick --model {model} --cache-dir {place}", "--out or --cache-dir"),
+    ("train components --model {model} --cache-dir {place}", "--cache-dir"),
+    ("train corpus --model {model} --out {place}", "--out or --cache-dir"),
+    ("evaluate fidelity --model {model} --strategies full --results {place}", "--results"),
+    ("bench serve --scripted --results {place}", "--results"),
+)
+
+
+def test_what_takes_long_is_not_begun_where_its_result_cannot_be_written(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    place = tiny_folder / "config.json" / "folder"  # below a file nobody can write, no root either
+    for command, option in LONG:
+        with subtests.test(command):
+            assert main(command.format(model=tiny_folder, place=place).split()) == 1
+            said = capsys.readouterr().err
+            assert f"cannot be written (Not a directory); name another folder with {option}\n" in said
+
+
+def test_a_home_folder_of_another_user_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As HOME=/root in a container that runs as a number. Root can enter any folder, so the refusal is made here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/root/.cache")
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    assert ModelConfig().cache_path == NO_CACHE
+    assert main(["models", "list"]) == main(["models", "list", "--cache-dir", "/root/models"]) == 1
+    own, named = capsys.readouterr().err.splitlines()
+    assert own.endswith("/root/.cache/kakeya cannot be read (Permission denied); name one with --cache-dir")
+    assert named.endswith("cache_dir /root/models cannot be read (Permission denied); name another folder")
 
 
 def test_the_home_of_a_user_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
