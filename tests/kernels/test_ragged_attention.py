@@ -268,7 +268,7 @@ def device_of_kernels() -> torch.device:
 
     # It takes long for each program: fewer than would fill a GPU.
     ragged_attention._PROGRAMS, ragged_attention._MOST_PARTS, ragged_attention._LEAST_PART = 32, 3, 64
-    ragged_attention._MERGED_AT_ONCE = 2
+    ragged_attention._TILES_IN_RUNS, ragged_attention._MERGED_AT_ONCE = 32, 2
     few_queries._TILE, few_queries._PROGRAMS = few_queries._TILE._replace(rows=16), 12
     few_queries._PROGRAMS_OF_ONE = 6
     gather._PARTS, gather._PARTS_OF_MANY = 6, 2

@@ -4,13 +4,14 @@ A program serves one query, one KV head and one part of the slots; the query hea
 parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many queries most belong to a chunk of some
 prefill: they are cut into tiles, and where all queries of a tile look at one region, a program serves the tile.
 
-    queries  a b c c | c c c c | c c c 0      tiles of four; the first and the last are served query by query
+    queries  a b c c | c c c c | c c c 0      tiles of four; the first is served query by query
 
 How a query's slots are cut into parts follows from how many there are for it to see, parts are merged in their order,
 and a tile multiplies as a single query does. A program may serve several parts; where there are enough programs anyway,
 each goes through all parts, and merges them as it goes: so `attend_invariant` has the same bits for a query whatever is
-beside it. `attend_ragged` gives this up where it costs time: programs that go through all parts have one, in which
-blocks arrive without a stop, and a step of few queries is served by `triton/few_queries.py`.
+beside it. `attend_ragged` gives this up where it costs time: what a tile sees is cut into as many runs as fill the
+device, or not at all, so that blocks arrive without a stop and a program holds one state; and a step of few queries is
+served by `triton/few_queries.py`.
 
 Which tiles there are, and how far loops run, are numbers read on the device, so a launch depends on the number of
 queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
@@ -38,6 +39,8 @@ from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
 _PROGRAMS = 128  # tiles and heads that fill a GPU; of fewer, parts are served by programs of their own
+# With fewer tiles and heads, what a tile sees is cut into runs, for as many programs as the second says.
+_TILES_IN_RUNS, _PROGRAMS_OF_RUNS = 200, 256
 _PROGRAMS_OF_TWO = 512  # tiles of twice as many rows and heads that fill it
 _PROGRAMS_OF_PARTS = 512  # that a launch has at least, if there are as many parts
 _MOST_PARTS = 32
@@ -214,33 +217,38 @@ def _attend_all(
         block_of_tile = 2 * block if has_two else block
         tile = max(1, block_of_tile // group)
     tiles = triton.cdiv(query_count, tile)
-    has_parts = tile == 1 or tiles * kv_heads < _PROGRAMS
-    parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS_OF_PARTS, tiles * kv_heads))
+    holds_one = tile > 1 and not in_one_order
+    has_parts = tile == 1 or tiles * kv_heads < (_TILES_IN_RUNS if holds_one else _PROGRAMS)
+    programs = _PROGRAMS_OF_RUNS if holds_one else _PROGRAMS_OF_PARTS
+    parts = triton.next_power_of_2(triton.cdiv(programs, tiles * kv_heads))
     parts = min(_MOST_PARTS, parts) if has_parts else 1
+    states = parts if holds_one else _MOST_PARTS
     # Beside the queries, each stage is a block of keys and one of values.
     row = width * queries.element_size()
     block_s = 64 if is_narrow else 32
     room = shared_bytes(queries.device) - block_of_tile * row
     stages = max(1, min(_STAGES, room // (2 * block_s * row)))
     held = torch.empty(
-        (query_count, query_heads, _MOST_PARTS, head_dim) if has_parts else (0,),
+        (query_count, query_heads, states, head_dim) if has_parts else (0,),
         dtype=torch.float32,
         device=queries.device,
     )
     # Of each part the largest score, and the sum of what is above it.
     sums = torch.empty(
-        (2, query_count, query_heads, _MOST_PARTS) if has_parts else (0,), dtype=torch.float32, device=queries.device
+        (2, query_count, query_heads, states) if has_parts else (0,), dtype=torch.float32, device=queries.device
     )
     tensors = (queries, keys, values, regions, held, sums, out)
     numbers = (query_count, scaling, 0.0 if softcap is None else softcap)
     constants = {
         "FIELDS": FIELDS,
-        "PARTS": _MOST_PARTS,
+        "PARTS": states,
         # Blocks under way would have to arrive before each part's end.
-        "LEAST_PART": _LEAST_PART if has_parts or in_one_order else _WHOLE,
+        "LEAST_PART": _WHOLE if holds_one else _LEAST_PART,
         "HAS_PARTS": has_parts,
+        "HOLDS_ONE": holds_one,
         "GROUP": group,
         "TILE": tile,
+        "BLOCK_T": triton.next_power_of_2(tile),
         "D": head_dim,
         "HAS_CAP": softcap is not None,
         "BLOCK_D": width,
@@ -265,9 +273,10 @@ def _attend_all(
             out,
             query_count,
             FIELDS=FIELDS,
-            PARTS=_MOST_PARTS,
+            PARTS=states,
             LEAST_PART=_LEAST_PART,
-            AT_ONCE=min(_MERGED_AT_ONCE, _MOST_PARTS),
+            HOLDS_ONE=holds_one,
+            AT_ONCE=min(_MERGED_AT_ONCE, states),
             HEADS=query_heads,
             D=head_dim,
             BLOCK_D=width,
@@ -292,18 +301,21 @@ def _part_of(p_line, PARTS: tl.constexpr, LEAST_PART: tl.constexpr):
 
 
 @triton.jit
-def _is_shared(p_regions, o_first, o_last, FIELDS: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr):
-    """Do all queries from the first to the last look at one region, cut into the same parts?
-
-    Padding queries look alike, and a real one may be between them: a region without slots is not shared.
-    """
+def _is_shared(
+    p_regions, o_first, query_count, FIELDS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    LEAST_PART: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Do all queries of a tile look at one region, cut into the same parts? Padding behind them looks at nothing."""
+    o_query = o_first + tl.arange(0, BLOCK_T)
+    m_tile = (o_query < o_first + TILE) & (o_query < query_count)
+    p_lines = p_regions + o_query * FIELDS
+    m_real = tl.load(p_lines + in_line("COUNT"), mask=m_tile, other=0) > 0
     p_first = p_regions + o_first * FIELDS
-    p_last = p_regions + o_last * FIELDS
-    is_one = (
-        (tl.load(p_first) == tl.load(p_last))
-        & (tl.load(p_first + in_line("COUNT")) > 0)
-        & (tl.load(p_first + in_line("BLOCK")) == 0)
-    )
+    b_start = tl.load(p_lines, mask=m_real, other=0)
+    b_block = tl.load(p_lines + in_line("BLOCK"), mask=m_real, other=0)
+    m_other = m_real & ((b_start != tl.load(p_first)) | (b_block != 0))
+    p_last = p_regions + tl.max(tl.where(m_real, o_query, o_first), axis=0) * FIELDS
+    is_one = (tl.load(p_first + in_line("COUNT")) > 0) & (tl.max(m_other.to(tl.int32), axis=0) == 0)
     return is_one & (_part_of(p_first, PARTS, LEAST_PART) == _part_of(p_last, PARTS, LEAST_PART))
 
 
@@ -340,6 +352,7 @@ def _attend_rows(
     FIELDS: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    HOLDS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -350,6 +363,7 @@ def _attend_rows(
 ):
     """Rows of queries and their heads that look at one region: a run of its parts, or all of them.
 
+    HOLDS_ONE: a run is a part, one of as many as there are programs; the lengths follow from what the last row sees.
     CHAINED: the kernel before wrote the queries, and some of the keys and values; lines were there before.
     """
     head = tl.program_id(1)
@@ -362,15 +376,18 @@ def _attend_rows(
     own = tl.load(p_line) + head * region - begin
     behind = (prefix - own) * D
     b_upto = tl.load(p_regions + o_query * FIELDS + in_line("UPTO"), mask=m_q, other=-1).to(tl.int32)
+    m_real = tl.load(p_regions + o_query * FIELDS + in_line("COUNT"), mask=m_q, other=0) > 0
     b_floor = tl.load(p_regions + o_query * FIELDS + in_line("FLOOR"), mask=m_q, other=0).to(tl.int32)
     b_sink_floor = tl.load(p_regions + o_query * FIELDS + in_line("SINK_FLOOR"), mask=m_q, other=0).to(tl.int32)
     b_floor = tl.where(ring > 0, tl.maximum(b_floor, sink), tl.maximum(b_floor, 0))
     # Where slots are positions: no query reads those after the last query's own, and between these two all are seen.
-    end = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))
-    all_until = tl.where(ring > 0, 0, tl.min(tl.where(m_q, b_upto, end), axis=0) + 1)
+    end = tl.where(ring > 0, count, tl.minimum(count, tl.max(tl.where(m_real, b_upto, -1), axis=0) + 1))
+    all_until = tl.where(ring > 0, 0, tl.min(tl.where(m_real, b_upto, end), axis=0) + 1)
     all_from = tl.max(tl.maximum(b_floor, b_sink_floor), axis=0)
     first = end * 0
     if HAS_PARTS:
+        if HOLDS_ONE:
+            part = tl.maximum(tl.cdiv(tl.cdiv(end, BLOCK_S), tl.num_programs(2)), 1) * BLOCK_S
         run = tl.cdiv(tl.cdiv(end, part), tl.num_programs(2)) * part
         first = tl.program_id(2) * run
         end = tl.minimum(end, first + run)
@@ -420,10 +437,15 @@ def _attend_rows(
             b_sum = tl.fma(b_sum, b_keep, tl.sum(b_weights, axis=1))
             b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_keep[:, None], input_precision="ieee")
             b_top = b_new
-        if HAS_PARTS:
+        if HAS_PARTS and not HOLDS_ONE:
             _hold(p_held, p_sums, o_h, start // part, m_q, b_top, b_sum, b_out, query_count, PARTS, GROUP, D)
         else:
             b_all_top, b_all_sum, b_all_out = _merged(b_all_top, b_all_sum, b_all_out, b_top, b_sum, b_out)
+    # Of padding, where all is seen and nothing masked, sums were made, too.
+    b_all_sum = tl.where(m_real, b_all_sum, 0.0)
+    b_all_out = tl.where(m_real[:, None], b_all_out, 0.0)
+    if HAS_PARTS and HOLDS_ONE:  # also of a run that begins behind the end
+        _hold(p_held, p_sums, o_h, tl.program_id(2), m_q, b_all_top, b_all_sum, b_all_out, query_count, PARTS, GROUP, D)
     if not HAS_PARTS:
         b_all_out = b_all_out / tl.where(b_all_sum > 0, b_all_sum, 1.0)[:, None]
         tl.store(p_out + o_h[:, None] * D + o_d[None, :], b_all_out.to(p_out.dtype.element_ty), mask=m_out)
@@ -469,8 +491,10 @@ def _attend_one(
     PARTS: tl.constexpr,
     LEAST_PART: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    HOLDS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     D: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -484,16 +508,15 @@ def _attend_one(
     is_own = query >= 0
     if TILE > 1:
         o_first = query // TILE * TILE
-        o_last = tl.minimum(o_first + TILE, query_count) - 1
-        is_own = not _is_shared(p_regions, o_first, o_last, FIELDS, PARTS, LEAST_PART)
+        is_own = not _is_shared(p_regions, o_first, query_count, FIELDS, TILE, PARTS, LEAST_PART, BLOCK_T)
     if is_own:
         count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
         o_q = tl.arange(0, BLOCK_Q)
         o_h = (query * tl.num_programs(1) + tl.program_id(1)) * GROUP + o_q
         _attend_rows(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, query + o_q * 0, o_h,
-            o_q < GROUP, count, _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP,
-            D, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
+            o_q < GROUP, count, _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS,
+            HOLDS_ONE, GROUP, D, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
     elif CHAINED:
         gdc_wait()  # what comes later relies on every program to wait
@@ -516,8 +539,10 @@ def _attend_tile(
     PARTS: tl.constexpr,
     LEAST_PART: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    HOLDS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     D: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -529,7 +554,7 @@ def _attend_tile(
     o_first = tl.program_id(0).to(tl.int64) * TILE
     o_last = tl.minimum(o_first + TILE, query_count) - 1
     p_line = p_regions + o_first * FIELDS
-    if _is_shared(p_regions, o_first, o_last, FIELDS, PARTS, LEAST_PART):
+    if _is_shared(p_regions, o_first, query_count, FIELDS, TILE, PARTS, LEAST_PART, BLOCK_T):
         # The query heads of the group, query after query.
         o_q = tl.arange(0, BLOCK_Q)
         o_query = o_first + o_q // GROUP
@@ -537,8 +562,8 @@ def _attend_tile(
         _attend_rows(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, o_query, o_h,
             (o_q < TILE * GROUP) & (o_query <= o_last), tl.load(p_line + in_line("COUNT")).to(tl.int32),
-            _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP, D, HAS_CAP, BLOCK_D,
-            BLOCK_Q, BLOCK_S, CHAINED,
+            _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, HOLDS_ONE, GROUP, D,
+            HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
     elif CHAINED:
         gdc_wait()
@@ -555,6 +580,7 @@ def _merge_parts(
     FIELDS: tl.constexpr,
     PARTS: tl.constexpr,
     LEAST_PART: tl.constexpr,
+    HOLDS_ONE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -563,14 +589,17 @@ def _merge_parts(
 ):
     head = tl.program_id(0).to(tl.int64)
     p_line = p_regions + head // HEADS * FIELDS
-    part = _part_of(p_line, PARTS, LEAST_PART)
-    count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
-    count = tl.where(
-        tl.load(p_line + in_line("RING")) > 0,
-        count,
-        tl.minimum(count, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1),
-    )
-    parts = tl.cdiv(count, part)
+    if HOLDS_ONE:
+        parts = PARTS
+    else:
+        part = _part_of(p_line, PARTS, LEAST_PART)
+        count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
+        count = tl.where(
+            tl.load(p_line + in_line("RING")) > 0,
+            count,
+            tl.minimum(count, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1),
+        )
+        parts = tl.cdiv(count, part)
     o_d = tl.arange(0, BLOCK_D)
     o_sums = query_count.to(tl.int64) * HEADS * PARTS
     b_top = tl.full((1,), float("-inf"), dtype=tl.float32)
