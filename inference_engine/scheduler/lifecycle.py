@@ -208,14 +208,14 @@ class Beginnings:
         self._enter = enter
         self._vocab_size = vocab_size
 
-    def begin(self, request: Request, running: Iterable[Request]) -> None:
+    def begin(self, request: Request, running: Iterable[Request]) -> bool:
         """Let it run, or end it. It keeps waiting while a copy of its session's K/V is read, and if there is no memory
-        to wake its session now, but some of `running` will give memory back."""
+        to wake its session now, but some of `running` will give memory back: then this returns False."""
         session, running = request.session, list(running)
         if session.kv.takes_room or session.kv.is_dropped:
             self._wakeups.release()  # to wake, or to read a copy, may take a while
         if not self._copies.restore(session, is_alone=not running):
-            return
+            return True
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()
         try:
@@ -223,12 +223,12 @@ class Beginnings:
         except RestorationFailed as failed:
             logger.exception("a session could not wake", extra=request.about)
             self._endings.end(request, Failed(failed))
-            return
+            return True
         if not is_active:
             if any(other.session.kv.takes_room for other in running):
-                return  # they give memory back when they end
+                return False  # they give memory back when they end
             self._endings.end(request, Failed(_no_room_to_wake(session, needed)))
-            return
+            return True
         request.move(RequestState.RUNNING)
         self._enter(request)
         request.started_at = request.token_at = self._clock()
@@ -241,11 +241,12 @@ class Beginnings:
         request.cached_tokens = session.kv.length
         if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
             self._endings.end(request, request.finished(StopReason.TRUNCATED, self._clock()))
-            return
+            return True
         self._metrics.prefill_tokens.observe(request.prefill_tokens)
         sampling = request.params.sampling
         seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
         request.sampler = Sampler.start(sampling, request.seed, seen, self._vocab_size, session.kv.context.device)
+        return True
 
 
 def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:

@@ -334,11 +334,10 @@ class Scheduler:
             if is_waited_for and request.session.kv.takes_room:
                 continue
             try:
-                self._beginnings.begin(request, self._running)
+                # A request that waits for memory to wake is not overtaken by others that need memory too.
+                is_waited_for |= not self._beginnings.begin(request, self._running)
             except Exception as error:
                 self._endings.fail_all([request], error)
-            # A request that waits for memory to wake is not overtaken by others that need memory too.
-            is_waited_for |= request.state is RequestState.QUEUED
 
     def _step(self) -> None:
         """One step, or, where steps are launched ahead: launch the next one, then settle the one before it."""

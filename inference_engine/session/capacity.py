@@ -275,7 +275,8 @@ class Admission:
         if not holding:
             return []
         self._check_without(holding, sessions, needed, owner)
-        return self._as_many_as_needed(holding, missing, demands) or []
+        lacking = self._lacking_to_wake(list(holding), sessions, needed) if self._has_to_wake else None
+        return self._as_many_as_needed(holding, missing, demands, lacking) or []
 
     def _check_without(
         self, going: Collection[Session], sessions: Collection[Session], needed: Bound, owner: str
@@ -297,17 +298,39 @@ class Admission:
         missing_tier = max(0, tier.reserved_bytes + needed.tier_bytes - tier.capacity_bytes)
         return Bound(sustained_bytes=missing, peak_bytes=missing, tier_bytes=missing_tier)
 
+    def _lacking_to_wake(self, holding: Sequence[Session], sessions: Collection[Session], needed: Bound) -> list[int]:
+        """Bytes that are missing for any one of those that stay to wake, once the first 0, 1, 2, … of `holding` are
+        dropped; at most 0 if none are."""
+        going = frozenset(holding)
+        waking = max(
+            [_waking_bytes(needed), *(_waking_bytes(each.kv.reserved) for each in sessions if each not in going)]
+        )
+        capacity = self._context.pool.capacity_bytes
+        sustained = sum([session.kv.reserved.sustained_bytes for session in sessions if session not in going])
+        sustained += needed.sustained_bytes + orphaned_bytes(sessions)
+        lacking = [sustained + waking - capacity if waking else 0]
+        for session in reversed(holding):  # one more stays
+            reserved = session.kv.reserved
+            sustained, waking = sustained + reserved.sustained_bytes, max(waking, _waking_bytes(reserved))
+            lacking.append(sustained + waking - capacity if waking else 0)
+        return lacking[::-1]
+
     def _as_many_as_needed(
-        self, holding: Mapping[Session, Bound], missing: Bound, demands: Sequence[Demand]
+        self,
+        holding: Mapping[Session, Bound],
+        missing: Bound,
+        demands: Sequence[Demand],
+        lacking: Sequence[int] | None = None,
     ) -> list[Session] | None:
         """Those of these sessions, in this order, that have to be dropped so that what is missing is free, with runs
-        for the demands. At least one; None if all of them are too few.
+        for the demands. At least one; None if all of them are too few. lacking: by `_lacking_to_wake`, if any session
+        has to wake.
 
         All at once: to ask after each whether there is room would take longer the more sessions there are.
         """
         count, left, left_of_tier = 0, missing.sustained_bytes, missing.tier_bytes
         for freed in holding.values():
-            if count and left <= 0 and left_of_tier <= 0:
+            if count and left <= 0 and left_of_tier <= 0 and (lacking is None or lacking[count] <= 0):
                 break
             count, left, left_of_tier = count + 1, left - freed.sustained_bytes, left_of_tier - freed.tier_bytes
         sessions = list(holding)
@@ -381,7 +404,7 @@ class Admission:
         if not self._has_to_wake:
             return
         bounds = [session.kv.reserved for session in sessions if session not in without] + [needed]
-        waking = max([bound.peak_bytes - bound.sustained_bytes for bound in bounds])
+        waking = max([_waking_bytes(bound) for bound in bounds])
         capacity = self._context.pool.capacity_bytes
         # What the pool has reserved holds all of it, and what sessions that are awake have beyond: mostly that is the
         # answer, and nothing has to be added up over all sessions.
@@ -409,6 +432,10 @@ class Admission:
             and not session.is_transient  # its call goes on
             and session.here_at <= horizon
         ]
+
+
+def _waking_bytes(bound: Bound) -> int:
+    return bound.peak_bytes - bound.sustained_bytes
 
 
 def _more(kv: SessionKV, then: Bound) -> Bound:

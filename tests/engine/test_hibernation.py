@@ -201,6 +201,26 @@ def test_copies_read_for_generates_that_may_not_begin_keep_no_other_owner_waitin
             drain(long)
 
 
+def test_sessions_wake_while_the_copy_of_one_that_came_before_is_read(tmp_path: Path) -> None:
+    """There is room for all: one whose copy is being read does not wait for memory."""
+    is_read = Event()
+
+    def read_later(path: Path, facts: CopyFacts, header_crc: int) -> Saved:
+        assert is_read.wait(30)
+        return read_copy(path, facts, header_crc)
+
+    with keeping(tmp_path, make=made(strategy="restored:sink=4,window=32,source=recompute")) as engine:
+        first, *others = [talked(engine, seed) for seed in range(3)]
+        save_copies(engine, tmp_path)
+        drop_entries(engine, first)
+        with patch("inference_engine.session.hibernation.read_copy", read_later):
+            begun = [engine.generate(session, GenerateParams(max_tokens=2)) for session in (first, *others)]
+            ends = [drain(generation)[-1] for generation in begun[1:]]
+            is_read.set()
+            ends.append(drain(begun[0])[-1])
+    assert [end.cached_tokens for end in ends if isinstance(end, Finished)] == [LENGTH + 3] * 3
+
+
 def test_never_means_no_files(tmp_path: Path) -> None:
     with keeping(tmp_path, make=made(hibernate="never")) as engine:
         talked(engine, 0)

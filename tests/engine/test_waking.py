@@ -10,7 +10,7 @@ from inference_engine.kv.parts.restored import RestoredEntries
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
-from tests.facade import context_of
+from tests.facade import context_of, room_searches
 from tests.laws.variants import drain, engine_for, generate, same, text, tokens
 
 LIMIT = 256
@@ -119,6 +119,28 @@ def test_no_session_is_evicted_for_one_that_would_be_refused_even_then() -> None
         with pytest.raises(NoCapacity):
             engine.create_session(limit_tokens=450, owner="me")
         assert all(engine.session_info(session, owner="me").is_resident for session in mine)
+
+
+@pytest.mark.parametrize(("going", "limit_tokens"), [(1, 16), (3, 48), (8, 160)])
+def test_all_that_make_room_for_another_to_wake_go_together(going: int, limit_tokens: int) -> None:
+    """However many that takes, room is looked for as often, and those that may stay do."""
+    restored = make_strategy("restored", sink=4, window=16)
+    now, count = [0.0], 10
+    with engine_for(Mode.BATCHED) as roomy:
+        wide = roomy.create_session(strategy=restored, limit_tokens=500).bound
+        narrow = roomy.create_session(limit_tokens=16).bound
+        new = roomy.create_session(limit_tokens=limit_tokens).bound
+    assert (going - 1) * narrow.peak_bytes < new.peak_bytes <= going * narrow.peak_bytes
+    room = wide.peak_bytes + count * narrow.peak_bytes
+    with engine_for(Mode.BATCHED, growth="guaranteed", kv_bytes=room, clock=lambda: now[0]) as engine:
+        engine.create_session(strategy=restored, limit_tokens=500, owner="another")
+        mine = [engine.create_session(limit_tokens=16, owner="me").session_id for _ in range(count)]
+        now[0] = 1000.0
+        with room_searches() as searches:
+            engine.create_session(limit_tokens=limit_tokens, owner="me")
+        resident = [engine.session_info(session, owner="me").is_resident for session in mine]
+    assert resident == [False] * going + [True] * (count - going)
+    assert len(searches) <= 4
 
 
 def test_as_many_make_room_as_another_owners_waking_takes() -> None:
