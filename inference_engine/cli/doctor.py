@@ -185,12 +185,14 @@ def _family(found: Settings) -> Finding:
 
 def _model(found: Settings) -> Finding:
     from inference_engine.models import check_model, remarks
+    from inference_engine.models.folder import describe_ignored
 
     checked = check_model(found.model.model, cache=found.model.cache_path, thorough=True)
     if checked.manifest is None:
-        found_too = "".join(f"; {line}" for line in remarks(checked))
+        ignored = describe_ignored(checked.ignored)
+        more = "".join(f"; {line}" for line in (*([ignored] if ignored else []), *remarks(checked)))
         return Finding(
-            Level.WARN, f"{checked.model_id} in {checked.stored}: no manifest to verify these files by{found_too}"
+            Level.WARN, f"{checked.model_id} in {checked.stored}: no manifest to verify these files by{more}"
         )
     size = decimal(checked.manifest.total_bytes)
     return Finding(Level.OK, f"{checked.model_id}: {size} in {checked.folder}, every byte checked")

@@ -25,7 +25,6 @@ from inference_engine.models import (
     CheckedFolder,
     check_fetched,
     check_model,
-    contradictions,
     fetch,
     fetch_from_hub,
     hub_model,
@@ -34,6 +33,7 @@ from inference_engine.models import (
     known_names,
     model_folder,
     read_config,
+    remarks,
     sizes,
     tokenizer_folder,
 )
@@ -185,8 +185,8 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
         facts.append(("MLX's layout", _encodings(checked, settings, runs_on)))
     elif (layout := layout_of(checked.folder)) is not None:
         facts.append(("matrices", f"stored in {layout}"))
-    if notes := contradictions(checked):
-        facts.append(("decided", "\n".join(notes)))
+    if notes := remarks(checked):
+        facts.append(("remarks", "\n".join(notes)))
     if (manifest := checked.manifest) is None:
         if checked.ignored:
             facts.append(("ignored", _in_lines(checked.ignored)))

@@ -15,7 +15,7 @@ configuration gives it, one too few, one too many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +25,20 @@ import numpy as np
 
 from inference_engine.errors import ModelError
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, StoredTensor
+from inference_engine.models.file_keys import (
+    CONFIG_KEYS,
+    QUANTIZATION_KEYS,
+    ROPE_KEYS,
+    Keys,
+    in_a_line,
+    unlisted,
+)
 from inference_engine.models.folder import CONFIG, INDEX, WEIGHTS, grouping_in, read_json, weights_read
 from inference_engine.models.gguf_config import gguf_config, gguf_notes
 from inference_engine.models.gguf_header import read_gguf
+from inference_engine.models.quantised_layout import KEY as QUANTIZATION
 from inference_engine.models.quantised_layout import layout_in
-from inference_engine.models.step_list import EMBEDDING, HEAD
+from inference_engine.models.step_list import EMBEDDING, FAMILIES, HEAD
 from inference_engine.models.verified import look_of
 
 _TIED = "tie_word_embeddings"
@@ -80,6 +89,9 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
             notes.append(
                 f"{HEAD} is another matrix than {EMBEDDING}: the head of the file is used, though {CONFIG} says {_TIED}"
             )
+    for place, given, keys in _tables(content):
+        if unknown := unlisted(given, keys):
+            notes.append(f"{place}: keys that are not known: {in_a_line(unknown)}")
     layout = layout_in(content) if grouping_in(content) is None else None
     if layout is not None and not any(
         name.endswith(".qweight") or tensors.stored(name).encoding == _FP8 for name in tensors.names()
@@ -91,6 +103,21 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
     else:
         notes += _misplaced(folder, tensors)
     return Configuration(content=content, notes=tuple(notes))
+
+
+def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Keys]]:
+    """What is in a configuration, where, with the table of its keys. Of other families than those with a list of
+    operations transformers' class knows the keys (`loader.remarks`)."""
+    if content.get("model_type") in FAMILIES:
+        yield CONFIG, content, CONFIG_KEYS
+    if isinstance(found := content.get(QUANTIZATION), dict) and grouping_in(content) is None:
+        yield f"{CONFIG}: {QUANTIZATION}", found, QUANTIZATION_KEYS
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := content.get(name), dict):
+            yield f"{CONFIG}: {name}", rope, ROPE_KEYS
+            for part in rope.values():
+                if isinstance(part, dict):
+                    yield f"{CONFIG}: {name}", part, ROPE_KEYS
 
 
 def _has_own_head(tensors: SafetensorsCheckpoint) -> bool:

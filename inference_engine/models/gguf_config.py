@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from inference_engine.errors import ModelError
+from inference_engine.models.file_keys import ARCHITECTURE_KEYS, HONOURED, in_a_line, unlisted_in_gguf
 from inference_engine.models.gguf_header import GgufHeader
 
 _DEFAULT_THETA = 10_000.0
@@ -32,6 +33,12 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
             f"{header.path}: general.architecture is {architecture!r}, which cannot be served from GGUF; "
             f"{', '.join(_FAMILIES)} can, others from a folder of safetensors"
         )
+    if (kind := header.text("general.type")) not in (None, "model"):
+        raise ModelError(f"{header.path}: general.type is {kind!r}, and not 'model'; name the file of a whole model")
+    if header.values.get(f"{architecture}.attention.causal", True) is not True:
+        raise ModelError(
+            f"{header.path}: {architecture}.attention.causal is false; tokens that attend to later ones are not served"
+        )
     keys = _Keys(header, architecture)
     keys.config = _common(keys)
     config = {**keys.config, **_FAMILIES[architecture](keys)}
@@ -40,7 +47,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
     """What a file says that llama.cpp would read otherwise, or that its tensors contradict; for the log."""
-    architecture, notes = header.text("general.architecture"), []
+    architecture, notes = header.text("general.architecture") or "", []
     window = header.values.get(f"{architecture}.attention.sliding_window")
     if architecture == "llama" and window:
         notes.append(
@@ -50,6 +57,8 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
     rows, said = header.tensors["token_embd.weight"].shape[0], header.values.get(f"{architecture}.vocab_size")
     if said is not None and said != rows:
         notes.append(f"token_embd.weight has {rows} rows, which is the vocabulary; {architecture}.vocab_size is {said}")
+    if unknown := unlisted_in_gguf([*header.values, *header.string_arrays], architecture):
+        notes.append(f"keys that are not known, and are not read: {in_a_line(unknown)}")
     return tuple(notes)
 
 
@@ -85,6 +94,7 @@ class _Keys:
         return self.header.text(self.key(name))
 
     def key(self, name: str) -> str:
+        assert ARCHITECTURE_KEYS[name][0] == HONOURED, "what is read is in the table of keys"
         return f"{self.architecture}.{name}"
 
     def has(self, tensor: str) -> bool:
@@ -145,13 +155,12 @@ def _rotation(keys: _Keys, head_dim: int) -> dict[str, Any]:
     theta = keys.real("rope.freq_base", _DEFAULT_THETA)
     kind = keys.text("rope.scaling.type") or "linear"  # llama.cpp's default, which a factor alone has
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear"))
-    known = {keys.key(f"rope.scaling.{name}") for name in ("type", "factor", "original_context_length", "finetuned")}
-    if other := sorted(
-        key for key in keys.header.values if key.startswith(keys.key("rope.scaling.")) and key not in known
-    ):
+    start = f"{keys.architecture}."
+    own = [key.removeprefix(start) for key in keys.header.values if key.startswith(f"{start}rope.scaling.")]
+    if other := sorted(name for name in own if name not in ARCHITECTURE_KEYS):
         raise ModelError(
-            f"{keys.header.path}: {other[0]}: rotation scaled in this way cannot be served from GGUF; a folder of "
-            "safetensors can"
+            f"{keys.header.path}: {start}{other[0]}: rotation scaled in this way cannot be served from GGUF; a folder "
+            "of safetensors can"
         )
     is_scaled = kind != "none" and factor not in (None, 0.0, 1.0)
     if keys.has("rope_freqs.weight"):

@@ -25,67 +25,8 @@ from typing import Any
 import numpy as np
 
 from inference_engine.errors import ModelError
+from inference_engine.models.file_keys import REFUSED, TOKENIZER_KEYS
 from inference_engine.models.gguf_header import GgufHeader
-
-_ID = "this token of the tokenizer has this id; absent or 2³²−1 means none"
-_END = f"{_ID}; it ends a turn"
-_FILL = "no token is filled in between a prefix and a suffix"
-_NO_UNIGRAM = "of Unigram tokenizers, which are refused by `tokenizer.ggml.model`"
-_NO_WORDPIECE = "of WordPiece tokenizers, which are refused by `tokenizer.ggml.model`"
-
-HONOURED, REFUSED, NO_EFFECT = "honoured", "refused", "no effect"
-
-# What becomes of each key `tokenizer.*` of a header: how it is treated, and a sentence for the page of keys
-# (docs/reference/model_files.md). A header with any other key `tokenizer.ggml.*` is refused, by name.
-TOKENIZER_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "tokenizer.ggml.model": (HONOURED, "`gpt2` (byte-level BPE) or `llama` (SentencePiece); others are refused"),
-        "tokenizer.ggml.pre": (HONOURED, "how byte-level BPE splits text before merges; a name not known is refused"),
-        "tokenizer.ggml.tokens": (HONOURED, "the texts; two equal ones are refused, an empty one is `[EMPTY_<id>]`"),
-        "tokenizer.ggml.token_type": (HONOURED, "normal, unknown, control, user defined, unused, byte; absent: normal"),
-        "tokenizer.ggml.scores": (HONOURED, "the order of merges of SentencePiece, but for Gemma's, where ids are"),
-        "tokenizer.ggml.merges": (HONOURED, "the merges in their order; of SentencePiece, absent: by scores"),
-        "tokenizer.ggml.bos_token_id": (HONOURED, f"{_ID}, but for SentencePiece 1"),
-        "tokenizer.ggml.eos_token_id": (HONOURED, f"{_END}, but for SentencePiece 2"),
-        "tokenizer.ggml.eot_token_id": (HONOURED, f"{_END}; absent, the chat template's end of a turn does"),
-        "tokenizer.ggml.eom_token_id": (HONOURED, _END),
-        "tokenizer.ggml.unknown_token_id": (HONOURED, f"{_ID}, but for SentencePiece 0"),
-        "tokenizer.ggml.padding_token_id": (HONOURED, _ID),
-        "tokenizer.ggml.seperator_token_id": (HONOURED, _ID),
-        "tokenizer.ggml.cls_token_id": (HONOURED, _ID),
-        "tokenizer.ggml.mask_token_id": (HONOURED, _ID),
-        "tokenizer.ggml.fim_pre_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_suf_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_mid_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_pad_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_rep_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_sep_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.prefix_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.suffix_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.middle_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.add_bos_token": (
-            HONOURED,
-            "bos before a text that is no chat; absent: true for SentencePiece, Llama 3 and Tekken, else false",
-        ),
-        "tokenizer.ggml.add_eos_token": (HONOURED, "eos after a text that is no chat; absent: false"),
-        "tokenizer.ggml.add_sep_token": (NO_EFFECT, "between two texts, and one at a time is encoded"),
-        "tokenizer.ggml.add_space_prefix": (
-            HONOURED,
-            "SentencePiece's space before a text and after every special token; absent: true. No effect on BPE",
-        ),
-        "tokenizer.ggml.remove_extra_whitespaces": (NO_EFFECT, _NO_UNIGRAM),
-        "tokenizer.ggml.precompiled_charsmap": (NO_EFFECT, _NO_UNIGRAM),
-        "tokenizer.ggml.normalizer.lowercase": (NO_EFFECT, _NO_WORDPIECE),
-        "tokenizer.ggml.normalizer.strip_accents": (NO_EFFECT, _NO_WORDPIECE),
-        "tokenizer.ggml.token_type_count": (NO_EFFECT, _NO_WORDPIECE),
-        "tokenizer.ggml.suppress_tokens": (REFUSED, "ids that are never sampled; a model has no such list here"),
-        "tokenizer.chat_template": (HONOURED, "the chat template"),
-        "tokenizer.chat_template.NAME": (HONOURED, "a chat template of this name; letters, digits, `_` and `-`"),
-        "tokenizer.chat_templates": (NO_EFFECT, "the names of the former"),
-        "tokenizer.huggingface.json": (NO_EFFECT, "what the other keys say, once more"),
-        "tokenizer.rwkv.world": (NO_EFFECT, "of RWKV, which is refused by `general.architecture`"),
-    }
-)
 
 # Ways to split text of byte-level tokenizers, by llama.cpp's names, that transformers' reader does not tell apart.
 # Those of the second kind take every digit alone, then split as the first do.

@@ -8,6 +8,7 @@ folder runs. No tokenizer is loaded: the runtime never sees text.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import tempfile
@@ -212,17 +213,34 @@ def read_config(found: FoundModel) -> PretrainedConfig:
     return config
 
 
-def remarks(found: FoundModel) -> tuple[str, ...]:
-    """What an operator should know of a model's files, for the log: what is ignored, and what contradicts what."""
+def log_remarks(found: FoundModel) -> None:
+    """What an operator should know of a model's files that are about to be served."""
     ignored = describe_ignored(found.ignored)
-    return (*([ignored] if ignored else []), *contradictions(found))
+    for line in (*([ignored] if ignored else []), *remarks(found)):
+        logger.info("%s: %s", found.model_id, line)
 
 
-def contradictions(found: FoundModel) -> tuple[str, ...]:
-    """What was decided where a model's files say one thing here and another there."""
+def remarks(found: FoundModel) -> tuple[str, ...]:
+    """What its files say one way here and another there, and what was decided; keys that are not known."""
     from inference_engine.models.configuration import configuration_of
 
-    return configuration_of(found.stored if found.only_gguf else found.folder).notes
+    return (*configuration_of(found.stored if found.only_gguf else found.folder).notes, *_without_field(found))
+
+
+def _without_field(found: FoundModel) -> tuple[str, ...]:
+    """Names keys that are no field of transformers' class, of families that have no table of their own."""
+    from inference_engine.models.configuration import configuration_of
+    from inference_engine.models.file_keys import CONFIG_KEYS, in_a_line, unlisted
+    from inference_engine.models.step_list import FAMILIES
+
+    if found.only_gguf or (content := configuration_of(found.folder).content)["model_type"] in FAMILIES:
+        return ()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[content["model_type"]]
+    known = {*CONFIG_KEYS, *inspect.signature(kind).parameters, *kind.attribute_map, *kind.sub_configs}
+    unknown = unlisted(content, dict.fromkeys(known, ("", "")))
+    return (f"{CONFIG}: keys that are not known: {in_a_line(unknown)}",) if unknown else ()
 
 
 def sizes(config: PretrainedConfig, folder: Path) -> tuple[int, int]:
@@ -270,8 +288,7 @@ def load_model(
 
     _check_device(device)
     library_logging.disable_progress_bar()
-    for line in remarks(checked):
-        logger.info("%s: %s", checked.model_id, line)
+    log_remarks(checked)
     if checked.only_gguf or is_grouped:
         from inference_engine.models.open_checkpoint import open_checkpoint
         from inference_engine.models.unpacked import load_unpacked

@@ -75,6 +75,8 @@ def _fbgemm(_found: Mapping[str, Any]) -> Layout:
 
 
 def _compressed(found: Mapping[str, Any]) -> Layout:
+    if found.get("transform_config"):
+        raise _unread("compressed-tensors with a transform_config, which rotates what a matrix is multiplied with")
     groups, sparsity = found.get("config_groups"), found.get("sparsity_config") or {"format": "dense"}
     parts = list(groups.values()) if isinstance(groups, dict) else []
     weights = [one["weights"] for one in parts if isinstance(one, dict) and isinstance(one.get("weights"), dict)]

@@ -27,7 +27,7 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 # What these families do in a layer is in the list below; whether the list is right is for the twin to say.
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "qwen3_moe")
 _GEMMA = ("gemma2", "gemma3_text")
 _LANES = 16  # numbers that a kernel takes at once
 
@@ -242,7 +242,7 @@ def step_list(
 
 def check_family(config: PretrainedConfig | TextConfig) -> None:
     """Raise NoStepListError if there is no list for models of this kind. config: of the text model."""
-    if config.model_type not in _FAMILIES:
+    if config.model_type not in FAMILIES:
         raise NoStepListError(f"there is no list of operations for the model type {config.model_type!r}")
     heads = getattr(config, "num_attention_heads", None)
     dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)

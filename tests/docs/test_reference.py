@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import pytest
 from prometheus_client import generate_latest
@@ -16,12 +16,13 @@ import kakeya.tokenization
 from inference_engine.cli.main import parser
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.metrics import EngineMetrics
+from inference_engine.models import file_keys
 from inference_engine.server.status import CODES
 from kakeya._status import _BY_REASON
 from kakeya.v1 import runtime_pb2
 from laboratory.commands import evaluate
 from scripts import generate_reference
-from scripts.reference import command_line, errors, metrics, python_sdk, settings, wire
+from scripts.reference import command_line, errors, metrics, model_files, python_sdk, settings, wire
 
 
 def test_every_metric_that_is_exposed_is_on_the_page() -> None:
@@ -64,6 +65,14 @@ def test_every_rpc_message_field_and_value_of_the_contract_is_on_the_page() -> N
 def test_comments_of_the_contract_are_on_the_page() -> None:
     assert "| `Generate` | [GenerateRequest](#generaterequest) | a stream of" in wire.render()
     assert "Absent or 0: greedy." in wire.render()
+
+
+@pytest.mark.parametrize("keys", [value for value in vars(file_keys).values() if isinstance(value, MappingProxyType)])
+def test_every_key_of_a_models_files_is_on_the_page_with_what_becomes_of_it(keys: file_keys.Keys) -> None:
+    page = model_files.render()
+    assert keys
+    for key, (effect, _) in keys.items():
+        assert f"| `{key}` | {effect} |" in page
 
 
 def test_every_reason_is_on_the_page_with_its_status() -> None:

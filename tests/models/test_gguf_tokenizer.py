@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from inference_engine.errors import ModelError
 from inference_engine.models import tokenizer_folder
+from inference_engine.models.file_keys import REFUSED, TOKENIZER_KEYS
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.gguf_model import make_tokenizer
-from inference_engine.models.gguf_tokenizer import REFUSED, TOKENIZER_KEYS, check_made_tokenizer
+from inference_engine.models.gguf_tokenizer import check_made_tokenizer
 from kakeya.tokenization import end_of_turn_ids, tokens_for_chat
 from tests.further import further_test
 from tests.models.tiny_folder import byte_tokens

@@ -65,7 +65,7 @@ def test_show_says_what_its_files_contradict(tmp_path: Path, cache: Path, capsys
     ODD["tied, another head"].make(tmp_path / "model")
     assert kakeya_models("show", str(tmp_path / "model"), "--cache-dir", str(cache)) == 0
     printed = capsys.readouterr().out
-    assert "decided" in printed and "lm_head.weight is another matrix than" in printed
+    assert "remarks" in printed and "lm_head.weight is another matrix than" in printed
 
 
 def test_show_verifies_when_asked(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

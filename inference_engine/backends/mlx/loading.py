@@ -16,7 +16,7 @@ from inference_engine.backends.native.loading import check_fits, text_names
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig, multiply_float32_in_full
 from inference_engine.errors import NotOnMlx
-from inference_engine.models import CheckedFolder, check_model, remarks
+from inference_engine.models import CheckedFolder, check_model, log_remarks
 from inference_engine.models.folder import grouping_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.step_list import NoStepListError
@@ -59,8 +59,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         numerics=f"{bits}{kind()}{', kernels of our own' if uses_metal else ''}",
         refused_strategies=admitted.refused,
     )
-    for line in remarks(checked):
-        logger.info("%s: %s", checked.model_id, line)
+    log_remarks(checked)
     logger.debug("%s runs on %s: %d MiB of weights", checked.model_id, describe(), program.weight_bytes >> 20)
     return MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)
 

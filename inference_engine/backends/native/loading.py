@@ -14,7 +14,7 @@ from inference_engine.backends.native.program import Program, packed_format
 from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
-from inference_engine.models import CheckedFolder, check_model, remarks
+from inference_engine.models import CheckedFolder, check_model, log_remarks
 from inference_engine.models.checkpoint import Checkpoint, text_name
 from inference_engine.models.folder import layout_of
 from inference_engine.models.open_checkpoint import open_checkpoint
@@ -81,8 +81,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         refused_strategies=admitted.refused,
     )
     checkpoint.warn_of_unpacking("native", "float32", 4)
-    for line in remarks(checked):
-        logger.info("%s: %s", checked.model_id, line)
+    log_remarks(checked)
     logger.debug(
         "%s runs natively: %s, %s, weights %s",
         checked.model_id,

@@ -1,0 +1,268 @@
+"""The keys of model files, and what becomes of each: honoured, refused by name, or without effect.
+
+What reads a key asks these tables for it, so a key that is read is in them. A key that a file has and they have not is
+named in the log of a start, by `kakeya doctor` and `kakeya models show`. docs/reference/model_files.md is made of them.
+
+A key that is absent has the default of the format's reference reader: llama.cpp for GGUF, transformers for folders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+HONOURED, REFUSED, NO_EFFECT = "honoured", "refused", "no effect"
+Keys = Mapping[str, tuple[str, str]]  # what becomes of it, and how
+
+_MOST_NAMED = 6
+_TRAINING = "training"
+_DECIDED = "the tensors decide"
+_ABOUT = "about the file"
+_DEFAULTS_OF_SAMPLING = "sampling is what a request says"
+
+
+def _keys(*rows: tuple[str, str, str]) -> Keys:
+    """Rows of names, separated by blanks, what becomes of them, and how."""
+    return MappingProxyType({name: (effect, how) for names, effect, how in rows for name in names.split()})
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+GGUF_KEYS = _keys(
+    (
+        "general.architecture",
+        HONOURED,
+        "`llama`, `qwen2`, `qwen3`, `qwen3moe`, `gemma2` or `gemma3`; others are refused",
+    ),
+    ("general.alignment", HONOURED, "where tensors begin; absent: 32"),
+    ("general.type", REFUSED, "adapters, projectors and matrices of importance; absent or `model` is a model"),
+    ("split.no split.count", HONOURED, "compared with the names of the files; absent: one file"),
+    ("split.tensors.count", HONOURED, "compared with the tensors of all files"),
+    ("general.quantization_version general.file_type", NO_EFFECT, "each tensor has its own type"),
+    ("general.sampling.*", NO_EFFECT, _DEFAULTS_OF_SAMPLING),
+    ("general.*", NO_EFFECT, "names, authors, licences and sources"),
+    ("quantize.imatrix.*", NO_EFFECT, _ABOUT),
+)
+
+# Below the name of the architecture.
+ARCHITECTURE_KEYS = _keys(
+    ("context_length", HONOURED, "the trained positions; required"),
+    ("embedding_length block_count feed_forward_length", HONOURED, "sizes, which the tensors must have; required"),
+    ("attention.head_count", HONOURED, "query heads; required"),
+    ("attention.head_count_kv", HONOURED, "KV heads; absent: as many as query heads"),
+    ("attention.key_length", HONOURED, "numbers of a head; absent: `embedding_length` by heads"),
+    ("attention.value_length", HONOURED, "must equal the former, which is its default"),
+    ("attention.layer_norm_rms_epsilon", HONOURED, "required"),
+    ("rope.dimension_count", HONOURED, "must be all numbers of a head, which is its default"),
+    ("rope.freq_base", HONOURED, "absent: 10,000"),
+    ("rope.freq_base_swa", HONOURED, "`gemma3`: of layers with a window; absent: 10,000"),
+    ("rope.scaling.type", HONOURED, "`none`, `linear` or `yarn`; absent: `linear`, if there is a factor"),
+    ("rope.scaling.factor", HONOURED, "absent or 0: 1"),
+    ("rope.scale_linear", HONOURED, "the old name, read where the former is not there"),
+    ("rope.scaling.original_context_length", HONOURED, "of YaRN; absent: `context_length`"),
+    ("rope.scaling.*", REFUSED, "other scalings of the rotation"),
+    (
+        "attention.sliding_window",
+        HONOURED,
+        "`gemma2`: absent 4,096; `gemma3`: absent or 0: none; `llama`: a Mistral model, where llama.cpp ignores it",
+    ),
+    ("attention.sliding_window_pattern", HONOURED, "`gemma2`: absent 2; `gemma3`: absent 6, or a value for each layer"),
+    ("attn_logit_softcapping", HONOURED, "`gemma2`: absent 50; `gemma3`: absent none"),
+    ("final_logit_softcapping", HONOURED, "`gemma2`: absent 30; `gemma3`: absent none"),
+    ("expert_count", HONOURED, "`qwen3moe`: required; `llama`: refused"),
+    ("expert_used_count expert_feed_forward_length", HONOURED, "`qwen3moe`: required"),
+    ("attention.causal", REFUSED, "false: attention to later tokens; absent: true"),
+    ("rope.scaling.finetuned", NO_EFFECT, _TRAINING),
+    ("vocab_size", NO_EFFECT, "the rows of the embedding decide"),
+    ("tensor_data_layout", NO_EFFECT, "llama.cpp's own note of its converter"),
+    ("pooling_type", NO_EFFECT, "for embeddings of texts"),
+    ("expert_weights_norm expert_weights_scale expert_gating_func", NO_EFFECT, "llama.cpp reads it for other models"),
+)
+
+_ID = "this token of the tokenizer has this id; absent or 2³²−1 means none"
+_END = f"{_ID}; it ends a turn"
+_FILL = "no token is filled in between a prefix and a suffix"
+_NO_UNIGRAM = "of Unigram tokenizers, which are refused by `tokenizer.ggml.model`"
+_NO_WORDPIECE = "of WordPiece tokenizers, which are refused by `tokenizer.ggml.model`"
+# A tokenizer is not made of a header with any other key `tokenizer.ggml.*`; it is refused, by name.
+TOKENIZER_KEYS: Keys = MappingProxyType(
+    {
+        "tokenizer.ggml.model": (HONOURED, "`gpt2` (byte-level BPE) or `llama` (SentencePiece); others are refused"),
+        "tokenizer.ggml.pre": (HONOURED, "how byte-level BPE splits text before merges; a name not known is refused"),
+        "tokenizer.ggml.tokens": (HONOURED, "the texts; two equal ones are refused, an empty one is `[EMPTY_<id>]`"),
+        "tokenizer.ggml.token_type": (HONOURED, "normal, unknown, control, user defined, unused, byte; absent: normal"),
+        "tokenizer.ggml.scores": (HONOURED, "the order of merges of SentencePiece, but for Gemma's, where ids are"),
+        "tokenizer.ggml.merges": (HONOURED, "the merges in their order; of SentencePiece, absent: by scores"),
+        "tokenizer.ggml.bos_token_id": (HONOURED, f"{_ID}, but for SentencePiece 1"),
+        "tokenizer.ggml.eos_token_id": (HONOURED, f"{_END}, but for SentencePiece 2"),
+        "tokenizer.ggml.eot_token_id": (HONOURED, f"{_END}; absent, the chat template's end of a turn does"),
+        "tokenizer.ggml.eom_token_id": (HONOURED, _END),
+        "tokenizer.ggml.unknown_token_id": (HONOURED, f"{_ID}, but for SentencePiece 0"),
+        "tokenizer.ggml.padding_token_id": (HONOURED, _ID),
+        "tokenizer.ggml.seperator_token_id": (HONOURED, _ID),
+        "tokenizer.ggml.cls_token_id": (HONOURED, _ID),
+        "tokenizer.ggml.mask_token_id": (HONOURED, _ID),
+        "tokenizer.ggml.fim_pre_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.fim_suf_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.fim_mid_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.fim_pad_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.fim_rep_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.fim_sep_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.prefix_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.suffix_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.middle_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.add_bos_token": (
+            HONOURED,
+            "bos before a text that is no chat; absent: true for SentencePiece, Llama 3 and Tekken, else false",
+        ),
+        "tokenizer.ggml.add_eos_token": (HONOURED, "eos after a text that is no chat; absent: false"),
+        "tokenizer.ggml.add_sep_token": (NO_EFFECT, "between two texts, and one at a time is encoded"),
+        "tokenizer.ggml.add_space_prefix": (
+            HONOURED,
+            "SentencePiece's space before a text and after every special token; absent: true. No effect on BPE",
+        ),
+        "tokenizer.ggml.remove_extra_whitespaces": (NO_EFFECT, _NO_UNIGRAM),
+        "tokenizer.ggml.precompiled_charsmap": (NO_EFFECT, _NO_UNIGRAM),
+        "tokenizer.ggml.normalizer.lowercase": (NO_EFFECT, _NO_WORDPIECE),
+        "tokenizer.ggml.normalizer.strip_accents": (NO_EFFECT, _NO_WORDPIECE),
+        "tokenizer.ggml.token_type_count": (NO_EFFECT, _NO_WORDPIECE),
+        "tokenizer.ggml.suppress_tokens": (REFUSED, "ids that are never sampled; a model has no such list here"),
+        "tokenizer.chat_template": (HONOURED, "the chat template"),
+        "tokenizer.chat_template.NAME": (HONOURED, "a chat template of this name; letters, digits, `_` and `-`"),
+        "tokenizer.chat_templates": (NO_EFFECT, "the names of the former"),
+        "tokenizer.huggingface.json": (NO_EFFECT, "what the other keys say, once more"),
+        "tokenizer.rwkv.world": (NO_EFFECT, "of RWKV, which is refused by `general.architecture`"),
+    }
+)
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+_ROPE = "the rotation; absent: the default of the class"
+CONFIG_KEYS = _keys(
+    ("model_type", HONOURED, "the class of transformers; required"),
+    ("text_config", HONOURED, "the text model of one that sees, too"),
+    ("vocab_size hidden_size intermediate_size num_hidden_layers", HONOURED, "sizes, which the tensors must have"),
+    ("num_attention_heads num_key_value_heads head_dim", HONOURED, "sizes, which the tensors must have"),
+    ("num_local_experts", HONOURED, "mixtures of experts"),
+    ("num_experts", HONOURED, "the old name, read where the former is not there"),
+    ("num_experts_per_tok moe_intermediate_size norm_topk_prob", HONOURED, "mixtures of experts"),
+    ("decoder_sparse_step mlp_only_layers", HONOURED, "which layers have experts"),
+    ("hidden_act hidden_activation", HONOURED, "the activation of the feed-forward layers"),
+    ("rms_norm_eps", HONOURED, "of every norm"),
+    ("max_position_embeddings", HONOURED, "the trained positions"),
+    ("rope_parameters", HONOURED, f"{_ROPE}; `longrope` and `dynamic` are refused"),
+    ("rope_theta rope_scaling", HONOURED, "the old names, read where `rope_parameters` does not say it"),
+    ("sliding_window use_sliding_window max_window_layers layer_types", HONOURED, "windows of layers"),
+    ("no_rope_layers no_rope_layer_interval", HONOURED, "layers without rotation"),
+    ("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar", HONOURED, "of Gemma"),
+    ("attention_bias mlp_bias", HONOURED, "biases, which the tensors must have"),
+    ("tie_word_embeddings", HONOURED, "another head in the file is used all the same, and the log says so"),
+    ("eos_token_id", HONOURED, "one end of a turn, or several"),
+    ("quantization_config", HONOURED, "see below"),
+    (
+        "quantization",
+        HONOURED,
+        "MLX's layout: `bits` and `group_size` of all matrices and of single ones; `mode` affine",
+    ),
+    ("use_bidirectional_attention", REFUSED, "attention to later tokens"),
+    ("is_encoder_decoder", REFUSED, "an encoder beside a decoder"),
+    ("compression_config", REFUSED, "other quantised checkpoints"),
+    ("transformers_weights", REFUSED, "weights under another name"),
+    ("configuration_files", REFUSED, "other configurations"),
+    ("architectures", NO_EFFECT, "but where transformers has several classes of that type that generate text"),
+    ("auto_map", NO_EFFECT, "code of the folder is never run; below another key it is refused"),
+    ("attn_implementation _attn_implementation experts_implementation", NO_EFFECT, "attention is the runtime's own"),
+    ("dtype torch_dtype", NO_EFFECT, "each tensor has its own type"),
+    ("bos_token_id pad_token_id", NO_EFFECT, "the tokenizer's, which clients have"),
+    ("attention_dropout initializer_range output_router_logits router_aux_loss_coef", NO_EFFECT, _TRAINING),
+    ("pretraining_tp", NO_EFFECT, _TRAINING),
+    ("use_cache cache_implementation", NO_EFFECT, "K and V are the runtime's own"),
+    ("chunk_size_feed_forward output_hidden_states output_attentions return_dict", NO_EFFECT, "of transformers' calls"),
+    ("id2label label2id problem_type", NO_EFFECT, "of other kinds of models"),
+    ("transformers_version _name_or_path name_or_path", NO_EFFECT, _ABOUT),
+)
+
+# In `rope_parameters` or `rope_scaling`, once or for each kind of layer.
+ROPE_KEYS = _keys(
+    ("rope_type", HONOURED, "`default`, `linear`, `yarn` or `llama3`"),
+    ("type", HONOURED, "the old name of the former"),
+    ("rope_theta", HONOURED, "absent: the default of the class"),
+    ("factor", HONOURED, "of all but `default`"),
+    ("original_max_position_embeddings", HONOURED, "of `yarn` and `llama3`; absent: `max_position_embeddings`"),
+    ("attention_factor beta_fast beta_slow mscale mscale_all_dim truncate", HONOURED, "of `yarn`"),
+    ("low_freq_factor high_freq_factor", HONOURED, "of `llama3`"),
+    ("short_factor long_factor", REFUSED, "of `longrope`"),
+    ("full_attention sliding_attention", HONOURED, "these keys again, for layers of a kind"),
+    ("finetuned", NO_EFFECT, _TRAINING),
+)
+
+QUANTIZATION_KEYS = _keys(
+    ("quant_method", HONOURED, "`fp8`, `fbgemm_fp8`, `compressed-tensors`, `gptq` or `awq`; others are refused"),
+    ("bits w_bit", HONOURED, "4"),
+    ("group_size q_group_size", HONOURED, "32, 64, 128, or -1: all inputs"),
+    ("checkpoint_format", HONOURED, "GPTQ: `gptq` or `gptq_v2`; absent: `gptq`"),
+    ("version", HONOURED, "AWQ: `gemm`"),
+    ("fmt", HONOURED, "fp8: `e4m3`"),
+    ("weight_block_size", HONOURED, "fp8: of one scale; absent: an output, or the matrix"),
+    ("format config_groups", HONOURED, "compressed-tensors: one group of `float-quantized` matrices"),
+    ("dynamic", REFUSED, "GPTQ: settings of their own for some matrices"),
+    ("sparsity_config", REFUSED, "compressed-tensors: other formats than `dense`"),
+    ("transform_config", REFUSED, "compressed-tensors: matrices that are rotated"),
+    ("desc_act", HONOURED, "GPTQ: `g_idx` decides; inputs in another order than that of groups are refused"),
+    ("modules_to_not_convert modules_to_convert ignore ignored_layers lm_head", NO_EFFECT, _DECIDED),
+    ("zero_point sym", NO_EFFECT, _DECIDED),
+    (
+        "activation_scheme activation_scale_ub kv_cache_scheme",
+        NO_EFFECT,
+        "neither activations nor K and V are quantised",
+    ),
+    ("static_groups true_sequential damp_percent damp_auto_increment mse", NO_EFFECT, "of what quantised it"),
+    ("dataset tokenizer batch_size model_seqlen block_name_to_quantize", NO_EFFECT, "of what quantised it"),
+    ("module_name_preceding_first_block modules_in_block_to_quantize", NO_EFFECT, "of what quantised it"),
+    ("quantizer meta pack_dtype quantization_status global_compression_ratio", NO_EFFECT, "of what quantised it"),
+    ("model_name_or_path model_file_base_name", NO_EFFECT, _ABOUT),
+    ("use_cuda_fp16 use_exllama exllama_config max_input_length cache_block_outputs", NO_EFFECT, "of other runtimes"),
+    ("backend do_fuse fuse_max_seq_len modules_to_fuse pad_token_id", NO_EFFECT, "of other runtimes"),
+)
+
+INDEX_KEYS = _keys(
+    ("weight_map", HONOURED, "names the shards; which of them has a tensor, the shards say"),
+    ("metadata", NO_EFFECT, "a `total_size` that the shards do not have is named in the log"),
+)
+
+GENERATION_KEYS = _keys(
+    ("eos_token_id", HONOURED, "one end of a turn, or several, with those of the other files"),
+    ("*", NO_EFFECT, f"{_DEFAULTS_OF_SAMPLING}; ids of other tokens are the tokenizer's"),
+)
+
+TOKENIZER_CONFIG_KEYS = _keys(
+    ("bos_token eos_token eot_token eom_token pad_token", HONOURED, "ids that are compared with the model's rows"),
+    ("auto_map", NO_EFFECT, "code of the folder is never run"),
+    ("model_max_length", NO_EFFECT, "the length of a session is the model's"),
+    ("*", HONOURED, "by transformers' class of tokenizers, for clients with text; the runtime has ids"),
+)
+
+
+def unlisted(given: Iterable[str], keys: Keys) -> list[str]:
+    """Those of `given` that a table lacks, sorted. A key of it that ends with `*` stands for all that begin like it."""
+    starts = tuple(key.removesuffix("*") for key in keys if key.endswith("*"))
+    return sorted(key for key in given if key not in keys and not (starts and key.startswith(starts)))
+
+
+def in_a_line(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def unlisted_in_gguf(given: Iterable[str], architecture: str) -> list[str]:
+    """Keys of a header that neither the tables here nor that of the tokenizer has."""
+    own = f"{architecture}."
+    names = [key for key in given if key not in TOKENIZER_KEYS and not _TEMPLATE.fullmatch(key)]
+    below = unlisted((key.removeprefix(own) for key in names if key.startswith(own)), ARCHITECTURE_KEYS)
+    return [*unlisted((key for key in names if not key.startswith(own)), GGUF_KEYS), *(own + key for key in below)]
+
+
+_TEMPLATE = re.compile(r"tokenizer\.chat_template\.[\w-]+", re.ASCII)

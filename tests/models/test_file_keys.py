@@ -1,0 +1,353 @@
+"""Every key of a model's files does what its table says: honoured, it changes the model or is refused; else nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from inference_engine.errors import ModelError
+from inference_engine.models import check_model, find_model, load_model, read_config, remarks, sizes
+from inference_engine.models.file_keys import (
+    ARCHITECTURE_KEYS,
+    CONFIG_KEYS,
+    GENERATION_KEYS,
+    GGUF_KEYS,
+    HONOURED,
+    INDEX_KEYS,
+    NO_EFFECT,
+    QUANTIZATION_KEYS,
+    REFUSED,
+    ROPE_KEYS,
+    Keys,
+    unlisted,
+)
+from inference_engine.models.quantised_layout import layout_in
+from inference_engine.models.seam import check_config
+from inference_engine.models.step_list import FAMILIES
+from inference_engine.models.tokenizer_ids import file_end_ids
+from tests.models.odd_models import configured, in_gptq_order, saved, sharded
+from tests.models.test_quantised_checkpoints import AWQ, BLOCKS, COMPRESSED, GPTQ
+from tests.models.tiny_folder import logits
+from tests.models.tiny_gguf import tiny_model, write_gguf
+
+Changes = Mapping[str, Any]
+
+
+def outcome(path: Path, cache: Path) -> tuple[Any, ...] | str:
+    """What a model is: its logits, its trained positions, the ends of its turns; or what refuses it."""
+    try:
+        checked = check_model(str(path), cache=cache)
+        check_config(read_config(checked).get_text_config())  # as admission does
+        model = load_model(str(path), cache=cache)
+        ends = file_end_ids(checked, None if checked.only_gguf else checked.folder)
+        return logits(model.model).tolist(), sizes(read_config(checked), checked.folder), ends
+    except ModelError as error:
+        return str(error)
+
+
+def effects(keys: Keys, *which: str) -> Iterator[str]:
+    return (name for name, (effect, _) in keys.items() if effect in which)
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+_WINDOW = {"attention.sliding_window": 3}
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+# By key: of which family, what else the file has, and another value of the key.
+ARCHITECTURE_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
+    "context_length": ("llama", {}, 64),
+    "embedding_length": ("llama", {}, 32),
+    "block_count": ("llama", {}, 1),
+    "feed_forward_length": ("llama", {}, 64),
+    "attention.head_count": ("llama", {}, 2),
+    "attention.head_count_kv": ("llama", {}, 4),
+    "attention.key_length": ("llama", {}, 8),
+    "attention.value_length": ("llama", {}, 8),
+    "attention.layer_norm_rms_epsilon": ("llama", {}, 0.1),
+    "attention.sliding_window": ("llama", {}, 3),
+    "attention.causal": ("llama", {}, False),
+    "rope.dimension_count": ("llama", {}, 8),
+    "rope.freq_base": ("llama", {}, 100.0),
+    "rope.freq_base_swa": ("gemma3", {}, 100.0),
+    "rope.scaling.type": ("llama", {"rope.scaling.factor": 4.0}, "none"),
+    "rope.scaling.factor": ("llama", {}, 4.0),
+    "rope.scale_linear": ("llama", {}, 4.0),
+    "rope.scaling.original_context_length": ("llama", _YARN, 16),
+    "rope.scaling.*": ("llama", {}, 2.0),
+    "attention.sliding_window_pattern": ("gemma2", _WINDOW, 1),
+    "attn_logit_softcapping": ("gemma2", {}, 0.1),
+    "final_logit_softcapping": ("gemma2", {}, 0.1),
+    "expert_count": ("qwen3moe", {}, 5),
+    "expert_used_count": ("qwen3moe", {}, 1),
+    "expert_feed_forward_length": ("qwen3moe", {}, 16),
+}
+
+
+def gguf(path: Path, family: str, values: Changes) -> Path:
+    write_gguf(tiny_model(family), path, values={f"{family}.{name}": value for name, value in values.items()})
+    return path
+
+
+def test_every_key_of_an_architecture_changes_the_model_or_is_refused(tmp_path: Path, cache: Path) -> None:
+    assert set(ARCHITECTURE_CHANGES) == set(effects(ARCHITECTURE_KEYS, HONOURED, REFUSED))
+    plain: dict[str, Any] = {}
+    for key, (family, others, value) in ARCHITECTURE_CHANGES.items():
+        before = outcome(gguf(tmp_path / "before.gguf", family, others), cache)
+        assert not isinstance(before, str), (key, before)
+        name = key.replace("*", "attn_factor")
+        after = outcome(gguf(tmp_path / "after.gguf", family, {**others, name: value}), cache)
+        assert after != before, key
+        if ARCHITECTURE_KEYS[key][0] == REFUSED:
+            assert isinstance(after, str) and name in after
+        plain.setdefault(family, before)
+
+
+def test_keys_of_gguf_without_effect_change_nothing_and_others_are_named(tmp_path: Path, cache: Path) -> None:
+    plain = outcome(gguf(tmp_path / "plain.gguf", "llama", {}), cache)
+    odd = tmp_path / "odd.gguf"
+    values = {f"llama.{name}": 7 for name in effects(ARCHITECTURE_KEYS, NO_EFFECT)}
+    values |= {name.replace("*", "odd"): 7 for name in effects(GGUF_KEYS, NO_EFFECT)}
+    write_gguf(tiny_model("llama"), odd, values=values)
+    assert outcome(odd, cache) == plain
+    assert not any("not known" in line for line in remarks(find_model(str(odd), cache=cache)))
+
+    write_gguf(tiny_model("llama"), odd, values={"llama.of_tomorrow": 1, "tomorrow": 2, "llama.rope.of_tomorrow": "x"})
+    assert outcome(odd, cache) == plain
+    said = "keys that are not known, and are not read: tomorrow, llama.of_tomorrow, llama.rope.of_tomorrow"
+    assert said in remarks(find_model(str(odd), cache=cache))
+
+
+def test_keys_of_a_whole_gguf_file_are_honoured_or_refused(tmp_path: Path, cache: Path) -> None:
+    for key, value, reason in (
+        ("general.architecture", "mamba", "general.architecture is 'mamba'"),
+        ("general.alignment", 64, "ends at byte|starts at|tensor"),
+        ("general.type", "adapter", "general.type is 'adapter'"),
+    ):
+        write_gguf(tiny_model("llama"), tmp_path / "odd.gguf", values={key: value})
+        said = outcome(tmp_path / "odd.gguf", cache)
+        if key != "general.alignment":  # the writer follows it
+            assert isinstance(said, str) and reason in said
+    honoured = set(effects(GGUF_KEYS, HONOURED, REFUSED))
+    assert honoured == {"general.architecture", "general.alignment", "general.type", *SPLIT_KEYS}
+
+
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")  # test_gguf_model.py changes each
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+_BARE = {"layer_types": None}
+_SLIDING = {**_BARE, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
+_OLD_ROPE = {"rope_parameters": None}
+_THETA = {"rope_type": "default", "rope_theta": 5e4}
+CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
+    "model_type": ("llama", {}, "qwen2"),
+    "vocab_size": ("llama", {}, 300),
+    "hidden_size": ("llama", {}, 32),
+    "intermediate_size": ("llama", {}, 64),
+    "num_hidden_layers": ("llama", {}, 1),
+    "num_attention_heads": ("llama", {}, 8),
+    "num_key_value_heads": ("llama", {}, 4),
+    "head_dim": ("llama", {}, 8),
+    "hidden_act": ("llama", {}, "gelu"),
+    "hidden_activation": ("gemma2", {}, "silu"),
+    "rms_norm_eps": ("llama", {}, 0.1),
+    "max_position_embeddings": ("llama", {}, 64),
+    "rope_parameters": ("llama", {}, {**_THETA, "rope_theta": 100.0}),
+    "rope_theta": ("llama", _OLD_ROPE, 100.0),
+    "rope_scaling": ("llama", _OLD_ROPE, {"type": "linear", "factor": 4.0}),
+    "sliding_window": ("gemma2", {}, 3),
+    "use_sliding_window": ("qwen2", _SLIDING, False),
+    "max_window_layers": ("qwen2", _SLIDING, 2),
+    "layer_types": ("gemma2", {"sliding_window": 3}, ["full_attention"] * 2),
+    "attn_logit_softcapping": ("gemma2", {}, 0.1),
+    "final_logit_softcapping": ("gemma2", {}, 0.1),
+    "query_pre_attn_scalar": ("gemma2", {}, 1),
+    "attention_bias": ("llama", {}, True),
+    "mlp_bias": ("llama", {}, True),
+    "tie_word_embeddings": ("llama", {}, False),
+    "eos_token_id": ("llama", {}, [1, 7]),
+    "num_local_experts": ("qwen3moe", {}, 5),
+    "num_experts": ("qwen3moe", {"num_local_experts": None, "num_experts": 4}, 5),
+    "num_experts_per_tok": ("qwen3moe", {}, 1),
+    "moe_intermediate_size": ("qwen3moe", {}, 16),
+    "norm_topk_prob": ("qwen3moe", {}, False),
+    "decoder_sparse_step": ("qwen3moe", {}, 2),
+    "mlp_only_layers": ("qwen3moe", {}, [0]),
+    "quantization_config": ("llama", {}, {"quant_method": "bitsandbytes"}),
+    "quantization": ("llama", {}, {"bits": 4, "group_size": 5}),
+    "use_bidirectional_attention": ("gemma3", {}, True),
+    "is_encoder_decoder": ("llama", {}, True),
+    "compression_config": ("llama", {}, {"format": "dense"}),
+    "transformers_weights": ("llama", {}, "other.safetensors"),
+    "configuration_files": ("llama", {}, ["config.4.0.0.json"]),
+    "no_rope_layers": ("smollm3", {}, [1, 1]),
+    "no_rope_layer_interval": ("smollm3", {"no_rope_layers": None}, 1),
+}
+
+
+def folder(path: Path, family: str, changes: Changes) -> Path:
+    if family != "smollm3":
+        saved(path, family, config=dict(changes))
+        return path
+    configured("SmolLM3", no_rope_layers=[0, 1])().save_pretrained(path)
+    edit(path, changes)
+    return path
+
+
+def edit(path: Path, changes: Changes, *, name: str = "config.json") -> None:
+    content = json.loads((path / name).read_text()) if (path / name).exists() else {}
+    left = {key: value for key, value in {**content, **changes}.items() if value is not None}
+    (path / name).write_text(json.dumps(left))
+
+
+def test_every_key_of_a_configuration_changes_the_model_or_is_refused(tmp_path: Path, cache: Path) -> None:
+    named = {"text_config"}  # of models that see, too, in tests/backends
+    assert set(CONFIG_CHANGES) == set(effects(CONFIG_KEYS, HONOURED, REFUSED)) - named
+    known: dict[str, Any] = {}
+    for key, (family, others, value) in CONFIG_CHANGES.items():
+        kept = json.dumps([family, dict(others)])
+        if kept not in known:
+            known[kept] = outcome(folder(tmp_path / f"before-{len(known)}", family, others), cache)
+        before = known[kept]
+        assert not isinstance(before, str), (key, before)
+        after = outcome(folder(tmp_path / key, family, {**others, key: value}), cache)
+        assert after != before, key
+        if CONFIG_KEYS[key][0] == REFUSED:
+            assert isinstance(after, str), key
+
+
+def test_keys_of_a_configuration_without_effect_change_nothing_and_others_are_named(
+    tmp_path: Path, cache: Path
+) -> None:
+    path = folder(tmp_path / "model", "llama", {})
+    plain = outcome(path, cache)
+    odd: dict[str, Any] = {
+        "auto_map": {"AutoConfig": "a.B"},
+        "dtype": "float16",
+        "torch_dtype": "float16",
+        "id2label": {"0": "a"},
+    }
+    odd |= {"label2id": {"a": 0}, "initializer_range": 0.5, "attention_dropout": 0.5, "problem_type": "regression"}
+    odd |= {"architectures": ["LlamaForSequenceClassification"], "cache_implementation": "static"}
+    odd |= dict.fromkeys(("_name_or_path", "name_or_path", "transformers_version"), "odd")
+    odd |= dict.fromkeys(("attn_implementation", "_attn_implementation", "experts_implementation"), "sdpa")
+    odd |= dict.fromkeys(("use_cache", "output_hidden_states", "output_attentions", "return_dict"), True)
+    for name in effects(CONFIG_KEYS, NO_EFFECT):
+        edit(path, {name: odd.get(name, 2)})
+        assert outcome(path, cache) == plain, name
+    assert remarks(find_model(str(path), cache=cache)) == ()
+    edit(path, {"of_tomorrow": 1, "rope_parameters": {**_THETA, "of_tomorrow": 2}})
+    assert outcome(path, cache) == plain
+    assert remarks(find_model(str(path), cache=cache)) == (
+        "config.json: keys that are not known: of_tomorrow",
+        "config.json: rope_parameters: keys that are not known: of_tomorrow",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_has_every_field_of_transformers_class(family: str) -> None:
+    kind: Any = CONFIG_MAPPING[family]
+    assert not unlisted([*(field.name for field in fields(kind)), *kind.attribute_map.values()], CONFIG_KEYS)
+
+
+def test_keys_of_a_rotation_change_it_or_are_refused(tmp_path: Path, cache: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    llama3 = {**yarn, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    long = {**yarn, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaled = {**yarn, "mscale": 1.0, "mscale_all_dim": 0.5}
+    changes: dict[str, tuple[Changes, Any]] = {
+        "rope_type": (yarn, "linear"),
+        "type": ({"rope_theta": 5e4, "factor": 4.0}, "linear"),
+        "rope_theta": (_THETA, 100.0),
+        "factor": (yarn, 8.0),
+        "original_max_position_embeddings": (yarn, 16),
+        "attention_factor": (yarn, 2.0),
+        "beta_fast": ({**yarn, "original_max_position_embeddings": 4096}, 3),
+        "beta_slow": ({**yarn, "original_max_position_embeddings": 4096}, 8),
+        "mscale": (scaled, 3.0),
+        "mscale_all_dim": (scaled, 3.0),
+        "truncate": (yarn, False),
+        "low_freq_factor": (llama3, 2.0),
+        "high_freq_factor": (llama3, 8.0),
+    }
+    refused = {"short_factor": long, "long_factor": long}
+    by_kind = {"full_attention", "sliding_attention"}
+    assert set(changes) | set(refused) | by_kind == set(effects(ROPE_KEYS, HONOURED, REFUSED))
+    path = folder(tmp_path / "model", "llama", {})
+    for key, (others, value) in changes.items():
+        edit(path, {"rope_parameters": dict(others)})
+        before = outcome(path, cache)
+        edit(path, {"rope_parameters": {**others, key: value}})
+        assert outcome(path, cache) != before, key
+
+
+def test_the_layout_of_quantised_matrices_is_what_its_keys_say(tmp_path: Path, cache: Path) -> None:
+    changes: dict[str, tuple[Changes, Any]] = {
+        "quant_method": (GPTQ, "awq"),
+        "bits": (GPTQ, 8),
+        "w_bit": ({**AWQ, "bits": None}, 4),
+        "group_size": (GPTQ, 64),
+        "q_group_size": ({**AWQ, "group_size": None}, 64),
+        "checkpoint_format": (GPTQ, "gptq_v2"),
+        "version": (AWQ, "gemv"),
+        "fmt": (BLOCKS, "e5m2"),
+        "weight_block_size": (BLOCKS, [24, 64]),
+        "format": (COMPRESSED, "pack-quantized"),
+        "config_groups": (COMPRESSED, {}),
+        "dynamic": (GPTQ, {"-:a": {}}),
+        "sparsity_config": (COMPRESSED, {"format": "sparse-24"}),
+        "transform_config": (COMPRESSED, {"config_groups": {"R1": {}}}),
+        "desc_act": (GPTQ, True),
+    }
+    assert set(changes) == set(effects(QUANTIZATION_KEYS, HONOURED, REFUSED))
+    for key, (others, value) in changes.items():
+        assert _layout(others) != (after := _layout({**others, key: value})), key
+        if QUANTIZATION_KEYS[key][0] == REFUSED:
+            assert isinstance(after, str)
+    in_gptq_order(path := tmp_path / "model", order=lambda own: own)
+    plain = outcome(path, cache)
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    without = dict.fromkeys(effects(QUANTIZATION_KEYS, NO_EFFECT), "odd")
+    edit(path, {"quantization_config": {**config, **without, "of_tomorrow": 1}})
+    assert outcome(path, cache) == plain
+    assert "config.json: quantization_config: keys that are not known: of_tomorrow" in remarks(
+        find_model(str(path), cache=cache)
+    )
+
+
+def _layout(found: Changes) -> str:
+    try:
+        return repr(layout_in({"quantization_config": {key: one for key, one in found.items() if one is not None}}))
+    except ModelError as error:
+        return str(error)
+
+
+def test_of_generation_only_the_ends_of_a_turn_are_the_models(tmp_path: Path, cache: Path) -> None:
+    path = folder(tmp_path / "model", "llama", {})
+    plain = outcome(path, cache)
+    keys = [name for name in GenerationConfig().to_dict() if GENERATION_KEYS.get(name, ("",))[0] != HONOURED]
+    assert not unlisted(keys, GENERATION_KEYS)
+    edit(path, {**dict.fromkeys(keys, 3), "of_tomorrow": 3}, name="generation_config.json")
+    assert outcome(path, cache) == plain
+    edit(path, {"eos_token_id": [1, 7]}, name="generation_config.json")
+    assert outcome(path, cache) != plain
+
+
+def test_of_an_index_only_the_shards_are_read(tmp_path: Path, cache: Path) -> None:
+    sharded(path := tmp_path / "model")
+    plain = outcome(path, cache)
+    assert isinstance(plain, tuple) and torch.tensor(plain[0]).isfinite().all()
+    assert set(INDEX_KEYS) == {"weight_map", "metadata"}
+    edit(path, {"metadata": {"total_size": 1}}, name="model.safetensors.index.json")
+    assert outcome(path, cache) == plain
+    edit(path, {"weight_map": {"a": "none.safetensors"}}, name="model.safetensors.index.json")
+    assert isinstance(outcome(path, cache), str)
