@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from inference_engine.engine.results import (
     SessionOpened,
 )
 from inference_engine.engine.stats import collect_statistics
-from inference_engine.engine.warm_up import warm_up
+from inference_engine.engine.warm_up import done_on, warm_up
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
 from inference_engine.kernels.components import ModelComponents, components_digest
 from inference_engine.kernels.mac import MatchTotals
@@ -131,8 +132,6 @@ class Engine:
         default.ready(self._context)
         limit = self._arguments.limit(default, None)
         check_one_session_fits(default, self._context, limit, is_growing=self._is_growing)
-        if forward.device.type != "cpu":
-            warm_up(Verifier(forward, self._context), default, limit, step_tokens)
         self._store = SessionStore(
             self._context,
             self._journal,
@@ -170,6 +169,13 @@ class Engine:
         self._recall = Recall(self._context, self._store, self._journal, self._calls, self._generates, self.metrics)
         self._is_draining = False
         self._scheduler.start()
+        if forward.device.type != "cpu":
+            warmed = Verifier(forward, self._context)
+            try:
+                done_on(self._scheduler.between_steps, partial(warm_up, warmed, default, limit, step_tokens))
+            except BaseException:
+                self.close()
+                raise
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 

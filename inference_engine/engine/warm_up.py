@@ -1,12 +1,15 @@
 """What a device computes before its first call.
 
 A GPU's kernels are compiled, and its libraries plan their operations, when they are first used for a shape. The first
-long prompt would wait for that, so a prompt of the same chunks is computed when the engine starts.
+long prompt would wait for that, so a prompt of the same chunks is computed when the engine starts: on the engine's
+thread, for libraries keep what they planned by thread.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -18,6 +21,22 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Sampling
 
 _log = logging.getLogger(__name__)
+
+
+def done_on(between_steps: Callable[[Callable[[], None]], None], task: Callable[[], None]) -> None:
+    """Run `task` by the scheduler's `between_steps` and wait for it. Raises what it raises."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            task()
+        except Exception as error:  # which is raised where it is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    between_steps(run)
+    done.result()
 
 
 def warm_up(verifier: Verifier, strategy: KVStrategy, limit_tokens: int | None, step_tokens: int) -> None:
