@@ -14,6 +14,7 @@ its traceback. This module imports little, so that it is in force before the com
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -116,8 +117,9 @@ def _open_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, access, encoding="utf-8", closefd=False))
     # A character that a terminal's encoding lacks is no reason to end; standard error escapes it already.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and (out.errors == "strict" or codecs.lookup(out.encoding).name != "utf-8"):
+        out.reconfigure(errors="backslashreplace")
 
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:

@@ -38,6 +38,11 @@ def becomes(descriptor: int, opened: int) -> None:
     setattr(sys, NAMES[descriptor], os.fdopen(descriptor, "w", encoding="utf-8", closefd=False))
 
 
+def in_ascii() -> None:
+    """As in the locale C, of systems without another."""
+    sys.stdout = os.fdopen(1, "w", encoding="ascii", errors="surrogateescape", closefd=False)
+
+
 def closed(*descriptors: int) -> None:
     for number in descriptors:
         setattr(sys, NAMES[number], None)
@@ -73,6 +78,7 @@ CONDITIONS: dict[str, Callable[[], object]] = {
     "errors unread": lambda: unread(2),
     "both unread": lambda: unread(1, 2),
     "output full": lambda: becomes(1, os.open("/dev/full", os.O_WRONLY)),
+    "output in ASCII": in_ascii,
     "all closed": lambda: closed(0, 1, 2),
     "nohup": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     "no home": lambda: LASTING.enter_context(without_a_home()),
