@@ -2,6 +2,7 @@
 
     make bench-cpu                               writes results/cpu/<date>-<machine>/
     make bench-cpu ARGS="--llama PYTHON"         with a Python that has llama-cpp-python, instead of building it
+    make bench-cpu ARGS="--files A.gguf B.gguf"  these files, native beside torch and llama.cpp: results/cpu_types/
 
 Each contender is a process of its own (`cpu_contenders.py`), on the same cores, with as many threads. All stay loaded
 and take turns at each kind of work, so a slow minute of the machine hits all of them; ratios are taken within a round.
@@ -26,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from inference_engine.config import ModelConfig, child_environment, configure_threads_environment, resolve
-from inference_engine.models import check_model, convert_for_torch, tokenizer_folder, weights_digest
+from inference_engine.models import CheckedFolder, check_model, convert_for_torch, tokenizer_folder, weights_digest
+from inference_engine.models.checksums import sha256_of
 from inference_engine.models.folder import GGUF
+from inference_engine.models.open_checkpoint import open_checkpoint
 from laboratory.evaluation import record
 from laboratory.evaluation.models import load_tokenizer
 from laboratory.evaluation.sessions import turned
@@ -55,7 +58,7 @@ CONTENDERS = Path(__file__).with_name("cpu_contenders.py")
 class Contender:
     """Its Python, its kind, what `cpu_contenders.py` makes it with besides threads, and what it is measured at.
 
-    is_slow: takes a fraction of the steps.
+    is_slow: takes a fraction of the steps. beside: whose times its own are divided by.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Contender:
     is_together: bool = True
     first_ids: tuple[int, ...] = (APPENDED, PREFILLED)
     has_divergence: bool = False
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +214,11 @@ def measure(processes: Mapping[str, Process], work: Mapping[str, Sequence[Work]]
             yield name, contender, statistics.median(steps)
 
 
-def is_faster_spinning(contender: Contender, threads: int) -> bool:
+def is_faster_spinning(contenders: Sequence[Contender], threads: int) -> bool:
     """Is llama.cpp faster here if its threads spin for a moment while they wait for each other?"""
+    contender = next((each for each in contenders if each.kind == "llama"), None)
+    if contender is None:
+        return False
     with ExitStack() as stack:
         tried = {spins: stack.enter_context(running(contender, threads, spins=spins)) for spins in (False, True)}
         found: dict[bool, list[float]] = {spins: [] for spins in tried}
@@ -230,7 +237,7 @@ def contest(
     found = Found()
     end = time.monotonic() + 60 * args.minutes
     by_name = {each.name: each for each in contenders}
-    found.spins = is_faster_spinning(by_name[FILE], max(args.threads))
+    found.spins = is_faster_spinning(contenders, max(args.threads))
     counts = sorted(args.threads, reverse=True)
     for place, threads in enumerate(counts):
         until = time.monotonic() + (end - time.monotonic()) / (len(counts) - place)
@@ -243,8 +250,9 @@ def contest(
                 process.ask("decode", length=PREFILLED, count=4 if args.quick else 32)
                 found.memory[threads, name] = process.ask("memory")
                 print(f"{_threads(threads)}: {name} is loaded", flush=True)
-            share_history(processes, by_name, max(args.lengths), work_folder / "history")
-            if not place:
+            if not args.files:
+                share_history(processes, by_name, max(args.lengths), work_folder / "history")
+            if not place and "transformers" in by_name:
                 found.divergence = divergence(processes, by_name, texts, work_folder)
             seconds = 0.0
             for number in range(args.rounds + 1):
@@ -297,15 +305,14 @@ def divergence(
 
 
 def values_of(found: Found, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Ratios to llama.cpp on the file first, then to the others, then what is absolute."""
+    """Ratios to what each is beside first, in the order in which these are named, then what is absolute."""
     ours = [each.name for each in contenders if each.kind == "ours"]
-    others = [each.name for each in contenders if each.kind != "ours"]
     full = (INT8, EXACT, TORCH)
     cells = list(dict.fromkeys((threads, kind) for threads, kind, _ in found.rounds))
     ratios: dict[str, Any] = {}
-    for other in (FILE, *(name for name in others if name != FILE)):
+    for other in dict.fromkeys(other for each in contenders for other in each.beside):
         for threads, kind in cells:
-            for name in ours if other == FILE else [INT8]:
+            for name in (each.name for each in contenders if other in each.beside):
                 over, under = found.rounds.get((threads, kind, name)), found.rounds.get((threads, kind, other))
                 if over and under:
                     samples = [one / two for one, two in zip(over, under, strict=True)]
@@ -371,7 +378,8 @@ def contenders_of(args: argparse.Namespace, folder: Path, work_folder: Path) -> 
 
     def ours(name: str, backend: str, numerics: str, strategy: str = "full", **options: Any) -> Contender:
         arguments = {"backend": backend, "numerics": numerics, "strategy": strategy}
-        return Contender(name=name, python=sys.executable, kind="ours", arguments=arguments, **options)
+        beside = {"beside": (FILE,), **options}
+        return Contender(name=name, python=sys.executable, kind="ours", arguments=arguments, **beside)
 
     def llama(name: str, path: str) -> Contender:
         return Contender(name=name, python=args.llama, kind="llama", arguments={"file": path}, has_divergence=True)
@@ -384,8 +392,9 @@ def contenders_of(args: argparse.Namespace, folder: Path, work_folder: Path) -> 
         for kind, path in made.items():
             process.ask("write", kind=kind, into=path)
         args.system = process.ask("system")
+    others = [*(f"llama.cpp {kind}" for kind in made), "transformers", *["OpenVINO"][: args.openvino != "none"]]
     found = [
-        ours(INT8, "native", "int8", has_divergence=True),
+        ours(INT8, "native", "int8", has_divergence=True, beside=(FILE, *others)),
         ours(EXACT, "native", "exact", has_divergence=True),
         ours(TORCH, "torch", "auto", is_slow=True, has_divergence=True),
         *(
@@ -409,6 +418,29 @@ def contenders_of(args: argparse.Namespace, folder: Path, work_folder: Path) -> 
     return found
 
 
+def contenders_of_files(args: argparse.Namespace) -> list[Contender]:
+    """Of each file ours on the native backend and on torch, and llama.cpp; the first file is what others are beside."""
+    found = []
+    for path in args.files:
+        name, first = path.stem, args.files[0].stem
+        ours = {"model": str(path), "strategy": "full", "numerics": "auto"}
+        others = [f"kakeya torch {name}"]
+        if args.llama != "none":
+            others.append(f"llama.cpp {name}")
+            made = Contender(name=others[-1], python=args.llama, kind="llama", arguments={"file": str(path)})
+            found.append(made)
+        if name != first:
+            others.append(f"kakeya exact {first}")
+        native, torch = ({**ours, "backend": backend} for backend in ("native", "torch"))
+        found += [
+            Contender(
+                name=f"kakeya exact {name}", python=sys.executable, kind="ours", arguments=native, beside=tuple(others)
+            ),
+            Contender(name=f"kakeya torch {name}", python=sys.executable, kind="ours", arguments=torch, is_slow=True),
+        ]
+    return found
+
+
 def read_texts(folder: Path, count: int, tokens: int) -> list[list[int]]:
     tokenizer = load_tokenizer(folder)
     found = []
@@ -420,7 +452,12 @@ def read_texts(folder: Path, count: int, tokens: int) -> list[list[int]]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama", metavar="PYTHON", help=f"one that has {LLAMA}; else it is built under build/")
+    parser.add_argument(
+        "--llama", metavar="PYTHON", help=f"one that has {LLAMA}, or with --files none; else it is built under build/"
+    )
+    parser.add_argument(
+        "--files", type=Path, nargs="+", default=[], metavar="GGUF", help="of any types, in place of the published one"
+    )
     parser.add_argument(
         "--openvino", metavar="PYTHON", help=f"one that has {OPENVINO}, or none; else it is installed under build/"
     )
@@ -438,7 +475,91 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         os.sched_getaffinity(0)
     ):
         parser.error(f"--threads must be at least 1 and at most {len(os.sched_getaffinity(0))}, got {args.threads}")
+    if missing := [str(path) for path in args.files if not path.is_file()]:
+        parser.error(f"--files: {', '.join(missing)} is not there")
+    if len({path.stem for path in args.files}) < len(args.files):
+        parser.error("--files: two have the same name")
+    if args.llama == "none" and not args.files:
+        parser.error("--llama none is for --files: without them everything is compared with llama.cpp")
     return args
+
+
+def said_of_published(
+    args: argparse.Namespace, checked: CheckedFolder, found: Found, texts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """What the record of the published file says besides its values."""
+    return {
+        "what": "Milliseconds of decode steps, appends and prefills, memory, and what the numbers lose, beside "
+        "llama.cpp on the same cores.",
+        "config": {
+            "model": checked.model_id,
+            "weights_sha256": weights_digest(checked),
+            "threads": args.threads,
+            "rounds": args.rounds,
+            "kakeya": "the file's blocks as they are (torch: the same weights in float32); the engine without a "
+            "server, full unless named, no drafter",
+            "llama.cpp": f"{LLAMA.partition('==')[0]} {version_of(args.llama, LLAMA)} from source, flash "
+            "attention, float16 K/V; Q4_1 is the file as published",
+            "llama.cpp, threads that wait": f"{'spin' if found.spins else 'sleep'}, which is faster here",
+            "llama.cpp Q8_0, Q4_0": "made of the file by llama.cpp, so they say something else: a bound of speed only",
+            "llama.cpp, histories": "computed once, from Q4_0, and loaded for decode steps",
+            "llama.cpp, compiled with": args.system,
+            "transformers": "float32, sdpa, at histories up to 1,024 tokens",
+            "kakeya torch": "at longer histories only on the most threads",
+            "OpenVINO": "not measured"
+            if args.openvino == "none"
+            else f"GenAI {version_of(args.openvino, OPENVINO)} on the same file, its own defaults; histories up to "
+            "1,024 tokens; its prefill has no tokens before it",
+            "onnxruntime": "not measured: it does not read the file",
+            "texts": [name for name, _ in TEXTS],
+            "text_tokens": TEXT_TOKENS,
+            "texts_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        },
+        "baseline": "llama.cpp on the model's GGUF file as published, in turns with ours",
+    }
+
+
+def said_of_files(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """What the record of named files says: the types of each, most bytes first, and its digest."""
+    files = {}
+    for path in args.files:
+        shares = open_checkpoint(path).shares()
+        types = sorted(shares, key=lambda name: -shares[name].stored_bytes)
+        sizes = ", ".join(f"{name} {shares[name].stored_bytes / 1e6:.1f} MB" for name in types)
+        files[path.stem] = f"{sizes}; sha256 {sha256_of(path)}"
+    llama = f"{LLAMA.partition('==')[0]} {version_of(args.llama, LLAMA)} from source, threads that spin: {found.spins}"
+    return {
+        "what": "Milliseconds of decode steps, appends and prefills, and memory, by the types of a file's tensors: "
+        "native beside torch, and beside the first file.",
+        "config": {
+            "files": files,
+            "threads": args.threads,
+            "rounds": args.rounds,
+            "kakeya": "exact; the engine without a server, full, no drafter; torch: the same weights in float32",
+            "llama.cpp": "not measured" if args.llama == "none" else llama,
+        },
+        "baseline": "torch on the same file, in turns with ours",
+    }
+
+
+def measure_files(args: argparse.Namespace, work: Path) -> tuple[list[Contender], Found, dict[str, Any]]:
+    """The contenders, what was found of them, and what the record says besides."""
+    contenders = contenders_of_files(args)
+    found = contest(contenders, args, [], work)
+    return contenders, found, said_of_files(args, found)
+
+
+def measure_published(args: argparse.Namespace, work: Path) -> tuple[list[Contender], Found, dict[str, Any]]:
+    """As `measure_files`, of the file that the model was fetched as."""
+    args.openvino = args.openvino or python_with(OPENVINO, "openvino_genai", "installed; half a minute, once")
+    config = resolve(ModelConfig, {})
+    convert_for_torch(config.model, config.cache_path)
+    checked = check_model(config.model, cache=config.cache_path)
+    count, tokens = (1, 64) if args.quick else (len(TEXTS), TEXT_TOKENS)
+    texts = read_texts(tokenizer_folder(config.model, config.cache_path), count, tokens)
+    contenders = contenders_of(args, checked.folder, work)
+    found = contest(contenders, args, texts, work)
+    return contenders, found, said_of_published(args, checked, found, texts)
 
 
 def main() -> None:
@@ -448,66 +569,32 @@ def main() -> None:
     args.llama = args.llama or python_with(
         LLAMA, "llama_cpp", "compiled from its source; three minutes on two cores, once", "--no-binary", LLAMA
     )
-    args.openvino = args.openvino or python_with(OPENVINO, "openvino_genai", "installed; half a minute, once")
-    config = resolve(ModelConfig, {})
-    convert_for_torch(config.model, config.cache_path)
-    checked = check_model(config.model, cache=config.cache_path)
     args.rounds = 1 if args.quick else args.rounds
-    texts = read_texts(
-        tokenizer_folder(config.model, config.cache_path),
-        1 if args.quick else len(TEXTS),
-        64 if args.quick else TEXT_TOKENS,
-    )
     with tempfile.TemporaryDirectory(prefix="kakeya-bench-") as work:
-        contenders = contenders_of(args, checked.folder, Path(work))
-        found = contest(contenders, args, texts, Path(work))
+        measured = measure_files if args.files else measure_published
+        contenders, found, said = measured(args, Path(work))
     values = values_of(found, contenders)
     for name, value in values.items():
         spread = "" if value["count"] == 1 else f" ({value['low']:.3g} to {value['high']:.3g})"
         print(f"{name}: {value['median']:.3g}{spread} {value['unit']}")
     if args.quick:
         return
+    first = f"kakeya exact {args.files[0].stem}" if args.files else FILE
     path = record.write_record(
-        "cpu",
+        "cpu_types" if args.files else "cpu",
         {
-            "what": "Milliseconds of decode steps, appends and prefills, memory, and what the numbers lose, beside "
-            "llama.cpp on the same cores.",
+            **said,
             # Where the other environments are says nothing.
             "command": record.command_line(without=("--llama", "--openvino", "--commit")),
             "commit": commit,
-            "config": {
-                "model": config.model,
-                "weights_sha256": weights_digest(checked),
-                "threads": args.threads,
-                "rounds": args.rounds,
-                "kakeya": "the file's blocks as they are (torch: the same weights in float32); the engine without a "
-                "server, full unless named, no drafter",
-                "llama.cpp": f"{LLAMA.partition('==')[0]} {version_of(args.llama, LLAMA)} from source, flash "
-                "attention, float16 K/V; Q4_1 is the file as published",
-                "llama.cpp, threads that wait": f"{'spin' if found.spins else 'sleep'}, which is faster here",
-                "llama.cpp Q8_0, Q4_0": "made of the file by llama.cpp, so they say something else: a bound of "
-                "speed only",
-                "llama.cpp, histories": "computed once, from Q4_0, and loaded for decode steps",
-                "llama.cpp, compiled with": args.system,
-                "transformers": "float32, sdpa, at histories up to 1,024 tokens",
-                "kakeya torch": "at longer histories only on the most threads",
-                "OpenVINO": "not measured"
-                if args.openvino == "none"
-                else f"GenAI {version_of(args.openvino, OPENVINO)} on the same file, its own defaults; histories up to "
-                "1,024 tokens; its prefill has no tokens before it",
-                "onnxruntime": "not measured: it does not read the file",
-                "texts": [name for name, _ in TEXTS],
-                "text_tokens": TEXT_TOKENS,
-                "texts_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
-            },
             "seeds": [],
             "values": values,
             "tables": tables_of(found, contenders),
-            "headlines": [name for name in values if name.endswith(f"÷ {FILE}, {_threads(max(args.threads))}")],
-            "baseline": "llama.cpp on the model's GGUF file as published, in turns with ours",
+            "headlines": [name for name in values if name.endswith(f"÷ {first}, {_threads(max(args.threads))}")],
         },
     )
-    draw(found, contenders, args.lengths, path.parent)
+    if not args.files:
+        draw(found, contenders, args.lengths, path.parent)
     print(path.relative_to(record.ROOT))
 
 

@@ -113,7 +113,8 @@ def _log_softmax(logits: NDArray[Any]) -> NDArray[Any]:
 class Ours(Contender):
     """The engine, as a server has it."""
 
-    def __init__(self, threads: int, backend: str, numerics: str, strategy: str) -> None:
+    def __init__(self, threads: int, backend: str, numerics: str, strategy: str, model: str = "") -> None:
+        """model: a file or a name in place of the settings' own."""
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
         from inference_engine.config import (
             EngineConfig,
@@ -130,7 +131,7 @@ class Ours(Contender):
         from inference_engine.engine import Engine
         from inference_engine.kv.strategies import parse_strategy
 
-        flags = {"threads": threads, "backend": backend, "numerics": numerics}
+        flags = {"threads": threads, "backend": backend, "numerics": numerics, **({"model": model} if model else {})}
         self._engine = Engine(open_backend(resolve(ModelConfig, flags)), EngineConfig(kv_bytes=2**31))
         self._strategy = parse_strategy(strategy)
         self._kept: dict[int, str] = {}

@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from scripts.bench_cpu import FILE, INT8, LENGTHS, Contender, Found, measure, parse, tables_of, values_of, works
+from scripts.bench_cpu import (
+    FILE,
+    INT8,
+    LENGTHS,
+    Contender,
+    Found,
+    contenders_of_files,
+    measure,
+    parse,
+    tables_of,
+    values_of,
+    works,
+)
 from scripts.cpu_contenders import Contender as Running
 from scripts.cpu_contenders import steps
 
@@ -24,7 +36,7 @@ def test_ratios_are_taken_within_a_round_and_come_before_what_is_absolute() -> N
     found.rounds[2, "decode at 128", INT8] = [6.0, 60.0]
     found.rounds[2, "decode at 128", FILE] = [12.0, 120.0]
     found.memory[2, INT8] = {"resident": 300.0}
-    contenders = [contender(INT8, "ours"), contender(FILE, "llama")]
+    contenders = [contender(INT8, "ours", beside=(FILE,)), contender(FILE, "llama")]
     values = values_of(found, contenders)
     ratio = f"decode at 128, {INT8} ÷ {FILE}, 2 threads"
     assert next(iter(values)) == ratio
@@ -94,7 +106,30 @@ def test_steps_are_between_ids() -> None:
     assert steps([1.0, 1.5, 1.75]) == [500.0, 250.0]
 
 
-@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--rounds", "17"], ["--threads", "0"], ["--lengths", "100"]])
+def test_a_named_file_is_beside_torch_and_llama_on_it_and_beside_the_first_one(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.gguf" for name in "ab"]
+    for file in files:
+        file.touch()
+    args = parse(["--llama", "python", "--files", *map(str, files)])
+    beside = {each.name: each.beside for each in contenders_of_files(args)}
+    assert beside["kakeya exact a"] == ("kakeya torch a", "llama.cpp a")
+    assert beside["kakeya exact b"] == ("kakeya torch b", "llama.cpp b", "kakeya exact a")
+    args.llama = "none"
+    names = [each.name for each in contenders_of_files(args)]
+    assert names == ["kakeya exact a", "kakeya torch a", "kakeya exact b", "kakeya torch b"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--rounds", "0"],
+        ["--rounds", "17"],
+        ["--threads", "0"],
+        ["--lengths", "100"],
+        ["--llama", "none"],
+        ["--files", "not-there.gguf"],
+    ],
+)
 def test_what_cannot_be_measured_is_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse(wrong)
