@@ -208,8 +208,7 @@ def _encodings(checked: CheckedFolder, settings: ModelConfig, runs_on: str) -> s
 
     checkpoint = open_checkpoint(checked.stored)
     tensors = ", ".join(f"{share.tensors} in {encoding}" for encoding, share in checkpoint.shares().items())
-    dtype = "float32" if runs_on == "native" else settings.dtype
-    unpacking = checkpoint.unpacking(runs_on, dtype, 4 if dtype == "float32" else 2)
+    unpacking = checkpoint.unpacking(runs_on, settings.dtype, 4 if settings.dtype == "float32" else 2)
     return f"tensors: {tensors}" + (f"\n{unpacking}" if unpacking else "")
 
 

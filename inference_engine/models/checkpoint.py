@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 MAX_NAMES = 2**19
 MLX_EXPERTS = ".mlp.switch_mlp."  # all experts of a layer, in MLX's layout
 
+# Of a number that the native backend holds as a byte, with a scale of 4 bytes for 16.
+_PAIR_BYTES = 1.25
+
 _FLOATS: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
 
 
@@ -158,27 +161,29 @@ class Checkpoint(ABC):
             for encoding, alike in sorted(found.items(), key=lambda item: -len(item[1]))
         }
 
-    def unpacking(self, executor: str, dtype: str, number_bytes: int) -> str:
-        """Which blocks `executor` (native, torch, mlx) makes numbers of `dtype` of, and what memory these take.
+    def unpacking(self, executor: str, dtype: str = "float32", number_bytes: int = 4) -> str:
+        """Which blocks `executor` (native, torch, mlx) makes something else of, and what memory that takes.
 
-        "" if it reads all of them as they are stored, or the numbers take no more than the blocks.
+        native makes bytes and scales of those that no tile has the bits of, the others numbers of `dtype`. "" if all
+        are read as they are stored, or what they become takes no more.
         """
+        is_native = executor == "native"
         made = {
             encoding: share
             for encoding, share in self.shares().items()
-            if (kind := BY_NAME.get(encoding)) is not None
-            and (kind.is_unpacked if executor == "native" else not kind.is_float)
+            if (kind := BY_NAME.get(encoding)) is not None and (kind.levels if is_native else not kind.is_float)
         }
         stored = sum(share.stored_bytes for share in made.values())
-        numbers = sum(share.numbers for share in made.values()) * number_bytes
+        numbers = sum(share.numbers for share in made.values()) * (_PAIR_BYTES if is_native else number_bytes)
         if numbers <= stored:
             return ""
         return (
-            f"{sum(share.tensors for share in made.values())} tensors in {', '.join(made)} are unpacked to {dtype}: "
+            f"{sum(share.tensors for share in made.values())} tensors in {', '.join(made)} are "
+            f"{'held as bytes' if is_native else f'unpacked to {dtype}'}: "
             f"{numbers / 1e6:,.1f} MB of memory for {stored / 1e6:,.1f} MB of the file"
         )
 
-    def warn_of_unpacking(self, executor: str, dtype: str, number_bytes: int) -> None:
+    def warn_of_unpacking(self, executor: str, dtype: str = "float32", number_bytes: int = 4) -> None:
         """Log what `unpacking` says, if anything."""
         if unpacking := self.unpacking(executor, dtype, number_bytes):
             logger.warning("%s: %s", self.path.name, unpacking)

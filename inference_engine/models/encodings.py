@@ -1,7 +1,7 @@
 """The types that tensors of a GGUF file are stored in, and how each executor reads them.
 
-    native     the tile that holds the same numbers (`native/src/types.h`). FLOAT32 for a type of blocks: the matrix
-               alone is unpacked to float32, four bytes a number
+    native     the tile that holds the same numbers (`native/src/types.h`): of the file's own bits, or, for types that
+               have `levels`, of bytes with a scale for every 16, ten bits a number
     torch      unpacked to its dtype: two or four bytes a number
     MLX        as torch
 
@@ -17,12 +17,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """How numbers are stored: blocks of `numbers` in `size_bytes` each. tile: native's `Format`."""
+    """How numbers are stored: blocks of `numbers` in `size_bytes` each. tile: native's `Format`.
+
+    levels: of blocks that no tile has the bits of, the magnitudes that a number may have, times a scale of 16 numbers.
+    """
 
     name: str
     numbers: int
     size_bytes: int
     tile: str
+    levels: tuple[int, ...] = ()
 
     def bytes_of(self, count: int) -> int:
         return count // self.numbers * self.size_bytes
@@ -32,14 +36,13 @@ class Encoding:
         """Whether each number is stored alone."""
         return self.numbers == 1
 
-    @property
-    def is_unpacked(self) -> bool:
-        """Whether the native backend has no tile for these blocks."""
-        return not self.is_float and self.tile == "FLOAT32"
-
 
 def _encoding(name: str, numbers: int, size_bytes: int, tile: str) -> Encoding:
     return Encoding(name=name, numbers=numbers, size_bytes=size_bytes, tile=tile)
+
+
+def _levelled(name: str, numbers: int, size_bytes: int, *levels: int) -> Encoding:
+    return Encoding(name=name, numbers=numbers, size_bytes=size_bytes, tile="INT8_PAIR", levels=levels)
 
 
 # By their number in the file.
@@ -57,20 +60,20 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
         12: _encoding("Q4_K", 256, 144, "INT4_WIDE"),
         13: _encoding("Q5_K", 256, 176, "Q5_K"),
         14: _encoding("Q6_K", 256, 210, "Q6_K"),
-        16: _encoding("IQ2_XXS", 256, 66, "FLOAT32"),
-        17: _encoding("IQ2_XS", 256, 74, "FLOAT32"),
-        18: _encoding("IQ3_XXS", 256, 98, "FLOAT32"),
-        19: _encoding("IQ1_S", 256, 50, "FLOAT32"),
+        16: _levelled("IQ2_XXS", 256, 66, 43, 25, 8),
+        17: _levelled("IQ2_XS", 256, 74, 43, 25, 8),
+        18: _levelled("IQ3_XXS", 256, 98, 62, 52, 44, 36, 28, 20, 12, 4),
+        19: _levelled("IQ1_S", 256, 50, 9, 7, 1),
         20: _encoding("IQ4_NL", 32, 18, "IQ4_NL"),
-        21: _encoding("IQ3_S", 256, 110, "FLOAT32"),
-        22: _encoding("IQ2_S", 256, 82, "FLOAT32"),
+        21: _levelled("IQ3_S", 256, 110, 15, 13, 11, 9, 7, 5, 3, 1),
+        22: _levelled("IQ2_S", 256, 82, 43, 25, 8),
         23: _encoding("IQ4_XS", 256, 136, "IQ4_XS"),
-        29: _encoding("IQ1_M", 256, 56, "FLOAT32"),
+        29: _levelled("IQ1_M", 256, 56, 9, 7, 1),
         30: _encoding("BF16", 1, 2, "BFLOAT16"),
-        34: _encoding("TQ1_0", 256, 54, "FLOAT32"),
-        35: _encoding("TQ2_0", 256, 66, "FLOAT32"),
+        34: _levelled("TQ1_0", 256, 54, 1),
+        35: _levelled("TQ2_0", 256, 66, 2, 1),
         39: _encoding("MXFP4", 32, 17, "MXFP4"),
-        40: _encoding("NVFP4", 64, 36, "FLOAT32"),
+        40: _levelled("NVFP4", 64, 36, 12, 8, 6, 4, 3, 2, 1),
     }
 )
 BY_NAME: Mapping[str, Encoding] = MappingProxyType({encoding.name: encoding for encoding in ENCODINGS.values()})

@@ -58,7 +58,7 @@ class Format(enum.IntEnum):
 
 
 class Source(enum.IntEnum):
-    """How the numbers of a checkpoint are stored; the names of blocks are llama.cpp's."""
+    """How the numbers of a checkpoint are stored; the names of blocks are llama.cpp's. PAIRS: `pairs_of` makes them."""
 
     F32 = 0
     F16 = 1
@@ -76,6 +76,7 @@ class Source(enum.IntEnum):
     IQ4_NL = 13
     IQ4_XS = 14
     MXFP4 = 15
+    PAIRS = 16
 
 
 class PackError(enum.IntEnum):

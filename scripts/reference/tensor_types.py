@@ -9,8 +9,9 @@ from scripts.reference.markdown import code, page, table
 
 INTRODUCTION = """
     Every tensor of a GGUF file has a type, and a file may mix them. The native backend holds the same numbers in every
-    case: as the file's own blocks, or unpacked to float32, and the log warns with the memory that takes. torch
-    and MLX have no products of these blocks, and unpack them to their dtype. Norms and biases are F32, F16 or BF16.
+    case: as the file's own blocks, or as bytes with a scale for every 16, and the log warns with the memory that takes.
+    torch and MLX have no products of these blocks, and unpack them to their dtype. Norms and biases are F32, F16 or
+    BF16.
 """
 HEADER = ("type", "number in the file", "bits a number", "native", "torch and MLX")
 
@@ -28,6 +29,6 @@ def render() -> str:
 
 def _rows() -> Iterator[tuple[str, str, str, str, str]]:
     for number, kind in ENCODINGS.items():
-        native = "unpacked to float32" if kind.is_unpacked else "as it is"
+        native = "as bytes, 10 bits a number" if kind.levels else "as it is"
         others = "in `dtype`" if kind.is_float else "unpacked to `dtype`"
         yield code(kind.name), str(number), f"{8 * kind.size_bytes / kind.numbers:g}", native, others

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from inference_engine.backends.native.program import pairs_of
 from inference_engine.models.encodings import BY_NAME
 from inference_engine.native import build
 from inference_engine.native.library import Format, Identity, Matrix, PackError, Source, why_missing
@@ -277,8 +278,32 @@ def test_blocks_have_the_numbers_of_the_reference_reader(native: Native, source:
         assert (packed.numbers(level) == expected).all()
 
 
+LEVELLED = [name for name, kind in BY_NAME.items() if kind.levels]
+
+
+@pytest.mark.parametrize("encoding", LEVELLED)
+def test_bytes_have_the_numbers_of_the_reference_reader_where_no_tile_has_the_bits(
+    native: Native, encoding: str
+) -> None:
+    data = random_blocks(encoding, 19, 1024, odd_scales=True)
+    expected = dequantize(data, GGMLQuantizationType[encoding])
+    packed = Packed(native, Format.INT8_PAIR, 19, 1024)
+    pairs = pairs_of(expected, BY_NAME[encoding].levels)
+    assert pairs is not None and packed.pack(Source.PAIRS, pairs) == 0
+    for level in native.kernels:
+        assert (packed.numbers(level) == expected).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.3])
+def test_numbers_that_are_no_multiples_of_a_scale_do_not_become_bytes(bad: float) -> None:
+    numbers = np.array([[1, -3] * 16], np.float32)
+    assert pairs_of(numbers, (3, 1)) is not None
+    numbers[0, 20] = bad
+    assert pairs_of(numbers, (3, 1)) is None
+
+
 def test_every_type_of_blocks_that_has_a_tile_is_packed_from_it(native: Native) -> None:
-    tiles = {Source[kind.name]: Format[kind.tile] for kind in BY_NAME.values() if Format[kind.tile].is_quantised}
+    tiles = {Source[kind.name]: Format[kind.tile] for kind in BY_NAME.values() if not kind.is_float and not kind.levels}
     assert {source: forms[0] for source, forms in EXACT_FORMATS.items()} == tiles
 
 

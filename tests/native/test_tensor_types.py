@@ -78,23 +78,19 @@ def test_a_file_that_has_every_type_runs_natively_with_the_logits_of_torch(
         check_both_give_the_same(path)
 
     tensors = read_gguf(path).tensors.values()
-    said = [record.message for record in caplog.records if "unpacked to float32" in record.message]
+    said = [record.message for record in caplog.records if "MB of memory" in record.message]
     assert len(said) == 2, "each executor says once what memory it takes"
-    for message, unpacked in zip(
-        said,
-        (
-            [tensor for tensor in tensors if tensor.encoding.is_unpacked],
-            [tensor for tensor in tensors if not tensor.encoding.is_float],
-        ),
-        strict=True,
+    for message, number_bytes, made in (
+        (said[0], 1.25, [tensor for tensor in tensors if tensor.encoding.levels]),
+        (said[1], 4, [tensor for tensor in tensors if not tensor.encoding.is_float]),
     ):
-        assert {tensor.encoding.name for tensor in unpacked} == set(message.replace(",", " ").split()) & set(TYPES)
-        assert f"{4 * sum(math.prod(tensor.shape) for tensor in unpacked) / 1e6:.1f} MB of memory" in message
+        assert {tensor.encoding.name for tensor in made} == set(message.replace(",", " ").split()) & set(TYPES)
+        assert f"{number_bytes * sum(math.prod(tensor.shape) for tensor in made) / 1e6:.1f} MB of memory" in message
 
     assert executor(settings_of(path))[0] == "native"
     assert kakeya_models("show", str(path), "--cache-dir", str(tmp_path / "cache")) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "in MXFP4" in shown and "are unpacked to float32" in shown
+    assert "in MXFP4" in shown and "are held as bytes" in shown
 
 
 @pytest.mark.parametrize("encoding", [pytest.param(name, marks=FURTHER) for name in BLOCKS])
@@ -109,7 +105,7 @@ def test_one_odd_matrix_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", lambda name: odd.get(name, "Q4_0"))
     forward = open_backend(settings_of(path))
     assert forward.facts.backend == "native"
-    assert forward.facts.weights == ("int4", "float32", "q5_k")
+    assert forward.facts.weights == ("int4", "int8_pair", "q5_k")
 
 
 @pytest.mark.usefixtures("trying_no_strategies")

@@ -80,7 +80,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         weights=tuple(form.name.lower() for form in sorted(formats, key=formats.__getitem__, reverse=True)),
         refused_strategies=admitted.refused,
     )
-    checkpoint.warn_of_unpacking("native", "float32", 4)
+    checkpoint.warn_of_unpacking("native")
     log_remarks(checked)
     logger.debug(
         "%s runs natively: %s, %s, weights %s",

@@ -434,10 +434,12 @@ class _Packed:
         else:
             order = order[rows]
         shape = rows.stop - rows.start, inputs
-        if BY_NAME[tensor.encoding].is_unpacked:
+        if levels := BY_NAME[tensor.encoding].levels:
             blocks = data.reshape(outputs, -1)[order] if order is not None else data.reshape(shape[0], -1)
-            numbers = unpacked(tensor.encoding, blocks).view(np.uint8)
-            error = self._library.pack(wanted, Source.F32, numbers, shape, None, tiles)
+            pairs = pairs_of(unpacked(tensor.encoding, blocks), levels)
+            error = PackError.TOO_LARGE
+            if pairs is not None:
+                error = self._library.pack(wanted, Source.PAIRS, pairs, shape, None, tiles)
         else:
             error = self._library.pack(wanted, Source[tensor.encoding], data, shape, order, tiles)
         let_go(data)
@@ -468,6 +470,30 @@ class _Packed:
         if (matrix := self._of_another([name])) is not None:
             return Format(matrix.format)
         return packed_format(name, self._checkpoint.tensor(name), self._weights)
+
+
+def pairs_of(numbers: NDArray[np.float32], levels: Sequence[int]) -> NDArray[np.uint8] | None:
+    """Exactly these numbers [rows, inputs] as whole ones and a scale for every 16: the bytes of Source.PAIRS.
+
+    levels: the magnitudes that whole numbers may have. None if the numbers are no such multiples, or not finite.
+    """
+    groups = numbers.reshape(-1, _LANES)
+    most = np.abs(groups).max(axis=1)
+    scales, codes = np.zeros_like(most), np.zeros(groups.shape, np.int8)
+    left = np.flatnonzero(most != 0)
+    with np.errstate(all="ignore"):
+        for level in levels:
+            own, tried = groups[left], most[left, None] / np.float32(level)
+            whole = np.rint(own / tried)
+            fits = (whole * tried == own).all(axis=1)
+            scales[left[fits]], codes[left[fits]] = tried[fits, 0], whole[fits]
+            left = left[~fits]
+    if len(left):
+        return None
+    blocks = np.empty((len(groups) // 2, 2 * (scales.itemsize + _LANES)), np.uint8)
+    blocks[:, : 2 * scales.itemsize] = scales.view(np.uint8).reshape(len(blocks), -1)
+    blocks[:, 2 * scales.itemsize :] = codes.view(np.uint8).reshape(len(blocks), -1)
+    return blocks
 
 
 def _check_stored(name: str, tensor: StoredTensor) -> None:

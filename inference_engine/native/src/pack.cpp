@@ -53,6 +53,7 @@ Layout layout(int32_t source) {
     case FROM_Q4_K: return {256, 144};
     case FROM_Q5_K: return {256, 176};
     case FROM_IQ4_XS: return {256, 136};
+    case FROM_PAIRS: return {32, 40};
     default: return {256, 210};
   }
 }
@@ -220,6 +221,13 @@ Block read_mxfp4(const uint8_t* p) {
   return block;
 }
 
+Block read_pairs(const uint8_t* p) {
+  Block block = {};
+  memcpy(block.scales, p, 8);
+  for (int i = 0; i < BLOCK; i++) block.codes[i] = (int8_t)p[8 + i];
+  return block;
+}
+
 Block read_block(int32_t source, const uint8_t* row, int64_t block) {
   const uint8_t* p = row + block * BLOCK / layout(source).inputs * layout(source).bytes;
   switch (source) {
@@ -235,6 +243,7 @@ Block read_block(int32_t source, const uint8_t* row, int64_t block) {
     case FROM_IQ4_NL: return read_iq4_nl(p);
     case FROM_IQ4_XS: return read_iq4_xs(p, (int)(block % 8));
     case FROM_MXFP4: return read_mxfp4(p);
+    case FROM_PAIRS: return read_pairs(p);
     default: return read_q6_k(p, (int)(block % 8));
   }
 }
@@ -412,6 +421,7 @@ bool exists(int32_t format, int32_t source) {
     case FROM_IQ4_NL: return format == IQ4_NL;
     case FROM_IQ4_XS: return format == IQ4_XS;
     case FROM_MXFP4: return format == MXFP4;
+    case FROM_PAIRS: return format == INT8_PAIR;
     case FROM_Q8_0: return format == INT8 || format == INT8_PAIR;
     case FROM_Q4_K: return format == INT4_WIDE;
     case FROM_Q6_K: return format == Q6_K;

@@ -81,7 +81,9 @@ constexpr int64_t tile_bytes(int32_t format, int64_t inputs) {
 // What a matrix is packed from: rows of floats, or of llama.cpp's blocks.
 enum Source : int32_t {
   FROM_FLOAT32, FROM_FLOAT16, FROM_BFLOAT16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q8_0, FROM_Q4_K, FROM_Q6_K,
-  FROM_Q5_1, FROM_Q5_K, FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_MXFP4, SOURCES
+  FROM_Q5_1, FROM_Q5_K, FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_MXFP4,
+  FROM_PAIRS,  // of 32 numbers two float32 scales, of the first and the last 16, and signed bytes
+  SOURCES
 };
 
 // Why a matrix could not be packed: the source has no such format; its rows are not whole blocks; a number, or a scale
