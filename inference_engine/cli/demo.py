@@ -7,8 +7,12 @@ nothing of the history before them.
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -88,8 +92,11 @@ def run(args: argparse.Namespace) -> int:
     if args.recall and model.latent == "auto" and first_use.is_small(model):
         first_use.run(model, ["latent"])
     first_use.before_start(model, engine)
+    progress = Console(stderr=True)
+    if not progress.is_terminal:  # where nothing moves
+        console.print(f"Starting a server with {model.model}.", markup=False, soft_wrap=True)
     with ExitStack() as stack:
-        with Console(stderr=True).status(f"starting a server with {model.model}"):
+        with progress.status(f"starting a server with {model.model}"):
             child = stack.enter_context(child_server(model, engine))
 
             from inference_engine.cli.conversation import load_chat_tokenizer, open_conversation
@@ -115,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
             turns = [_hold(conversation, message, args.max_tokens, console) for message in SCRIPT]
     console.print(_table(turns))
     console.print(_closing(turns), markup=False, soft_wrap=True)
+    console.print("\nNext:", markup=False)
+    for command, what in next_commands(model.model, _program()):
+        console.print(f"  {command}\n      {what}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -171,6 +181,23 @@ def _table(turns: Sequence[Turn]) -> Table:
             decimal(turn.info.kv_live_bytes),
         )
     return table
+
+
+def next_commands(model: str, program: str) -> list[tuple[str, str]]:
+    """What to try after the demo: commands, and what each does."""
+    of = "" if model == ModelConfig().model else f" --model {shlex.quote(model)}"
+    return [
+        (f"{program} chat{of}", "talk to the model yourself"),
+        (f"{program} demo --kill{of}", "the server is killed in the middle of an answer, which goes on"),
+        (f"{program} serve{of}", "a server for your own programs; docs/quickstart.md has the first one"),
+    ]
+
+
+def _program() -> str:
+    """How this command was started, which need not be on the path: `make` does it from the virtual environment."""
+    started, found = Path(sys.argv[0]), shutil.which("kakeya")
+    is_found = found is not None and Path(found).resolve() == started.resolve()
+    return "kakeya" if is_found or started.name != "kakeya" else shlex.quote(str(started))
 
 
 def _closing(turns: Sequence[Turn]) -> str:

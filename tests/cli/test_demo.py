@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from inference_engine.cli.demo import FACT, SCRIPT
+from inference_engine.cli.demo import FACT, SCRIPT, next_commands
 from inference_engine.cli.kill_demo import KILLED_TURN, TOKENS_BEFORE
 from inference_engine.cli.kill_demo import SCRIPT as KILL_SCRIPT
-from inference_engine.cli.main import main
+from inference_engine.cli.main import main, parser
 from inference_engine.cli.recall_demo import Recalled, show
+from inference_engine.config import ModelConfig
 from tests.processes import warm_children
 
 CLOSING = re.compile(r"prefilled its new tokens only: (\d+) in all, and (\d+) were read .* have prefilled (\d+)\.")
@@ -45,6 +47,19 @@ def test_the_demo_holds_a_conversation_with_the_real_model(demo: Callable[..., s
     assert FACT in asked
     prefilled, cached, whole = map(int, CLOSING.findall(printed)[0])
     assert prefilled + cached == whole > 2 * prefilled
+    assert all(f"\n  {command}\n" in printed for command, _ in next_commands(ModelConfig().model, "kakeya"))
+
+
+@pytest.mark.parametrize("model", [ModelConfig().model, "my models/one.gguf"])
+def test_what_the_demo_ends_with_can_be_typed(model: str) -> None:
+    """Each is taken by its own parser, and is about the model that was just seen."""
+    commands = next_commands(model, "kakeya")
+    assert len(commands) == 3
+    for command, _ in commands:
+        program, *words = shlex.split(command)
+        given = parser().parse_args(words)
+        assert program == "kakeya"
+        assert (given.model or ModelConfig().model) == model
 
 
 @pytest.mark.long
