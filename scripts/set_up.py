@@ -166,12 +166,13 @@ def tasks(given: argparse.Namespace) -> list[Task]:
         compiling += ("--compiler", given.compiler)
     is_there = (environment / "bin" / "pip").exists()
     make = () if is_there else ((sys.executable, "-m", "venv", environment),)
-    packages = task("packages", *make, (*install, "-r", "requirements.txt"))
+    # With a compiler that is none: the library is compiled beside this.
+    editable = ("env", "CXX=none", *install, "--no-deps", "--no-build-isolation", "-e", "sdks/python", "-e", ".")
+    packages = task("packages", *make, (*install, "-r", "requirements.txt"), editable)
     library = task("native library", (sys.executable, "-u", BUILD, *compiling))
-    # Without a compiler one is fetched as a package, now that there is pip.
-    editable = (*install, "--no-deps", "--no-build-isolation", "-e", "sdks/python", "-e", ".")
-    kakeya = task("Kakeya", (python, "-u", BUILD, "--fetch", *compiling), editable, after=(packages, library))
-    found = [packages, library, kakeya]
+    # Does nothing where that has found a compiler; else one is fetched as a package, now that there is pip.
+    compiler = task("compiler", (python, "-u", BUILD, "--fetch", *compiling), after=(packages, library))
+    found = [packages, library, compiler]
     if given.fetch:
         fetch = (python, "-m", "inference_engine.cli.main", "models", "fetch", given.fetch)
         found.append(task("model", fetch, after=(packages,)))
