@@ -14,6 +14,9 @@ history in one program a head, and plain products, of which the compiler makes k
 With `--modules` the engine's path for families without a list takes part, too: transformers' own layers in a recorded
 step, as they are, and compiled around attention, which stays what it is.
 
+A turn is the time from the append of some new tokens, in a session that has its history, to the first token of the
+answer: of each cell of one session, with as many new tokens as `--turns` says.
+
 A cell is SESSIONSxLENGTH or SESSIONSxLENGTH/STRATEGY. Cells of the same sessions and length take turns in every round.
 Histories above `--attended` tokens are written without attending in the prefill, which would take most of an hour of
 arithmetic: the entries are others than those of a real prefill, and steps over them take the same time.
@@ -62,7 +65,14 @@ from laboratory.evaluation import record
 from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
 from laboratory.evaluation.sessions import opened
-from laboratory.evaluation.timing import decode_milliseconds, host_seconds, in_turns, prefill_rate, unattended
+from laboratory.evaluation.timing import (
+    decode_milliseconds,
+    host_seconds,
+    in_turns,
+    prefill_rate,
+    turn_milliseconds,
+    unattended,
+)
 
 # By transformers' name of its attention.
 COMPILED = {"sdpa": "transformers, compiled", "eager": "transformers, compiled, attention too"}
@@ -94,6 +104,7 @@ class Cell:
     step_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)  # tokens a second, of each session
+    turn_ms: dict[int, list[float]] = field(default_factory=dict)  # to the first token, by the number of new ones
     read: int = 0
 
 
@@ -211,7 +222,8 @@ def measure(
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = engine.info().facts.vocab_size
     prompts = torch.randint(5, vocabulary - 5, (group.sessions, group.length), generator=generator).tolist()
-    limit = group.length + 2 + (arguments.rounds + 1) * arguments.tokens
+    turns = arguments.turns if group.sessions == 1 else []
+    limit = group.length + 2 + (arguments.rounds + 1) * (arguments.tokens + sum(turns) + len(turns))
     served = [(name, engine, name) for name in strategies]
     served += [(name, other, FULL) for name, other in (others or {}).items()]
     cells = {name: Cell() for name, _, _ in served}
@@ -242,6 +254,11 @@ def measure(
             cells[name].host_ms = hosts[name][1:]  # without the first round, which warms up
             info = by.session_info(sessions[name][0])
             cells[name].read = entries_read(info.strategy, info.history_length - 1 - info.evicted_tokens)
+        for new in turns:
+            ids = torch.randint(5, vocabulary - 5, (new,), generator=generator).tolist()
+            asked = {name: partial(turn_milliseconds, by, sessions[name][0], ids) for name, by, _ in served}
+            for name, samples in in_turns(asked, arguments.rounds).items():
+                cells[name].turn_ms[new] = samples
     return cells
 
 
@@ -252,6 +269,7 @@ class Outcome:
         self._ceilings, self._arguments = ceilings, arguments
         self._values = ceilings.values()
         self._steps: list[dict[str, Any]] = []
+        self._turns: list[dict[str, Any]] = []
         self._prefills: list[dict[str, Any]] = []
         self.left_out: dict[str, str] = {}
 
@@ -279,8 +297,24 @@ class Outcome:
                     row[f"÷ {baseline}"] = round(summary["median"], 3)
             self._steps.append(row)
             print(row, flush=True)
+            self._take_turns(shape, group, name, cells)
             if cell.prefill:
                 self.take_prefill(shape, costs, f"{name}, {group}", group.length, cell.prefill)
+
+    def _take_turns(self, shape: str, group: Group, name: str, cells: Mapping[str, Cell]) -> None:
+        for new, samples in cells[name].turn_ms.items():
+            step_ms = statistics.median(cells[name].step_ms)
+            summary = record.summarize(samples, "ms")
+            self._values[f"turn of {new} new tokens, {shape}, {name}, {group}"] = summary
+            row = {"shape": shape, "strategy": name, "length": group.length, "new": new, "ms": summary["median"]}
+            row["÷ a decode step"] = round(summary["median"] / step_ms, 2)
+            if name != FULL and FULL in cells:
+                pairs = zip(samples, cells[FULL].turn_ms[new], strict=True)
+                ratio = record.summarize([ours / theirs for ours, theirs in pairs], "ratio")
+                self._values[f"turn of {new} new tokens, {shape}, {name} ÷ {FULL}, {group}"] = ratio
+                row[f"÷ {FULL}"] = round(ratio["median"], 3)
+            self._turns.append(row)
+            print(row, flush=True)
 
     def take_prefill(self, shape: str, costs: Costs, where: str, length: int, samples: Sequence[float]) -> None:
         self._values[f"prefill, {shape}, {where}"] = record.summarize(samples, "tokens a second")
@@ -314,7 +348,7 @@ class Outcome:
                 },
                 "seeds": [SEED],
                 "values": self._values,
-                "tables": {"decode steps": self._steps, "prefills": self._prefills},
+                "tables": {"decode steps": self._steps, "turns": self._turns, "prefills": self._prefills},
                 "left_out": self.left_out,
                 "baseline": "transformers with a static cache under torch.compile(mode='reduce-overhead') in the same "
                 "rounds, random weights of the same shape; and the strategy that reads everything",
@@ -480,6 +514,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--attended", type=int, default=2**17, help="longest history that a prefill attends to")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
+    parser.add_argument("--turns", type=int, nargs="*", default=[16, 256], help="new tokens of a turn")
     parser.add_argument("--seconds", type=float, default=450.0, help="no cell begins after so many")
     parser.add_argument("--kv-bytes", type=int, default=0, help="0: as much as fits")
     parser.add_argument("--results", type=Path, default=None)

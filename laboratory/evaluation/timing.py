@@ -120,6 +120,15 @@ def prefill_rate(engine: Engine, session: str, prompt: Sequence[int]) -> float:
     return ending.prefilled_tokens / ending.prefill_seconds
 
 
+def turn_milliseconds(engine: Engine, session: str, token_ids: Sequence[int]) -> float:
+    """From the append of some tokens to the first one of the answer."""
+    began = time.perf_counter()
+    append_all(engine, session, token_ids)
+    (watch,) = start(engine, [session], tokens=1, reads_bytes=False)
+    watch.wait()
+    return 1e3 * (watch.token_times[0] - began)
+
+
 @contextmanager
 def unattended() -> Iterator[None]:
     """Prefills within write entries, and attend to none: for histories whose attention would take too long.

@@ -43,8 +43,9 @@ def test_steps_are_shown_beside_their_baselines_and_their_floors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = "--shapes tiny --device cpu --dtype float32 --cells 1x700 1x700/sink_window:sink=4,window=256 2x24 1x100000"
-    more = f"--compiled 700 --prefill 64 --attended 100 --rounds 2 --tokens 4 --kv-bytes {2**22} --results {tmp_path}"
-    monkeypatch.setattr("sys.argv", ["scripts/bench_gpu_steps.py", *typed.split(), *more.split()])
+    more = f"--compiled 700 --prefill 64 --attended 100 --rounds 2 --tokens 4 --turns 8 --kv-bytes {2**22}"
+    where = ["--results", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["scripts/bench_gpu_steps.py", *typed.split(), *more.split(), *where])
 
     bench_gpu_steps.main()
 
@@ -58,6 +59,10 @@ def test_steps_are_shown_beside_their_baselines_and_their_floors(
     ratio = found["values"]["time of a step, tiny, sink_window:sink=4,window=256 ÷ full, 1 x 700"]
     assert (ratio["unit"], ratio["count"]) == ("ratio", 2)
     assert found["values"]["ceiling, bytes read"]["median"] > 0
+    turns = {row["strategy"]: row for row in found["tables"]["turns"]}
+    assert set(turns) == {"full", "sink_window:sink=4,window=256"}, "of cells of one session"
+    assert found["values"]["turn of 8 new tokens, tiny, full, 1 x 700"]["count"] == 2
+    assert "÷ full" in turns["sink_window:sink=4,window=256"] and turns["full"]["÷ a decode step"] > 0
     # Nothing is said of prefills that did not attend.
     assert [row["cell"] for row in found["tables"]["prefills"]] == ["full, 2 x 24", "in chunks of the default, 1 x 64"]
 
