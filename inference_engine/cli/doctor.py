@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine import __version__
+from inference_engine.cli import process
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
@@ -93,8 +94,8 @@ def examine(found: Settings) -> Iterator[tuple[str, Finding]]:
             continue
         try:
             yield name, check(found)
-        except KakeyaError as error:
-            text = str(error)
+        except (KakeyaError, OSError, MemoryError) as error:
+            text = str(error) if isinstance(error, KakeyaError) else process.explained(error)
             if name == "model":
                 left_out = OF_THE_MODEL
                 text += f"; not checked without it: {', '.join(left_out)}"

@@ -75,7 +75,7 @@ def failed(command: str, error: OSError | UnicodeError | MemoryError) -> int:
         return READER_LEFT
     if isinstance(error, OSError) and (status := _write_out(command)):
         return status
-    say(f"{command}: {_explained(error)}")
+    say(f"{command}: {explained(error)}")
     return FAILED
 
 
@@ -94,7 +94,8 @@ def announce(line: str) -> OSError | None:
     return _written_out(sys.stdout)
 
 
-def _explained(error: OSError | UnicodeError | MemoryError) -> str:
+def explained(error: OSError | UnicodeError | MemoryError) -> str:
+    """What an error of the system means."""
     match error:
         case OSError(filename=None):
             reason = error.strerror or str(error)

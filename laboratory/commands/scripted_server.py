@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from inference_engine.cli import process
 from inference_engine.cli.child import ChildServer, start_child
 from inference_engine.cli.serve import ready_line, stop_at_eof
 from inference_engine.cli.settings import add_config_file, add_settings, as_flags, settings
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Engine(forward, config, journal=journal, metrics=metrics) as engine:
 
         def ready(handle: ServerHandle) -> None:
-            print(ready_line(handle, engine), flush=True)
+            process.announce(ready_line(handle, engine))
             threading.Thread(target=stop_at_eof, name="until-eof", daemon=True).start()
 
         serve(engine, settings(args, ServerConfig), chat=chat, on_ready=ready)

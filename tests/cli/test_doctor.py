@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -157,6 +159,17 @@ def test_cores_are_those_that_the_process_may_use_and_more_threads_are_a_warning
     assert (level, too_many) == ("ok", "warn")
     assert ", 2 of 64 cores, " in text
     assert says.endswith("; threads is 3, more than the cores; set 0 for one per core")
+
+
+def test_what_the_system_refuses_to_one_check_is_its_finding_and_the_others_go_on(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "No usable temporary directory found in ['/tmp']"
+    monkeypatch.setitem(CHECKS, "machine", Mock(side_effect=FileNotFoundError(errno.ENOENT, reason)))
+    assert doctor("--model", tiny_folder) == 1
+    found = lines(capsys.readouterr().out)
+    assert found["machine"] == ("fail", f"{reason}; name one with TMPDIR")
+    assert found["self test"][0] == "ok"
 
 
 def test_a_port_in_use_is_a_warning(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
