@@ -383,8 +383,9 @@ class GgufCheckpoint(Checkpoint):
                 raise ModelError(f"{tensor.path}: truncated while it was read; get the file again")
             self._add(tensor)
         self._zeros: dict[str, int] = {}
-        if config.get("attention_bias"):
-            self._complete(f"self_attn.{name}_proj" for name in "qkvo")
+        if config.get("attention_bias") or self._model_type == "qwen2":
+            names = "qkv" if self._model_type == "qwen2" else "qkvo"
+            self._complete(f"self_attn.{name}_proj" for name in names)
         if config.get("mlp_bias"):
             self._complete(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 

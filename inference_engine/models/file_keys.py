@@ -17,6 +17,7 @@ Keys = Mapping[str, tuple[str, str]]  # what becomes of it, and how
 
 _MOST_NAMED = 6
 _TRAINING = "training"
+_NOT_IN_LLAMA_CPP = "llama.cpp does not read it for these models; the log names a value that is not YaRN's own"
 _DECIDED = "the tensors decide"
 _ABOUT = "about the file"
 _DEFAULTS_OF_SAMPLING = "sampling is what a request says"
@@ -48,7 +49,8 @@ GGUF_KEYS = _keys(
 # Below the name of the architecture.
 ARCHITECTURE_KEYS = _keys(
     ("context_length", HONOURED, "the trained positions; required"),
-    ("embedding_length block_count feed_forward_length", HONOURED, "sizes, which the tensors must have; required"),
+    ("embedding_length block_count", HONOURED, "sizes, which the tensors must have; required"),
+    ("feed_forward_length", HONOURED, "likewise; `qwen3moe`: not required, for experts have a size of their own"),
     ("attention.head_count", HONOURED, "query heads; required"),
     ("attention.head_count_kv", HONOURED, "KV heads; absent: as many as query heads"),
     ("attention.key_length", HONOURED, "numbers of a head; absent: `embedding_length` by heads"),
@@ -61,15 +63,19 @@ ARCHITECTURE_KEYS = _keys(
     ("rope.scaling.factor", HONOURED, "absent or 0: 1"),
     ("rope.scale_linear", HONOURED, "the old name, read where the former is not there"),
     ("rope.scaling.original_context_length", HONOURED, "of YaRN; absent: `context_length`"),
+    ("rope.scaling.attn_factor", HONOURED, "what YaRN's factor of attention is multiplied with; absent: 1"),
     ("rope.scaling.*", REFUSED, "other scalings of the rotation"),
+    ("rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor", NO_EFFECT, _NOT_IN_LLAMA_CPP),
+    ("rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow", NO_EFFECT, _NOT_IN_LLAMA_CPP),
+    ("rope.scaling.yarn_log_multiplier rope.scaling.alpha", NO_EFFECT, "llama.cpp reads it for other models"),
     (
         "attention.sliding_window",
         HONOURED,
-        "`gemma2`: absent 4,096; `gemma3`: absent or 0: none; `llama`: a Mistral model, where llama.cpp ignores it",
+        "`gemma2`: absent 4,096; `gemma3`: absent or 0 none; `llama`: as Mistral's, llama.cpp ignores it; others: none",
     ),
     ("attention.sliding_window_pattern", HONOURED, "`gemma2`: absent 2; `gemma3`: absent 6, or a value for each layer"),
-    ("attn_logit_softcapping", HONOURED, "`gemma2`: absent 50; `gemma3`: absent none"),
-    ("final_logit_softcapping", HONOURED, "`gemma2`: absent 30; `gemma3`: absent none"),
+    ("attn_logit_softcapping", HONOURED, "`gemma2`: absent 50; `gemma3`: absent none; 0: none; others: no effect"),
+    ("final_logit_softcapping", HONOURED, "`gemma2`: absent 30; `gemma3`: absent none; 0: none; others: no effect"),
     ("expert_count", HONOURED, "`qwen3moe`: required; `llama`: refused"),
     ("expert_used_count expert_feed_forward_length", HONOURED, "`qwen3moe`: required"),
     ("attention.causal", REFUSED, "false: attention to later tokens; absent: true"),

@@ -7,6 +7,7 @@ configuration cannot say is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,15 @@ from inference_engine.models.file_keys import ARCHITECTURE_KEYS, HONOURED, in_a_
 from inference_engine.models.gguf_header import GgufHeader
 
 _DEFAULT_THETA = 10_000.0
+# Of YaRN, with the values that the rotation has without them.
+_NOT_READ: Mapping[str, float] = MappingProxyType(
+    {
+        "rope.scaling.yarn_ext_factor": 1.0,
+        "rope.scaling.yarn_attn_factor": 1.0,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+    }
+)
 _ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 # llama.cpp's numbers for what the files do not say: layers of the models whose attention is scaled by the hidden size.
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -42,7 +52,8 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     keys = _Keys(header, architecture)
     keys.config = _common(keys)
     config = {**keys.config, **_FAMILIES[architecture](keys)}
-    return {name: value for name, value in config.items() if value is not None}
+    # What the file does not say is the class's default, but for caps: none is one of their values.
+    return {name: value for name, value in config.items() if value is not None or name.endswith("_softcapping")}
 
 
 def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
@@ -54,6 +65,14 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
             f"llama.attention.sliding_window is {window}: each token sees that many, as in a Mistral model of "
             "safetensors; llama.cpp ignores the key"
         )
+    pattern = f"{architecture}.attention.sliding_window_pattern"
+    if isinstance(header.values.get(pattern), np.ndarray):
+        notes.append(
+            f"{pattern} has a value for each layer, which is followed; llama.cpp takes every sixth layer to be full"
+        )
+    for name, default in _NOT_READ.items():
+        if (value := header.values.get(f"{architecture}.{name}", default)) != default:
+            notes.append(f"{architecture}.{name} is {value}, and is not read, as by llama.cpp")
     rows, said = header.tensors["token_embd.weight"].shape[0], header.values.get(f"{architecture}.vocab_size")
     if said is not None and said != rows:
         notes.append(f"token_embd.weight has {rows} rows, which is the vocabulary; {architecture}.vocab_size is {said}")
@@ -129,7 +148,7 @@ def _common(keys: _Keys) -> dict[str, Any]:
         raise ModelError(f"{header.path}: no {keys.key('attention.layer_norm_rms_epsilon')}; get the file again")
     return {
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
+        "intermediate_size": keys.size("feed_forward_length", keys.optional("expert_feed_forward_length")),
         "num_hidden_layers": keys.size("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.size("attention.head_count_kv", heads),
@@ -170,6 +189,12 @@ def _rotation(keys: _Keys, head_dim: int) -> dict[str, Any]:
                 "only one of them can be served from GGUF"
             )
         return {"rope_theta": theta, **_llama3(keys, theta or _DEFAULT_THETA, head_dim)}
+    stretch = keys.real("rope.scaling.attn_factor", 1.0)
+    if stretch != 1.0 and not (is_scaled and kind == "yarn"):
+        raise ModelError(
+            f"{keys.header.path}: {start}rope.scaling.attn_factor is {stretch} without YaRN, which cannot be served "
+            "from GGUF; a folder of safetensors can"
+        )
     if not is_scaled:
         return {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
@@ -177,6 +202,8 @@ def _rotation(keys: _Keys, head_dim: int) -> dict[str, Any]:
     if kind == "yarn":
         positions = keys.size("rope.scaling.original_context_length", keys.size("context_length"))
         yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+        if stretch is not None and stretch != 1.0:  # what llama.cpp multiplies YaRN's own with
+            yarn["attention_factor"] = stretch * (0.1 * math.log(factor or 1.0) + 1.0)
         return {**yarn, "original_max_position_embeddings": positions}
     raise ModelError(
         f"{keys.header.path}: {keys.key('rope.scaling.type')} is {kind!r}; only none, linear and yarn can be served "
@@ -260,8 +287,8 @@ def _gemma2(keys: _Keys) -> dict[str, Any]:
         "architectures": ["Gemma2ForCausalLM"],
         "sliding_window": keys.size("attention.sliding_window", 4096),
         "layer_types": _layer_types(keys, 2),
-        "attn_logit_softcapping": keys.real("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.real("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0) or None,
         "query_pre_attn_scalar": _scalar(keys.config, _GEMMA2_27B_LAYERS),
     }
 
@@ -276,8 +303,8 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
         "sliding_window": window or None,
         "layer_types": _layer_types(keys, 6) if window else ["full_attention"] * _layers(keys),
         "rope_parameters": {"full_attention": far, "sliding_attention": near},
-        "attn_logit_softcapping": keys.real("attn_logit_softcapping"),
-        "final_logit_softcapping": keys.real("final_logit_softcapping"),
+        "attn_logit_softcapping": keys.real("attn_logit_softcapping") or None,
+        "final_logit_softcapping": keys.real("final_logit_softcapping") or None,
         "query_pre_attn_scalar": _scalar(keys.config, _GEMMA3_27B_LAYERS),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,11 @@ def only_some_biases(model: Any) -> None:
     without_output_biases(model)
     model.model.layers[0].self_attn.k_proj.bias.data.zero_()
     model.model.layers[1].mlp.up_proj.bias.data.normal_()
+
+
+def without_key_biases(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.zero_()
 
 
 def zero_biases_left_out(tensors: dict[str, Any]) -> None:
@@ -406,6 +412,34 @@ ODD: Mapping[str, Odd] = {
         "llama with biases", change=without_output_biases, tensors=zero_biases_left_out
     ),
     "GGUF, other biases": gguf_of("llama with biases", change=only_some_biases, tensors=zero_biases_left_out),
+    "GGUF, YaRN with a factor of attention": gguf_of(
+        # As llama.cpp multiplies them: 0.1 ln 4 + 1 is YaRN's own.
+        configured("Qwen2", rope_parameters={**YARN, "attention_factor": 1.3 * (0.1 * math.log(4.0) + 1.0)}),
+        values={
+            "qwen2.rope.scaling.type": "yarn",
+            "qwen2.rope.scaling.factor": 4.0,
+            "qwen2.rope.scaling.attn_factor": 1.3,
+            "qwen2.rope.scaling.yarn_beta_fast": 32.0,
+        },
+    ),
+    "GGUF, Qwen 2 without biases of k": gguf_of("qwen2", change=without_key_biases, tensors=zero_biases_left_out),
+    "GGUF, experts alone": gguf_of("qwen3moe", values={"qwen3moe.feed_forward_length": None}),
+    "GGUF, caps of 0": gguf_of(
+        configured(
+            "Gemma2",
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            tie_word_embeddings=True,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+        ),
+        values={"gemma2.attn_logit_softcapping": 0.0, "gemma2.final_logit_softcapping": 0.0},
+    ),
+    "GGUF, layers with a window one by one": gguf_of(
+        configured("Gemma3Text", **{**GEMMA, "layer_types": ["full_attention", "sliding_attention"]}, sliding_window=4),
+        values={"gemma3.attention.sliding_window_pattern": [False, True]},
+        note="llama.cpp takes every sixth layer to be full",
+    ),
     "GGUF, a window of Mistral": gguf_of(
         configured("Mistral", sliding_window=4),
         values={"llama.attention.sliding_window": 4},
@@ -446,5 +480,6 @@ REPEATED = (
     "GGUF, a factor that is not used",
     "GGUF, Gemma 3 with a window of 0",
     "GGUF, fewer layers than tensors",
+    "GGUF, experts alone",
     "GGUF, other heads than the tensors",
 )

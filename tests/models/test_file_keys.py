@@ -81,6 +81,7 @@ ARCHITECTURE_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "rope.scaling.factor": ("llama", {}, 4.0),
     "rope.scale_linear": ("llama", {}, 4.0),
     "rope.scaling.original_context_length": ("llama", _YARN, 16),
+    "rope.scaling.attn_factor": ("llama", _YARN, 1.5),
     "rope.scaling.*": ("llama", {}, 2.0),
     "attention.sliding_window_pattern": ("gemma2", _WINDOW, 1),
     "attn_logit_softcapping": ("gemma2", {}, 0.1),
@@ -102,7 +103,7 @@ def test_every_key_of_an_architecture_changes_the_model_or_is_refused(tmp_path: 
     for key, (family, others, value) in ARCHITECTURE_CHANGES.items():
         before = outcome(gguf(tmp_path / "before.gguf", family, others), cache)
         assert not isinstance(before, str), (key, before)
-        name = key.replace("*", "attn_factor")
+        name = key.replace("*", "of_tomorrow")
         after = outcome(gguf(tmp_path / "after.gguf", family, {**others, name: value}), cache)
         assert after != before, key
         if ARCHITECTURE_KEYS[key][0] == REFUSED:
@@ -115,8 +116,11 @@ def test_keys_of_gguf_without_effect_change_nothing_and_others_are_named(tmp_pat
     odd = tmp_path / "odd.gguf"
     values = {f"llama.{name}": 7 for name in effects(ARCHITECTURE_KEYS, NO_EFFECT)}
     values |= {name.replace("*", "odd"): 7 for name in effects(GGUF_KEYS, NO_EFFECT)}
+    values["llama.rope.scaling.yarn_beta_fast"] = 3.0
     write_gguf(tiny_model("llama"), odd, values=values)
     assert outcome(odd, cache) == plain
+    said = "llama.rope.scaling.yarn_beta_fast is 3.0, and is not read, as by llama.cpp"
+    assert said in remarks(find_model(str(odd), cache=cache))
     assert not any("not known" in line for line in remarks(find_model(str(odd), cache=cache)))
 
     write_gguf(tiny_model("llama"), odd, values={"llama.of_tomorrow": 1, "tomorrow": 2, "llama.rope.of_tomorrow": "x"})

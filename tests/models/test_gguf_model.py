@@ -189,7 +189,8 @@ def rewritten(path: Path, family: str = "llama", *, leave_out: str = "", **numbe
         ({"expert_count": 8}, "a llama with 8 experts"),
         ({"rope__dimension_count": 8, "attention__key_length": 16}, "8 of the 16 numbers of a head are rotated"),
         ({"attention__key_length": 16, "attention__value_length": 8}, "keys of 16 numbers and values of 8"),
-        ({"rope__scaling__attn_factor": 2}, r"llama\.rope\.scaling\.attn_factor: rotation scaled in this way"),
+        ({"rope__scaling__of_tomorrow": 2}, r"llama\.rope\.scaling\.of_tomorrow: rotation scaled in this way"),
+        ({"rope__scaling__attn_factor": 2}, r"llama\.rope\.scaling\.attn_factor is 2\.0 without YaRN"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused(
