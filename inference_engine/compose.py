@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import kv_cache_proposer
 from inference_engine.config import EngineConfig, ModelConfig, in_full
-from inference_engine.errors import BackendError, ConfigError, NotNative, NotOnMlx
-from inference_engine.models import check_model, weights_digest
+from inference_engine.errors import BackendError, ConfigError, ModelError, NotNative, NotOnMlx
+from inference_engine.models import FoundModel, check_model, weights_digest
 from inference_engine.types import Durability
 from kv_cache_proposer.errors import DrafterError
 from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
@@ -207,7 +207,8 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
 
 
 def executor(config: ModelConfig) -> tuple[str, str]:
-    """What would run the model with these settings, and why: by its configuration and how its matrices are stored.
+    """What would run the model with these settings, and why: by its configuration, and by the names, shapes and types
+    of its tensors.
 
     Nothing is loaded or tried; that may still find a reason for torch.
 
@@ -228,11 +229,19 @@ def executor(config: ModelConfig) -> tuple[str, str]:
 
         if reason := why_missing() or reason:
             return "", f"device is mlx, and {reason}; --device cpu may run it"
+        if reason := _unfit(found, found.stored if found.only_gguf else found.folder):
+            return "", reason
         return "mlx", f"device is mlx, and {listed}"
     if not found.only_gguf and grouping_of(found.folder) is not None:
         return "", "its matrices are quantised in MLX's layout, which --device mlx alone runs"
     layout = None if found.only_gguf else layout_of(found.folder)
     if layout is not None:
+        from inference_engine.models.quantised_model import check_orders
+
+        try:
+            check_orders(found.folder, layout)
+        except ModelError as error:
+            return "", str(error)
         how = (
             "is read as it is where its family has a list" if config.device != "cpu" else "is unpacked at each product"
         )
@@ -247,7 +256,23 @@ def executor(config: ModelConfig) -> tuple[str, str]:
             reason = reason or str(error)
     else:
         reason = "backend is torch"
-    return ("torch", reason) if reason else ("native", listed)
+    if reason:
+        return "torch", reason
+    return ("", reason) if (reason := _unfit(found, found.stored)) else ("native", listed)
+
+
+def _unfit(found: FoundModel, stored: Path) -> str:
+    """Why the tensors are not those of the configuration; "" if they are. Of families with a list of operations."""
+    from inference_engine.backends.native.describing import parameter_shapes
+    from inference_engine.backends.native.loading import check_fits
+    from inference_engine.models import read_config
+    from inference_engine.models.open_checkpoint import open_checkpoint
+
+    try:
+        check_fits(open_checkpoint(stored), parameter_shapes(read_config(found)))
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def _open_on_mlx(config: ModelConfig, admitted: Admitted | None) -> Forward:

@@ -153,6 +153,16 @@ def _codes(words: Tensor) -> Tensor:
     return (words[..., None] >> torch.arange(0, 4 * _PACKED, 4, dtype=torch.int32)) & 15
 
 
+def check_orders(folder: Path, layout: Layout) -> None:
+    """Raise ModelError if a matrix of GPTQ has its inputs in another order than that of groups. Reads no others."""
+    files = SafetensorsCheckpoint(folder)
+    for name in files.names() if layout.method == "gptq" else ():
+        if name.endswith(".qweight"):
+            inputs = files.stored(name).shape[0] * _PACKED
+            group = inputs if layout.group < 0 else layout.group
+            _check_order(files, layout, name.removesuffix(".qweight"), inputs, group)
+
+
 def _check_order(files: SafetensorsCheckpoint, layout: Layout, stem: str, inputs: int, group: int) -> None:
     """Raise ModelError for inputs that are grouped in another order than their own, or may be."""
     name = f"{stem}.g_idx"

@@ -114,7 +114,7 @@ def test_every_key_of_an_architecture_changes_the_model_or_is_refused(tmp_path: 
 def test_keys_of_gguf_without_effect_change_nothing_and_others_are_named(tmp_path: Path, cache: Path) -> None:
     plain = outcome(gguf(tmp_path / "plain.gguf", "llama", {}), cache)
     odd = tmp_path / "odd.gguf"
-    values = {f"llama.{name}": 7 for name in effects(ARCHITECTURE_KEYS, NO_EFFECT)}
+    values: dict[str, Any] = {f"llama.{name}": 7 for name in effects(ARCHITECTURE_KEYS, NO_EFFECT)}
     values |= {name.replace("*", "odd"): 7 for name in effects(GGUF_KEYS, NO_EFFECT)}
     values["llama.rope.scaling.yarn_beta_fast"] = 3.0
     write_gguf(tiny_model("llama"), odd, values=values)

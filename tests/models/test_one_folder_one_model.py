@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_engine.backends.base import Forward
+from inference_engine.compose import executor as executor_of
 from inference_engine.compose import open_backend
 from inference_engine.config import ModelConfig, has_mlx
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models import find_model, remarks
+from inference_engine.models import check_model, find_model, remarks
 from tests.further import further
 from tests.models.odd_models import ALL, ODD, REPEATED, Odd
 from tests.models.tiny_folder import PROMPT
@@ -54,6 +55,15 @@ def reference(odd: Odd, folder: Path) -> torch.Tensor | None:
     return logits_of(made)
 
 
+def refusal_of(path: Path, cache: Path) -> str:
+    try:
+        check_model(str(path), cache=cache)
+        name, reason = executor_of(ModelConfig(model=str(path), cache_dir=str(cache)))
+    except ModelError as error:
+        return str(error)
+    return "" if name else reason
+
+
 @pytest.mark.parametrize("name", [further(name) if name in REPEATED else name for name in ODD])
 def test_every_executor_gives_the_logits_of_transformers_or_refuses_by_name(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -74,5 +84,8 @@ def test_every_executor_gives_the_logits_of_transformers_or_refuses_by_name(
         found = Sessions(forward, Full()).logits(0, PROMPT[0].tolist(), [4])
         assert float((found - expected).abs().max() / expected.abs().max()) < EXACT, executor
         assert re.search(odd.note, caplog.text), f"the log of {executor}"
+    # What doctor and `models show` say before anything is loaded: where none serves it, the same refusal.
+    if not odd.served_by:
+        assert re.search(odd.refusal, refusal_of(path, tmp_path / "cache"))
     if odd.note:
         assert re.search(odd.note, "\n".join(remarks(find_model(str(path), cache=tmp_path / "cache"))))

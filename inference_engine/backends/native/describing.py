@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.native.described import Described, Frequencies
+from inference_engine.backends.twin import text_generator
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
 from inference_engine.models.seam import ATTENTION, Seam
@@ -29,6 +30,18 @@ def describe(config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequ
         # Any exception of the library means that the configuration is invalid.
         logger.debug("%s cannot be built without weights", kind.__name__, exc_info=True)
         raise NotNative(f"{kind.__name__} cannot be built without weights ({error})") from error
+
+
+def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, by transformers' names. Raises ModelError."""
+    own, kind = text_generator(config)
+    try:
+        with torch.device("meta"):
+            return {name: tuple(parameter.shape) for name, parameter in kind(copy.deepcopy(own)).named_parameters()}
+    except Exception as error:
+        # Any exception of the library means that the configuration is invalid.
+        logger.debug("%s cannot be built without weights", kind.__name__, exc_info=True)
+        raise ModelError(f"{kind.__name__} cannot be built of its configuration ({error})") from error
 
 
 def describe_seam(seam: Seam) -> Described:
