@@ -265,7 +265,9 @@ def test_what_became_of_a_request_whose_client_was_closed_is_not_claimed(faults:
 def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() -> None:
     server = Server(["unanswered", *["lost"] * 5])
     tail = Tail()
-    with pytest.raises(AppendUnresolved):
+    with pytest.raises(
+        AppendUnresolved, match=r"insists on a history of 0 tokens.*HistoryLengthMismatch, whose `actual`"
+    ):
         append(server, [1, 2], tail)
     with pytest.raises(HistoryLengthMismatch) as caught:
         append(server, [1, 2], tail)

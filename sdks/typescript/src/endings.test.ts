@@ -378,6 +378,7 @@ test("an append without an answer is unresolved, and the error says of what", as
   expect(error.cause).toBeInstanceOf(kakeya.ConnectionFailed);
   expect([error.appendedTokens, error.historyLength, error.pendingTokens]).toEqual([null, 0, 2]);
   expect(error.message).toContain("it is unknown whether 2 ids for position 0 arrived");
+  expect(error.message).toContain("The next append insists on a history of 0 tokens");
 });
 
 test("an append whose time is up is resolved by its id where others have appended meanwhile", async () => {

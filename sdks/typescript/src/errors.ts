@@ -209,7 +209,11 @@ export class EngineStalled extends RetryableError {}
 /** The device ran out of memory during the call. The session and its history are kept. */
 export class OutOfMemory extends RetryableError {}
 
-/** The disk that the server keeps sessions on is full. Nothing was lost. */
+/**
+ * The disk that the server keeps sessions on is full. Nothing was lost, and this call changed nothing.
+ *
+ * Sessions can be read, and closed: that makes room for others.
+ */
 export class JournalFull extends RetryableError {}
 
 /** The server is at fault. */
@@ -279,8 +283,10 @@ export class AppendUnresolved extends TransportError {
 
   constructor(cause: KakeyaError, at: { historyLength: number; pendingTokens: number }) {
     super(
-      `${cause.message}; it is unknown whether ${at.pendingTokens} ids for position ${at.historyLength} arrived: ` +
-        "info() returns the length of the history",
+      `${cause.message}; it is unknown whether ${at.pendingTokens} ids for position ${at.historyLength} arrived. ` +
+        `The next append insists on a history of ${at.historyLength} tokens: if they arrived, it is refused with ` +
+        "HistoryLengthMismatch, whose `actual` is the length, and the one after that goes there. info() returns the " +
+        "length, too",
       {
         code: cause.code,
         reason: cause.reason,

@@ -228,7 +228,10 @@ class OutOfMemory(RetryableError):
 
 
 class JournalFull(RetryableError):
-    """The disk that the server keeps sessions on is full. Nothing was lost."""
+    """The disk that the server keeps sessions on is full. Nothing was lost, and this call changed nothing.
+
+    Sessions can be read, and closed: that makes room for others.
+    """
 
 
 class ServerError(KakeyaError):
@@ -308,8 +311,10 @@ class AppendUnresolved(TransportError):
 
     def __init__(self, cause: KakeyaError, *, history_length: int, pending_tokens: int) -> None:
         super().__init__(
-            f"{cause.message}; it is unknown whether {pending_tokens} ids for position {history_length} arrived: "
-            "info() returns the length of the history",
+            f"{cause.message}; it is unknown whether {pending_tokens} ids for position {history_length} arrived. The "
+            f"next append insists on a history of {history_length} tokens: if they arrived, it is refused with "
+            "HistoryLengthMismatch, whose `actual` is the length, and the one after that goes there. info() returns "
+            "the length, too",
             code=cause.code,
             reason=cause.reason,
             metadata=cause.metadata,
