@@ -259,7 +259,10 @@ class Hibernation:
         return nbytes * self._read_seconds < tokens * self._prefill_seconds
 
     def _measure(self) -> None:
-        """How long the disk takes for a byte that is not in memory."""
+        """How long the disk takes for a byte that is not in memory. Not where that would take most of its space."""
+        if (free := shutil.disk_usage(self._index.folder).free) < 2 * _PROBE_BYTES:
+            logger.info("the speed of the disk is not measured: %s has %d bytes of space", self._index.folder, free)
+            return
         path = self._index.folder / f"probe-{secrets.token_hex(4)}"
         try:
             with path.open("w+b", buffering=0) as file:
