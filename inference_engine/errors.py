@@ -80,11 +80,13 @@ class NotOnMlx(BackendError):
 class RequestError(KakeyaError):
     """An error that belongs to one request. `reason` and `metadata` travel to the client as ErrorInfo.
 
-    reveals_session: it may say something of a session, so it has to wait until that is safe on disk.
+    reveals_session: it may say something of a session, so it has to wait until that is safe on disk. session_id: which,
+    if the call names none.
     """
 
     reason: ClassVar[str] = "INTERNAL"
     reveals_session: ClassVar[bool] = True
+    session_id: str = ""
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None, **metadata: object) -> None:
         super().__init__(message)
@@ -114,10 +116,12 @@ class RequestIdReused(InvalidArgument):
 
     reason = "REQUEST_ID_REUSED"
 
-    def __init__(self) -> None:
+    def __init__(self, session_id: str) -> None:
+        """session_id: of the earlier call."""
         super().__init__(
             "request_id", "an earlier call used this id with other content; nothing was done. Use a new id"
         )
+        self.session_id = session_id
 
 
 class SessionNotFound(RequestError):
@@ -274,15 +278,23 @@ class OutOfMemory(RequestError):
 
 
 class JournalFull(RequestError):
-    """The disk of the journal is full. Nothing was lost; what is recorded waits for space."""
+    """The disk of the journal is full. Nothing was lost, and nothing was changed.
+
+    can_close: sessions can be closed all the same; False: the reserve for that is used up.
+    """
 
     reason = "JOURNAL_FULL"
     reveals_session = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_close: bool = True) -> None:
+        advice = (
+            "Close sessions that are not needed, which makes room for others; or retry once the operator has freed "
+            "space on it"
+            if can_close
+            else "Its reserve for closing sessions is used up, too: retry once the operator has freed space on it"
+        )
         super().__init__(
-            "the disk that the server keeps sessions on is full, and nothing was changed; retry later, or close "
-            "sessions",
+            f"the disk that the server keeps sessions on is full, and nothing was changed. {advice}",
             retry_after_seconds=5.0,
         )
 

@@ -19,6 +19,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Listener
 from inference_engine.session.history import TokenIds
+from inference_engine.session.journal import MemoryJournal
 from inference_engine.tracing import Tracing
 from inference_engine.types import (
     Bound,
@@ -75,6 +76,7 @@ class NullEngine(Engine):
     def __init__(self) -> None:
         self.metrics = EngineMetrics()
         self.tracing = Tracing()
+        self._journal = MemoryJournal()
         self._lengths: dict[str, int] = {}
         self._ids = itertools.count()
         self._strategy = make_strategy("full")
@@ -114,6 +116,7 @@ class NullEngine(Engine):
         guaranteed: bool | None = None,
         route: str = "",
         is_transient: bool = False,
+        may_be_undone: bool = False,
     ) -> SessionOpened:
         session_id = f"{route}.{next(self._ids):032x}" if route else f"{next(self._ids):032x}"
         self._lengths[session_id] = 0
@@ -134,6 +137,7 @@ class NullEngine(Engine):
         expected_history_length: int | None = None,
         owner: str = "",
         wait_seconds: float = 0.0,
+        may_be_undone: bool = False,
     ) -> HistoryLength:
         self._lengths[session_id] += len(token_ids)
         return HistoryLength(tokens=self._lengths[session_id])
@@ -154,7 +158,7 @@ class NullEngine(Engine):
         self._work.put((params, generation))
         return generation
 
-    def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
+    def session_info(self, session_id: str, *, owner: str = "", saved_only: bool = False) -> SessionInfo:
         return SessionInfo(
             history_length=self._lengths[session_id],
             history_bytes=0,

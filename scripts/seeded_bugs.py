@@ -36,6 +36,7 @@ JOURNAL = tuple(
     for part in ("sqlite_journal", "journal_folders", "journal_damage", "damaged_answers", "journal_disks")
 )
 KEPT = "tests/engine/test_kept_sessions.py"
+KEPT_ON_THE_WIRE, FULL_DISK = "tests/server/test_kept_sessions.py", "tests/server/test_full_disk.py"
 PIPED = "tests/load/test_kills.py::test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged"
 LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_no_session"
 
@@ -213,9 +214,37 @@ BUGS = (
     Bug(
         "the journal acknowledges before it commits",
         "inference_engine/session/writer.py",
-        "            is_now = self.is_saved\n",
+        "            is_now = number <= self._saved if receipt is None else receipt.is_safe or receipt.is_refused\n",
         "            is_now = True\n",
         JOURNAL,
+    ),
+    Bug(
+        "an answer does not wait for its session",
+        "inference_engine/server/barrier.py",
+        "        return receipt.is_safe or receipt.is_refused or (unless_full and self._engine.is_full)\n",
+        "        return True\n",
+        (KEPT_ON_THE_WIRE,),
+    ),
+    Bug(
+        "an append that was refused is answered as done",
+        "inference_engine/session/writer.py",
+        "            unit.settle(is_safe=False)\n",
+        "            unit.settle(is_safe=True)\n",
+        (FULL_DISK,),
+    ),
+    Bug(
+        "an append that was refused stays in memory",
+        "inference_engine/session/session.py",
+        "        self.history.take_back(length)\n",
+        "",
+        (FULL_DISK,),
+    ),
+    Bug(
+        "an answer waits for all that others do",
+        "inference_engine/session/sqlite_journal.py",
+        "        return self._gone.get(session_id, SAFE) if known is None else known.saved.receipt\n",
+        "        return max((one.saved.receipt for one in list(self._open.values())), key=lambda one: one.number)\n",
+        (FULL_DISK,),
     ),
     Bug(
         "the journal lets a token be sent that is not committed",
@@ -241,8 +270,8 @@ BUGS = (
     Bug(
         "the journal swallows a checkpoint that failed",
         "inference_engine/session/sqlite_journal.py",
-        "        except apsw.FullError:\n            return  # nothing",
-        "        except (apsw.FullError, apsw.IOError):\n            return  # nothing",
+        "        except apsw.FullError:\n            return False  # nothing",
+        "        except (apsw.FullError, apsw.IOError):\n            return False  # nothing",
         JOURNAL,
     ),
     Bug(

@@ -230,7 +230,7 @@ def looking_for_unused_sessions_after_each_commit() -> Iterator[None]:
 @contextmanager
 def a_checkpoint_after_each_commit() -> Iterator[None]:
     """The log of journals holds one page at most."""
-    with patch.object(sqlite_journal, "_WAL_PAGES", 1):
+    with patch.object(sqlite_journal, "LOG_PAGES", 1):
         yield
 
 

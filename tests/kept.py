@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from inference_engine.engine import Engine
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.journal_folder import LOCK
+from inference_engine.session.journal_folder import LOCK, RESERVE
 from inference_engine.session.sqlite_journal import SQLiteJournal
+from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability
 from tests.load.scripted import scripted_engine
 
@@ -35,6 +37,43 @@ def keeping(folder: Path, *, make: Any = scripted_engine, **settings: Any) -> It
         yield engine
 
 
+class Gated(SQLiteJournal):
+    """A journal whose disk can be stopped, filled and broken.
+
+    is_full_disk: the disk has no more space than the journal's own reserve. raising: why nothing can be written.
+    """
+
+    def __init__(self, folder: Path, metrics: EngineMetrics) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_full_disk = False
+        self.raising: BaseException | None = None
+        self.folder = folder
+        super().__init__(folder, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
+
+    def _transact(self, changes: Sequence[Change]) -> None:
+        self.gate.wait()
+        if self.raising is not None:
+            raise self.raising
+        if self.is_full_disk and (self.folder / RESERVE).exists():
+            raise DiskFull
+        super()._transact(changes)
+
+    def _has_room(self) -> bool:
+        return super()._has_room() if not self.is_full_disk else False
+
+
+@contextmanager
+def gated(folder: Path) -> Iterator[tuple[Engine, Gated]]:
+    journal = Gated(folder, metrics := EngineMetrics())
+    with scripted_engine(journal=journal, metrics=metrics, state_dir=str(folder)) as engine:
+        try:
+            yield engine, journal
+        finally:
+            journal.raising, journal.is_full_disk = None, False
+            journal.gate.set()
+
+
 def saved(engine: Engine) -> None:
     """Returns once everything is safe that was done until now."""
     from threading import Event
@@ -50,7 +89,7 @@ def after_a_kill(folder: Path) -> Path:
     shutil.rmtree(found, ignore_errors=True)
     found.mkdir(mode=0o700)
     shutil.copytree(
-        folder, found, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK), copy_function=_copy_if_there
+        folder, found, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK, RESERVE), copy_function=_copy_if_there
     )
     return found
 

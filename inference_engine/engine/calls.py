@@ -74,6 +74,10 @@ class Repeated(Generic[Reply]):
                 ReplyRecord(session.session_id, call.owner, self.kind, call.request_id, call.digest, position, text)
             )
 
+    def forget(self, call: Call | None) -> None:
+        """The call was undone. Called with the store locked."""
+        self._replies.forget(call)
+
     def restore(self, record: ReplyRecord) -> None:
         """Bring a kept reply back into memory. Called with the store locked."""
         of_session = record.session_id if self.by_session else ""

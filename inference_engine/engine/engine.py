@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from inference_engine.engine.arguments import (
     check_page,
     check_route,
 )
-from inference_engine.engine.calls import Calls
+from inference_engine.engine.calls import Calls, Repeated
 from inference_engine.engine.fork import open_fork
 from inference_engine.engine.generation import Generates, Generation
 from inference_engine.engine.memory import check_one_session_fits, grows, open_copies, open_memory
@@ -54,9 +55,9 @@ from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
 from inference_engine.session.holding import holding
-from inference_engine.session.journal import Journal, MemoryJournal
-from inference_engine.session.replies import identify
-from inference_engine.session.session import Operation
+from inference_engine.session.journal import Journal, MemoryJournal, Receipt, SessionEntry
+from inference_engine.session.replies import Call, identify
+from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
 from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark
@@ -205,6 +206,7 @@ class Engine:
         guaranteed: bool | None = None,
         route: str = "",
         is_transient: bool = False,
+        may_be_undone: bool = False,
     ) -> SessionOpened:
         """Open a session. Raises InvalidArgument, NoCapacity or Draining.
 
@@ -212,6 +214,8 @@ class Engine:
         guaranteed: True reserves all its memory now, False grants memory as it grows; None: as the settings say.
         route: its id, and those of its forks, begin with it and a dot. Hexadecimal digits; "": none.
         is_transient: it belongs to one call of its owner, who does not receive its id: it is not listed.
+        may_be_undone: the caller uses the result only once it is safe; if the disk has no space for it, it is as if the
+        call had not come, and the session's `receipt` says so.
         """
         self._refuse_when_draining()
         spec = self._arguments.strategy(strategy)
@@ -226,7 +230,9 @@ class Engine:
         is_growing = self._is_growing if guaranteed is None else not guaranteed
         asked = () if guaranteed is None else (guaranteed,)
         call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, *asked, owner=owner)
-        with self._store.locked(), self._journal.unit():
+        made: list[Session] = []
+        undo = self._undo_of(self._calls.opened, call, made) if may_be_undone else None
+        with self._store.locked(), self._journal.unit(undo):
             if (known := self._calls.opened.recall(call)) is not None:
                 return known
             session = self._store.create(
@@ -239,6 +245,7 @@ class Engine:
                 label=label,
                 is_transient=is_transient,
             )
+            made.append(session)
             opened = SessionOpened.of(session)
             self._calls.opened.remember(call, opened, session)
             return opened
@@ -253,6 +260,7 @@ class Engine:
         owner: str = "",
         wait_seconds: float = 0.0,
         request_id: bytes = b"",
+        may_be_undone: bool = False,
     ) -> SessionForked:
         """A new session that continues from this one's history. It has memory for that history, and its KV entries
         follow at once.
@@ -260,7 +268,7 @@ class Engine:
         Memory for more is reserved, or granted as it grows, as for the parent.
 
         limit_tokens: None for the parent's. request_id: makes a retry safe: a second call with it returns the first
-        reply. Raises what `create_session` and `append` raise.
+        reply. may_be_undone: as for `create_session`. Raises what that and `append` raise.
         """
         forked = self._calls.forked
         with self._store.locked():
@@ -273,15 +281,17 @@ class Engine:
         self._refuse_when_draining()
         check_label(label)
         limit = parent.limit_tokens if limit_tokens is None else self._arguments.limit(parent.kv.strategy, limit_tokens)
+        made: list[Session] = []
         with (
             holding(self._store, parent, Operation.FORK, wait_seconds),
             self._store.locked(),
-            self._journal.unit(),
+            self._journal.unit(self._undo_of(forked, call, made) if may_be_undone else None),
         ):
             if (known := forked.recall(call)) is not None:
                 return known
             check_length(parent, expected_history_length, self.metrics)
             fork = open_fork(self._store, self._scheduler, parent, limit, label)
+            made.append(fork)
             reply = SessionForked.of(fork)
             forked.remember(call, reply, fork)
             return reply
@@ -316,8 +326,13 @@ class Engine:
         expected_history_length: int | None = None,
         owner: str = "",
         wait_seconds: float = 0.0,
+        may_be_undone: bool = False,
     ) -> HistoryLength:
-        """As `append`; a call with the request id of an earlier one does nothing and returns the earlier reply."""
+        """As `append`; a call with the request id of an earlier one does nothing and returns the earlier reply.
+
+        may_be_undone: the caller uses the result only once it is safe; if the disk has no space for it, and nothing was
+        done with the session since, it is as if the call had not come, and the session's `receipt` says so.
+        """
         appended, named = self._calls.appended, {"owner": owner, "session_id": session_id}
         with self._store.locked():
             if not appended.knows(request_id, **named):
@@ -328,11 +343,21 @@ class Engine:
             return known
         session = self._store.find_healthy(session_id, owner)
         self._refuse_when_draining()
+
+        def undo() -> bool:
+            with self._store.locked():
+                if session.uses != uses or session.is_closed:
+                    return False
+                session.take_back(start)
+                appended.forget(call)
+            return True
+
         with (
             holding(self._store, session, Operation.APPEND, wait_seconds),
             self._store.locked(),
-            self._journal.unit(),
+            self._journal.unit(undo if may_be_undone else None),
         ):
+            start, uses = len(session.history), session.uses
             if (known := appended.recall(call)) is not None:
                 return known
             check_length(session, expected_history_length, self.metrics)
@@ -402,27 +427,34 @@ class Engine:
         params = GenerateParams(max_tokens=len(ids))
         return self._generates.start(session, params, wait_seconds=wait_seconds, forced=Forced(ids, on_logits))
 
-    def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
-        """Never waits, and does not count as use of the session."""
+    def session_info(self, session_id: str, *, owner: str = "", saved_only: bool = False) -> SessionInfo:
+        """Never waits, and does not count as use of the session. saved_only: of its history, what is safe."""
         session = self._store.find(session_id, owner)
         return SessionInfo.of(
             session,
             now=self._clock(),
             history_bytes=self._store.history_bytes(session),
             is_kept=session.journal.keeps,
+            saved_only=saved_only,
         )
 
     def list_sessions(self, *, after: str = "", most: int = MAX_PAGE_SESSIONS, owner: str = "") -> list[SessionListed]:
-        """The first `most` of the owner's sessions in the order of their ids, with ids greater than `after`.
+        """The first `most` of the owner's sessions in the order of their ids, with ids greater than `after`, as far as
+        they are safe.
 
-        Is no use of a session. Waits for the disk if a journal keeps sessions. Raises InvalidArgument for more than
-        MAX_PAGE_SESSIONS.
+        Is no use of a session. Reads the disk if not all of the owner's sessions are in memory. Raises InvalidArgument
+        for more than MAX_PAGE_SESSIONS.
         """
         check_page(most)
         now, today = self._clock(), self._wall_clock()
-        kept = self._journal.page(owner, after=after, most=most)
-        resident = {one.session_id: one for one in self._store.page(owner, after=after, most=most)}
-        listed = [SessionListed.of(session, now=now, today=today) for session in resident.values()]
+        with self._store.locked():
+            is_all_here = self._store.count_of(owner) == self._journal.kept_by(owner).sessions
+            resident = self._store.page(owner, after=after, most=most)
+        kept: Sequence[SessionEntry] = ()
+        if not is_all_here:
+            kept = self._journal.page(owner, after=after, most=most)
+            resident = self._store.page(owner, after=after, most=most)  # one may have come back meanwhile
+        listed = [SessionListed.of(session, now=now, today=today) for session in resident if session.saved.tokens >= 0]
         for entry in kept:
             # One that came into memory or was closed meanwhile is known there.
             if not self._store.is_resident(entry.record.session_id):
@@ -435,19 +467,19 @@ class Engine:
     def read_history(
         self, session_id: str, *, first: int = 0, most: int = MAX_PIECE_TOKENS, owner: str = ""
     ) -> HistoryPiece:
-        """Token ids from position `first` on, at most `most` of them and at most MAX_PIECE_TOKENS.
+        """Token ids from position `first` on, at most `most` of them and at most MAX_PIECE_TOKENS, as far as they are
+        safe.
 
         Never waits, and is no use of the session. Raises InvalidArgument if `first` is beyond the history's end.
         """
         with self._store.locked():
-            history = self._store.find_healthy(session_id, owner).history
-            if first > len(history):
-                raise InvalidArgument(
-                    "first_position", f"must be at most {len(history)}, the history's length, got {first}"
-                )
-            until = min(first + min(most, MAX_PIECE_TOKENS), len(history))
+            session = self._store.find_healthy(session_id, owner)
+            history, length = session.history, session.saved_length
+            if first > length:
+                raise InvalidArgument("first_position", f"must be at most {length}, the history's length, got {first}")
+            until = min(first + min(most, MAX_PIECE_TOKENS), length)
             ids, marks = np.array(history.ids(first, until)), np.array(history.marks(first, until))
-            return HistoryPiece(first, ids, marks, len(history))
+            return HistoryPiece(first, ids, marks, length)
 
     def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
         """What the query cache saved and missed, by layer; empty for a strategy without one. Never waits."""
@@ -474,6 +506,7 @@ class Engine:
             if (known := closed.recall(call)) is not None:
                 return known
             session = self._store.find(session_id, owner)
+            self._journal.refuse_when_full(to_close=True)
             length = HistoryLength(tokens=self._store.close(session_id, owner))
             closed.remember(call, length, session)
             closed.session_ended(session)
@@ -504,16 +537,26 @@ class Engine:
         """
         self._recall.of_call(session_id, owner, request_id, to_close=to_close)
 
-    def is_saved(self) -> bool:
-        """Is everything safe, by the engine's durability, that was done until now?"""
-        return self._journal.is_saved
+    def receipt(self, session_id: str) -> Receipt:
+        """Of what was done with a session last. What a client is sent about it waits until that is safe, errors
+        included: they may carry the history's length."""
+        return self._journal.receipt(session_id)
 
-    def when_saved(self, callback: Callable[[], object]) -> None:
+    def receipt_of_owner(self, owner: str) -> Receipt:
+        """Of what was done last with any of the owner's sessions."""
+        return self._journal.receipt_of_owner(owner)
+
+    def when_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         """Call back, from any thread, once everything is safe that was done until now; perhaps at once.
 
-        What a client is sent after a call has to wait for this, errors included: they may carry the history's length.
+        With a receipt: once that is safe or refused, and also when the disk has no space for it now.
         """
-        self._journal.say(callback)
+        self._journal.say(callback, receipt)
+
+    @property
+    def is_full(self) -> bool:
+        """Is the disk full that sessions are kept on? Then they can be read and closed, and nothing else is done."""
+        return self._journal.is_full
 
     @property
     def journal_failure(self) -> str:
@@ -570,6 +613,10 @@ class Engine:
         """The engine is not stalled, and its last forwards did not all fail."""
         return not self.is_stalled() and self._scheduler.failed_steps < _FAILED_STEPS
 
+    def is_serving(self) -> bool:
+        """The engine is alive, and what it does can be kept."""
+        return self.is_alive() and not self.is_full
+
     def drain(self, grace_seconds: float) -> None:
         """Refuse new sessions and Generates; wait for those that run; after the grace, end them with Draining."""
         self._is_draining = True
@@ -590,6 +637,18 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _undo_of(self, calls: Repeated[Any], call: Call | None, made: Sequence[Session]) -> Callable[[], bool]:
+        """Undoes the call that made these sessions, which was not answered."""
+
+        def undo() -> bool:
+            with self._store.locked():
+                for session in made:
+                    self._store.forget(session)
+                calls.forget(call)
+            return True
+
+        return undo
 
     def _refuse_when_draining(self) -> None:
         """Raise Draining, or EngineStalled if the engine's thread does not run."""

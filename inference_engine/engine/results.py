@@ -101,12 +101,13 @@ class SessionInfo:
     label: str
 
     @staticmethod
-    def of(session: Session, *, now: float, history_bytes: int, is_kept: bool) -> SessionInfo:
-        """now: on the clock of `session.used_at`."""
+    def of(session: Session, *, now: float, history_bytes: int, is_kept: bool, saved_only: bool) -> SessionInfo:
+        """now: on the clock of `session.used_at`. saved_only: of the history, what is safe."""
+        length = session.saved_length if saved_only else len(session.history)
         return SessionInfo(
-            history_length=len(session.history),
+            history_length=length,
             history_bytes=history_bytes,
-            cached_tokens=session.cached_tokens,
+            cached_tokens=min(session.cached_tokens, length),
             evicted_tokens=session.evicted_tokens,
             kv_live_bytes=session.live_bytes,
             tier_live_bytes=session.tier_live_bytes,
@@ -123,7 +124,7 @@ class SessionInfo:
             failure_reason=session.failure_reason,
             is_generating=session.operation is Operation.GENERATE,
             is_resident=not session.kv.is_dropped,
-            saved_tokens=min(session.saved.tokens, len(session.history)) if is_kept else 0,
+            saved_tokens=session.saved_length if is_kept else 0,
             label=session.label,
         )
 
@@ -148,7 +149,7 @@ class SessionListed:
         return SessionListed(
             session_id=session.session_id,
             label=session.label,
-            history_length=len(session.history),
+            history_length=session.saved_length,
             age_seconds=max(0.0, today - session.created_at),
             idle_seconds=max(0.0, now - session.used_at),
             is_resident=not session.kv.is_dropped,

@@ -1,7 +1,10 @@
-"""What is sent to a client waits here until it is safe: one question to the journal, and one wake-up, for many calls.
+"""What is sent to a client waits here until what it says is safe, and for nothing else.
 
-event loop          wait, wait, … │ ask                                    │ 16 go on │ 16 go on …
-journal's thread                  │ commit of all that was recorded until then │ wake
+An answer says how far one session has come, and has that session's receipt from the journal. Receipts become safe in
+the order of their numbers, a commit for many, so the journal is asked for the lowest number only.
+
+event loop          wait 7, wait 9, wait 7 │ ask for 7                 │ those with 7 go on, ask for 9
+journal's thread                           │ commit of 5 to 8, wake up │ commit of 9 …
 """
 
 from __future__ import annotations
@@ -9,10 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from inference_engine.engine import Engine
 from inference_engine.server.stream import WOKEN_AT_ONCE
+from inference_engine.session.journal import Receipt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    receipt: Receipt
+    unless_full: bool
+    goes_on: asyncio.Future[None]
 
 
 class Barrier:
@@ -20,42 +31,65 @@ class Barrier:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._waiting: list[asyncio.Future[None]] = []  # that came since the journal was asked last
-        self._safe = deque[asyncio.Future[None]]()  # that go on, some at a time
+        self._waiting: list[_Waiter] = []
+        self._asked: int | None = None  # the number that the journal was asked for and has not answered
+        self._is_asking = False  # at the end of this turn of the loop
+        self._free = deque[asyncio.Future[None]]()  # that go on, some at a time
 
-    async def passed(self) -> None:
-        """Wait until everything is safe that the engine has done until now: what is answered from here on stays true.
+    async def passed(self, receipt: Receipt, *, unless_full: bool = False) -> bool:
+        """Wait until it is safe, or was refused: then it is undone, and the answer is False.
 
-        Those who come in one turn of the loop are asked for together at its end, with whatever was done meanwhile.
+        unless_full: do not wait for space on a full disk; False, too, if there is none.
         """
-        if self._engine.is_saved():
-            return
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
+        if not self._is_over(receipt, unless_full=unless_full):
+            loop = asyncio.get_running_loop()
+            waiter = _Waiter(receipt, unless_full, loop.create_future())
+            self._waiting.append(waiter)
+            self._ask_soon(loop)
+            await waiter.goes_on
+        return receipt.is_safe
+
+    def _is_over(self, receipt: Receipt, *, unless_full: bool) -> bool:
+        return receipt.is_safe or receipt.is_refused or (unless_full and self._engine.is_full)
+
+    def _ask_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Those who come in one turn of the loop are asked for together at its end."""
+        if not self._is_asking:
+            self._is_asking = True
             loop.call_soon(self._ask, loop)
-        saved = loop.create_future()
-        self._waiting.append(saved)
-        await saved
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
-        asked, self._waiting = self._waiting, []
+        self._is_asking = False
+        first = min((waiter.receipt for waiter in self._waiting), key=lambda one: one.number, default=None)
+        if first is None or (self._asked is not None and self._asked <= first.number):
+            return
+        self._asked = first.number
 
         def wake() -> None:
             # The loop is closed only when the process ends.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._go_on, loop, asked)
+                loop.call_soon_threadsafe(self._look, loop)
 
-        self._engine.when_saved(wake)
+        self._engine.when_saved(wake, first)
 
-    def _go_on(self, loop: asyncio.AbstractEventLoop, asked: Sequence[asyncio.Future[None]]) -> None:
-        if not self._safe:
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The journal has answered: some go on, and it is asked for the others."""
+        self._asked = None
+        waiting, self._waiting = self._waiting, []
+        if not self._free:
             loop.call_soon(self._let_go, loop)
-        self._safe.extend(asked)
+        for waiter in waiting:
+            if self._is_over(waiter.receipt, unless_full=waiter.unless_full):
+                self._free.append(waiter.goes_on)
+            elif not waiter.goes_on.done():  # else its call is over
+                self._waiting.append(waiter)
+        if self._waiting:
+            self._ask_soon(loop)
 
     def _let_go(self, loop: asyncio.AbstractEventLoop) -> None:
         """Between so many of them other calls have their turn."""
-        for _ in range(min(WOKEN_AT_ONCE, len(self._safe))):
-            if not (waiter := self._safe.popleft()).done():  # its call may be over
+        for _ in range(min(WOKEN_AT_ONCE, len(self._free))):
+            if not (waiter := self._free.popleft()).done():  # its call may be over
                 waiter.set_result(None)
-        if self._safe:
+        if self._free:
             loop.call_soon(self._let_go, loop)

@@ -1,4 +1,7 @@
-"""grpc.health.v1 for the server ("") and for RuntimeService: SERVING while the engine is alive and not draining."""
+"""grpc.health.v1 for the server ("") and for RuntimeService.
+
+SERVING while the engine is alive, what it does can be kept, and it is not draining.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,6 @@ class Health:
             await self._look()
 
     async def _look(self) -> None:
-        status = _SERVING if self._engine.is_alive() else _NOT_SERVING
+        status = _SERVING if self._engine.is_serving() else _NOT_SERVING
         for service in _SERVICES:
             await self.servicer.set(service, status)

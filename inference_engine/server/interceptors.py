@@ -21,13 +21,11 @@ from inference_engine.errors import InvalidArgument, RequestError, Unauthenticat
 from inference_engine.logs import about_request
 from inference_engine.server import incoming
 from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certificate
-from inference_engine.server.barrier import Barrier
 from inference_engine.server.grpc_door import GrpcDoor
 from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
 from inference_engine.tracing import end_call
-from inference_engine.types import Durability
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 ROUTE_HEADER = "kakeya-route"
@@ -82,7 +80,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         *,
         messages: MessageLimits,
         door: GrpcDoor,
-        barrier: Barrier,
         has_certificates: bool = False,
     ) -> None:
         """door: gets the peers of accepted and refused calls. has_certificates: every client has shown one."""
@@ -90,11 +87,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._engine = engine
         self._metrics = metrics = engine.metrics
         self._tracing = engine.tracing
-        self._keeps = engine.durability is not Durability.NONE
         self._limits = limits
         self._messages = messages
         self._door = door
-        self._barrier = barrier
         self._open_readers, self._owner_readers = OpenReaders(), OwnerReaders()
         self._is_by_certificate = keys.is_open and has_certificates
         for reason in CODES:
@@ -228,18 +223,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         seconds = self._metrics.rpc_seconds.labels(name)
         ok = self._metrics.rpc_total.labels(name, "OK")
         is_ours = method.startswith(OUR_METHODS)
-        # Answers and errors carry a history's length: they wait until it is safe. An owner is known by then.
-        must_wait = is_ours and self._keeps
 
         async def guarded(request: Any, context: Context) -> Any:
             began = perf_counter()
             code, reason = grpc.StatusCode.OK, ""
             task = self._begin() if is_ours else None
             try:
-                answer = await behaviour(request, context)
-                if must_wait:
-                    await self._barrier.passed()
-                return answer
+                return await behaviour(request, context)
             except grpc.aio.AbortError:
                 code = context.code()
                 raise
@@ -256,15 +246,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     code, reason = code_of(self._ending), reason_of(self._ending)
                     await _abort(context, code, self._ending.message, to_trailers(self._ending))
             except Exception as error:  # noqa: BLE001 - the last place that can answer the client
-                known: RequestError | None = as_request_error(error, name)
-                if must_wait and known is not None and known.reveals_session and not await self._is_saved():
-                    known = self._ending
-                if known is None:
-                    code = grpc.StatusCode.CANCELLED
-                    await _abort(context, code, "the call was cancelled")
-                else:
-                    code, reason = code_of(known), reason_of(known)
-                    await _abort(context, code, known.message, to_trailers(known))
+                known = as_request_error(error, name)
+                code, reason = code_of(known), reason_of(known)
+                await _abort(context, code, known.message, to_trailers(known))
             finally:
                 self._end(task)
                 seconds.observe(perf_counter() - began)
@@ -274,14 +258,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 (ok if code is grpc.StatusCode.OK else self._metrics.rpc_total.labels(name, code.name)).inc()
 
         return guarded
-
-    async def _is_saved(self) -> bool:
-        """Wait at the barrier. False if the call is cancelled meanwhile; it must not raise that (see `_guard`)."""
-        try:
-            await self._barrier.passed()
-        except asyncio.CancelledError:
-            return False
-        return True
 
     def _begin(self) -> asyncio.Task[Any]:
         task = asyncio.current_task()

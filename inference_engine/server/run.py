@@ -160,14 +160,12 @@ async def _started(
         time.monotonic,
         bars,
     )
-    barrier = Barrier(engine)
     calls = CallInterceptor(
         keys,
         engine,
         limits,
         messages=messages,
         door=door,
-        barrier=barrier,
         has_certificates=certificates is not None and certificates.asks_clients,
     )
     http = None
@@ -195,7 +193,7 @@ async def _started(
     await health.follow()
     opened.push_async_callback(health.drain)
     server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
-    server.add_generic_rpc_handlers((RuntimeService(engine, config, barrier).handlers(),))
+    server.add_generic_rpc_handlers((RuntimeService(engine, config, Barrier(engine)).handlers(),))
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if address.is_loopback:
         names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)

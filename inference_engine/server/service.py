@@ -2,6 +2,9 @@
 
 Unary engine calls take microseconds and run on the event loop. Waiting (for a busy session, for the next token) is done
 here, on the loop; the engine never waits for the server. Errors are raised as they are; `interceptors.py` maps them.
+
+Where sessions are kept, an answer and an error wait until what they say of their session is safe. A read says what is
+safe: it waits for what was done before it, unless the disk is full. What only the server knows waits for nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -21,7 +25,7 @@ from inference_engine.engine import Engine
 from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
 from inference_engine.engine.results import HistoryLength, HistoryPiece, SessionForked, SessionInfo
-from inference_engine.errors import InvalidArgument, SessionBusy, SessionNotFound
+from inference_engine.errors import InvalidArgument, JournalFull, RequestError, SessionBusy, SessionNotFound
 from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.barrier import Barrier
@@ -84,6 +88,7 @@ class RuntimeService:
                 request_id=request.request_id,
                 guaranteed=convert.optional(request, "guaranteed"),
                 route=route_of(context.invocation_metadata()),
+                may_be_undone=True,
             )
         except InvalidArgument as error:
             if strategy is None:
@@ -103,7 +108,12 @@ class RuntimeService:
 
             def append() -> HistoryLength:
                 return self._engine.append_once(
-                    session_id, token_ids, request_id=request_id, expected_history_length=expected, owner=owner
+                    session_id,
+                    token_ids,
+                    request_id=request_id,
+                    expected_history_length=expected,
+                    owner=owner,
+                    may_be_undone=True,
                 )
 
             async def call() -> HistoryLength:
@@ -140,7 +150,7 @@ class RuntimeService:
             generation = await self._while_it_leaves(request.session_id, call)
             feed = Feed(generation, self._loop_waker())
             with self._supervised(generation, feed, context) as stall:
-                await self._send(feed, convert.framer_for(request), context, stall, heartbeat)
+                await self._send(request.session_id, feed, convert.framer_for(request), context, stall, heartbeat)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         async def call() -> HistoryLength:
@@ -165,6 +175,7 @@ class RuntimeService:
                 label=request.client_label,
                 owner=owner,
                 request_id=request.request_id,
+                may_be_undone=True,
             )
 
         async def call() -> SessionForked:
@@ -175,11 +186,10 @@ class RuntimeService:
         return convert.forked_to_wire(forked, mode=self._mode, model_id=self._model_id, durability=self._durability)
 
     async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
-        async def call() -> SessionInfo:
-            await self._recall(request.session_id)
-            return self._engine.session_info(request.session_id, owner=caller())
+        def read() -> SessionInfo:
+            return self._engine.session_info(request.session_id, owner=caller(), saved_only=True)
 
-        return convert.session_info_to_wire(await self._while_it_leaves(request.session_id, call))
+        return convert.session_info_to_wire(await self._read(request.session_id, read))
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return convert.server_info_to_wire(
@@ -197,40 +207,80 @@ class RuntimeService:
             listed = self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
             return convert.list_to_wire(listed, most=most)
 
-        # A long page takes milliseconds, a kept one waits for the disk.
+        await self._barrier.passed(self._engine.receipt_of_owner(owner), unless_full=True)
+        # A long page takes milliseconds, a kept one is read from the disk.
         is_short = most <= PAGE_SESSIONS and not self._keeps
         return page() if is_short else await asyncio.to_thread(page)
 
     async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
         most = request.max_tokens or MAX_PIECE_TOKENS
 
-        async def call() -> HistoryPiece:
-            await self._recall(request.session_id)
+        def read() -> HistoryPiece:
             return self._engine.read_history(
                 request.session_id, first=request.first_position, most=most, owner=caller()
             )
 
-        return convert.history_to_wire(await self._while_it_leaves(request.session_id, call))
+        return convert.history_to_wire(await self._read(request.session_id, read))
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The RPCs by their names on the wire."""
+        changes, reads = partial(self._once_safe, changes=True), partial(self._once_safe, changes=False)
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
-                "CreateSession": _unary(self.create_session, pb.CreateSessionRequest),
-                "AppendTokens": _unary(self.append_tokens, pb.AppendTokensRequest),
-                "Generate": _stream(self.generate, pb.GenerateRequest),
-                "CloseSession": _unary(self.close_session, pb.CloseSessionRequest),
-                "ForkSession": _unary(self.fork_session, pb.ForkSessionRequest),
-                "GetSessionInfo": _unary(self.get_session_info, pb.GetSessionInfoRequest),
+                "CreateSession": _unary(changes(self.create_session), pb.CreateSessionRequest),
+                "AppendTokens": _unary(changes(self.append_tokens), pb.AppendTokensRequest),
+                "Generate": _stream(reads(self.generate), pb.GenerateRequest),  # which waits before each frame
+                "CloseSession": _unary(changes(self.close_session), pb.CloseSessionRequest),
+                "ForkSession": _unary(changes(self.fork_session), pb.ForkSessionRequest),
+                "GetSessionInfo": _unary(reads(self.get_session_info), pb.GetSessionInfoRequest),
                 "GetServerInfo": _unary(self.get_server_info, pb.GetServerInfoRequest),
                 "ListSessions": _unary(self.list_sessions, pb.ListSessionsRequest),
-                "ReadHistory": _unary(self.read_history, pb.ReadHistoryRequest),
+                "ReadHistory": _unary(reads(self.read_history), pb.ReadHistoryRequest),
             },
         )
 
+    def _once_safe(self, behaviour: Behaviour, *, changes: bool) -> Behaviour:
+        """`behaviour`, whose errors, and if it changes something its answer, are sent once what they say is safe.
+
+        Raises JournalFull instead of what is not safe and cannot become so: then nothing was changed.
+        """
+        if not self._keeps:
+            return behaviour
+
+        async def call(request: Any, context: Context) -> Any:
+            session_id = getattr(request, "session_id", "")
+            # Handed over, so that the call may let go of it.
+            handed = [request]
+            del request
+            try:
+                answer = await behaviour(handed.pop(), context)
+            except RequestError as error:
+                of = session_id or error.session_id
+                if error.reveals_session and not await self._barrier.passed(self._engine.receipt(of), unless_full=True):
+                    raise JournalFull from error
+                raise
+            # Looked up in the turn of the call: later ones of the session have other receipts.
+            receipt = self._engine.receipt(getattr(answer, "session_id", session_id))
+            if changes and not await self._barrier.passed(receipt):
+                raise JournalFull
+            return answer
+
+        return call
+
+    async def _read(self, session_id: str, read: Callable[[], T]) -> T:
+        """What is safe of a session, with all that was done with it until now, unless the disk has no space for it."""
+
+        async def call() -> T:
+            await self._recall(session_id)
+            await self._barrier.passed(self._engine.receipt(session_id), unless_full=True)
+            return read()
+
+        return await self._while_it_leaves(session_id, call)
+
     async def _send(
         self,
+        session_id: str,
         feed: Feed,
         frame: convert.Framer,
         context: Context,
@@ -245,10 +295,11 @@ class RuntimeService:
         while True:
             await feed.wait()
             for event in feed.pop_all():
+                if self._keeps and not isinstance(event, TokenCommitted):
+                    # A reader gets saved tokens only; others say how long the history is.
+                    await self._barrier.passed(self._engine.receipt(session_id))
                 if isinstance(event, Failed):
                     raise event.error
-                if self._keeps and not isinstance(event, TokenCommitted):
-                    await self._barrier.passed()  # a reader gets saved tokens only; others say how long the history is
                 message = frame(event)
                 if heartbeat is not None:
                     if isinstance(event, Accepted):

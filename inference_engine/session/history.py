@@ -122,7 +122,8 @@ class _Branch:
 class History:
     """The token ids of one session, or of its journal.
 
-    length: of the history in tokens; changed here alone. holdings: counts this history and others together. leaves:
+    length: of the history in tokens; changed here alone. It grows, but for tokens that were reported to no reader
+    (`take_back`). holdings: counts this history and others together. leaves:
     allocates and frees leaves.
     keeps_seen: store the set of ids of each full branch, so that `seen` is cheap.
     """
@@ -202,6 +203,16 @@ class History:
             for index in range(before // BRANCH_TOKENS, self.length // BRANCH_TOKENS):
                 with suppress(MemoryError):  # then it is computed when it is needed
                     self._seen_of(self._branch(index))
+
+    def take_back(self, length: int) -> None:
+        """Remove the tokens from `length` on, which no fork has and no reader. Their memory stays, for others."""
+        self.holdings.tokens -= self.length - length
+        self.length = length
+        self._open = None
+        for branch in self._branches[length // BRANCH_TOKENS :]:
+            if branch is not None and branch.seen is not None:  # of a branch that is not full any more
+                self.holdings.nbytes -= branch.seen.nbytes
+                branch.seen = None
 
     def _grow(self, end: int) -> None:
         """Allocate more, up to the end of one leaf at most."""

@@ -2,13 +2,14 @@
 
     engine, under the store's lock      record, record, …        in memory only, never waits
     the journal's own thread            commit of all of them    while the device is at the next step
-    what answers clients                say(callback)            called once all that was recorded until then is safe
+    what answers clients                say(callback, receipt)   called once what was recorded of a session is safe
 
 `Journal` is the interface of any log. `MemoryJournal` keeps the records of open sessions in memory, and calls at once:
 its sessions end with the process. `SQLiteJournal` (sqlite_journal.py) keeps them in a folder, and sessions outlive the
 process, being put out of memory, and an invariant that broke. A fork is one record, however long its history.
 
-What is recorded within `unit()` is kept whole or not at all, with everything that was recorded before it.
+What is recorded within `unit()` is kept whole or not at all, and not before anything that was recorded before it. A
+session has a receipt of what was recorded of it last: an answer about the session waits for that.
 """
 
 from __future__ import annotations
@@ -97,11 +98,26 @@ class CopyRecord:
     header_crc: int
 
 
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """Of changes that were recorded together. They become safe in the order of `number`; those that were refused, for
+    which the disk had no space, are undone. The journal changes it; any thread may read it."""
+
+    number: int = 0
+    is_safe: bool = False
+    is_refused: bool = False
+
+
+SAFE = Receipt(is_safe=True)
+
+
 @dataclass(slots=True)
 class Saved:
-    """Tokens of a session that are safe, and may be sent. The journal changes it; any thread may read it."""
+    """Tokens of a session that are safe, and may be sent; less than 0: not even that there is one. receipt: of what was
+    recorded of it last. The journal changes both; any thread may read them."""
 
     tokens: int = sys.maxsize
+    receipt: Receipt = SAFE
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +183,13 @@ class Journal(Protocol):
 
     # -- changes ----------------------------------------------------------------------------------------------------
 
-    def unit(self) -> AbstractContextManager[object]:
-        """What is recorded within is kept whole or not at all. Called with the store's lock held."""
+    def unit(self, refuse: Callable[[], bool] | None = None) -> AbstractContextManager[object]:
+        """What is recorded within is kept whole or not at all. Called with the store's lock held.
+
+        refuse: called, on the journal's thread, if the disk has no space for it: undoes in memory what was done, with
+        `take_back` and `forget`, or returns False if something was done since that builds on it. Without it, or then,
+        the unit waits for space.
+        """
 
     def open(self, record: SessionRecord) -> Saved: ...
 
@@ -186,6 +207,12 @@ class Journal(Protocol):
         logprobs: Logprobs | None = None,
     ) -> None:
         """Record tokens; with `began`, those are the first ones of a Generate. If it raises, nothing was recorded."""
+
+    def take_back(self, session_id: str, length: int) -> None:
+        """The unit with the tokens from `length` on was refused."""
+
+    def forget(self, session_id: str) -> None:
+        """The unit that opened the session was refused."""
 
     def reply(self, record: ReplyRecord) -> None: ...
 
@@ -205,12 +232,17 @@ class Journal(Protocol):
     def keeps(self) -> bool:
         """Do sessions outlive the process?"""
 
-    @property
-    def is_saved(self) -> bool:
-        """Is everything safe that was recorded?"""
+    def receipt(self, session_id: str) -> Receipt:
+        """Of what was recorded of a session last, also if it left memory since, or was closed."""
 
-    def say(self, callback: Callable[[], object]) -> None:
-        """Call `callback`, from any thread, once everything is safe that was recorded until now; perhaps at once."""
+    def receipt_of_owner(self, owner: str) -> Receipt:
+        """Of what was recorded last of any of the owner's sessions."""
+
+    def say(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
+        """Call `callback`, from any thread, once everything is safe that was recorded until now; perhaps at once.
+
+        With a receipt: once that is safe or refused, and also when the disk has no space for it now.
+        """
 
     def kick(self) -> None:
         """A step was recorded: make it safe soon."""
@@ -218,8 +250,12 @@ class Journal(Protocol):
     def is_behind(self) -> bool:
         """Is more waiting to be written than should be? Then no step should run."""
 
-    def refuse_when_full(self) -> None:
-        """Raise JournalFull while there is no space for more."""
+    @property
+    def is_full(self) -> bool:
+        """Is the disk full?"""
+
+    def refuse_when_full(self, *, to_close: bool = False) -> None:
+        """Raise JournalFull while there is no space for more; to_close: not even for what closes a session."""
 
     @property
     def failure(self) -> str:
@@ -240,7 +276,7 @@ class Journal(Protocol):
         """The owner's remembered replies to calls with this id. Waits for the disk."""
 
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
-        """The first `most` of the owner's sessions in the order of their ids, after `after`. Waits for the disk."""
+        """The first `most` of the owner's sessions in the order of their ids, after `after`, as far as it is safe."""
 
     def kept_by(self, owner: str) -> Kept:
         """What the owner's sessions take that outlive the process, in memory or not. Any thread."""
@@ -261,7 +297,7 @@ class MemoryJournal:
     durability = Durability.NONE
     book = None
     keeps = False
-    is_saved = True
+    is_full = False
     failure = ""
 
     def __init__(self) -> None:
@@ -269,7 +305,7 @@ class MemoryJournal:
         self._holdings, self._leaves = Holdings(), Leaves()
         self._sessions: dict[str, tuple[SessionRecord, History]] = {}
 
-    def unit(self) -> AbstractContextManager[object]:
+    def unit(self, refuse: Callable[[], bool] | None = None) -> AbstractContextManager[object]:
         return nullcontext()
 
     def open(self, record: SessionRecord) -> Saved:
@@ -299,6 +335,13 @@ class MemoryJournal:
             assert position == len(history), f"a record for position {position} follows one that ends at {len(history)}"
             history.extend(token_ids, mark)
 
+    def take_back(self, session_id: str, length: int) -> None:
+        with self._lock:
+            self._sessions[session_id][1].take_back(length)
+
+    def forget(self, session_id: str) -> None:
+        self.close(session_id)
+
     def reply(self, record: ReplyRecord) -> None:
         """The engine's own memory of replies lasts as long."""
 
@@ -312,7 +355,13 @@ class MemoryJournal:
             if (known := self._sessions.pop(session_id, None)) is not None:
                 known[1].release()
 
-    def say(self, callback: Callable[[], object]) -> None:
+    def receipt(self, session_id: str) -> Receipt:
+        return SAFE
+
+    def receipt_of_owner(self, owner: str) -> Receipt:
+        return SAFE
+
+    def say(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         callback()
 
     def kick(self) -> None: ...
@@ -320,7 +369,7 @@ class MemoryJournal:
     def is_behind(self) -> bool:
         return False
 
-    def refuse_when_full(self) -> None: ...
+    def refuse_when_full(self, *, to_close: bool = False) -> None: ...
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         with self._lock:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 4
 PAGE_BYTES = 4096
+LOG_PAGES = 1000  # before a checkpoint
+LOG_BYTES = LOG_PAGES * PAGE_BYTES
 # What reading a database raises that is damaged: also of texts that are none, and of rows that are gone.
 DAMAGE = (apsw.Error, ValueError, TypeError, StopIteration)
 SYNCED, NOT_SYNCED = 2, 1  # of SQLite's `synchronous`: each commit, or checkpoints alone
@@ -100,6 +102,8 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
     path.chmod(0o600)
     level = SYNCED if durability is Durability.POWER else NOT_SYNCED
     _set(db, path, **fixed, journal_mode="wal", synchronous=level, wal_autocheckpoint=0, cache_size=-8192)
+    # After an append that was large, the log gives its space back when it begins anew.
+    _set(db, path, journal_size_limit=LOG_BYTES)
     if not next(db.execute("select count(*) from sqlite_schema"))[0]:
         with _transaction(db):
             db.execute(_SCHEMA)

@@ -1,11 +1,14 @@
-"""The folder of a journal: of one user and one process."""
+"""The folder of a journal: of one user and one process, with a reserve for a disk that is full."""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import stat
-from errno import EROFS
+import sys
+from contextlib import suppress
+from errno import EDQUOT, ENOSPC, EROFS
 from pathlib import Path
 
 import psutil
@@ -13,8 +16,12 @@ import psutil
 from inference_engine.errors import ConfigError
 from inference_engine.types import Durability
 
-LOCK = "lock"
+logger = logging.getLogger(__name__)
+
+LOCK, RESERVE = "lock", "reserve"
 _LOCK_BYTES = 32
+_BLOCK_BYTES = 512  # that stat counts
+_RESERVED_PART, _LEAST_RESERVED_BYTES = 1 / 16, 2**18  # of what is free at the start
 
 
 class FolderLock:
@@ -46,6 +53,50 @@ class FolderLock:
 
     def release(self) -> None:
         os.close(self._descriptor)
+
+
+class Reserve:
+    """A file of zeros, whose space is given up where the disk is full: what is under way can be written, and sessions
+    can be closed. It is as large as the log becomes, or a part of what is free where that is little."""
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self._path = folder / RESERVE
+        system = os.statvfs(folder)
+        free = system.f_bavail * system.f_frsize + (self._path.stat().st_size if self._path.exists() else 0)
+        self.nbytes = min(most_bytes, max(_LEAST_RESERVED_BYTES, int(free * _RESERVED_PART)))
+
+    def take(self) -> bool:
+        """False if the disk has no room for it; then it is not there."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(descriptor, self.nbytes)
+                if os.fstat(descriptor).st_blocks * _BLOCK_BYTES < self.nbytes:
+                    _allocate(descriptor, self.nbytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno not in (ENOSPC, EDQUOT):
+                logger.warning("%s cannot be kept, so nothing is reserved for a full disk: %s", self._path, error)
+                return True
+            self.give_up()
+            return False
+        return True
+
+    def give_up(self) -> None:
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    """Have space for a file, not only a length. Raises OSError."""
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return
+    written = 0
+    while written < nbytes:
+        written += os.pwrite(descriptor, bytes(nbytes - written), written)
+    os.fsync(descriptor)  # some file systems find no room for it only now
 
 
 def check_private(folder: Path) -> None:

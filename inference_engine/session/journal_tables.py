@@ -340,6 +340,10 @@ class Tables:
         self._gone += self._reader.copy_files(number)
         self._db.execute("delete from copies where session = ?", (number,))
 
+    def try_room(self) -> None:
+        """A row that says nothing: is there room for one?"""
+        self._db.execute("insert or replace into facts values ('room', null)")
+
     def drop_copy(self, file: str) -> None:
         self._gone.append(file)
         self._db.execute("delete from copies where file = ?", (file,))

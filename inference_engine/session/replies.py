@@ -101,9 +101,9 @@ class Replies(Generic[R]):
         """The earlier reply to this call, if any. Raises RequestIdReused if the content was another."""
         if call is None or (found := self._replies.get(call.key)) is None:
             return None
-        digest, packed, _ = found
+        digest, packed, session_id = found
         if digest != call.digest:
-            raise RequestIdReused
+            raise RequestIdReused(session_id)
         return self._unpack(packed)
 
     def remember(self, call: Call | None, reply: R, *, session_id: str) -> None:

@@ -94,6 +94,11 @@ class Session:
     def __post_init__(self) -> None:
         self.longest = min((most for most in (self.limit_tokens, self.cap_tokens) if most is not None), default=None)
 
+    @property
+    def saved_length(self) -> int:
+        """Of its history, as far as it is safe."""
+        return max(0, min(self.saved.tokens, self.history.length))
+
     def check_room(self, adding: int) -> None:
         """Raise HistoryLimit if `adding` more tokens would make its history too long."""
         length = len(self.history)
@@ -117,6 +122,11 @@ class Session:
         start = self.history.reserve(len(token_ids))
         self.journal.append(self.session_id, start, token_ids, mark, began=began, logprobs=logprobs)
         self.history.extend(token_ids, mark)
+
+    def take_back(self, length: int) -> None:
+        """Undo the `record` of all tokens from `length` on, which the journal has refused and no operation has used."""
+        self.journal.take_back(self.session_id, length)
+        self.history.take_back(length)
 
     def pending_ids(self, limit: int) -> TokenIds:
         """The next token ids whose K/V are to be computed, at most `limit`, as a copy."""

@@ -16,8 +16,9 @@ concerned. An answer that is forgotten would let a repeated call be done twice, 
 its session, or in the tail and in `replies`, which the start looks through.
 
 `power`: a commit is synced before it is confirmed. `process`: the system may write it later; checkpoints sync.
-Any error of the disk but a full one is final (see `writer.py`): after a failed sync SQLite may take the next commit and
-lose this one. Checkpoints are made here, not by SQLite, which does not report when one fails.
+A full disk is waited for, with a reserve for what is under way and for closing sessions (see `writer.py`). Any other
+error of the disk is final: after a failed sync SQLite may take the next commit and lose this one. Checkpoints are made
+here, not by SQLite, which does not report when one fails.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from inference_engine.errors import ConfigError, EngineStalled, JournalFull
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import (
+    SAFE,
     CopyBook,
     CopyRecord,
     GenerateRecord,
     Kept,
     Logprobs,
+    Receipt,
     ReplyRecord,
     Saved,
     SessionEntry,
@@ -50,29 +53,38 @@ from inference_engine.session.journal import (
     SessionRecord,
     TokensRecord,
 )
-from inference_engine.session.journal_database import DAMAGE, PAGE_BYTES, open_database, refuse_damaged_replies
-from inference_engine.session.journal_folder import check_private, take_folder
+from inference_engine.session.journal_database import (
+    DAMAGE,
+    LOG_BYTES,
+    LOG_PAGES,
+    PAGE_BYTES,
+    open_database,
+    refuse_damaged_replies,
+)
+from inference_engine.session.journal_folder import Reserve, check_private, take_folder
 from inference_engine.session.journal_reader import Past, Reader, ReplyKey
 from inference_engine.session.journal_rows import damage_is_refused
 from inference_engine.session.journal_tables import Tables
-from inference_engine.session.writer import Callback, Change, DiskFull, Writer
+from inference_engine.session.writer import Callback, Change, DiskFull, Unit, Writer
 from inference_engine.types import Durability, Mark
 
 logger = logging.getLogger(__name__)
 
 FILE, COPIES = "journal.db", "copies"
 
-_WAL_PAGES = 1000  # before a checkpoint
+# Free within the files, as much makes room for more where the disk has none: sessions that were closed have left it.
+_ROOM_PAGES = 64
 _FLUSH_SECONDS = 30.0
 _EXPIRE_SECONDS = 30.0
 
 
 @dataclass(slots=True)
 class _Count:
-    """What is kept of one owner."""
+    """What is kept of one owner. receipt: of what was recorded last of any of their sessions."""
 
     sessions: int = 0
     tokens: int = 0
+    receipt: Receipt = SAFE
 
 
 _NONE_KEPT = _Count()
@@ -121,6 +133,7 @@ class SQLiteJournal:
         check_private(folder)
         self.copies_folder = folder / COPIES
         self.weights = weights
+        self._log = folder / f"{FILE}-wal"
         self._folder_lock = take_folder(folder)
         try:
             self._db = open_database(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
@@ -148,63 +161,78 @@ class SQLiteJournal:
         self._kept_lock = threading.Lock()
         self._expired: list[tuple[str, int]] = []  # owner and length
         self._on_copy_gone: Callable[[str], object] = lambda _: None
-        self._unit: list[Change] | None = None
-        self._unit_confirmed: list[tuple[Saved, int]] = []
+        self._unit: Unit | None = None
+        self._gone: dict[str, Receipt] = {}  # of sessions that left memory or were closed, by id
         self._expire_at = 0.0
         self._wal_pages = 0
         self._db.set_wal_hook(self._note_wal)
         self._is_stopped = False
-        # A tool looks at a folder, and leaves it as it is.
+        # The log becomes as long before a checkpoint, so that all of it can be put into the database then.
+        self._reserve = Reserve(folder, LOG_BYTES)
+        is_tool = weights is None  # it looks at a folder, and leaves it as it is
         self._writer = Writer(
             self._commit,
             self._tidy,
             lambda: not self._tables.to_fold,
             metrics,
-            tidies_at_the_end=weights is not None,
+            make_room=self._begin_on_reserve,
+            has_room=self._has_room,
+            tidies_at_the_end=not is_tool,
+            is_full=not is_tool and not self._reserve.take(),
         )
 
     # -- changes, in memory -----------------------------------------------------------------------------------------
 
-    def unit(self) -> AbstractContextManager[object]:
-        return self._one_unit()
+    def unit(self, refuse: Callable[[], bool] | None = None) -> AbstractContextManager[object]:
+        return self._one_unit(refuse)
 
     @contextmanager
-    def _one_unit(self) -> Iterator[None]:
+    def _one_unit(self, refuse: Callable[[], bool] | None) -> Iterator[None]:
         assert self._unit is None, "units do not nest"
-        self._unit = []
+        self._unit = unit = Unit(refuse=refuse)
         try:
             yield
         finally:
-            changes, confirmed = self._unit, self._unit_confirmed
-            self._unit, self._unit_confirmed = None, []
-            if changes:
-                self._writer.record(changes, confirmed)
+            self._unit = None
+            if unit.changes:
+                self._writer.record(unit)
 
-    def _record(self, change: Change, confirmed: tuple[Saved, int] | None = None) -> None:
-        if self._unit is None:
-            self._writer.record((change,), () if confirmed is None else (confirmed,))
-        else:
-            self._unit.append(change)
-            if confirmed is not None:
-                self._unit_confirmed.append(confirmed)
+    def _record(self, change: Change, confirmed: tuple[Saved, int] | None = None, of: _Open | None = None) -> Receipt:
+        """of: the session that the change is of, if answers about it have to wait for that."""
+        unit = self._unit or Unit()
+        unit.changes.append(change)
+        if confirmed is not None:
+            unit.confirmed.append(confirmed)
+        if of is not None:
+            saved = of.saved
+            if saved.receipt is not unit and not saved.receipt.is_safe:
+                unit.replaced = saved.receipt
+            saved.receipt = of.count.receipt = unit
+        if unit is not self._unit:
+            self._writer.record(unit)
+        return unit
 
     def open(self, record: SessionRecord) -> Saved:
         known = self._begin(record, 0)
-        self._record((self._tables.put_session, (known.number, record, None, 0)))
+        self._record((self._tables.put_session, (known.number, record, None, 0)), (known.saved, 0), known)
         return known.saved
 
     def fork(self, record: SessionRecord, parent_id: str) -> Saved:
         parent = self._open[parent_id]
         known = self._begin(record, parent.length)
         put = self._tables.put_session, (known.number, record, parent.number, known.length)
-        self._record(put, (known.saved, known.length))
+        self._record(put, (known.saved, known.length), known)
         return known.saved
 
     def _begin(self, record: SessionRecord, length: int) -> _Open:
         number, self._next_number = self._next_number, self._next_number + 1
         count = self._count_kept(record.owner, 1, length)
-        known = self._open[record.session_id] = _Open(number, record.owner, Saved(0), length, count)
+        known = self._open[record.session_id] = _Open(number, record.owner, Saved(-1), length, count)
         return known
+
+    def forget(self, session_id: str) -> None:
+        if (known := self._open.pop(session_id, None)) is not None:
+            self._count_kept(known.owner, -1, -known.length)
 
     def append(
         self,
@@ -225,11 +253,20 @@ class SQLiteJournal:
         self._record(
             (self._tables.put_tokens, (known.number, position, int(mark), token_ids.tobytes(), values, began)),
             (known.saved, end),
+            known,
         )
+
+    def take_back(self, session_id: str, length: int) -> None:
+        known = self._open[session_id]
+        with self._kept_lock:
+            known.count.tokens -= known.length - length
+        known.length = length
+        if isinstance(known.saved.receipt, Unit):
+            known.saved.receipt = known.saved.receipt.replaced
 
     def reply(self, record: ReplyRecord) -> None:
         known = self._open.get(record.session_id)
-        self._record((self._tables.put_reply, (None if known is None else known.number, record)))
+        self._record((self._tables.put_reply, (None if known is None else known.number, record)), of=known)
 
     def rest(self, session_id: str) -> None:
         if (known := self._open.get(session_id)) is not None:
@@ -237,12 +274,22 @@ class SQLiteJournal:
 
     def leave(self, session_id: str, used_at: float | None = None) -> None:
         if (known := self._open.pop(session_id, None)) is not None:
-            self._record((self._tables.rest, (known.number, used_at)))
+            receipt = self._record((self._tables.rest, (known.number, used_at)))
+            if not known.saved.receipt.is_safe:
+                self._leaves_memory(session_id, receipt)
 
     def close(self, session_id: str) -> None:
         if (known := self._open.pop(session_id, None)) is not None:
+            receipt = self._record((self._tables.end_session, (known.number,)), of=known)
+            self._leaves_memory(session_id, receipt)
             self._count_kept(known.owner, -1, -known.length)
-            self._record((self._tables.end_session, (known.number,)))
+
+    def _leaves_memory(self, session_id: str, receipt: Receipt) -> None:
+        """Calls about the session wait for its receipt though it is not here, until that is safe."""
+        self._gone.pop(session_id, None)
+        self._gone[session_id] = receipt
+        while next(iter(self._gone.values())).is_safe:  # they become safe in this order
+            del self._gone[next(iter(self._gone))]
 
     # -- copies of K/V ----------------------------------------------------------------------------------------------
 
@@ -278,18 +325,21 @@ class SQLiteJournal:
             count = self._kept.setdefault(owner, _Count())
             count.sessions += sessions
             count.tokens += tokens
-            if not count.sessions:
+            if not count.sessions and count.receipt.is_safe:
                 del self._kept[owner]
             return count
 
     # -- what is safe -----------------------------------------------------------------------------------------------
 
-    @property
-    def is_saved(self) -> bool:
-        return self._writer.is_saved
+    def receipt(self, session_id: str) -> Receipt:
+        known = self._open.get(session_id)
+        return self._gone.get(session_id, SAFE) if known is None else known.saved.receipt
 
-    def say(self, callback: Callback) -> None:
-        self._writer.say(callback)
+    def receipt_of_owner(self, owner: str) -> Receipt:
+        return self._kept.get(owner, _NONE_KEPT).receipt
+
+    def say(self, callback: Callback, receipt: Receipt | None = None) -> None:
+        self._writer.say(callback, receipt)
 
     def kick(self) -> None:
         self._writer.kick()
@@ -297,11 +347,11 @@ class SQLiteJournal:
     def is_behind(self) -> bool:
         return self._writer.is_behind()
 
-    def refuse_when_full(self) -> None:
+    def refuse_when_full(self, *, to_close: bool = False) -> None:
         if self._writer.failure:
             raise EngineStalled
-        if self._writer.is_full:
-            raise JournalFull
+        if self._writer.is_stuck if to_close else self._writer.is_full:
+            raise JournalFull(can_close=not self._writer.is_stuck)
 
     @property
     def is_full(self) -> bool:
@@ -336,7 +386,7 @@ class SQLiteJournal:
     def _commit(self, changes: Sequence[Change]) -> None:
         with self._db_lock:
             self._transact(changes)
-            if self._wal_pages >= _WAL_PAGES:
+            if self._wal_pages >= min(LOG_PAGES, self._reserve.nbytes // PAGE_BYTES):
                 self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
 
     def _transact(self, changes: Sequence[Change]) -> None:
@@ -404,15 +454,36 @@ class SQLiteJournal:
     def _expire(self) -> None:
         self._expired = self._tables.expire(self._keep_seconds, {known.number for known in list(self._open.values())})
 
-    def _checkpoint(self, mode: int) -> None:
-        """Raises if not all could be written into the database: a checkpoint that failed is a failed write."""
+    def _checkpoint(self, mode: int) -> bool:
+        """Raises if not all could be written into the database: a checkpoint that failed is a failed write. False: the
+        disk is full."""
         try:
             logged, done = self._db.wal_checkpoint(mode=mode)
         except apsw.FullError:
-            return  # nothing is lost, it stays in the log
+            return False  # nothing is lost, it stays in the log
         if done != logged:
             raise apsw.IOError(f"a checkpoint wrote {done} of {logged} pages")
         self._wal_pages = 0
+        return True
+
+    def _begin_on_reserve(self) -> None:
+        with self._db_lock:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """The disk is full: with the reserve, the log is put into the database and begins anew where it lies."""
+        self._reserve.give_up()
+        self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+
+    def _has_room(self) -> bool:
+        """Has the disk room for the reserve again, or have the files room within? Raises DiskFull if not a row has."""
+        with self._db_lock:
+            self._transact([(self._tables.try_room, ())])
+            begins_anew = self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+            free_pages = self._reader.value("pragma freelist_count")
+            log_bytes = self._log.stat().st_size
+        has_within = begins_anew and min(free_pages, log_bytes // PAGE_BYTES) >= _ROOM_PAGES
+        return self._reserve.take() or has_within
 
     def _note_wal(self, _db: apsw.Connection, _name: str, pages: int) -> int:
         self._wal_pages = pages
@@ -431,7 +502,7 @@ class SQLiteJournal:
             return record, self._past(number).tokens
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
-        self._flush()
+        self._flush(self.receipt(session_id))
         with self._db_lock, damage_is_refused(0):
             number = self._reader.find(session_id, owner)
             if number is None:
@@ -448,12 +519,12 @@ class SQLiteJournal:
         return self._reader.past(number, self._tables.tail.committed(number))
 
     def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
-        self._flush()
+        self._flush(self.receipt_of_owner(owner))
         with self._db_lock, damage_is_refused(0):
             return self._reader.replies("owner = ? and request_id = ?", (owner, request_id))
 
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
-        self._flush()
+        self._flush(self.receipt_of_owner(owner), unless_full=True)
         with self._db_lock:
             return self._reader.page(owner, after, most, self._tables.tail.committed, self._wall_clock())
 
@@ -506,12 +577,24 @@ class SQLiteJournal:
         return {}
 
     def purge(self, session_id: str, owner: str) -> None:
-        """Delete a session, damaged or not, and the damaged answers to calls about it, also if it has ended."""
+        """Delete a session, damaged or not, and the damaged answers to calls about it, also if it has ended.
+
+        For tools. Raises ConfigError if there is no space for that, not even in the reserve.
+        """
         self._flush()
         with self._db_lock:
             damaged = [key for key, name in self._damaged_replies().items() if name == session_id]
             ends = [(self._tables.end_session, (number,)) for number in self._reader.named(session_id, owner)]
-            self._transact([(self._tables.drop_replies, (damaged,)), *ends])
+            changes: list[Change] = [(self._tables.drop_replies, (damaged,)), *ends]
+            try:
+                self._transact(changes)
+            except DiskFull:
+                self._make_room()
+                try:
+                    self._transact(changes)
+                except DiskFull as error:
+                    folder = self.copies_folder.parent
+                    raise ConfigError(f"the disk of {folder} is full, and its reserve is used up: make room") from error
 
     def held_bytes(self, session_id: str | None = None) -> int:
         return 0  # histories are in memory once, with their sessions; what waits to be written is bounded
@@ -519,10 +602,13 @@ class SQLiteJournal:
     def tidy(self) -> bool:
         return False
 
-    def _flush(self) -> None:
-        """Wait until all is written that is read next. Raises JournalFull or EngineStalled if it cannot be."""
-        self.refuse_when_full()
-        if not self._writer.flush(_FLUSH_SECONDS):
+    def _flush(self, receipt: Receipt | None = None, *, unless_full: bool = False) -> None:
+        """Wait until all is written that is read next. Raises JournalFull or EngineStalled if it cannot be.
+
+        unless_full: then what is written is read.
+        """
+        is_written = self._writer.flush(_FLUSH_SECONDS, receipt) or (receipt is not None and receipt.is_refused)
+        if not is_written and not (unless_full and self.is_full):
             self.refuse_when_full()
             raise EngineStalled
 

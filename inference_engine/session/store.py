@@ -171,6 +171,11 @@ class SessionStore:
             ]
         return heapq.nsmallest(most, own, key=lambda session: session.session_id)
 
+    def count_of(self, owner: str) -> int:
+        """How many of the owner's sessions are in memory."""
+        with self._lock:
+            return sum(session.owner == owner and not session.is_transient for session in self._sessions.values())
+
     def close(self, session_id: str, owner: str) -> int:
         """End a session; returns its final length. A running Generate commits nothing more."""
         with self._lock:
@@ -179,6 +184,13 @@ class SessionStore:
                 self._metrics.evicted.labels(reason="close").inc()
             self._remove(session, "closed")
             return len(session.history)
+
+    def forget(self, session: Session) -> None:
+        """The journal has refused to open the session, and its call was not answered."""
+        with self._lock:
+            if session.session_id in self._sessions:
+                session.journal.forget(session.session_id)
+                self._remove(session)
 
     def fail(self, session: Session, reason: str) -> None:
         """The session broke an invariant: free its memory.
@@ -574,14 +586,16 @@ class SessionStore:
         # Leaving is no use: a session that is only looked at is unused, however often it comes back for that.
         session.journal.leave(session.session_id, self._wall_clock() - (self._clock() - session.used_at))
 
-    def _remove(self, session: Session, outcome: str) -> None:
+    def _remove(self, session: Session, outcome: str = "") -> None:
+        """outcome: as it is counted; "": it is not, for there was no such session."""
         session.is_closed = True
         del self._sessions[session.session_id]
         self.replies.session_ended(session.session_id, session.owner)
         self._release_if_over(session)
         if not session.failure_reason:
             session.journal.close(session.session_id)
-            self._metrics.sessions_total.labels(outcome=outcome).inc()
+            if outcome:
+                self._metrics.sessions_total.labels(outcome=outcome).inc()
 
 
 def _put_last(book: OrderedDict[str, T], key: str, value: T) -> None:

@@ -4,22 +4,27 @@
     this thread                              │ commit A, B, … │ call back what waited for them
 
 Confirmations wait for the disk, the engine does not. What can be done later comes a moment after them: those who were
-called back run first, and need the interpreter for that. While the disk is full everything waits, and is committed once
-there is space. Any other error is final: what the disk has is not known then, so nothing is confirmed, and the process
-has to end.
+called back run first, and need the interpreter for that.
+
+    the disk is full    undo what was not answered │ commit the rest from the reserve │ and what is recorded
+                        meanwhile, such as sessions that are closed │ until there is room again
+
+Any other error is final: what the disk has is not known then, so nothing is confirmed, and the process has to end.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.journal import Saved
+from inference_engine.session.journal import SAFE, Receipt, Saved
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +46,31 @@ class DiskFull(Exception):
     """There is no space; nothing was changed, and the same changes may be committed later."""
 
 
+@dataclass(slots=True, eq=False)
+class Unit(Receipt):
+    """Changes that are kept together or not at all.
+
+    confirmed: token counts that are safe with them. refuse: undoes in memory what was recorded, since the disk has no
+    space for it; False if it is too late for that. replaced: what was recorded of the same session before.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    confirmed: list[tuple[Saved, int]] = field(default_factory=list)
+    refuse: Callable[[], bool] | None = None
+    replaced: Receipt = SAFE
+
+    def settle(self, *, is_safe: bool) -> None:
+        self.is_safe, self.is_refused = is_safe, not is_safe
+        self.changes, self.confirmed, self.refuse, self.replaced = [], [], None, SAFE
+
+
 class Writer:
-    """Any thread records and asks; `commit` and `tidy` are called on the writer's own.
+    """Any thread records and asks; the functions it is given are called on the writer's own.
 
     commit: applies changes, all or none, and makes them safe; raises DiskFull. tidy: does deferred work for some
-    milliseconds. is_tidy: says whether there is none. tidies_at_the_end: until then a stop waits, for a moment.
+    milliseconds. is_tidy: says whether there is none. make_room: gives up the reserve. has_room: takes it back if there
+    is room for it again; raises DiskFull if not even a row can be written. tidies_at_the_end: until then a stop waits,
+    for a moment. is_full: the disk, at the start.
     """
 
     THREAD_NAME = "kakeya-journal"
@@ -57,37 +82,50 @@ class Writer:
         is_tidy: Callable[[], bool],
         metrics: EngineMetrics,
         *,
+        make_room: Callable[[], None] = lambda: None,
+        has_room: Callable[[], bool] = lambda: True,
         tidies_at_the_end: bool = True,
+        is_full: bool = False,
     ) -> None:
         self._tidies_at_the_end = tidies_at_the_end
         self._commit = commit
         self._tidy = tidy
         self._is_tidy = is_tidy
+        self._make_room = make_room
+        self._has_room = has_room
         self._metrics = metrics
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._changes: list[Change] = []
-        self._confirmed: list[tuple[Saved, int]] = []  # what is safe with them
-        self._callbacks: deque[tuple[int, Callback]] = deque()
+        self._units: list[Unit] = []
+        # A heap of what waits for the unit of a number: the number, an order, whether it waits for that unit's fate.
+        self._callbacks: list[tuple[int, int, bool, Callback]] = []
+        self._order = itertools.count()
         self._recorded = self._saved = 0  # units
+        self._waiting = 0  # changes that are not safe
         self._is_kicked = self._is_stopping = False
-        self.is_full = False
+        self.is_full = is_full
+        self.is_stuck = False  # full, and not even what is recorded can be written
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
         self._thread.start()
 
-    def record(self, changes: Sequence[Change], confirmed: Sequence[tuple[Saved, int]] = ()) -> None:
-        """Queue changes that belong together. confirmed: token counts that are safe with them."""
+    def record(self, unit: Unit) -> None:
+        """Queue a unit behind those that were recorded before."""
         with self._lock:
-            self._changes += changes
-            self._confirmed += confirmed
             self._recorded += 1
+            unit.number = self._recorded
+            self._units.append(unit)
+            self._waiting += len(unit.changes)
 
-    def say(self, callback: Callback) -> None:
+    def say(self, callback: Callback, receipt: Receipt | None = None) -> None:
+        """Call back once all is safe that was recorded until now; of a receipt, once it is safe or refused, and each
+        time when there is no space for it."""
         with self._lock:
-            is_now = self.is_saved
+            # One without a number is just being recorded.
+            number = self._recorded if receipt is None else receipt.number or self._recorded + 1
+            is_now = number <= self._saved if receipt is None else receipt.is_safe or receipt.is_refused
             if not is_now:
-                self._callbacks.append((self._recorded, callback))
+                heapq.heappush(self._callbacks, (number, next(self._order), receipt is not None, callback))
                 self._wake.notify()
         if is_now:
             callback()
@@ -101,22 +139,25 @@ class Writer:
     def is_saved(self) -> bool:
         return self._saved == self._recorded
 
-    @property
-    def waiting(self) -> int:
-        """Changes that are not safe yet."""
-        return len(self._changes)
-
     def is_behind(self) -> bool:
-        return self.is_full or bool(self.failure) or len(self._changes) > _MOST_WAITING
+        return self.is_full or bool(self.failure) or self._waiting > _MOST_WAITING
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until all that was recorded until now is safe, at most so long. Is it?"""
-        done, ends = threading.Event(), time.monotonic() + seconds
-        self.say(done.set)
-        while not done.wait(_LOOK_SECONDS):
-            if self.failure or time.monotonic() > ends:
+    def flush(self, seconds: float, receipt: Receipt | None = None) -> bool:
+        """Wait until all that was recorded until now is safe, or a receipt, at most so long. Is it?
+
+        Of a receipt it is known at once that there is no space for it.
+        """
+        ends = time.monotonic() + seconds
+        while True:
+            done = threading.Event()
+            self.say(done.set, receipt)
+            while not done.wait(_LOOK_SECONDS):
+                if self.failure or time.monotonic() > ends:
+                    return False
+            if receipt is None or receipt.is_safe:
+                return True
+            if receipt.is_refused or self.is_full:
                 return False
-        return True
 
     def stop(self) -> None:
         """Commit what is recorded, tidy for a moment, and end the thread."""
@@ -131,20 +172,19 @@ class Writer:
         has_more, commits = False, 0  # since it was tidied
         while True:
             with self._lock:
-                self._wait(_QUIET_SECONDS if has_more else _IDLE_SECONDS)
-                is_over = self._is_stopping and not self._changes and not self._callbacks
-                changes, self._changes = self._changes, []
-                confirmed, self._confirmed = self._confirmed, []
-                recorded, self._is_kicked = self._recorded, False
+                if not self.is_full:  # as it may be at the start
+                    self._wait(_QUIET_SECONDS if has_more else _IDLE_SECONDS)
+                is_over = self._is_stopping and not self._units and not self._callbacks
+                units, self._units = self._units, []
+                self._is_kicked = False
             try:
                 if is_over:
                     self._tidy_at_the_end()
                     return
-                if changes:
-                    self._write(changes)
-                    commits += 1
-                has_called, has_room = self._confirm(confirmed, recorded), True
-                is_time = (not has_called and not self._changes) or commits >= _MOST_UNTIDY
+                has_called = self._write(units)
+                commits += bool(units)
+                has_room = True
+                is_time = (not has_called and not self._units) or commits >= _MOST_UNTIDY
                 if is_time and not self._is_stopping:
                     commits, has_room = 0, self._has_tidied()
                 has_more = has_room and not self._is_tidy()
@@ -176,41 +216,87 @@ class Writer:
             if not self._wake.wait(most_seconds):
                 return
 
-    def _write(self, changes: Sequence[Change]) -> None:
-        began = time.perf_counter()
-        while True:
-            try:
-                self._commit(changes)
-            except DiskFull:
-                if not self.is_full:
-                    logger.error("the disk of the journal is full: nothing is confirmed until there is space")
-                self.is_full = True
-                self._metrics.journal_full.set(1)
-                with self._lock:
-                    if self._is_stopping:
-                        raise
-                    self._wake.wait(_FULL_SECONDS)
-            else:
-                break
+    def _write(self, units: list[Unit]) -> bool:
+        """Commit them, however long the disk is full. Returns whether anything waited for it."""
         if self.is_full:
-            logger.warning("the disk of the journal has space again")
-            self.is_full = False
-            self._metrics.journal_full.set(0)
+            return self._outlast(units)
+        if not units:
+            return self._call_back([])
+        try:
+            self._commit_units(units)
+        except DiskFull:
+            return self._outlast(units)
+        return self._call_back([])
+
+    def _outlast(self, units: list[Unit]) -> bool:
+        """The disk is full: go on from the reserve until there is room. Raises DiskFull if the writer stops before."""
+        logger.error("the disk of the journal is full: sessions can be read and closed, and all else waits for space")
+        self.is_full, has_called = True, False
+        self._metrics.journal_full.set(1)
+        units = _without_refused(units)
+        self._make_room()
+        while not self._has_recovered(units):
+            self.is_stuck = bool(units)
+            has_called |= self._call_back(units)
+            with self._lock:
+                if self._is_stopping and (units or not self._units):
+                    raise DiskFull
+                self._wake.wait_for(lambda: self._units or self._is_stopping, _FULL_SECONDS)
+                came, self._units = self._units, []
+            units += _without_refused(came)
+        self.is_full = self.is_stuck = False
+        self._metrics.journal_full.set(0)
+        logger.warning("the disk of the journal has space again")
+        return has_called | self._call_back([])
+
+    def _has_recovered(self, units: list[Unit]) -> bool:
+        """Commit what waits, of which nothing is left in `units` then. Is there room for more?"""
+        try:
+            if units:
+                self._commit_units(units)
+                units.clear()
+            return self._has_room()
+        except DiskFull:
+            return False
+
+    def _commit_units(self, units: Sequence[Unit]) -> None:
+        began = time.perf_counter()
+        changes = [change for unit in units for change in unit.changes]
+        self._commit(changes)
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - began)
         self._metrics.journal_changes.inc(len(changes))
+        for unit in units:
+            for saved, tokens in unit.confirmed:
+                saved.tokens = tokens
+            unit.settle(is_safe=True)
 
-    def _confirm(self, confirmed: Sequence[tuple[Saved, int]], recorded: int) -> bool:
-        """Returns whether anything waited for it."""
-        for saved, tokens in confirmed:
-            saved.tokens = tokens
-        ready: list[Callback] = []
+    def _call_back(self, left: Sequence[Unit]) -> bool:
+        """All but `left` is settled of what was taken. Returns whether anything waited for it."""
         with self._lock:
-            self._saved = recorded
-            while self._callbacks and self._callbacks[0][0] <= recorded:
-                ready.append(self._callbacks.popleft()[1])
+            first = (left or self._units)[:1]
+            self._saved = first[0].number - 1 if first else self._recorded
+            self._waiting = sum(len(unit.changes) for unit in (*left, *self._units))
+            ready: list[Callback] = []
+            while self._callbacks and self._callbacks[0][0] <= self._saved:
+                ready.append(heapq.heappop(self._callbacks)[-1])
+            if left:  # those that want to know that there is no space
+                ready += [callback for *_, is_of_receipt, callback in self._callbacks if is_of_receipt]
+                self._callbacks = [waiting for waiting in self._callbacks if not waiting[2]]
+                heapq.heapify(self._callbacks)
         for callback in ready:
             try:
                 callback()
             except Exception:
                 logger.exception("a callback after a commit failed")
         return bool(ready)
+
+
+def _without_refused(units: Sequence[Unit]) -> list[Unit]:
+    """Refuse those that can be undone, the last one first, since what comes later may build on what came before."""
+    kept = []
+    for unit in reversed(units):
+        if unit.refuse is not None and unit.refuse():
+            unit.settle(is_safe=False)
+        else:
+            kept.append(unit)
+    return kept[::-1]

@@ -424,7 +424,7 @@ def test_a_session_that_belongs_to_one_call_is_not_recorded(tmp_path: Path) -> N
 def test_an_engine_without_a_journal_that_keeps_sessions_has_them_in_memory_alone() -> None:
     with scripted_engine() as engine:
         session = opened(engine)
-        assert engine.is_saved()
+        assert engine.receipt(session).is_safe
         assert not engine.is_elsewhere("unknown", request_id=ONE)
         assert engine.session_info(session).saved_tokens == 0
 

@@ -1,8 +1,10 @@
-"""Calls that wait until what they say is safe: one question for many, and none goes on before its answer."""
+"""Calls that wait until what they say is safe: a question for many, none goes on before its answer, and none waits for
+what others say."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 from typing import cast
@@ -10,102 +12,158 @@ from typing import cast
 from inference_engine.engine import Engine
 from inference_engine.server.barrier import Barrier
 from inference_engine.server.stream import WOKEN_AT_ONCE
+from inference_engine.session.journal import SAFE, Receipt
 
 
 class Unsafe:
-    """What a barrier knows of an engine. Nothing is safe until the callbacks are called."""
+    """What a barrier knows of an engine. Nothing is safe until a test says so."""
 
     def __init__(self) -> None:
-        self.callbacks: list[Callable[[], object]] = []
+        self.asked: list[tuple[Callable[[], object], Receipt]] = []
+        self.is_full = False
+        self._numbers = itertools.count(1)
 
-    def is_saved(self) -> bool:
-        return False
+    def record(self) -> Receipt:
+        return Receipt(next(self._numbers))
 
-    def when_saved(self, callback: Callable[[], object]) -> None:
-        self.callbacks.append(callback)
+    def when_saved(self, callback: Callable[[], object], receipt: Receipt) -> None:
+        self.asked.append((callback, receipt))
 
-    def becomes_safe(self) -> None:
-        """What was asked for first, on a thread as the journal's."""
-        thread = threading.Thread(target=self.callbacks.pop(0))
+    def answer(self, *safe: Receipt) -> None:
+        """Call back what was asked, on a thread as the journal's, with these safe now."""
+        for receipt in safe:
+            receipt.is_safe = True
+        asked, self.asked = self.asked, []
+        thread = threading.Thread(target=lambda: [callback() for callback, _ in asked])
         thread.start()
         thread.join()
 
 
 async def a_turn() -> None:
     """Whatever is ready runs, and what becomes ready by that."""
-    for _ in range(3):
+    for _ in range(4):
         await asyncio.sleep(0)
 
 
-def waiting(unsafe: Unsafe, count: int) -> tuple[Barrier, list[asyncio.Task[None]]]:
+def waiting(unsafe: Unsafe, *receipts: Receipt) -> tuple[Barrier, list[asyncio.Task[bool]]]:
     barrier = Barrier(cast(Engine, unsafe))
-    return barrier, [asyncio.ensure_future(barrier.passed()) for _ in range(count)]
+    return barrier, [asyncio.ensure_future(barrier.passed(receipt)) for receipt in receipts]
 
 
-async def test_calls_that_wait_at_the_same_time_ask_once_and_go_on_when_the_answer_comes() -> None:
+async def test_calls_that_wait_for_one_thing_ask_once_and_go_on_when_it_is_safe() -> None:
     unsafe = Unsafe()
-    _, calls = waiting(unsafe, 100)
+    receipt = unsafe.record()
+    _, calls = waiting(unsafe, *[receipt] * 100)
     await a_turn()
-    assert len(unsafe.callbacks) == 1
+    assert len(unsafe.asked) == 1
     assert not any(call.done() for call in calls)
-    unsafe.becomes_safe()
-    await asyncio.gather(*calls)
+    unsafe.answer(receipt)
+    assert all(await asyncio.gather(*calls))
 
 
-async def test_a_call_that_comes_after_the_question_waits_for_an_answer_of_its_own() -> None:
+async def test_a_call_waits_for_what_it_says_and_for_nothing_that_came_later() -> None:
     unsafe = Unsafe()
-    barrier, (first,) = waiting(unsafe, 1)
+    first, second = unsafe.record(), unsafe.record()
+    _, (late, early) = waiting(unsafe, second, first)
     await a_turn()
-    second = asyncio.ensure_future(barrier.passed())
+    assert [receipt for _, receipt in unsafe.asked] == [first], "the lowest number is asked for"
+    unsafe.answer(first)
+    assert await early
     await a_turn()
-    assert len(unsafe.callbacks) == 2
-    unsafe.becomes_safe()
-    await first
+    assert not late.done(), "what it says was recorded later"
+    assert [receipt for _, receipt in unsafe.asked] == [second]
+    unsafe.answer(second)
+    assert await late
+
+
+async def test_a_call_about_something_older_does_not_wait_for_the_answer_to_a_later_question() -> None:
+    unsafe = Unsafe()
+    older, newer = unsafe.record(), unsafe.record()
+    barrier, (first,) = waiting(unsafe, newer)
     await a_turn()
-    assert not second.done(), "what it says was recorded after the question"
-    unsafe.becomes_safe()
-    await second
+    second = asyncio.ensure_future(barrier.passed(older))
+    await a_turn()
+    assert [receipt for _, receipt in unsafe.asked] == [newer, older]
+    unsafe.answer(older)
+    assert await second
+    assert not first.done()
+    await a_turn()
+    unsafe.answer(newer)
+    assert await first
+
+
+async def test_what_is_safe_and_what_says_nothing_go_on_at_once() -> None:
+    unsafe = Unsafe()
+    _, calls = waiting(unsafe, SAFE, Receipt(7, is_safe=True))
+    await a_turn()
+    assert [call.result() for call in calls] == [True, True]
+    assert not unsafe.asked
+
+
+async def test_a_call_that_was_refused_goes_on_and_knows_it() -> None:
+    unsafe = Unsafe()
+    receipt = unsafe.record()
+    _, (call,) = waiting(unsafe, receipt)
+    await a_turn()
+    receipt.is_refused = True
+    unsafe.answer()
+    assert not await call
+
+
+async def test_on_a_full_disk_those_go_on_that_can_do_without_and_the_others_wait() -> None:
+    unsafe = Unsafe()
+    receipt = unsafe.record()
+    barrier, (stream,) = waiting(unsafe, receipt)
+    read = asyncio.ensure_future(barrier.passed(receipt, unless_full=True))
+    await a_turn()
+    assert not read.done()
+    unsafe.is_full = True
+    unsafe.answer()
+    assert not await read
+    assert not await barrier.passed(receipt, unless_full=True), "it would be known at once"
+    await a_turn()
+    assert not stream.done()
+    unsafe.is_full = False
+    unsafe.answer(receipt)
+    assert await stream
 
 
 async def test_a_call_that_is_over_meanwhile_holds_no_other_up() -> None:
     unsafe = Unsafe()
-    _, (gone, other) = waiting(unsafe, 2)
+    receipt = unsafe.record()
+    _, (gone, other) = waiting(unsafe, receipt, receipt)
     await a_turn()
     gone.cancel()
     await a_turn()
-    unsafe.becomes_safe()
-    await other
+    unsafe.answer(receipt)
+    assert await other
     assert gone.cancelled()
 
 
 async def test_what_becomes_ready_while_many_go_on_does_not_wait_for_the_last_of_them() -> None:
     unsafe, gone_on, seen = Unsafe(), list[int](), list[int]()
-    barrier = Barrier(cast(Engine, unsafe))
+    barrier, receipt = Barrier(cast(Engine, unsafe)), unsafe.record()
     loop = asyncio.get_running_loop()
 
     async def go_on(number: int) -> None:
-        await barrier.passed()
+        await barrier.passed(receipt)
         if not gone_on:
             loop.call_soon(lambda: seen.append(len(gone_on)))
         gone_on.append(number)
 
     calls = [asyncio.ensure_future(go_on(number)) for number in range(4 * WOKEN_AT_ONCE)]
     await a_turn()
-    unsafe.becomes_safe()
+    unsafe.answer(receipt)
     await asyncio.gather(*calls)
     assert seen[0] <= 2 * WOKEN_AT_ONCE
 
 
-async def test_calls_of_many_questions_go_on_some_at_a_time_too() -> None:
+async def test_calls_of_many_commits_that_come_together_go_on_some_at_a_time_too() -> None:
     unsafe = Unsafe()
-    barrier = Barrier(cast(Engine, unsafe))
-    calls = list[asyncio.Task[None]]()
-    for _ in range(10 * WOKEN_AT_ONCE):
-        calls.append(asyncio.ensure_future(barrier.passed()))
-        await a_turn()
-    assert len(unsafe.callbacks) == len(calls), "each came in a turn of its own"
-    while unsafe.callbacks:
-        unsafe.becomes_safe()
+    receipts = [unsafe.record() for _ in range(10 * WOKEN_AT_ONCE)]
+    _, calls = waiting(unsafe, *receipts)
+    await a_turn()
+    unsafe.answer(*receipts)
     most, before = 0, 0
     while before < len(calls):
         await asyncio.sleep(0)

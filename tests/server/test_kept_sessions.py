@@ -2,55 +2,21 @@
 
 import asyncio
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference_engine.config import EngineConfig
-from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError
-from inference_engine.metrics import EngineMetrics
 from inference_engine.server.watchdog import EXIT_JOURNAL, Watchdog
-from inference_engine.session.sqlite_journal import SQLiteJournal
-from inference_engine.session.writer import Change, DiskFull
+from inference_engine.session.writer import DiskFull
 from inference_engine.types import Durability
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import let_leave
-from tests.kept import WEIGHTS, after_a_kill, keeping
-from tests.load.scripted import scripted_engine
+from tests.kept import after_a_kill, gated, keeping
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until
-
-
-class Gated(SQLiteJournal):
-    """A journal whose disk can be stopped, filled and broken."""
-
-    def __init__(self, folder: Path, metrics: EngineMetrics) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.raising: BaseException | None = None
-        super().__init__(folder, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
-
-    def _transact(self, changes: Sequence[Change]) -> None:
-        self.gate.wait()
-        if self.raising is not None:
-            raise self.raising
-        super()._transact(changes)
-
-
-@contextmanager
-def gated(folder: Path) -> Iterator[tuple[Engine, Gated]]:
-    journal = Gated(folder, metrics := EngineMetrics())
-    with scripted_engine(journal=journal, metrics=metrics, state_dir=str(folder)) as engine:
-        try:
-            yield engine, journal
-        finally:
-            journal.raising = None
-            journal.gate.set()
-
 
 FOREVER = 30_000
 

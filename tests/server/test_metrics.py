@@ -317,8 +317,8 @@ async def a_folder_of_sessions(seen: Seen) -> None:
                 append = asyncio.ensure_future(client.append(session_id, [1]))
                 await until(lambda: bool(value("journal_full")))
                 seen.look(engine)
+                assert (await refused(append)).reason == "RESOURCE_EXHAUSTED JOURNAL_FULL"
                 full.clear()
-                await append
 
 
 async def a_session_read_from_a_file(seen: Seen) -> None:

@@ -18,7 +18,7 @@ EXAMPLES = {
     "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE": errors.TokenOutOfRange("token_ids", "id 200 is too large"),
     "INVALID_ARGUMENT INVALID_ARGUMENT": errors.InvalidArgument("top_p", "must be in (0, 1], got 2"),
     "RESOURCE_EXHAUSTED APPEND_TOO_LARGE": errors.AppendTooLarge(7, 5),
-    "INVALID_ARGUMENT REQUEST_ID_REUSED": errors.RequestIdReused(),
+    "INVALID_ARGUMENT REQUEST_ID_REUSED": errors.RequestIdReused(""),
     "ABORTED STREAM_TAKEN_OVER": errors.StreamTakenOver(12),
     "ABORTED SESSION_BUSY": errors.SessionBusy(2.0),
     "ABORTED SESSION_CLOSED": errors.SessionClosed(),

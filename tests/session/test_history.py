@@ -306,3 +306,25 @@ def test_tokens_that_come_one_by_one_take_no_more_than_tokens_that_come_together
         for position in range(0, 8192, step):
             journal.append("a", position, some(step), Mark.APPENDED)
     assert one_by_one.held_bytes("a") == together.held_bytes("a") < 6 * 8192
+
+
+@pytest.mark.parametrize("kept", [0, 5, LEAF_TOKENS, LEAF_TOKENS + 1, BRANCH_TOKENS - 1, BRANCH_TOKENS])
+def test_a_history_goes_on_from_where_tokens_were_taken_back(kept: int) -> None:
+    ids = np.arange(BRANCH_TOKENS + 7, dtype=np.uint32) % 1000
+    taken, plain = History(Holdings()), History(Holdings())
+    taken.extend(ids[:kept], Mark.APPENDED)
+    taken.extend(ids[kept:] + 1, Mark.APPENDED)
+    taken.take_back(kept)
+    plain.extend(ids[:kept], Mark.APPENDED)
+    assert (len(taken), taken.holdings.tokens) == (len(plain), plain.holdings.tokens) == (kept, kept)
+    for history in (taken, plain):
+        for start in (kept, kept + 1):
+            history.extend(ids[start : start + 1], Mark.GENERATED)
+        history.extend(ids[kept + 2 :], Mark.APPENDED)
+    assert np.array_equal(taken.ids(), ids)
+    assert np.array_equal(taken.marks(), plain.marks())
+    assert np.array_equal(taken.seen(2000), plain.seen(2000))
+    assert taken.holdings.tokens == plain.holdings.tokens
+    taken.release()
+    assert taken.holdings.tokens == 0
+    assert taken.holdings.nbytes == 0

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import apsw
 import pytest
 
+from inference_engine.metrics import EngineMetrics
+from inference_engine.session.journal_folder import RESERVE
+from inference_engine.session.sqlite_journal import SQLiteJournal
+from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability
 from tests.facade import a_checkpoint_after_each_commit
 from tests.further import further
@@ -36,6 +41,26 @@ def test_a_checkpoint_that_fails_is_an_error_of_the_disk(tmp_path: Path, kind: s
 
 def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
     assert fill_disk(tmp_path, (1, 2, 3, 5, 8, 13, 40)) == {"whole": 14}
+
+
+def test_a_session_is_purged_on_a_full_disk_from_the_reserve(tmp_path: Path) -> None:
+    talk = Talk(open_journal(tmp_path, Durability.POWER))
+    while not (session_ids := list(talk.journal._open)):
+        talk.step()
+    talk.wait()
+    talk.journal.stop()
+
+    class OnAFullDisk(SQLiteJournal):
+        def _transact(self, changes: Sequence[Change]) -> None:
+            if (tmp_path / RESERVE).exists():
+                raise DiskFull
+            super()._transact(changes)
+
+    journal = OnAFullDisk(tmp_path, Durability.POWER, weights=None, metrics=EngineMetrics())
+    (owner,) = {entry.record.owner for entry in journal.everyone() if entry.record.session_id == session_ids[0]}
+    journal.purge(session_ids[0], owner)
+    assert session_ids[0] not in {entry.record.session_id for entry in journal.everyone()}
+    journal.stop()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_and_loses_nothing() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.writer import Change, DiskFull, Writer
+from inference_engine.session.writer import Change, DiskFull, Unit, Writer
 
 
 class Untidy:
@@ -31,7 +31,7 @@ class Untidy:
             self.tidied.set()
 
     def record(self) -> None:
-        self.writer.record([(lambda: None, ())])
+        self.writer.record(Unit(changes=[(lambda: None, ())]))
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def test_what_is_recorded_while_the_disk_has_no_room_to_tidy_is_committed_when_t
 
     writer = Writer(commits.append, tidy, lambda: False, EngineMetrics())
     called: list[str] = []
-    writer.record([(lambda: None, ())])
+    writer.record(Unit(changes=[(lambda: None, ())]))
     writer.say(lambda: called.append("first"))
     assert has_begun.wait(20)
-    writer.record([(lambda: None, ())])
+    writer.record(Unit(changes=[(lambda: None, ())]))
     writer.say(lambda: called.append("second"))
     stopping = threading.Thread(target=writer.stop)
     stopping.start()

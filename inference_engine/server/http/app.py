@@ -56,7 +56,7 @@ def _open_routes(desk: Desk, state: State) -> APIRouter:
 
     @router.get(HEALTH)
     async def health() -> Response:
-        is_serving = desk.engine.is_alive() and not state.is_draining
+        is_serving = desk.engine.is_serving() and not state.is_draining
         return JSONResponse({"status": "ok" if is_serving else "unavailable"}, 200 if is_serving else 503)
 
     @router.get(deprecation.PAGE)
