@@ -6,6 +6,7 @@
 | Ctrl-C | ends what it began; status 130 |
 | SIGTERM, and SIGHUP unless it is ignored, as under nohup | ends what it began, then ends by that signal |
 | the reader of its output has left | ends without a word; status 141 |
+| the folder that it is started in is gone | one line on standard error; status 1 |
 | its output or a file cannot be written or read | one line on standard error; status 1 |
 
 `serve` takes the signals over when it serves (`server/run.py`). What no line here explains is our mistake, and shows
@@ -22,6 +23,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -47,6 +49,11 @@ class Stopped(SystemExit):
 def run(command: Callable[[], int]) -> int:
     """The exit status of `command`, with this process's streams and signals as above. Does not return if stopped."""
     _open_streams()
+    try:
+        Path.cwd()
+    except OSError as error:  # libraries that compute end the process for it
+        say(f"kakeya: the current folder cannot be used ({error.strerror}); change to another, and start again")
+        return FAILED
     for number in _STOPPING:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)

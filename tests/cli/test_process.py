@@ -225,11 +225,18 @@ def serving(condition: str, folder: Path, *more: str) -> Iterator[tuple[Process,
         yield process, client, log
 
 
-LESS_OFTEN = {"errors unread", "folder gone", "output full", "output in ASCII"}
+def test_a_command_is_refused_in_a_folder_that_is_gone() -> None:
+    done = run(CONDITIONED, "folder gone", "models", "list")
+    said = "kakeya: the current folder cannot be used (No such file or directory); change to another, and start again\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
-@pytest.mark.parametrize("condition", [further(each) if each in LESS_OFTEN else each for each in sorted(CONDITIONS)])
-def test_a_model_given_by_its_path_is_served_in_every_condition(condition: str, tiny_folder: Path) -> None:
+SERVED = sorted({*CONDITIONS} - {"folder gone"})
+LESS_OFTEN = {"errors unread", "output full", "output in ASCII"}
+
+
+@pytest.mark.parametrize("condition", [further(each) if each in LESS_OFTEN else each for each in SERVED])
+def test_a_model_given_by_its_path_is_served_in_every_other_condition(condition: str, tiny_folder: Path) -> None:
     with serving(condition, tiny_folder) as (process, client, log):
         if condition == "nohup":
             process.send_signal(signal.SIGHUP)
