@@ -155,7 +155,8 @@ class Batching:
         if request.has_recorded_forced:
             most = min(most, segment)  # the logits of all its tokens are wanted, and they are large
         tokens = min(pending, self._room(request), most)
-        if tokens < pending and (self._targets.inter_token_seconds or most < self._config.step_tokens):
+        is_sized = _is_timed(request) and most < self._config.step_tokens
+        if tokens < pending and (is_sized or self._targets.inter_token_seconds):
             # A chunk that ends between page boundaries costs more: segments and blocks always begin at the same places.
             geometry = request.session.kv.context.geometry
             tokens = cut(request.session.kv.next_position, tokens, lcm(geometry.page_tokens, geometry.token_quantum))
@@ -163,18 +164,18 @@ class Batching:
 
     def _most_tokens(self, request: Request, beside: int = 0) -> int:
         """Most tokens of the request in one step beside `beside` others: `step_tokens`, or as many as one recorded
-        step takes; where no steps are recorded, as many as take `CHUNK_SECONDS`, and a page at least.
+        step takes. Off a GPU as many as take `CHUNK_SECONDS`, and a page at least.
 
         A session whose steps cannot be recorded, now or at all, gains nothing from shorter chunks, and neither does one
         with so many tokens that the device is busy while the host launches them.
         """
         kv, most = request.session.kv, self._config.step_tokens
         at_once, busy = kv.context.most_tokens_at_once, kv.context.busy_tokens
-        if at_once is None:
+        if _is_timed(request):
             return min(most, max(self._chunk.tokens - beside, self._config.page_tokens))
         if busy is not None and not beside and min(request.pending_tokens, most) >= busy:
             return most
-        if not kv.fits_numbers:
+        if at_once is None or not kv.fits_numbers:
             return most
         if kv.next_position + at_once > kv.context.most_positions_in_pieces:
             return most
@@ -221,6 +222,12 @@ class Batching:
             if not generated[-1]:
                 return min(room, int(np.flatnonzero(generated)[-1]) + 1)
         return room
+
+
+def _is_timed(request: Request) -> bool:
+    """Are its chunks sized by what steps take? A GPU has long steps at its best, or those it has recorded."""
+    context = request.session.kv.context
+    return context.most_tokens_at_once is None and context.device.type != "cuda"
 
 
 def _turn_of(request: Request) -> Turn:
