@@ -40,7 +40,7 @@ NUMERICS = ("exact", "int8")  # the first is the default
 
 def in_server(client: Client) -> Callable[[Sequence[int]], float]:
     """Runs a turn of one session of the server; seconds until its first token."""
-    session = client.create_session()
+    session = client.create_session(eos_token_ids=())
 
     def turn(token_ids: Sequence[int]) -> float:
         began, seconds = time.perf_counter(), 0.0

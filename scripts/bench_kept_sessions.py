@@ -69,7 +69,7 @@ class Bench:
     def begin(self, client: Client, limit: int) -> None:
         first = self._begin_first(client, limit) if self._own else None
         for number in range(self._sessions):
-            session = client.create_session(limit_tokens=limit) if first is None else first.fork()
+            session = client.create_session(limit_tokens=limit, eos_token_ids=()) if first is None else first.fork()
             self.ids.append(session.id)
             seconds, done = talk(client, session.id, ids(self._own or self._tokens, seed=number))
             assert done.cached_tokens == (self._tokens - self._own - 1 if first else 0)
@@ -83,7 +83,7 @@ class Bench:
         self._wait_for_copies(self._sessions)
 
     def _begin_first(self, client: Client, limit: int) -> Session:
-        first = client.create_session(limit_tokens=limit)
+        first = client.create_session(limit_tokens=limit, eos_token_ids=())
         first.append(ids(self._tokens - self._own - 1, seed=self._sessions))
         first.generate(1).result()
         return first

@@ -99,7 +99,7 @@ class Streams:
 async def arrivals(target: str, streams: int, tokens: int, timed: AbstractContextManager[None]) -> list[list[float]]:
     """When each token of `streams` Generates came, `timed` around all; their histories are of different lengths."""
     async with AsyncClient(target, retry=NO_RETRIES, generate_timeout=None) as client:
-        sessions = [await client.create_session(limit_tokens=LIMIT_TOKENS) for _ in range(streams)]
+        sessions = [await client.create_session(limit_tokens=LIMIT_TOKENS, eos_token_ids=()) for _ in range(streams)]
         for number, session in enumerate(sessions):
             await session.append([(number + index) % VOCABULARY for index in range(4 + number % 64)])
 

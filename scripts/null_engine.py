@@ -98,6 +98,7 @@ class NullEngine(Engine):
             tier_capacity_bytes=0,
             tier_reserved_bytes=0,
             drafter="",
+            end_ids=(),
             config=EngineConfig(),
         )
 
@@ -114,6 +115,7 @@ class NullEngine(Engine):
         owner: str = "",
         request_id: bytes = b"",
         guaranteed: bool | None = None,
+        model_ends: bool = False,
         route: str = "",
         is_transient: bool = False,
         may_be_undone: bool = False,
@@ -126,6 +128,7 @@ class NullEngine(Engine):
             bound=self._bound,
             limit_tokens=limit_tokens,
             reserved_bytes=self._bound.sustained_bytes,
+            eos_token_ids=(),
         )
 
     def append_once(
@@ -181,6 +184,7 @@ class NullEngine(Engine):
             is_resident=True,
             saved_tokens=0,
             label="",
+            eos_token_ids=(),
         )
 
     def drain(self, grace_seconds: float) -> None:

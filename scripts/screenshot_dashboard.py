@@ -163,7 +163,7 @@ def talk(target: str, said: Sequence[int], rng: random.Random, is_over: threadin
         while not is_over.wait(rng.uniform(0, 4)):
             # What the server refuses, and counts, is part of the picture.
             with contextlib.suppress(KakeyaError):
-                session = client.create_session(strategy=rng.choice(STRATEGIES), limit_tokens=2048)
+                session = client.create_session(strategy=rng.choice(STRATEGIES), limit_tokens=2048, eos_token_ids=())
                 for _ in range(rng.randrange(3, 12)):
                     first = rng.randrange(len(said) - 200)
                     session.append(said[first : first + rng.randrange(20, 120)])

@@ -83,7 +83,6 @@ def open_conversation(
     """A chat on a new session. `strategy` as on the command line; None: the server's default."""
     session = client.create_session(
         None if strategy is None else sdk_strategy(strategy),
-        eos_token_ids=tokenization.end_of_turn_ids(tokenizer),
         label=label,
     )
     return Conversation(session, tokenizer, system=system)

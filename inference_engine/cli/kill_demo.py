@@ -77,7 +77,6 @@ def run(model: ModelConfig, engine: EngineConfig, tokenizer: Any, *, max_tokens:
     """Hold the conversation. Raises KakeyaError if anything of it was lost, or changed in fixed-shape mode."""
     from inference_engine.cli.conversation import open_conversation
     from kakeya import Client, Mode
-    from kakeya.tokenization import end_of_turn_ids
 
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="kakeya-demo-"))
@@ -112,7 +111,7 @@ def run(model: ModelConfig, engine: EngineConfig, tokenizer: Any, *, max_tokens:
                 prompt = history[: began_at + len(turn.appended_ids)]
                 if history[began_at:] != [*turn.appended_ids, *turn.generated_ids]:
                     raise KakeyaError("the history is not what was appended and received")
-                with client.create_session(session.strategy, eos_token_ids=end_of_turn_ids(tokenizer)) as other:
+                with client.create_session(session.strategy) as other:
                     other.append(prompt)
                     undisturbed = other.generate(max_tokens).result().token_ids
                 survived = Survived(

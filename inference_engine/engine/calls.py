@@ -135,6 +135,8 @@ def _opened_to_text(opened: SessionOpened) -> str:
 def _opened_from_text(text: str) -> SessionOpened:
     fields = json.loads(text)
     fields |= {"strategy": parse_strategy(fields["strategy"]), "bound": Bound(**fields["bound"])}
+    if (ends := fields.get("eos_token_ids")) is not None:
+        fields["eos_token_ids"] = tuple(ends)
     return SessionForked(**fields) if "history_length" in fields else SessionOpened(**fields)
 
 

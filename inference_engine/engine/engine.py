@@ -85,6 +85,7 @@ class Engine:
         codec_digest: str = "",
         components: ModelComponents | None = None,
         drafter: Drafter | None = None,
+        end_ids: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -93,6 +94,7 @@ class Engine:
         journal: keeps sessions; the engine stops it when it closes. None: they end with the process.
         latent: serves sessions that restore KV entries from a latent; codec_digest: of it. components: of the model's
         keys, by layer, for sessions that choose tokens by them. drafter: drafts tokens for Generates that allow it.
+        end_ids: end a turn by the model's files, for sessions that ask for them.
         Raises ConfigError or BackendError if a setting cannot be served.
         """
         config = config or EngineConfig()
@@ -118,6 +120,7 @@ class Engine:
             prefers_components=indexes_keys and bool(components),
             lacks_components=indexes_keys and not components,
         )
+        self._end_ids = frozenset(self._arguments.check_ids("end_ids", end_ids).tolist())
         default = self._arguments.default_strategy
         self._is_growing = grows(self.config, forward)
         self._context = open_memory(
@@ -204,6 +207,7 @@ class Engine:
         owner: str = "",
         request_id: bytes = b"",
         guaranteed: bool | None = None,
+        model_ends: bool = False,
         route: str = "",
         is_transient: bool = False,
         may_be_undone: bool = False,
@@ -212,6 +216,7 @@ class Engine:
 
         request_id: makes a retry safe: a second call with it returns the first reply and opens no other session.
         guaranteed: True reserves all its memory now, False grants memory as it grows; None: as the settings say.
+        model_ends: what ends a turn by the model's files ends its Generates, beside eos_token_ids.
         route: its id, and those of its forks, begin with it and a dot. Hexadecimal digits; "": none.
         is_transient: it belongs to one call of its owner, who does not receive its id: it is not listed.
         may_be_undone: the caller uses the result only once it is safe; if the disk has no space for it, it is as if the
@@ -224,7 +229,7 @@ class Engine:
         check_label(label)
         check_route(route)
         limit = self._arguments.limit(spec, limit_tokens)
-        eos_ids = frozenset(eos_token_ids)
+        eos_ids = frozenset(eos_token_ids) | (self._end_ids if model_ends else frozenset())
         if guaranteed is False and not self._is_growing:
             raise InvalidArgument("guaranteed", "must not be false: this server reserves all memory at creation")
         is_growing = self._is_growing if guaranteed is None else not guaranteed
@@ -584,6 +589,7 @@ class Engine:
             tier_capacity_bytes=tier.capacity_bytes,
             tier_reserved_bytes=tier.reserved_bytes,
             drafter=self._drafter.name,
+            end_ids=tuple(sorted(self._end_ids)),
             config=self.config,
             durability=self._journal.durability,
         )

@@ -27,6 +27,8 @@ class SessionOpened:
     bound: Bound
     limit_tokens: int | None
     reserved_bytes: int
+    # In ascending order. None: the reply is one that an older program has kept.
+    eos_token_ids: tuple[int, ...] | None = None
     is_replayed: bool = False  # an earlier call with the same request id made it
 
     @staticmethod
@@ -60,6 +62,7 @@ def _guarantees(session: Session) -> dict[str, Any]:
         "bound": session.kv.bound,
         "limit_tokens": session.limit_tokens,
         "reserved_bytes": session.kv.reserved.sustained_bytes,
+        "eos_token_ids": tuple(sorted(session.eos_token_ids)),
     }
 
 
@@ -99,6 +102,7 @@ class SessionInfo:
     is_resident: bool  # its K/V has memory; else it is computed again when it is needed
     saved_tokens: int  # of the history, kept by the journal; 0 without one that keeps sessions
     label: str
+    eos_token_ids: tuple[int, ...]  # in ascending order
 
     @staticmethod
     def of(session: Session, *, now: float, history_bytes: int, is_kept: bool, saved_only: bool) -> SessionInfo:
@@ -126,6 +130,7 @@ class SessionInfo:
             is_resident=not session.kv.is_dropped,
             saved_tokens=session.saved_length if is_kept else 0,
             label=session.label,
+            eos_token_ids=tuple(sorted(session.eos_token_ids)),
         )
 
 
@@ -206,5 +211,6 @@ class EngineInfo:
     tier_capacity_bytes: int
     tier_reserved_bytes: int
     drafter: str  # "": there is none
+    end_ids: tuple[int, ...]  # end a turn by the model's files, in ascending order
     config: EngineConfig
     durability: Durability = Durability.NONE

@@ -17,6 +17,7 @@ import numpy as np
 from inference_engine.errors import ModelError
 from inference_engine.models.file_keys import ARCHITECTURE_KEYS, HONOURED, in_a_line, unlisted_in_gguf
 from inference_engine.models.gguf_header import GgufHeader
+from inference_engine.models.gguf_tokenizer import end_ids, named_id
 
 _DEFAULT_THETA = 10_000.0
 # Of YaRN, with the values that the rotation has without them.
@@ -158,16 +159,10 @@ def _common(keys: _Keys) -> dict[str, Any]:
         "vocab_size": words.shape[0],
         "rope_parameters": _rotation(keys, head_dim),
         "tie_word_embeddings": not keys.has("output.weight"),
-        "bos_token_id": header.number("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _ends(header),
-        "pad_token_id": header.number("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": named_id(header, "bos_token"),
+        "eos_token_id": end_ids(header) or None,
+        "pad_token_id": named_id(header, "pad_token"),
     }
-
-
-def _ends(header: GgufHeader) -> int | list[int] | None:
-    ids = [header.number(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    found = list(dict.fromkeys(token for token in ids if token is not None))
-    return found if len(found) > 1 else found[0] if found else None
 
 
 def _rotation(keys: _Keys, head_dim: int) -> dict[str, Any]:

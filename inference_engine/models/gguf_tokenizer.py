@@ -178,14 +178,20 @@ def _named(header: GgufHeader, tokens: int, is_sentencepiece: bool) -> Mapping[s
     return MappingProxyType(named)
 
 
-def end_ids(header: GgufHeader) -> list[int]:
-    """The ids that end a turn, by the header: of eos, eot and eom. Those that are no row are left out."""
+def named_id(header: GgufHeader, name: str) -> int | None:
+    """The id of a token by its name in tokenizer_config.json, such as `pad_token`; None for one that is no row."""
     matrix = header.tensors.get("token_embd.weight")
     rows = _NONE if matrix is None else matrix.shape[0]
     defaults = _SENTENCEPIECE_DEFAULTS if header.text("tokenizer.ggml.model") == "llama" else {}
-    found = (header.number(_NAMED[name]) for name in _ENDS)
-    ids = [defaults.get(name) if at is None else at for name, at in zip(_ENDS, found, strict=True)]
-    return list(dict.fromkeys(at for at in ids if at is not None and 0 <= at < rows))
+    at = header.number(_NAMED[name])
+    at = defaults.get(name) if at is None else at
+    return at if at is not None and 0 <= at < rows else None
+
+
+def end_ids(header: GgufHeader) -> list[int]:
+    """The ids that end a turn, by the header: of eos, eot and eom."""
+    ids = [named_id(header, name) for name in _ENDS]
+    return list(dict.fromkeys(at for at in ids if at is not None))
 
 
 # -- made -------------------------------------------------------------------------------------------------------------
@@ -210,7 +216,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
         extra_special_tokens={name: named.pop(name) for name in ("eot_token", "eom_token") if name in named},
         add_bos_token=adds_bos and "bos_token" in named,
         add_eos_token=_flag(header, "tokenizer.ggml.add_eos_token", False) and "eos_token" in named,
-        chat_template=_templates(header),
+        chat_template=chat_templates(header),
         clean_up_tokenization_spaces=False,
         **named,
     )
@@ -319,7 +325,8 @@ def _add_wholes(tokenizer: Any, vocabulary: GgufVocabulary) -> None:
     )
 
 
-def _templates(header: GgufHeader) -> str | dict[str, str] | None:
+def chat_templates(header: GgufHeader) -> str | dict[str, str] | None:
+    """The chat template, or all of them by name. Raises ModelError for a name that is no name of a file."""
     named = {}
     for key in header.values:
         if key.startswith(f"{_TEMPLATE}."):

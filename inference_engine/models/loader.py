@@ -323,15 +323,20 @@ def tokenizer_folder(name_or_path: str, cache: Path) -> Path:
     a folder that was named comes before.
     """
     checked = check_model(name_or_path, cache=cache)
-    folder = checked.folder
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-    if checked.only_gguf and not (has_tokenizer and _locate(name_or_path, cache).is_dir()):
+    if (folder := own_tokenizer(checked, name_or_path, cache)) is not None:
+        return folder
+    if checked.only_gguf:
         from inference_engine.models.gguf_model import gguf_tokenizer_folder
 
         return gguf_tokenizer_folder(checked.stored, cache)
-    if not has_tokenizer:
-        raise ModelError(f"{folder}: holds no tokenizer ({', '.join(_TOKENIZERS)})")
-    return folder
+    raise ModelError(f"{checked.folder}: holds no tokenizer ({', '.join(_TOKENIZERS)})")
+
+
+def own_tokenizer(found: FoundModel, name_or_path: str, cache: Path) -> Path | None:
+    """The model's folder if it holds the tokenizer; None if there is none, or a GGUF file alone was named."""
+    has_tokenizer = any((found.folder / name).is_file() for name in _TOKENIZERS)
+    is_its = has_tokenizer and (not found.only_gguf or _locate(name_or_path, cache).is_dir())
+    return found.folder if is_its else None
 
 
 def _locate(name_or_path: str, cache: Path) -> Path:

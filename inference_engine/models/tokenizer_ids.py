@@ -22,7 +22,8 @@ from inference_engine.models.loader import FoundModel
 logger = logging.getLogger(__name__)
 
 _ENDS = ("eos_token", "eot_token", "eom_token")
-_NAMED = ("bos_token", *_ENDS, "pad_token")
+# The names of tokenizer_config.json, which are variables of chat templates, too.
+SPECIAL_TOKENS = ("bos_token", *_ENDS, "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,7 @@ def read_tokenizer_ids(folder: Path) -> TokenizerIds | None:
             dict(vocabulary) if isinstance(vocabulary, dict) else {text: at for at, (text, *_) in enumerate(vocabulary)}
         )
         by_text |= {token["content"]: token["id"] for token in specification.get("added_tokens") or ()}
-        texts = {name: _text(config.get(name)) for name in _NAMED}
+        texts = {name: text_of(config.get(name)) for name in SPECIAL_TOKENS}
         named = {name: int(by_text[text]) for name, text in texts.items() if text in by_text}
         return TokenizerIds(highest=max(map(int, by_text.values()), default=0), named=named)
     except (KeyError, TypeError, ValueError) as error:
@@ -105,6 +106,7 @@ def _ids_in(config: Mapping[str, Any]) -> Iterable[int]:
                 yield at
 
 
-def _text(token: Any) -> str | None:
+def text_of(token: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, which is that text or describes it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -296,6 +296,7 @@ def opened_to_wire(
         replayed=opened.is_replayed,
         reserved_bytes=opened.reserved_bytes,
         durability=_DURABILITIES[durability],
+        eos_token_ids=None if opened.eos_token_ids is None else pb.TokenIds(token_ids=opened.eos_token_ids),
     )
 
 
@@ -352,6 +353,7 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         history_bytes=info.history_bytes,
         resident=info.is_resident,
         saved_token_count=info.saved_tokens,
+        eos_token_ids=info.eos_token_ids,
     )
 
 
@@ -416,4 +418,5 @@ def server_info_to_wire(
         history_tokens_per_owner=info.config.history_tokens_per_owner,
         history_token_count=history_tokens,
         durability=_DURABILITIES[info.durability],
+        eos_token_ids=info.end_ids,
     )

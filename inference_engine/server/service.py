@@ -87,6 +87,7 @@ class RuntimeService:
                 owner=caller(),
                 request_id=request.request_id,
                 guaranteed=convert.optional(request, "guaranteed"),
+                model_ends=request.model_eos_token_ids,
                 route=route_of(context.invocation_metadata()),
                 may_be_undone=True,
             )

@@ -70,7 +70,7 @@ class Driver:
         try:
             if session is None:
                 session = await self._client.create_session(
-                    self._phase.strategy, limit_tokens=self._phase.limit_tokens, label="load"
+                    self._phase.strategy, eos_token_ids=(), limit_tokens=self._phase.limit_tokens, label="load"
                 )
             appended = [ids.randrange(self._phase.vocab_size) for _ in range(turn.append_tokens)]
             await session.append(appended)

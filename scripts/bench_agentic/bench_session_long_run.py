@@ -124,7 +124,7 @@ class Bench:
         last_full: Long | None = None
         task = show.add_task("turns", total=None if self._args.seconds else self._args.turns)
         for conversation in itertools.count():
-            with self._client.create_session(self._strategy, label="long session") as session:
+            with self._client.create_session(self._strategy, eos_token_ids=(), label="long session") as session:
                 long = Long(session)
                 scored_at = 0
                 tokens_before = run.history_tokens
@@ -233,7 +233,7 @@ class Bench:
         If one generates others, rounding has decided between two ids. Then the whole history is appended instead.
         """
         repeated = 0
-        with self._client.create_session(self._strategy, label="fresh session") as session:
+        with self._client.create_session(self._strategy, eos_token_ids=(), label="fresh session") as session:
             fresh = Long(session)
             for ids, generated in turns:
                 result, _, _ = fresh.turn(ids, len(generated))
@@ -246,7 +246,7 @@ class Bench:
 
     @contextmanager
     def _fresh(self, fill: Sequence[int]) -> Iterator[Long]:
-        with self._client.create_session(self._strategy, label="fresh session") as session:
+        with self._client.create_session(self._strategy, eos_token_ids=(), label="fresh session") as session:
             fresh = Long(session)
             if len(fill) > 1:
                 fresh.append(fill[:-1])

@@ -29,7 +29,7 @@ def test_a_server_in_production_shows_what_it_does(tiny_folder: Path) -> None:
             f"--trace-endpoint={collector.endpoint}",
         ) as server,
     ):
-        with sdk.Client(server.target) as client, client.create_session() as session:
+        with sdk.Client(server.target) as client, client.create_session(eos_token_ids=()) as session:
             session.append(HISTORY)
             session.generate(5).result()
         url = server.ready_line.split("metrics at ")[1].strip().removesuffix("/metrics")

@@ -204,7 +204,7 @@ def test_a_signal_lets_a_running_generate_end_and_refuses_new_ones_until_another
         kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB") as server,
         sdk.Client(server.target, retry=sdk.RetryPolicy(attempts=1)) as client,
     ):
-        running, other = client.create_session(ENDLESS), client.create_session()
+        running, other = client.create_session(ENDLESS, eos_token_ids=()), client.create_session()
         running.append(HISTORY)
         other.append(HISTORY)
         stream = running.generate(1500)

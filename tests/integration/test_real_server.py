@@ -73,7 +73,7 @@ def test_conversations_at_the_same_time_are_as_each_alone(client: Client, tokeni
 
 
 def test_a_deadline_keeps_the_session_and_what_it_said(client: Client, tokenizer: Any) -> None:
-    with client.create_session() as session:
+    with client.create_session(eos_token_ids=()) as session:
         ask(session, QUESTIONS[0], tokenizer)
         before = session.history_length
         stream = session.generate(4000, timeout=0.5)
@@ -86,7 +86,7 @@ def test_a_deadline_keeps_the_session_and_what_it_said(client: Client, tokenizer
 CLIENT = """
 import sys
 from kakeya import Client
-session = Client(sys.argv[1]).create_session()
+session = Client(sys.argv[1]).create_session(eos_token_ids=())
 session.append(range(100, 120))
 print(session.id, flush=True)
 for token_id in session.generate(4000):
@@ -114,7 +114,10 @@ def test_a_client_that_is_killed_stops_its_generate_and_disturbs_no_other(
 
 def test_bytes_held_are_what_sessions_say_and_never_more_than_reserved(server: Server, client: Client) -> None:
     others = gauge(server, "session_kv_live_bytes")
-    with client.create_session() as full, client.create_session(SinkWindow(window=64)) as window:
+    with (
+        client.create_session(eos_token_ids=()) as full,
+        client.create_session(SinkWindow(window=64), eos_token_ids=()) as window,
+    ):
         for session in (full, window):
             for _ in range(3):
                 session.append(range(1000, 1150))

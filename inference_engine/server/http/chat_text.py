@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from inference_engine.errors import ModelError, RequestError
+from inference_engine.errors import ModelError
 from inference_engine.server.http.template import MAX_SECONDS, MAX_TEMPLATE_CHARACTERS, ChatTemplate, Message
 from inference_engine.server.http.text import TextStream
+from inference_engine.server.http.turn_ends import end_of_turn, template_of
 from inference_engine.session.history import TokenIds
+from kakeya._chat_template import templates_in
 
-# Texts that no template trims, escapes or reads as markup.
-_QUESTION, _ANSWER = "The quick brown fox", "Kqzwxjvbm"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Per file of the tokenizer; a large vocabulary takes 40 MB.
 _MAX_FILE_BYTES = 2**27
@@ -38,22 +38,23 @@ class ChatText:
             raise ModelError(
                 f"{name}: its tokenizer has no tokenizer.json, which chat over HTTP needs; leave http_bind unset"
             )
-        if not getattr(tokenizer, "chat_template", None):
-            raise ModelError(
-                f"{name} has no chat template, so it cannot chat; leave http_bind unset, or serve an instruct model"
-            )
         # Set once: from here on the tokenizer is only read, so threads may share it.
         backend.no_truncation()
         backend.no_padding()
         self._tokens = backend
         self._added: dict[str, int] = tokenizer.added_tokens_encoder
-        template = tokenizer.get_chat_template()
-        own = tokenizer.eos_token_id
-        self._own_ends = list(own) if isinstance(own, (list, tuple)) else [] if own is None else [own]
+        template = template_of(tokenizer.chat_template, name)
+        if template is None:
+            raise ModelError(
+                f"{name} has no chat template, so it cannot chat; leave http_bind unset, or serve an instruct model"
+            )
+        own = [getattr(tokenizer, f"{kind}_token_id", None) for kind in ("eos", "eot", "eom")]
+        flat = [at for one in own for at in (one if isinstance(one, (list, tuple)) else [one])]
+        own_ends = list(dict.fromkeys(at for at in flat if at is not None))
         given = {
             "specification": backend.to_str(),
             "added": [[at, token.content, token.special] for at, token in tokenizer.added_tokens_decoder.items()],
-            "end_ids": self._own_ends,
+            "end_ids": own_ends,
             "unknown_id": tokenizer.unk_token_id,
         }
         self._templates = tuple(
@@ -61,7 +62,8 @@ class ChatText:
             for _ in range(processes)
         )
         try:
-            self.end_ids = self._end_ids()
+            end = end_of_turn(self._templates[0], self._added)
+            self.end_ids = tuple(dict.fromkeys([*own_ends, *([] if end is None else [end])]))
         except BaseException:
             self.close()
             raise
@@ -106,24 +108,6 @@ class ChatText:
         for template in self._templates:
             template.close()
 
-    def _end_ids(self) -> tuple[int, ...]:
-        """Ids that end the assistant's turn: the tokenizer's own, and what the template writes after the answer."""
-        ids = list(self._own_ends)
-        conversation = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            text = self._templates[0].render(conversation, add_generation_prompt=False)
-            head, found, _ = text.rpartition(_ANSWER)
-            if not found:
-                raise ModelError("the model's chat template drops the assistant's messages")
-            # All special tokens were written by the template.
-            begun, whole = (self._templates[0].encode_text(each) for each in (head + found, text))
-        except RequestError as error:
-            raise ModelError(f"the model's chat template cannot render a plain conversation: {error.message}") from None
-        after = whole[len(begun) : len(begun) + 1].tolist()
-        # A turn that ends in plain text has no end token.
-        ids += [token_id for token_id in after if token_id in self._added.values()]
-        return tuple(dict.fromkeys(ids))
-
     def _decode(self, token_ids: Sequence[int]) -> str:
         with _panics_are_errors():
             return str(self._tokens.decode(token_ids, skip_special_tokens=True))
@@ -161,6 +145,8 @@ def load_chat_text(folder: Path) -> ChatText:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # transformers reads those in other files for the tokenizers of pictures' processors only.
+        tokenizer.chat_template = tokenizer.chat_template or templates_in(folder)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} has no tokenizer that can be loaded: {error}") from error
     return ChatText(tokenizer, name=folder.name)

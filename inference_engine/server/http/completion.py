@@ -105,7 +105,7 @@ class Completion(Response):
         prompt = await desk.turns.run(self._owner, partial(self._prepare, body))
         replies = Replies(model=prompt.asked.model, created=int(desk.now()), include_usage=prompt.asked.include_usage)
         answer = Answer(prompt, desk.chat)
-        async with single_shot(desk.engine, prompt, end_ids=desk.chat.end_ids, owner=self._owner) as events:
+        async with single_shot(desk.engine, prompt, owner=self._owner) as events:
             if prompt.asked.stream:
                 await _stream(answer, replies, events, send, desk.given_up)
                 return
@@ -133,7 +133,7 @@ class Answer:
         self._chat = chat
         self._text = chat.text_stream()
         self._stops = StopStrings(prompt.asked.stops)
-        self._ends = frozenset((*chat.end_ids, *prompt.params.stop_token_ids))
+        self._ends = prompt.end_ids.union(prompt.params.stop_token_ids)
         self._completion_tokens = 0
         self._logprobs: list[Json] = []
 

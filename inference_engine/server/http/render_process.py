@@ -13,7 +13,6 @@ Frames on standard input and output are a length (4 bytes, big-endian) and JSON:
     in, then    {"messages": […], "add_generation_prompt": …, "encode": "no"}             out  {"text": …}
                 {"messages": […], …, "encode": "apart", "most_ids": n or null}            out  {"ids": n}, ids
                 {"messages": […], …, "encode": "together", "most_ids": n or null}         out  {"ids": n}, ids
-                {"text": …}                                                               out  {"ids": n}, ids
     if the text has more ids than `most_ids`                                              {"too_long": at least so many}
     instead of any answer                                                                 {"refused": why}
     the tokenizer failed in itself                                                        {"failed": why}
@@ -278,10 +277,7 @@ def _answers(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     while (frame := read_frame(stream)) is not None:
         asked = json.loads(frame)
         try:
-            if "text" in asked:
-                assert encoder is not None
-                yield {_IDS: encoder.plain(asked["text"])}
-            elif asked["encode"] != "no":
+            if asked["encode"] != "no":
                 assert encoder is not None
                 yield encoder.ids(template, most, asked, variables)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from inference_engine.engine import Engine
@@ -25,13 +25,14 @@ _IDS_AT_ONCE = 16_384  # of a prompt; between two pieces the event loop runs oth
 class Prompt:
     """A request that is ready to run.
 
-    limit_tokens: what its session reserves; None: a session without a length limit.
+    limit_tokens: what its session reserves; None: a session without a length limit. end_ids: end a turn of the model.
     """
 
     asked: ChatRequest
     token_ids: TokenIds
     params: GenerateParams
     limit_tokens: int | None
+    end_ids: frozenset[int]
 
 
 def prepare(asked: ChatRequest, chat: ChatText, info: EngineInfo, *, process: int = 0) -> Prompt:
@@ -66,13 +67,17 @@ def prepare(asked: ChatRequest, chat: ChatText, info: EngineInfo, *, process: in
         logprobs=asked.logprobs,
     )
     # The session needs no more memory than its only Generate can use.
-    return Prompt(asked=asked, token_ids=token_ids, params=params, limit_tokens=len(token_ids) + min(max_tokens, room))
+    return Prompt(
+        asked=asked,
+        token_ids=token_ids,
+        params=params,
+        limit_tokens=len(token_ids) + min(max_tokens, room),
+        end_ids=frozenset((*chat.end_ids, *info.end_ids)),
+    )
 
 
 @contextlib.asynccontextmanager
-async def single_shot(
-    engine: Engine, prompt: Prompt, *, end_ids: Sequence[int], owner: str
-) -> AsyncIterator[EventQueue]:
+async def single_shot(engine: Engine, prompt: Prompt, *, owner: str) -> AsyncIterator[EventQueue]:
     """A session that answers `prompt`, and the events of its Generate.
 
     Leaving closes the session; a running Generate ends at its next step. Raises what the engine does.
@@ -80,7 +85,7 @@ async def single_shot(
     try:
         opened = engine.create_session(
             is_transient=True,
-            eos_token_ids=end_ids,
+            eos_token_ids=sorted(prompt.end_ids),
             limit_tokens=prompt.limit_tokens,
             owner=owner,
             # An explicit max_tokens is guaranteed in full, or refused before the answer begins.

@@ -104,11 +104,6 @@ class ChatTemplate:
         ids: TokenIds = answer["ids"]
         return ids
 
-    def encode_text(self, text: str) -> TokenIds:
-        """The ids of a text that the template rendered; raises as `encode`."""
-        ids: TokenIds = self._answer({"text": text})["ids"]
-        return ids
-
     def start(self) -> None:
         """Start the process, also after `close`. Raises ModelError for what cannot be loaded within the limits."""
         with self._talking:

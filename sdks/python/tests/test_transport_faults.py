@@ -47,6 +47,23 @@ async def test_a_read_survives_a_lost_connection(scripted: Any, session: Any, do
     assert session.history_length == 5
 
 
+async def test_a_server_too_old_to_know_its_models_ends_is_told_of_in_the_log_once(
+    scripted: Any, client: Any, do: Do, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = pb.CreateSessionResponse(session_id="s1", eos_token_ids=pb.TokenIds())
+    old = pb.CreateSessionResponse(session_id="s2")
+    scripted.on("CreateSession", *map(reply, (ends, old, old, old)))
+    await do(client.create_session)
+    await do(client.create_session, eos_token_ids=[])
+    assert caplog.records == []
+    await do(client.create_session)
+    await do(client.create_session)
+    assert [record.name for record in caplog.records] == ["kakeya"]
+    assert "nothing ends a Generate but max_tokens" in caplog.text
+    asked = [(request.model_eos_token_ids, list(request.eos_token_ids)) for request in scripted.calls("CreateSession")]
+    assert asked == [(True, []), (False, []), (True, []), (True, [])]
+
+
 async def test_the_key_goes_with_every_call(scripted: Any, session: Any, do: Do) -> None:
     scripted.on("AppendTokens", reply(pb.AppendTokensResponse(history_length=1)))
     await do(session.append, [1])

@@ -27,6 +27,7 @@ import {
  */
 export class Client implements AsyncDisposable {
   readonly #link: Link;
+  #hasWarned = false; // of a server without the model's ends
 
   /** Throws InvalidArgument; a certificate file that cannot be read throws Node's own error. */
   constructor(target = "127.0.0.1:50051", options: ClientOptions = {}) {
@@ -47,7 +48,18 @@ export class Client implements AsyncDisposable {
     const route = newRoute();
     const patience = this.#link.patience(options, route);
     const reply = await this.#link.repeat((rpc, each) => rpc.createSession(request, each), patience);
+    if (options.eosTokenIds === undefined && reply.eosTokenIds === undefined) this.#warnWithoutEnds();
     return Session.opened(this.#link, createdFacts(reply), route);
+  }
+
+  #warnWithoutEnds(): void {
+    if (this.#hasWarned) return;
+    this.#hasWarned = true;
+    process.emitWarning(
+      `the server at ${this.target} is older than this SDK and does not know what ends a turn of its model: without ` +
+        "eosTokenIds nothing ends a Generate but its maxTokens; endOfTurnIds(tokenizer) has them",
+      "KakeyaWarning",
+    );
   }
 
   /**

@@ -54,6 +54,25 @@ test("a stream asks for a heartbeat, which is reported only if it has news", asy
   expect([asked, reports]).toEqual([[15], [0, 4]]);
 });
 
+test("a server too old to know its model's ends is warned of once", async () => {
+  const warnings: Error[] = [];
+  const onWarning = (warning: Error): void => void warnings.push(warning);
+  process.on("warning", onWarning);
+  let knows = true;
+  await serve({ createSession: () => ({ sessionId: "s1", ...(knows ? { eosTokenIds: { tokenIds: [] } } : {}) }) });
+  await client.createSession();
+  knows = false;
+  await client.createSession({ eosTokenIds: [] });
+  await sleep(0);
+  expect(warnings).toEqual([]);
+  await client.createSession();
+  await client.createSession();
+  await sleep(0);
+  process.off("warning", onWarning);
+  expect(warnings.map(({ name }) => name)).toEqual(["KakeyaWarning"]);
+  expect(warnings[0]?.message).toContain("nothing ends a Generate but its maxTokens");
+});
+
 test.each([false, true])("a stream that gives no token is tried four times, progress reported: %s", async (reports) => {
   let calls = 0;
   const session = await (

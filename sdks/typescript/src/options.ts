@@ -48,7 +48,7 @@ export interface ClientOptions {
 export interface CreateSessionOptions extends CallOptions {
   /** What the session keeps and reads. Default: the server's. */
   readonly strategy?: Strategy | undefined;
-  /** Ids that end every Generate of the session. */
+  /** Ids that end every Generate of the session; none: []. Default: what ends a turn of the model, as in `serverInfo()`. */
   readonly eosTokenIds?: TokenIds | undefined;
   /** The session's own length limit; a smaller limit is a smaller bound. */
   readonly limitTokens?: number | bigint | undefined;

@@ -40,7 +40,9 @@ export function createSessionRequest(options: CreateSessionOptions): CreateSessi
   const { strategy, limitTokens, guaranteed } = known(options, "createSession");
   return create(CreateSessionRequestSchema, {
     clientLabel: textOf(options.label ?? "", "label"),
-    eosTokenIds: tokenIdsOf(options.eosTokenIds ?? [], "eosTokenIds"),
+    ...(options.eosTokenIds === undefined
+      ? { modelEosTokenIds: true }
+      : { eosTokenIds: tokenIdsOf(options.eosTokenIds, "eosTokenIds") }),
     ...(strategy === undefined ? {} : { strategy: strategyToWire(strategy) }),
     ...(limitTokens === undefined ? {} : { limitTokens: uint64Of(limitTokens, "limitTokens") }),
     ...(guaranteed === undefined ? {} : { guaranteed: booleanOf(guaranteed, "guaranteed") }),

@@ -212,7 +212,11 @@ export function tokensForNextTurn(
   return turn;
 }
 
-/** Ids that end an assistant's turn, for a session's `eosTokenIds`: the tokenizer's own and the template's. */
+/**
+ * Ids that end an assistant's turn, for a session's `eosTokenIds`: the tokenizer's own and the template's.
+ *
+ * A session that names none has those of its server's model. These are for a tokenizer or a template of your own.
+ */
 export function endOfTurnIds(tokenizer: ChatTokenizer, options: ChatOptions = {}): number[] {
   known(options, "endOfTurnIds");
   const question: Message[] = [{ role: "user", content: USER }];

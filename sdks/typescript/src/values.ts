@@ -140,6 +140,8 @@ export interface SessionInfo {
   readonly isResident: boolean;
   /** Of the history that are safe by the session's durability; 0 with "none". */
   readonly savedTokens: number;
+  /** End every Generate of the session. */
+  readonly eosTokenIds: readonly number[];
 }
 
 /** One session of `Client.sessions()`, at the moment its page was read. */
@@ -213,6 +215,8 @@ export interface ServerInfo {
   readonly numerics: string;
   /** Of sessions that are made now. */
   readonly durability: Durability;
+  /** End a turn of the model: of sessions that name no others. */
+  readonly eosTokenIds: readonly number[];
 }
 
 /** @internal */
@@ -339,6 +343,7 @@ export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
     historyBytes: exact(reply.historyBytes, "history_bytes"),
     isResident: reply.resident,
     savedTokens: exact(reply.savedTokenCount, "saved_token_count"),
+    eosTokenIds: reply.eosTokenIds,
   };
 }
 
@@ -398,5 +403,6 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     backend: reply.backend,
     numerics: reply.numerics,
     durability: durabilityOf(reply.durability),
+    eosTokenIds: reply.eosTokenIds,
   };
 }

@@ -68,7 +68,7 @@ class AsyncClient(ClientBase):
         self,
         strategy: Strategy | None = None,
         *,
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[int] | None = None,
         limit_tokens: int | None = None,
         label: str = "",
         guaranteed: bool | None = None,
@@ -78,6 +78,7 @@ class AsyncClient(ClientBase):
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
         route = requests.new_route()
         created = await self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
+        self._warn_without_ends(request, created)
         return AsyncSession(self, created, route=route)
 
     async def session(self, session_id: str, *, timeout: Timeout = DEFAULT) -> AsyncSession:

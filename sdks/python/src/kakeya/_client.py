@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
 import grpc
@@ -17,6 +18,9 @@ from kakeya._retry import Contact, Patience, RetryPolicy
 from kakeya._session import DEFAULT, Timeout
 from kakeya._status import from_rpc_error
 from kakeya._trace import Metadata, trace_metadata
+from kakeya.v1 import runtime_pb2 as pb
+
+logger = logging.getLogger("kakeya")
 
 
 class ClientBase:
@@ -41,6 +45,7 @@ class ClientBase:
         self._contact = Contact()
         self._append_limit = AppendLimit()
         self._is_closed = False
+        self._has_warned = False  # of a server without the model's ends
         self._waiting: set[threading.Event | asyncio.Event] = set()  # of streams between attempts; close() sets them
         self._is_met = False  # a connection was made once, or the reason for its failure was found
 
@@ -54,6 +59,16 @@ class ClientBase:
     def _require_open(self) -> None:
         if self._is_closed:
             raise StateError(f"this client of {self.target} is closed; create a new one")
+
+    def _warn_without_ends(self, request: pb.CreateSessionRequest, created: pb.CreateSessionResponse) -> None:
+        """Once, if the model's ends of a turn were asked for, and the server is too old to know them."""
+        if request.model_eos_token_ids and not created.HasField("eos_token_ids") and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the server at %s is older than this SDK and does not know what ends a turn of its model: without "
+                "eos_token_ids nothing ends a Generate but max_tokens; end_of_turn_ids(tokenizer) has them",
+                self.target,
+            )
 
     def _wake_streams(self) -> None:
         for waiting in tuple(self._waiting):

@@ -45,7 +45,7 @@ def route_metadata(route: str) -> tuple[tuple[str, str], ...]:
 
 def create_session(
     strategy: Strategy | None,
-    eos_token_ids: Iterable[int],
+    eos_token_ids: Iterable[int] | None,
     limit_tokens: int | None,
     label: str,
     guaranteed: bool | None,
@@ -56,7 +56,8 @@ def create_session(
         raise invalid("guaranteed", f"must be True, False or None, got {guaranteed!r}")
     return pb.CreateSessionRequest(
         client_label=text(label, "label"),
-        eos_token_ids=token_ids(eos_token_ids, "eos_token_ids"),
+        eos_token_ids=() if eos_token_ids is None else token_ids(eos_token_ids, "eos_token_ids"),
+        model_eos_token_ids=True if eos_token_ids is None else None,
         strategy=None if strategy is None else strategy._to_wire(),
         limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
         request_id=new_request_id(),

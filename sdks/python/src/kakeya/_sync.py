@@ -75,7 +75,7 @@ class Client(ClientBase):
         self,
         strategy: Strategy | None = None,
         *,
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[int] | None = None,
         limit_tokens: int | None = None,
         label: str = "",
         guaranteed: bool | None = None,
@@ -83,14 +83,16 @@ class Client(ClientBase):
     ) -> Session:
         """Open a session.
 
-        `eos_token_ids` end every Generate of the session; `limit_tokens` is its own length limit (a smaller limit is a
-        smaller bound); `label` is your own name for the session, which `info()` returns. `guaranteed`: True reserves
-        all of `sustained_bytes` now, False lets the server grant memory as the history grows (an append or a Generate
-        may then raise NoCapacity, the history kept); None leaves it to the server's settings.
+        `eos_token_ids` end every Generate of the session: None for what ends a turn of the model, as `server_info()`
+        has it, an empty list for nothing. `limit_tokens` is its own length limit (a smaller limit is a smaller bound);
+        `label` is your own name for the session, which `info()` returns. `guaranteed`: True reserves all of
+        `sustained_bytes` now, False lets the server grant memory as the history grows (an append or a Generate may then
+        raise NoCapacity, the history kept); None leaves it to the server's settings.
         """
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
         route = requests.new_route()
         created = self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
+        self._warn_without_ends(request, created)
         return Session(self, created, route=route)
 
     def session(self, session_id: str, *, timeout: Timeout = DEFAULT) -> Session:

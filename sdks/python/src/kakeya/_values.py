@@ -127,6 +127,7 @@ class SessionInfo:
     history_bytes: int  # of the server's memory that the token ids take, those shared with forks included
     is_resident: bool  # in the server's memory; if not, the next call that uses the session brings it back
     saved_tokens: int  # of the history that are safe by the session's durability; 0 with NONE
+    eos_token_ids: tuple[int, ...] = ()  # end every Generate of the session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +190,7 @@ class ServerInfo:
     backend: str = ""  # what runs the model: native, torch; empty: an older server
     numerics: str = ""  # the numeric identity: within one, equal histories have equal logits
     durability: Durability = Durability.NONE  # of sessions that are made now
+    eos_token_ids: tuple[int, ...] = ()  # end a turn of the model: of sessions that name no others
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -216,6 +218,7 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         history_bytes=reply.history_bytes,
         is_resident=reply.resident,
         saved_tokens=reply.saved_token_count,
+        eos_token_ids=tuple(reply.eos_token_ids),
     )
 
 
@@ -271,4 +274,5 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         backend=reply.backend,
         numerics=reply.numerics,
         durability=DURABILITIES.get(reply.durability, Durability.UNKNOWN),
+        eos_token_ids=tuple(reply.eos_token_ids),
     )

@@ -151,7 +151,10 @@ def tokens_for_next_turn(
 
 
 def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[int, ...]:
-    """Ids that end an assistant's turn, for a session's `eos_token_ids`: the tokenizer's own and the template's."""
+    """Ids that end an assistant's turn, for a session's `eos_token_ids`: the tokenizer's own and the template's.
+
+    A session that names none has those of its server's model. These are for a tokenizer or a template of your own.
+    """
     ids = _own_ends(tokenizer)
     question: list[Message] = [{"role": "user", "content": _USER}]
     writer = _Writer(tokenizer, template_options, False)

@@ -84,6 +84,7 @@ class CreateSessionRequest(_message.Message):
     LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     GUARANTEED_FIELD_NUMBER: _builtins.int
+    MODEL_EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     client_label: _builtins.str
     """The owner's own name for the session, at most 128 printable characters. GetSessionInfo returns it to the owner; it
     is in no log, metric or trace.
@@ -103,6 +104,10 @@ class CreateSessionRequest(_message.Message):
     False: be granted memory as the history grows; an append or a Generate may fail with RESOURCE_EXHAUSTED, NO_CAPACITY,
     and what is in the history stays. Absent: as the server is set (growth_guaranteed).
     """
+    model_eos_token_ids: _builtins.bool
+    """True: the model's own ends of a turn, as GetServerInfo has them, end a Generate, too. Absent or false: only
+    eos_token_ids do. An older server does not know the field, and its answer has no eos_token_ids.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a Generate. Empty means none; ids outside the vocabulary are refused. At most 64."""
@@ -120,19 +125,24 @@ class CreateSessionRequest(_message.Message):
         limit_tokens: _builtins.int | None = ...,
         request_id: _builtins.bytes = ...,
         guaranteed: _builtins.bool | None = ...,
+        model_eos_token_ids: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed", "_limit_tokens", b"_limit_tokens", "guaranteed", b"guaranteed", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed", "_limit_tokens", b"_limit_tokens", "_model_eos_token_ids", b"_model_eos_token_ids", "guaranteed", b"guaranteed", "limit_tokens", b"limit_tokens", "model_eos_token_ids", b"model_eos_token_ids", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed", "_limit_tokens", b"_limit_tokens", "client_label", b"client_label", "eos_token_ids", b"eos_token_ids", "guaranteed", b"guaranteed", "limit_tokens", b"limit_tokens", "request_id", b"request_id", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed", "_limit_tokens", b"_limit_tokens", "_model_eos_token_ids", b"_model_eos_token_ids", "client_label", b"client_label", "eos_token_ids", b"eos_token_ids", "guaranteed", b"guaranteed", "limit_tokens", b"limit_tokens", "model_eos_token_ids", b"model_eos_token_ids", "request_id", b"request_id", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__guaranteed: _TypeAlias = _typing.Literal["guaranteed"]  # noqa: Y015
     _WhichOneofArgType__guaranteed: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed"]  # noqa: Y015
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__model_eos_token_ids: _TypeAlias = _typing.Literal["model_eos_token_ids"]  # noqa: Y015
+    _WhichOneofArgType__model_eos_token_ids: _TypeAlias = _typing.Literal["_model_eos_token_ids", b"_model_eos_token_ids"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__guaranteed) -> _WhichOneofReturnType__guaranteed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model_eos_token_ids) -> _WhichOneofReturnType__model_eos_token_ids | None: ...
 
 Global___CreateSessionRequest: _TypeAlias = CreateSessionRequest  # noqa: Y015
 
@@ -151,6 +161,7 @@ class CreateSessionResponse(_message.Message):
     REPLAYED_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     sustained_bytes: _builtins.int
@@ -173,6 +184,10 @@ class CreateSessionResponse(_message.Message):
     def strategy(self) -> Global___Strategy:
         """The strategy in force, every default filled in."""
 
+    @_builtins.property
+    def eos_token_ids(self) -> Global___TokenIds:
+        """The ids that end every Generate of the session, in ascending order. Absent: an older server."""
+
     def __init__(
         self,
         *,
@@ -187,16 +202,37 @@ class CreateSessionResponse(_message.Message):
         replayed: _builtins.bool = ...,
         reserved_bytes: _builtins.int = ...,
         durability: Global___Durability.ValueType = ...,
+        eos_token_ids: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "eos_token_ids", b"eos_token_ids", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "durability", b"durability", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "durability", b"durability", "eos_token_ids", b"eos_token_ids", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
 
 Global___CreateSessionResponse: _TypeAlias = CreateSessionResponse  # noqa: Y015
+
+@_typing.final
+class TokenIds(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class AppendTokensRequest(_message.Message):
@@ -888,6 +924,7 @@ class GetSessionInfoResponse(_message.Message):
     HISTORY_BYTES_FIELD_NUMBER: _builtins.int
     RESIDENT_FIELD_NUMBER: _builtins.int
     SAVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -925,6 +962,10 @@ class GetSessionInfoResponse(_message.Message):
     """Tokens of the history that are safe by the session's durability. With DURABILITY_NONE: 0."""
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids that end every Generate of the session, in ascending order."""
+
     def __init__(
         self,
         *,
@@ -951,10 +992,11 @@ class GetSessionInfoResponse(_message.Message):
         history_bytes: _builtins.int = ...,
         resident: _builtins.bool = ...,
         saved_token_count: _builtins.int = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_bytes", b"history_bytes", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "resident", b"resident", "saved_token_count", b"saved_token_count", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "eos_token_ids", b"eos_token_ids", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_bytes", b"history_bytes", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "resident", b"resident", "saved_token_count", b"saved_token_count", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -1165,6 +1207,7 @@ class GetServerInfoResponse(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -1215,6 +1258,12 @@ class GetServerInfoResponse(_message.Message):
 
     @_builtins.property
     def default_strategy(self) -> Global___Strategy: ...
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids that end a turn by the model's files: its configurations, its tokenizer and its chat template, as far as it
+        has them.
+        """
+
     def __init__(
         self,
         *,
@@ -1245,10 +1294,11 @@ class GetServerInfoResponse(_message.Message):
         backend: _builtins.str = ...,
         numerics: _builtins.str = ...,
         durability: Global___Durability.ValueType = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "durability", b"durability", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "durability", b"durability", "eos_token_ids", b"eos_token_ids", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_limit_tokens: _TypeAlias = _typing.Literal["default_limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_limit_tokens: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens"]  # noqa: Y015

@@ -13,7 +13,7 @@ import { fileURLToPath } from "node:url";
 import { app, BrowserWindow, dialog, MessageChannelMain, protocol, type MessagePortMain } from "electron";
 
 import { Client } from "@kakeya/runtime";
-import { endOfTurnIds, loadTokenizer } from "@kakeya/runtime/tokenization";
+import { loadTokenizer } from "@kakeya/runtime/tokenization";
 
 import { Conversation } from "./conversation.js";
 import type { Port, Report, Request } from "./protocol.js";
@@ -83,7 +83,6 @@ async function run(): Promise<void> {
   const client = new Client(process.env["KAKEYA_TARGET"]);
   const session = await client.createSession({
     strategy: { kind: "sink_window", window: 1024 },
-    eosTokenIds: endOfTurnIds(tokenizer),
     label: "electron",
   });
   servePage();

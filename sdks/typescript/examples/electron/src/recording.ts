@@ -6,7 +6,7 @@
 import { MessageChannel } from "node:worker_threads";
 
 import { Client } from "@kakeya/runtime";
-import { endOfTurnIds, loadTokenizer } from "@kakeya/runtime/tokenization";
+import { loadTokenizer } from "@kakeya/runtime/tokenization";
 
 import { Conversation } from "./conversation.js";
 import type { Port, Report, Request } from "./protocol.js";
@@ -23,7 +23,6 @@ const tokenizer = await loadTokenizer(folder);
 await using client = new Client(target);
 await using session = await client.createSession({
   strategy: { kind: "sink_window", window: 1024 },
-  eosTokenIds: endOfTurnIds(tokenizer),
 });
 
 const { port1, port2 } = new MessageChannel();
