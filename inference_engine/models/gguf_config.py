@@ -147,6 +147,7 @@ def _common(keys: _Keys) -> dict[str, Any]:
     epsilon = keys.real("attention.layer_norm_rms_epsilon")
     if epsilon is None:
         raise ModelError(f"{header.path}: no {keys.key('attention.layer_norm_rms_epsilon')}; get the file again")
+    ends = end_ids(header)
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.size("feed_forward_length", keys.optional("expert_feed_forward_length")),
@@ -160,7 +161,7 @@ def _common(keys: _Keys) -> dict[str, Any]:
         "rope_parameters": _rotation(keys, head_dim),
         "tie_word_embeddings": not keys.has("output.weight"),
         "bos_token_id": named_id(header, "bos_token"),
-        "eos_token_id": end_ids(header) or None,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": named_id(header, "pad_token"),
     }
 

@@ -1,4 +1,4 @@
-"""The ends of a turn: a union of what a model's files say, told by the server, and a session's if it asks for them."""
+"""The ends of a turn: a union of what a model's files say, which the server names, and a session's if it asks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ async def test_a_read_survives_a_lost_connection(scripted: Any, session: Any, do
     assert session.history_length == 5
 
 
-async def test_a_server_too_old_to_know_its_models_ends_is_told_of_in_the_log_once(
+async def test_a_server_too_old_to_know_its_models_ends_is_named_in_the_log_once(
     scripted: Any, client: Any, do: Do, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = pb.CreateSessionResponse(session_id="s1", eos_token_ids=pb.TokenIds())
