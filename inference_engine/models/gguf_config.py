@@ -17,7 +17,7 @@ import numpy as np
 from inference_engine.errors import ModelError
 from inference_engine.models.file_keys import ARCHITECTURE_KEYS, HONOURED, in_a_line, unlisted_in_gguf
 from inference_engine.models.gguf_header import GgufHeader
-from inference_engine.models.gguf_tokenizer import end_ids, named_id
+from inference_engine.models.gguf_vocabulary import end_ids, named_id
 
 _DEFAULT_THETA = 10_000.0
 # Of YaRN, with the values that the rotation has without them.

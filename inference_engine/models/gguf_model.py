@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 
 from inference_engine.config import child_environment, configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
-from inference_engine.models import gguf_tokenizer
+from inference_engine.models import gguf_tokenizer, gguf_vocabulary
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.folder import MAX_LAYERS
 from inference_engine.models.gguf_config import gguf_config
 from inference_engine.models.gguf_header import read_gguf
-from inference_engine.models.gguf_tokenizer import REMEDY, write_tokenizer
+from inference_engine.models.gguf_tokenizer import write_tokenizer
+from inference_engine.models.gguf_vocabulary import REMEDY
 from inference_engine.models.manifest import digest_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,9 @@ def _is_made_like_now(folder: Path) -> bool:
 def _made_with() -> dict[str, str]:
     """What a tokenizer's content follows from, beside the file."""
     libraries = {name: importlib.metadata.version(name) for name in ("tokenizers", "transformers")}
-    return {"maker": sha256_of(Path(gguf_tokenizer.__file__)), **libraries}
+    files = (Path(gguf_tokenizer.__file__), Path(gguf_vocabulary.__file__))
+    makers = {file.stem: sha256_of(file) for file in files}
+    return {**makers, **libraries}
 
 
 def make_tokenizer_folder(path: Path, folder: Path) -> None:

@@ -1,23 +1,13 @@
 """The tokenizer of a GGUF file, made of its header and compared with it.
 
 transformers' own reader trusts the spelling of tokens: one outside of the byte alphabet gets another text, and then an
-id beyond the vocabulary. Here an id is the token's place in the file, whatever its text:
-
-    type 3, 2   control, unknown   found in text as a whole, skipped when ids are decoded
-    type 4      user defined       found in text as a whole, and decoded as text
-    type 1, 6   normal, byte       reached by merges
-    type 5      unused             no token: its id decodes to nothing, unless merges lead to it
-
-What the reader of the reference does with each key: llama.cpp, src/llama-vocab.cpp.
+id beyond the vocabulary. Here every token has the text and the id that the header gives it (gguf_vocabulary.py).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,8 +15,16 @@ from typing import Any
 import numpy as np
 
 from inference_engine.errors import ModelError
-from inference_engine.models.file_keys import REFUSED, TOKENIZER_KEYS
 from inference_engine.models.gguf_header import GgufHeader
+from inference_engine.models.gguf_vocabulary import (
+    NAMED,
+    REMEDY,
+    GgufVocabulary,
+    TokenType,
+    chat_templates,
+    end_ids,
+    vocabulary_of,
+)
 
 # Ways to split text of byte-level tokenizers, by llama.cpp's names, that transformers' reader does not tell apart.
 # Those of the second kind take every digit alone, then split as the first do.
@@ -61,138 +59,6 @@ _SPLIT_IN_TURN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         )
     }
 )
-
-_NONE = 2**32 - 1  # as some converters write an id that is not there
-_NAMED = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "eot_token": "tokenizer.ggml.eot_token_id",
-    "eom_token": "tokenizer.ggml.eom_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-    "sep_token": "tokenizer.ggml.seperator_token_id",
-    "cls_token": "tokenizer.ggml.cls_token_id",
-    "mask_token": "tokenizer.ggml.mask_token_id",
-}
-_ENDS = ("eos_token", "eot_token", "eom_token")
-_SENTENCEPIECE_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
-_TEMPLATE = "tokenizer.chat_template"
-_TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-REMEDY = (
-    "put the file into a folder of its own beside the model's tokenizer.json and tokenizer_config.json, and name the "
-    "folder"
-)
-
-
-class _Type(IntEnum):
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GgufVocabulary:
-    """The tokens of a header, by id: texts and types. named: ids by the names that tokenizer_config.json has for them.
-
-    rows: of the model's matrix of embeddings; there can be fewer tokens, never more.
-    """
-
-    path: Path
-    texts: tuple[str, ...]
-    types: tuple[int, ...]
-    named: Mapping[str, int]
-    rows: int
-
-    def specials(self) -> dict[int, str]:
-        """The texts that are skipped when ids are decoded."""
-        named = {*self.named.values()}
-        chosen = (_Type.CONTROL, _Type.UNKNOWN)
-        return {at: text for at, text in enumerate(self.texts) if self.types[at] in chosen or at in named}
-
-    def wholes(self) -> dict[int, str]:
-        """The texts that are found in text as a whole, the special ones among them."""
-        user = {at: text for at, text in enumerate(self.texts) if self.types[at] == _Type.USER_DEFINED}
-        return {**user, **self.specials()}
-
-
-def vocabulary_of(header: GgufHeader) -> GgufVocabulary:
-    """The tokens and their names. Raises ModelError for ids that are none, equal texts, and keys that are refused."""
-    path = header.path
-    _check_keys(header)
-    kind = header.text("tokenizer.ggml.model")
-    texts = header.strings("tokenizer.ggml.tokens")
-    if kind not in ("gpt2", "llama") or texts is None:
-        what = f"is of the kind {kind!r}" if texts is not None or kind is None else "has no tokens"
-        raise ModelError(f"{path}: its tokenizer {what}, which cannot be read; {REMEDY}")
-    texts = [text or f"[EMPTY_{at}]" for at, text in enumerate(texts)]
-    if len(seen := {text: at for at, text in enumerate(texts)}) < len(texts):
-        at = next(at for at, text in enumerate(texts) if seen[text] != at)
-        raise ModelError(
-            f"{path}: its tokenizer cannot be read: the tokens {at} and {seen[texts[at]]} are both {texts[at]!r}; "
-            f"{REMEDY}"
-        )
-    types = header.values.get("tokenizer.ggml.token_type", np.full(len(texts), _Type.NORMAL))
-    if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or len(types) < len(texts):
-        raise ModelError(
-            f"{path}: its tokenizer cannot be read: tokenizer.ggml.token_type is not {len(texts)} whole numbers, one "
-            f"for each token; {REMEDY}"
-        )
-    matrix = header.tensors.get("token_embd.weight")
-    rows = len(texts) if matrix is None else matrix.shape[0]
-    if len(texts) > rows:
-        raise ModelError(
-            f"{path}: its tokenizer cannot be used: {len(texts)} tokens for a matrix token_embd.weight of {rows} rows, "
-            f"so ids would reach beyond the model; {REMEDY}"
-        )
-    return GgufVocabulary(
-        path=path,
-        texts=tuple(texts),
-        types=tuple(types[: len(texts)].tolist()),
-        named=_named(header, len(texts), kind == "llama"),
-        rows=rows,
-    )
-
-
-def _check_keys(header: GgufHeader) -> None:
-    for key in (*header.values, *header.string_arrays):
-        treatment, why = TOKENIZER_KEYS.get(key, (REFUSED, "not a key that is known, so texts could mean other ids"))
-        if key.startswith("tokenizer.ggml.") and treatment == REFUSED:
-            raise ModelError(f"{header.path}: its tokenizer cannot be read: {key}: {why}; {REMEDY}")
-
-
-def _named(header: GgufHeader, tokens: int, is_sentencepiece: bool) -> Mapping[str, int]:
-    found = {name: header.number(key) for name, key in _NAMED.items()}
-    if is_sentencepiece:
-        found = {name: _SENTENCEPIECE_DEFAULTS.get(name) if at is None else at for name, at in found.items()}
-    named = {name: at for name, at in found.items() if at is not None and at != _NONE}
-    for name, at in named.items():
-        if not 0 <= at < tokens:
-            raise ModelError(
-                f"{header.path}: its tokenizer cannot be used: {_NAMED[name]} is {at}, and there are {tokens} tokens; "
-                f"{REMEDY}"
-            )
-    return MappingProxyType(named)
-
-
-def named_id(header: GgufHeader, name: str) -> int | None:
-    """The id of a token by its name in tokenizer_config.json, such as `pad_token`; None for one that is no row."""
-    matrix = header.tensors.get("token_embd.weight")
-    rows = _NONE if matrix is None else matrix.shape[0]
-    defaults = _SENTENCEPIECE_DEFAULTS if header.text("tokenizer.ggml.model") == "llama" else {}
-    at = header.number(_NAMED[name])
-    at = defaults.get(name) if at is None else at
-    return at if at is not None and 0 <= at < rows else None
-
-
-def end_ids(header: GgufHeader) -> list[int]:
-    """The ids that end a turn, by the header: of eos, eot and eom."""
-    ids = [named_id(header, name) for name in _ENDS]
-    return list(dict.fromkeys(at for at in ids if at is not None))
-
 
 # -- made -------------------------------------------------------------------------------------------------------------
 
@@ -247,10 +113,10 @@ def _byte_level(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
     vocab = {
         text: at
         for at, text in enumerate(vocabulary.texts)
-        if at in wholes or ({*text} <= alphabet and (types[at] != _Type.UNUSED or text in merged))
+        if at in wholes or ({*text} <= alphabet and (types[at] != TokenType.UNUSED or text in merged))
     }
     for at, text in enumerate(vocabulary.texts):
-        if at not in wholes and types[at] != _Type.UNUSED and not {*text} <= alphabet:
+        if at not in wholes and types[at] != TokenType.UNUSED and not {*text} <= alphabet:
             vocab.setdefault("".join(spelling[byte] for byte in text.encode()), at)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WORDS_FIRST))
     if pre in _COMPOSED:
@@ -272,7 +138,7 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
 
     wholes = vocabulary.wholes()
     vocab = {
-        text: at for at, text in enumerate(vocabulary.texts) if vocabulary.types[at] != _Type.UNUSED or at in wholes
+        text: at for at, text in enumerate(vocabulary.texts) if vocabulary.types[at] != TokenType.UNUSED or at in wholes
     }
     is_gemma = (header.text("general.architecture") or "").startswith("gemma")
     merges = _merges(header)
@@ -285,7 +151,7 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
             )
         order = [-float(at) for at in vocab.values()] if is_gemma else [float(scores[at]) for at in vocab.values()]
         # Bytes and tokens that are found as a whole are no result of a merge, and none's part.
-        apart = {text for text, at in vocab.items() if at in wholes or vocabulary.types[at] == _Type.BYTE}
+        apart = {text for text, at in vocab.items() if at in wholes or vocabulary.types[at] == TokenType.BYTE}
         merges = generate_merges(vocab, dict(zip(vocab, order, strict=True)), apart)
     unknown = vocabulary.named.get("unk_token")
     tokenizer = Tokenizer(
@@ -325,19 +191,6 @@ def _add_wholes(tokenizer: Any, vocabulary: GgufVocabulary) -> None:
     )
 
 
-def chat_templates(header: GgufHeader) -> str | dict[str, str] | None:
-    """The chat template, or all of them by name. Raises ModelError for a name that is no name of a file."""
-    named = {}
-    for key in header.values:
-        if key.startswith(f"{_TEMPLATE}."):
-            name = key.removeprefix(f"{_TEMPLATE}.")
-            if _TEMPLATE_NAME.fullmatch(name) is None:  # it becomes the name of a file
-                raise ModelError(f"{header.path}: {key[:80]!r}: not a name of a chat template; {REMEDY}")
-            named[name] = header.text(key) or ""
-    default = header.text(_TEMPLATE)
-    return {**({} if default is None else {"default": default}), **named} if named else default
-
-
 def _flag(header: GgufHeader, key: str, default: bool) -> bool:
     value = header.values.get(key, default)
     if isinstance(value, bool | int) and value in (0, 1):
@@ -373,7 +226,7 @@ def check_made_tokenizer(header: GgufHeader, folder: Path) -> None:
         token = config.get(name)
         content = token.get("content") if isinstance(token, dict) else token
         if content != vocabulary.texts[at]:
-            raise refusal(f"{_NAMED[name]} is {at}, {vocabulary.texts[at]!r}, and it has {content!r} as {name}")
+            raise refusal(f"{NAMED[name]} is {at}, {vocabulary.texts[at]!r}, and it has {content!r} as {name}")
 
 
 def _some(ids: Sequence[int]) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 from inference_engine.errors import ModelError
 from inference_engine.models.folder import CONFIG, read_json
 from inference_engine.models.gguf_header import read_gguf
-from inference_engine.models.gguf_tokenizer import check_made_tokenizer, end_ids
+from inference_engine.models.gguf_tokenizer import check_made_tokenizer
+from inference_engine.models.gguf_vocabulary import end_ids
 from inference_engine.models.loader import FoundModel
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 from inference_engine.errors import ModelError, RequestError
 from inference_engine.models.folder import read_json
 from inference_engine.models.gguf_header import GgufHeader, read_gguf
-from inference_engine.models.gguf_tokenizer import chat_templates, vocabulary_of
+from inference_engine.models.gguf_vocabulary import chat_templates, vocabulary_of
 from inference_engine.models.loader import FoundModel
 from inference_engine.models.tokenizer_ids import SPECIAL_TOKENS, file_end_ids, text_of
 from inference_engine.server.http.template import ChatTemplate
