@@ -58,7 +58,7 @@ class Parts:
     # Digests of the weights and of the latent codec ("": there is none): what kept sessions belong to.
     digests: Callable[[], tuple[str, str]]
     components: ModelComponents | None = None
-    end_ids: tuple[int, ...] = ()  # end a turn by the model's files
+    end_ids: tuple[int, ...] = ()  # end a turn by the model's files: `server/http/turn_ends.py` finds them
 
     def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
         """Raises ConfigError or BackendError for what is not available, or a `state_dir` that cannot be used."""
@@ -125,17 +125,7 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
         drafter=find_drafter(model, forward),
         digests=lambda: _digests(model),
         components=components,
-        end_ids=find_end_ids(model, forward.facts.vocab_size),
     )
-
-
-def find_end_ids(model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a turn by the model's files: configurations, tokenizer, chat template, GGUF header."""
-    from inference_engine.models import find_model, own_tokenizer
-    from inference_engine.server.http.turn_ends import model_end_ids
-
-    found = find_model(model.model, cache=model.cache_path)
-    return model_end_ids(found, own_tokenizer(found, model.model, model.cache_path), vocab_size)
 
 
 def _check_is_there(setting: str, given: str, names: tuple[str, ...]) -> None:

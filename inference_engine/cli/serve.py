@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -104,6 +105,7 @@ def _serve_model(
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
         from inference_engine.compose import admit, open_parts
         from inference_engine.kv.strategies import parse_strategy
+        from inference_engine.server.http.turn_ends import find_end_ids
         from inference_engine.server.run import serve
 
         parse_strategy(engine_config.strategy)
@@ -115,6 +117,7 @@ def _serve_model(
             chat = load_chat_text(tokenizer_folder(model.model, model.cache_path))
         parts = open_parts(model, admitted)
     parts = first_use.with_calibrations(parts, model, engine_config, server.calibrate)
+    parts = replace(parts, end_ids=find_end_ids(model, parts.forward.facts.vocab_size))
 
     def ready(handle: ServerHandle) -> None:
         if failed := process.announce(ready_line(handle, engine)):

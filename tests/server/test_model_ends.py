@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from inference_engine.compose import find_end_ids, open_parts
-from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.config import ModelConfig
 from inference_engine.errors import TokenOutOfRange
+from inference_engine.server.http.turn_ends import find_end_ids
+from kakeya import Client
 from kakeya.v1 import runtime_pb2 as pb
 from tests.models.tiny_gguf import tiny_model, write_gguf
+from tests.processes import kakeya_serve
 from tests.server.wire import HISTORY, connected, serving
-from tests.tiny import SMALL, VOCABULARY, tiny_engine
+from tests.tiny import VOCABULARY, tiny_engine
 from tests.tiny_folder import END, save_tiny_chat_model, tiny_tokenizer
 
 FORCED = {101: 1000.0}  # a logit bias: id 101 is generated
@@ -108,9 +110,14 @@ def test_a_model_without_a_tokenizer_has_the_ends_of_its_configuration(tmp_path:
     assert find_end_ids(ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache")), VOCABULARY) == (8, 9)
 
 
-def test_the_ends_of_a_file_are_its_headers_and_its_templates(tmp_path: Path) -> None:
+def test_a_server_names_the_ends_of_its_file_and_its_sessions_have_them(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(tiny_model("llama"), path, ids={"eot": 5, "eom": 6, "padding": 2**32 - 1})
-    settings = ModelConfig(model=str(path), cache_dir=str(tmp_path / "cache"))
-    with open_parts(settings).engine(EngineConfig(**SMALL)) as engine:
-        assert engine.info().end_ids == (1, 5, 6)
+    with (
+        kakeya_serve("--model", path, f"--cache-dir={tmp_path / 'cache'}", "--kv-bytes=8MiB") as server,
+        Client(server.target) as client,
+        client.create_session() as session,
+    ):
+        assert client.server_info().eos_token_ids == (1, 5, 6)
+        session.append([40, 41, 42])
+        assert session.generate(4, logit_bias={5: 1000.0}).result().token_ids == (5,)

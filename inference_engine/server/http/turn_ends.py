@@ -8,7 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, RequestError
+from inference_engine.models import find_model, own_tokenizer
 from inference_engine.models.folder import read_json
 from inference_engine.models.gguf_header import GgufHeader, read_gguf
 from inference_engine.models.gguf_vocabulary import chat_templates, vocabulary_of
@@ -21,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 # Texts that no template trims, escapes or reads as markup.
 _QUESTION, _ANSWER = "The quick brown fox", "Kqzwxjvbm"
+
+
+def find_end_ids(model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
+    """`model_end_ids` of the model in the settings. Raises ModelError for one that is not there."""
+    found = find_model(model.model, cache=model.cache_path)
+    return model_end_ids(found, own_tokenizer(found, model.model, model.cache_path), vocab_size)
 
 
 def model_end_ids(found: FoundModel, tokenizer: Path | None, rows: int) -> tuple[int, ...]:
