@@ -36,6 +36,7 @@ from inference_engine.models.file_keys import (
 from inference_engine.models.folder import CONFIG, INDEX, WEIGHTS, grouping_in, read_json, weights_read
 from inference_engine.models.gguf_config import gguf_config, gguf_notes
 from inference_engine.models.gguf_header import read_gguf
+from inference_engine.models.mapped import let_go
 from inference_engine.models.quantised_layout import KEY as QUANTIZATION
 from inference_engine.models.quantised_layout import layout_in
 from inference_engine.models.step_list import EMBEDDING, FAMILIES, HEAD
@@ -132,9 +133,17 @@ def _has_own_head(tensors: SafetensorsCheckpoint) -> bool:
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """The same numbers, in whatever floating-point types; NaN equals the same NaN. Stops at the first that differ."""
+    """The same numbers: of one type by their bytes, else as float32. Stops at the first that differ."""
     if one.shape != other.shape:
         return False
+    try:
+        return _compare(one, other)
+    finally:
+        let_go(one.data)
+        let_go(other.data)
+
+
+def _compare(one: StoredTensor, other: StoredTensor) -> bool:
     if one.encoding == other.encoding:
         return all(
             np.array_equal(one.data[start : start + _STEP_BYTES], other.data[start : start + _STEP_BYTES])
