@@ -306,8 +306,8 @@ class Outcome:
             step_ms = statistics.median(cells[name].step_ms)
             summary = record.summarize(samples, "ms")
             self._values[f"turn of {new} new tokens, {shape}, {name}, {group}"] = summary
-            row = {"shape": shape, "strategy": name, "length": group.length, "new": new, "ms": summary["median"]}
-            row["÷ a decode step"] = round(summary["median"] / step_ms, 2)
+            row = {"shape": shape, "strategy": name, "length": group.length, "new": new}
+            row |= {"ms": round(summary["median"], 2), "÷ a decode step": round(summary["median"] / step_ms, 2)}
             if name != FULL and FULL in cells:
                 pairs = zip(samples, cells[FULL].turn_ms[new], strict=True)
                 ratio = record.summarize([ours / theirs for ours, theirs in pairs], "ratio")
