@@ -194,6 +194,13 @@ def test_with_an_answer_patience_begins_anew() -> None:
         waiting.answered()
 
 
+def test_a_wait_that_a_server_asks_for_that_goes_may_outlast_patience_once() -> None:
+    clock = Clock()
+    draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
+    assert clock.attempts(of_clock(clock, patience_seconds=1.0), draining) == 2
+    assert clock.now == 7.0
+
+
 @pytest.mark.parametrize("asked_seconds", [0.05, 7.0])
 def test_patience_does_not_end_while_the_server_says_when_to_come_back(asked_seconds: float) -> None:
     clock = Clock()

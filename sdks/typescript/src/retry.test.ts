@@ -117,6 +117,13 @@ test("with an answer patience begins anew", () => {
   }
 });
 
+test("a wait that a server asks for that goes may outlast patience once", () => {
+  const asked = new Draining("draining", { code: "UNAVAILABLE", reason: "DRAINING", retryAfterSeconds: 7 });
+  const [attempts, seconds] = untilGivenUp(patienceOf({ patienceSeconds: 1 }), asked);
+  expect(attempts).toBe(2);
+  expect(seconds).toBeGreaterThanOrEqual(7);
+});
+
 test.each([0.05, 7])("patience does not end while the server says to come back after %d s", (retryAfterSeconds) => {
   const about = { code: "RESOURCE_EXHAUSTED", reason: "OVERLOADED", retryAfterSeconds };
   const refused = new Overloaded("later", about);

@@ -3,7 +3,7 @@
  *
  * A call has a deadline over all its attempts. Within it, patience counts the time without the server since its last
  * answer: the waits, and attempts that found no connection. A prefill that takes long does not use it up, and a refusal
- * that says when to come back is an answer.
+ * that says when to come back is an answer, but for one of a server that serves nothing: one that drains, or has stalled.
  */
 import { invalid, MAX_SECONDS, shown, wholeIn } from "./checks.js";
 import { DeadlineExceeded, KakeyaError, TLSFailed, TransportError } from "./errors.js";
@@ -29,8 +29,8 @@ const LEAST_LEFT_SECONDS = 0.001;
  *
  * `patienceSeconds` is the time without an answer after which a call is given up; it is meant to be longer than a restart
  * of the server. Time counts from the last answer, for a stream from its last token, and never beyond the call's timeout.
- * A refusal that says when to come again is an answer, so such a call ends with its timeout only. A server that this
- * client has never reached is given up after 2 s.
+ * A refusal that says when to come again is an answer, so such a call ends with its timeout only, but a server that
+ * drains or has stalled counts as away. One that this client has never reached is given up after 2 s.
  *
  * The n-th wait is between half and all of `firstDelaySeconds` × 2^(n-1), at most `maxDelaySeconds`, and never less than
  * the server asked for; none is longer than 99,999 seconds, nor may a delay be. `attempts` limits the number of attempts
@@ -164,7 +164,8 @@ export class Patience {
     let spent = this.#timeWithoutServer(error);
     if (error instanceof TLSFailed) return undefined;
     const asked = error.retryAfterSeconds;
-    if (asked !== undefined) spent = this.#withoutServer = 0;
+    // One that drains or has stalled serves nothing.
+    if (asked !== undefined && error.code !== "UNAVAILABLE") spent = this.#withoutServer = 0;
     const isPassing =
       error.code === "UNAVAILABLE" ||
       (error instanceof TransportError &&

@@ -2,7 +2,7 @@
 
 A call has a deadline over all its attempts. Within it, patience counts the time without the server since its last
 answer: the waits, and attempts that found no connection. A prefill that takes long does not use it up, and a refusal
-that says when to come back is an answer.
+that says when to come back is an answer, but for one of a server that serves nothing: one that drains, or has stalled.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RetryPolicy:
 
     `patience_seconds` is the time without an answer after which a call is given up; it is meant to be longer than a
     restart of the server. Time counts from the last answer, for a stream from its last token, and never beyond the
-    call's timeout. A refusal that says when to retry is an answer, so such a call ends with its timeout only. A server
-    that this client has never reached is given up after 2 s.
+    call's timeout. A refusal that says when to retry is an answer, so such a call ends with its timeout only, but a
+    server that drains or has stalled counts as away. One that this client has never reached is given up after 2 s.
 
     The n-th wait is between half and all of `first_delay_seconds` × 2^(n-1), at most `max_delay_seconds`, and never
     less than the server requests; none is longer than 10^9 seconds, nor may a delay be. `attempts` limits the number of
@@ -120,7 +120,7 @@ class Patience:
         )
         if not is_passing and asked is None:
             return None
-        if asked is not None:
+        if asked is not None and error.code != "UNAVAILABLE":  # one that drains or has stalled serves nothing
             spent = self._without_server = 0.0
         left = (self.policy.patience_seconds if self._contact.is_made else self._first_patience_seconds()) - spent
         if left < _LEAST_LEFT_SECONDS or (self.policy.attempts is not None and attempt >= self.policy.attempts):
