@@ -527,7 +527,10 @@ def said_of_files(args: argparse.Namespace, found: Found) -> dict[str, Any]:
         types = sorted(shares, key=lambda name: -shares[name].stored_bytes)
         sizes = ", ".join(f"{name} {shares[name].stored_bytes / 1e6:.1f} MB" for name in types)
         files[path.stem] = f"{sizes}; sha256 {sha256_of(path)}"
-    llama = f"{LLAMA.partition('==')[0]} {version_of(args.llama, LLAMA)} from source, threads that spin: {found.spins}"
+    llama = "not measured"
+    if args.llama != "none":
+        version = version_of(args.llama, LLAMA)
+        llama = f"{LLAMA.partition('==')[0]} {version} from source, threads that spin: {found.spins}"
     return {
         "what": "Milliseconds of decode steps, appends and prefills, and memory, by the types of a file's tensors: "
         "native beside torch, and beside the first file.",
@@ -536,7 +539,7 @@ def said_of_files(args: argparse.Namespace, found: Found) -> dict[str, Any]:
             "threads": args.threads,
             "rounds": args.rounds,
             "kakeya": "exact; the engine without a server, full, no drafter; torch: the same weights in float32",
-            "llama.cpp": "not measured" if args.llama == "none" else llama,
+            "llama.cpp": llama,
         },
         "baseline": "torch on the same file, in turns with ours",
     }

@@ -19,12 +19,14 @@ from scripts.bench_cpu import (
     contenders_of_files,
     measure,
     parse,
+    said_of_files,
     tables_of,
     values_of,
     works,
 )
 from scripts.cpu_contenders import Contender as Running
 from scripts.cpu_contenders import steps
+from tests.models.tiny_gguf import tiny_model, write_gguf
 
 
 def contender(name: str, kind: str, **options: Any) -> Contender:
@@ -109,7 +111,7 @@ def test_steps_are_between_ids() -> None:
 def test_a_named_file_is_beside_torch_and_llama_on_it_and_beside_the_first_one(tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.gguf" for name in "ab"]
     for file in files:
-        file.touch()
+        write_gguf(tiny_model("llama"), file, "Q8_0")
     args = parse(["--llama", "python", "--files", *map(str, files)])
     beside = {each.name: each.beside for each in contenders_of_files(args)}
     assert beside["kakeya exact a"] == ("kakeya torch a", "llama.cpp a")
@@ -117,6 +119,8 @@ def test_a_named_file_is_beside_torch_and_llama_on_it_and_beside_the_first_one(t
     args.llama = "none"
     names = [each.name for each in contenders_of_files(args)]
     assert names == ["kakeya exact a", "kakeya torch a", "kakeya exact b", "kakeya torch b"]
+    said = said_of_files(args, Found())["config"]
+    assert said["llama.cpp"] == "not measured" and said["files"]["a"].startswith("Q8_0 ")
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "initializ
 # One expert is chosen of two, and each has matrices of its own type.
 MIXTURE = {**WIDE, "moe_intermediate_size": 256, "num_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
 BLOCKS = [name for name, kind in BY_NAME.items() if not kind.is_float]
-# As llama.cpp mixes them: in one file, by matrix.
-TYPES = list(BY_NAME)
+# As llama.cpp mixes them: in one file, by matrix. The first one is that of the embedding, which is the head, too.
+TYPES = sorted(BY_NAME, key=lambda name: name != "IQ4_XS")
 # Logits of a few units; both executors multiply in float32.
 ROUNDING = 2e-3
 
