@@ -264,7 +264,8 @@ def load_model(
     weights are memory-mapped; in another dtype or on another device they are copied, and from a GGUF file always.
     unpacks_groups: weights in MLX's layout are made to numbers, as calibrating needs them; without it they are refused.
 
-    A known model that has not been converted yet is, if it is named (`convert_for_torch`).
+    A known model that has not been converted yet is, if it is named (`convert_for_torch`). Where that cannot be done,
+    because the cache is read only for example, its GGUF file is unpacked, to the same numbers.
 
     Raises ModelError if the folder is missing, unsafe, damaged or does not fit its configuration, BackendError if the
     device is missing.
@@ -272,7 +273,10 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if is_known(name_or_path):
-        convert_for_torch(name_or_path, cache)
+        try:
+            convert_for_torch(name_or_path, cache)
+        except ModelError as error:  # if it cannot be read either, that is said below
+            logger.warning("weights of %s are unpacked in memory, for no file can be mapped: %s", name_or_path, error)
     checked = check_model(name_or_path, cache=cache)
     config = read_config(checked)
     trained_positions, vocab_size = sizes(config, checked.folder)

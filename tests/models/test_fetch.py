@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -413,6 +414,30 @@ def test_smollm2_is_what_it_should_be() -> None:
         answer = loaded.model.generate(**chat, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, chat["input_ids"].shape[1] :])
     assert [tokenizer.decode(token) for token in tokenizer("\n\n2. 3").input_ids] == ["\n\n", "2", ".", " ", "3"]
+
+
+@pytest.mark.real_model
+def test_a_known_model_that_cannot_be_converted_has_the_same_numbers(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In an image that a model was fetched into, which is read only now."""
+    fetched = fetch("smollm2-135m", resolve(ModelConfig).cache_path)
+    converted = ("config.json", "model.safetensors")
+    folder = model_folder("smollm2-135m", cache)
+    shutil.copytree(fetched, folder, ignore=lambda *_: converted)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = {name: file for name, file in manifest["files"].items() if name not in converted}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def full(**_: object) -> None:
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    loaded = load_model("smollm2-135m", cache=cache)
+    assert "Read-only file system" in caplog.text
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored = open_checkpoint(folder / "model.gguf").tensor(name).as_float32()
+    assert torch.equal(loaded.model.state_dict()[name], torch.from_numpy(stored))
 
 
 @pytest.mark.long
