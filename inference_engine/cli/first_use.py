@@ -14,7 +14,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from inference_engine.cli.late import LABORATORY
 from inference_engine.cli.settings import as_flags
 from inference_engine.config import EngineConfig, ModelConfig, child_environment, require_cache
-from inference_engine.errors import BackendError
+from inference_engine.errors import BackendError, ModelError, NotNative
 
 if TYPE_CHECKING:
     from inference_engine.compose import Parts
@@ -54,11 +54,30 @@ def before_start(model: ModelConfig, engine: EngineConfig) -> None:
     from inference_engine.compose import open_parts
     from inference_engine.kv.strategies import parse_strategy
     from inference_engine.kv.strategy import KVStrategy
+    from inference_engine.models import convert_for_torch, is_known
 
+    if is_known(model.model) and _is_for_torch(model):
+        with suppress(ModelError):  # the server unpacks the file in memory instead, and says why
+            convert_for_torch(model.model, model.cache_path)
     # The others decide by their own options alone, whatever the model is, which then need not be loaded here.
     depends = type(parse_strategy(engine.strategy)).resolved is not KVStrategy.resolved
     if depends and is_small(model) and not all(_is_cached(model, stage) for stage in _STAGES):
         with_calibrations(open_parts(model), model, engine, "auto")
+
+
+def _is_for_torch(model: ModelConfig) -> bool:
+    """By its settings, and by what is installed; a trial may still find a reason for torch."""
+    from inference_engine.backends.native.loading import open_library
+
+    if model.device == "mlx":
+        return False
+    if model.backend == "torch":
+        return True
+    try:
+        open_library(model)
+    except NotNative:
+        return True
+    return False
 
 
 def run(model: ModelConfig, stages: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from inference_engine.compose import DLMRestoredVerifier, open_parts
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import BackendError
 from tests.further import further_test
+from tests.tiny_native import library
 
 LATENT, GATHER = "restored:source=latent", "gather:scorer=components"
 
@@ -132,3 +133,16 @@ def test_components_are_made_once_and_the_next_start_finds_them(
     monkeypatch.setattr(first_use, "make", lambda *_: pytest.fail("made a second time"))
     found = open_parts(model)
     assert first_use.with_calibrations(found, model, engine, "auto") is found
+
+
+def test_a_known_model_is_converted_before_a_server_that_runs_it_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take a child as long as starting on a slow machine may."""
+    library()
+    converted: list[str] = []
+    monkeypatch.setattr("inference_engine.models.convert_for_torch", lambda name, _: converted.append(name))
+    for model in (ModelConfig(), ModelConfig(backend="native"), ModelConfig(device="mlx")):
+        first_use.before_start(model, EngineConfig())
+    assert converted == []
+    for model in (ModelConfig(backend="torch"), ModelConfig(dtype="bfloat16")):
+        first_use.before_start(model, EngineConfig())
+    assert converted == ["smollm2-135m"] * 2
