@@ -11,6 +11,7 @@ from typing import Any
 from inference_engine.cli.text import TextStream
 from inference_engine.errors import ModelError
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.server.http.turn_ends import template_of
 from kakeya import Client, GenerateResult, Session, SessionInfo, Strategy, tokenization
 
 
@@ -91,7 +92,7 @@ def open_conversation(
 def load_chat_tokenizer(folder: Path) -> Any:
     """The tokenizer in a model's folder. Raises ModelError if it has no chat template."""
     tokenizer: Any = tokenization.load_tokenizer(folder)
-    if not getattr(tokenizer, "chat_template", None):
+    if template_of(getattr(tokenizer, "chat_template", None), folder.name) is None:
         raise ModelError(f"{folder.name} has no chat template, so it cannot chat; choose an instruct model")
     return tokenizer
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
 from inference_engine.errors import Draining, InvalidArgument, ModelError
 from inference_engine.server.http import template as template_module
+from inference_engine.server.http.chat_text import load_chat_text
 from inference_engine.server.http.errors import RenderLimit
 from inference_engine.server.http.render_process import write_frame
 from inference_engine.server.http.template import ChatTemplate
@@ -25,6 +29,8 @@ MESSAGES = (
     {"role": "assistant", "content": "Hi"},
     {"role": "user", "content": "Again"},
 )
+PARTS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
+DROPS_USERS = "{% for m in messages if m.role != 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
 # What templates of known models do.
 IDIOMS = {
     "loops": "{%- for m in messages %}\n  {%- if loop.first %}{% continue %}{% endif %}{{ m.content }}\n{%- endfor %}",
@@ -189,3 +195,36 @@ def test_closing_while_the_process_loads_ends_it(
         thread.join(60.0)
     (process,) = processes
     assert process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("files", "refusal"),
+    [
+        ({"chat_template.json": json.dumps({"chat_template": TEMPLATE})}, ""),
+        ({"additional_chat_templates/chat.jinja": TEMPLATE}, ""),
+        ({"additional_chat_templates/chat.jinja": TEMPLATE, "additional_chat_templates/rag.jinja": "{{ no }}"}, ""),
+        (
+            {"additional_chat_templates/rag.jinja": TEMPLATE, "additional_chat_templates/tool_use.jinja": TEMPLATE},
+            "the chat templates are named rag, tool_use, and none is the default",
+        ),
+        ({"chat_template.jinja": PARTS}, "the model's chat template drops the (user|assistant)'s messages"),
+        ({"chat_template.jinja": DROPS_USERS}, "the model's chat template drops the user's messages"),
+    ],
+)
+def test_the_template_of_a_folder_is_found_wherever_it_is_or_refused(
+    files: dict[str, str], refusal: str, tmp_path: Path
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if refusal:
+        with pytest.raises(ModelError, match=refusal):
+            load_chat_text(tmp_path)
+        return
+    with closing(load_chat_text(tmp_path)) as chat:
+        assert chat.end_ids == (tokenizer.eos_token_id,)
+        ids = chat.prompt_ids([{"role": "user", "content": "Hello"}])
+        assert "Hello" in tokenizer.decode(ids)

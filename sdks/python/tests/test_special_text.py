@@ -124,9 +124,19 @@ def test_markup_that_is_not_called_special_comes_from_the_template_and_the_assis
     assert call not in tokens_for_chat([says("a <tool_call> b")], tokenizer)
     assert call not in tokens_for_chat([says("a <tool_call> b", "tool")], tokenizer)
     assert call in tokens_for_chat([says("a <tool_call> b", "assistant")], tokenizer)
-    # What the template does not write is vocabulary like any other.
+    # A tag of HTML that the template does not write is vocabulary like any other.
     for text in ("<table>", "  "):
         assert tokenizer.convert_tokens_to_ids(text) in tokens_for_chat([says(f"a{text}b")], tokenizer)
+
+
+def test_no_token_of_markups_look_comes_from_a_user_whether_the_template_writes_it_or_not() -> None:
+    texts = ("<|fim_prefix|>", "<|repo_name|>", "<｜fim▁hole｜>", "<think>", "[MASKED]")
+    tokenizer = byte_level(plain=texts)
+    for text in texts:
+        ids = tokens_for_chat([says(f"a{text}b")], tokenizer)
+        assert tokenizer.convert_tokens_to_ids(text) not in ids
+        assert text in tokenizer.decode(ids)
+        assert tokenizer.convert_tokens_to_ids(text) in tokens_for_chat([says(f"a{text}b", "assistant")], tokenizer)
 
 
 TOGETHER: list[tuple[str, dict[str, Any]]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -364,3 +365,45 @@ def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> 
     with pytest.raises(kakeya.TokenizerError, match=r"holds no tokenizer: no tokenizer\.json") as refused:
         load_tokenizer(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_wants_parts_does_not_drop_the_words_of_a_text() -> None:
+    tokenizer = byte_level_tokenizer(PARTS)
+    with pytest.raises(kakeya.TemplateError, match=r"drops the words of messages\[0\]; .* a list of parts"):
+        tokens_for_chat([user("Hello")], tokenizer)
+    in_parts = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
+    plain = byte_level_tokenizer(PARTS.replace("{% for p in m.content %}{{ p.text }}{% endfor %}", "{{ m.content }}"))
+    assert tokens_for_chat([in_parts], tokenizer) == tokens_for_chat([user("Hello")], plain)
+    after = plain.encode("answer", add_special_tokens=False)
+    assert tokens_for_next_turn([in_parts], tokenizer, after=after) == tokens_for_next_turn(
+        [user("Hello")], plain, after=after
+    )
+    assert end_of_turn_ids(tokenizer) == end_of_turn_ids(plain)
+
+
+def test_named_templates_without_a_default_are_used_if_one_is_for_plain_conversations() -> None:
+    tokenizer, plain = byte_level_tokenizer(CHATML), byte_level_tokenizer(CHATML)
+    for templates in ({"chat": CHATML}, {"rag": "rag", "tool_use": "tools", "chat": CHATML}, {"rag": CHATML}):
+        tokenizer.chat_template = templates
+        assert tokens_for_chat([user("a")], tokenizer) == tokens_for_chat([user("a")], plain)
+        assert end_of_turn_ids(tokenizer) == end_of_turn_ids(plain)
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(kakeya.TemplateError, match=r"named rag, tool_use, and none .*: chat_template='rag'"):
+        tokens_for_chat([user("a")], tokenizer)
+    assert tokens_for_chat([user("a")], tokenizer, chat_template="rag") == tokens_for_chat([user("a")], plain)
+
+
+def test_a_template_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+    plain = byte_level_tokenizer(CHATML)
+    plain.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_tokenizer(tmp_path).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert tokens_for_chat([user("a")], load_tokenizer(tmp_path)) == tokens_for_chat([user("a")], plain)

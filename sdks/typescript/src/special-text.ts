@@ -28,6 +28,11 @@ const LAST_PRIVATE: number = 0xf8ff;
 const PRIVATE_USED = /[\ue000-\uf8ff]/g;
 // How a token of markup looks, where the tokenizer does not call it special: `<tool_call>`, `[INST]`.
 const MARKUP = /^(?:<\S+>|\[\S+\])$/;
+// Some vocabularies have whole tags of HTML, with which users write: vocabulary like any other.
+const HTML = new RegExp(
+  "^</?(?:a|article|b|blockquote|body|br|caption|code|dd|del|div|dl|dt|em|footer|h[1-6]|head|header|hr|html|i|img|ins" +
+    "|kbd|li|mark|ol|p|pre|q|s|section|small|span|strong|sub|sup|table|tbody|td|tfoot|th|thead|title|tr|u|ul|var)/?>$",
+);
 // Where a template's own text stops and goes on: `'<|' + message.role + '|>'`, `<|{{ role }}|>`, `'<|%s|>' % role`.
 const STOPS = /\s*['"{%]/g;
 const GOES_ON = /(?:['"}]|%s)\s*/g;
@@ -52,7 +57,7 @@ export class SpecialTokens {
   readonly inPieces: readonly string[];
   /** Characters that words between two pieces of a special token could have, whatever their case; edges, too. */
   readonly letters: ReadonlySet<string>;
-  // In no message: special tokens and ends of text. And with it other added tokens that the template writes, such as
+  // In no message: special tokens and ends of text. And with it other added tokens that look like markup, such as
   // `<tool_response>`; the assistant's own messages may hold them, because models write them.
   readonly #turns: RegExp;
   readonly #all: RegExp;
@@ -64,7 +69,10 @@ export class SpecialTokens {
     const named = added.filter(({ text }) => text.trim() !== "");
     const turns = named.filter(({ id, isSpecial }) => isSpecial || facts.endIds.includes(id));
     const markup = named.filter(
-      (token) => !turns.includes(token) && MARKUP.test(token.text) && facts.template.includes(token.text),
+      (token) =>
+        !turns.includes(token) &&
+        MARKUP.test(token.text) &&
+        (facts.template.includes(token.text) || !HTML.test(token.text)),
     );
     this.ids = new Map([...markup, ...turns].map(({ id, text }) => [text, id]));
     this.unknownId = facts.unknownId;

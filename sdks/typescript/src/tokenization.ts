@@ -18,7 +18,7 @@
  *
  * `loadTokenizer` needs `npm install @huggingface/tokenizers @huggingface/jinja`; the rest takes any ChatTokenizer.
  */
-import { readFile } from "node:fs/promises";
+import { readdir, readFile } from "node:fs/promises";
 import { homedir } from "node:os";
 import { join } from "node:path";
 
@@ -98,6 +98,8 @@ interface TokenizersPackage {
 const USER = "The quick brown fox";
 // Words that no template trims, escapes or takes for markup; two, so that nothing can depend on what they say.
 const MARKERS = ["Kqzwxjvbm", "Vhgtfyprd"] as const;
+// By these names templates expect documents or tools, which a plain conversation has not.
+const SPECIAL_PURPOSES = ["rag", "tool_use"];
 
 /**
  * The tokenizer in a local folder, which may begin with `~/`. Never asks a network and runs no code from the folder.
@@ -156,6 +158,7 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
         { cause },
       );
     }
+    if (cause instanceof TokenizerError) throw cause;
     throw new TokenizerError(`${folder} holds no tokenizer that can be loaded: ${messageOf(cause)}`, { cause });
   }
 }
@@ -194,8 +197,9 @@ export function tokensForNextTurn(
 ): number[] {
   requireNew(messages);
   known(options, "tokensForNextTurn");
-  const start: Message[] = [{ role: "user", content: USER }];
-  const longer: Message[] = [...start, { role: "assistant", content: USER }, ...start];
+  const words = said(tokenizer, USER, options);
+  const start: Message[] = [{ role: "user", content: words }];
+  const longer: Message[] = [...start, { role: "assistant", content: words }, ...start];
   const [one, other] = markersFor([messages, options.tools, options.templateOptions]);
   const [end, turn] = afterAssistant(tokenizer, start, one, messages, options);
   const [sameEnd, sameTurn] = afterAssistant(tokenizer, longer, other, messages, options);
@@ -219,7 +223,7 @@ export function tokensForNextTurn(
  */
 export function endOfTurnIds(tokenizer: ChatTokenizer, options: ChatOptions = {}): number[] {
   known(options, "endOfTurnIds");
-  const question: Message[] = [{ role: "user", content: USER }];
+  const question: Message[] = [{ role: "user", content: said(tokenizer, USER, options) }];
   const [marker] = markersFor([options.tools, options.templateOptions]);
   const [, [first]] = renderedAfter(tokenizer, question, marker, [], { ...options, addGenerationPrompt: false });
   // A turn that ends in plain text has no token of its own for it.
@@ -293,7 +297,7 @@ function renderedAfter(
   messages: readonly Message[],
   options: ChatOptions,
 ): [string, number[]] {
-  const conversation = [...before, { role: "assistant", content: marker }, ...messages];
+  const conversation = [...before, { role: "assistant", content: said(tokenizer, marker, options) }, ...messages];
   const { text, encode } = written(tokenizer, conversation, options);
   const times = text.split(marker).length - 1;
   if (times !== 1) {
@@ -324,12 +328,15 @@ function written(
   const prompt = { add_generation_prompt: options.addGenerationPrompt ?? true };
   const plain = (part: string): number[] => tokenizer.encode(part);
   if (options.allowSpecialTokens === true) {
-    return { text: render(tokenizer, messages, { ...given, ...prompt }), encode: plain };
+    const text = render(tokenizer, messages, { ...given, ...prompt });
+    requireWords(tokenizer, messages, text, { ...given, ...prompt });
+    return { text, encode: plain };
   }
   return keptApart(() => {
     const special = specialTokensOf(tokenizer);
     const conversation = new Conversation(special, messages, given);
     const text = render(tokenizer, conversation.messages, { ...conversation.options, ...prompt });
+    requireWords(tokenizer, conversation.messages, text, { ...conversation.options, ...prompt });
     if (conversation.isDoubtful) {
       const [broken, brokenOptions] = conversation.broken();
       conversation.checkBroken(text, render(tokenizer, broken, { ...brokenOptions, ...prompt }));
@@ -379,6 +386,41 @@ function respelledOf(tokenizer: ChatTokenizer, special: SpecialTokens): Respelle
   return made;
 }
 
+/** What users say has to be in the rendering. Where it is not as it was, a marker in its place has to be. */
+function requireWords(
+  tokenizer: ChatTokenizer,
+  messages: readonly Message[],
+  text: string,
+  options: TemplateOptions,
+): void {
+  for (const [index, message] of messages.entries()) {
+    const content = message["content"];
+    if (message["role"] !== "user" || typeof content !== "string" || text.includes(content.trim())) continue;
+    const marked = messages.with(index, { ...message, content: MARKERS[0] });
+    if (!render(tokenizer, marked, options).toLowerCase().includes(MARKERS[0].toLowerCase())) {
+      throw new TemplateError(
+        `the chat template drops the words of messages[${index}]; if it wants content as a list of parts, ` +
+          'give [{ type: "text", text: "…" }]',
+      );
+    }
+  }
+}
+
+/** Content that the template shows: the words, or a list of parts where it takes nothing else. */
+function said(tokenizer: ChatTokenizer, words: string, options: ChatOptions): unknown {
+  const given = { ...options.templateOptions, ...(options.tools === undefined ? {} : { tools: options.tools }) };
+  const shows = (content: unknown): boolean => {
+    try {
+      const asked = [{ role: "user", content }];
+      return tokenizer.render(asked, { ...given, add_generation_prompt: false }).includes(words);
+    } catch {
+      return false;
+    }
+  };
+  const parts = [{ type: "text", text: words }];
+  return shows(words) || !shows(parts) ? words : parts;
+}
+
 function render(tokenizer: ChatTokenizer, messages: readonly Message[], options: TemplateOptions): string {
   try {
     return tokenizer.render(messages, options);
@@ -407,16 +449,48 @@ async function jsonOf(path: string): Promise<Record<string, unknown>> {
 }
 
 /** The chat template: a file beside the tokenizer, or a part of its settings. */
+/** The template for a plain conversation: the default, the only one, or the only one that is for no special purpose. */
 async function templateOf(folder: string, config: Record<string, unknown>): Promise<string | undefined> {
-  try {
-    return await readFile(join(folder, "chat_template.jinja"), "utf8");
-  } catch (error) {
-    if ((error as NodeJS.ErrnoException).code !== "ENOENT") throw error;
+  const templates = await templatesIn(folder, config);
+  const plain = [...templates.keys()].filter((name) => !SPECIAL_PURPOSES.includes(name));
+  for (const names of [templates.has("default") ? ["default"] : [], [...templates.keys()], plain]) {
+    if (names.length === 1) return templates.get(names[0] ?? "");
   }
-  const held = config["chat_template"];
-  if (!Array.isArray(held)) return typeof held === "string" ? held : undefined;
-  const named = held as { readonly name: string; readonly template: string }[];
-  return named.find((each) => each.name === "default")?.template;
+  if (templates.size === 0) return undefined;
+  const names = [...templates.keys()].join(", ");
+  throw new TokenizerError(
+    `the chat templates in ${folder} are named ${names}, and none is the default; ` +
+      "put the one to use into chat_template.jinja there",
+  );
+}
+
+/** Chat templates by name: of chat_template.json, in their place tokenizer_config.json's, and those in files. */
+async function templatesIn(folder: string, config: Record<string, unknown>): Promise<Map<string, string>> {
+  const found = new Map<string, string>();
+  const held =
+    config["chat_template"] ?? (await unlessMissing(jsonOf(join(folder, "chat_template.json"))))?.["chat_template"];
+  if (typeof held === "string") found.set("default", held);
+  if (Array.isArray(held)) {
+    for (const { name, template } of held as { readonly name: string; readonly template: string }[]) {
+      found.set(name, template);
+    }
+  }
+  const own = await unlessMissing(readFile(join(folder, "chat_template.jinja"), "utf8"));
+  if (own !== undefined) found.set("default", own);
+  const more = join(folder, "additional_chat_templates");
+  for (const file of ((await unlessMissing(readdir(more))) ?? []).sort()) {
+    if (file.endsWith(".jinja")) found.set(file.slice(0, -".jinja".length), await readFile(join(more, file), "utf8"));
+  }
+  return found;
+}
+
+async function unlessMissing<T>(reading: Promise<T>): Promise<T | undefined> {
+  try {
+    return await reading;
+  } catch (error) {
+    if ((error as NodeJS.ErrnoException).code === "ENOENT") return undefined;
+    throw error;
+  }
 }
 
 /** The special tokens that templates write, by the names they know them by. */

@@ -41,7 +41,7 @@ def chosen_template(templates: str | Mapping[str, str] | None) -> str | None:
     for names in (([_DEFAULT] if _DEFAULT in templates else []), list(templates), plain):
         if len(names) == 1:
             return templates[names[0]]
-    raise NoDefaultTemplate(tuple(templates))
+    raise NoDefaultTemplate(tuple(sorted(templates)))
 
 
 def templates_in(folder: Path) -> str | dict[str, str] | None:

@@ -35,6 +35,11 @@ _PRIVATE = range(0xE000, 0xF900)
 _PRIVATE_USED = re.compile("[\ue000-\uf8ff]")
 # How a token of markup looks, where the tokenizer does not call it special: `<tool_call>`, `[INST]`.
 _MARKUP = re.compile(r"<\S+>|\[\S+\]")
+# Some vocabularies have whole tags of HTML, with which users write: vocabulary like any other.
+_HTML = re.compile(
+    r"</?(?:a|article|b|blockquote|body|br|caption|code|dd|del|div|dl|dt|em|footer|h[1-6]|head|header|hr|html|i|img|ins"
+    r"|kbd|li|mark|ol|p|pre|q|s|section|small|span|strong|sub|sup|table|tbody|td|tfoot|th|thead|title|tr|u|ul|var)/?>"
+)
 # Where a template's own text stops and goes on: `'<|' + message.role + '|>'`, `<|{{ role }}|>`, `'<|%s|>' % role`.
 _STOPS, _GOES_ON = re.compile(r"\s*['\"{%]"), re.compile(r"(?:['\"}]|%s)\s*")
 # Values by which templates choose what to write: of messages, of parts of them, and of what tools take.
@@ -53,8 +58,9 @@ class SpecialTextError(Exception):
 class SpecialTokens:
     """What must not come out of messages, by its text.
 
-    turns: the tokenizer's special tokens and ends of text, in no message. markup: other added tokens that the template
-    writes, such as `<tool_response>`; the assistant's own messages may hold them, because models write them.
+    turns: the tokenizer's special tokens and ends of text, in no message. markup: other added tokens that look like
+    markup, such as `<tool_response>` and `<|fim_prefix|>`; the assistant's own messages may hold them, because models
+    write them.
     """
 
     turns: Mapping[str, int]
@@ -80,7 +86,7 @@ class SpecialTokens:
                 continue
             if is_special or token_id in ends:
                 turns[text] = token_id
-            elif _MARKUP.fullmatch(text) and text in template:
+            elif _MARKUP.fullmatch(text) and (text in template or not _HTML.fullmatch(text)):
                 markup[text] = token_id
         in_pieces = _in_pieces(frozenset(turns), template)
         return cls(turns=turns, markup=markup, unknown_id=unknown_id, in_pieces=in_pieces)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
+from kakeya._chat_template import NoDefaultTemplate, chosen_template, templates_in
 from kakeya._checks import token_ids
 from kakeya._errors import InvalidMessages, TemplateError, TokenizerError
 from kakeya._openai_messages import from_openai_messages
@@ -83,6 +84,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> ChatTokenizer:
         raise TokenizerError("loading a tokenizer needs transformers: pip install 'kakeya[tokenization]'") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # Where processors of pictures have it, AutoTokenizer does not look.
+        tokenizer.chat_template = tokenizer.chat_template or templates_in(folder)
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
     return cast("ChatTokenizer", tokenizer)
@@ -133,10 +136,10 @@ def tokens_for_next_turn(
     """
     _require_new(messages)
     generated = token_ids(after, "after")
-    start: list[Message] = [{"role": "user", "content": _USER}]
-    longer = [*start, {"role": "assistant", "content": _USER}, *start]
     options = {"tools": tools, **template_options}
     writer = _Writer(tokenizer, options, allow_special_tokens)
+    start: list[Message] = [{"role": "user", "content": writer.said(_USER)}]
+    longer = [*start, {"role": "assistant", "content": writer.said(_USER)}, *start]
     one, other = _markers([*_texts(messages), *_texts(options)])
     end, turn = _after_assistant(writer, start, one, messages, add_generation_prompt)
     if (end, turn) != _after_assistant(writer, longer, other, messages, add_generation_prompt):
@@ -156,8 +159,8 @@ def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[
     A session that names none has those of its server's model. These are for a tokenizer or a template of your own.
     """
     ids = _own_ends(tokenizer)
-    question: list[Message] = [{"role": "user", "content": _USER}]
     writer = _Writer(tokenizer, template_options, False)
+    question: list[Message] = [{"role": "user", "content": writer.said(_USER)}]
     end = _rendered_after(writer, question, _markers([*_texts(template_options)])[0], [], False)[1]
     # A turn that ends in plain text has no token of its own for it.
     if end and end[0] in tokenizer.added_tokens_decoder:
@@ -236,7 +239,7 @@ class _Writer:
 
     def __init__(self, tokenizer: ChatTokenizer, options: Mapping[str, Any], allow_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._options = options
+        self._options = options = _with_template(tokenizer, options)
         given = options.get("chat_template")
         self._special = None if allow_special_tokens else _special_tokens(tokenizer, given)
 
@@ -245,7 +248,8 @@ class _Writer:
         tokenizer, special = self._tokenizer, self._special
         plain = partial(_encode, tokenizer)
         if special is None:
-            return _render(tokenizer, messages, add_generation_prompt, self._options), plain
+            text = _render(tokenizer, messages, add_generation_prompt, self._options)
+            return text, self._requiring_words(messages, text, add_generation_prompt, plain)
         try:
             conversation = Conversation(special, messages, self._options)
             text = _render(tokenizer, conversation.messages, add_generation_prompt, conversation.options)
@@ -261,7 +265,56 @@ class _Writer:
             except SpecialTextError as error:
                 raise _not_apart(error) from None
 
-        return text, encode
+        return text, self._requiring_words(conversation.messages, text, add_generation_prompt, encode)
+
+    def said(self, words: str) -> Any:
+        """Content that the template shows: the words, or a list of parts where it takes nothing else."""
+        in_parts = [{"type": "text", "text": words}]
+        return words if self._shows(words) or not self._shows(words, in_parts) else in_parts
+
+    def _shows(self, words: str, content: Any = None) -> bool:
+        message = {"role": "user", "content": words if content is None else content}
+        try:
+            return words in _render(self._tokenizer, [message], False, self._options)
+        except TemplateError:
+            return False
+
+    def _requiring_words(
+        self, messages: Sequence[Message], text: str, add_generation_prompt: bool, encode: Callable[[str], list[int]]
+    ) -> Callable[[str], list[int]]:
+        def encode_what_has_them(part: str) -> list[int]:
+            ids = encode(part)
+            if part == text:
+                self._require_words(messages, text, add_generation_prompt)
+            return ids
+
+        return encode_what_has_them
+
+    def _require_words(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> None:
+        """What users say has to be in the rendering. Where it is not as it was, a marker in its place has to be."""
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if message.get("role") != "user" or not isinstance(content, str) or content.strip() in text:
+                continue
+            marked = [*messages[:index], {**message, "content": _MARKERS[0]}, *messages[index + 1 :]]
+            rendered = _render(self._tokenizer, marked, add_generation_prompt, self._options)
+            if _MARKERS[0].lower() not in rendered.lower():
+                raise TemplateError(
+                    f"the chat template drops the words of messages[{index}]; if it wants content as a list of parts, "
+                    'give [{"type": "text", "text": "…"}]'
+                )
+
+
+def _with_template(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options, with a template where the tokenizer has several and none that is the default."""
+    templates = getattr(tokenizer, "chat_template", None)
+    is_chosen = options.get("chat_template") is not None or (options.get("tools") and "tool_use" in (templates or ()))
+    if not isinstance(templates, Mapping) or is_chosen:
+        return options
+    try:
+        return {**options, "chat_template": chosen_template(templates)}
+    except NoDefaultTemplate as error:
+        raise TemplateError(f"{error}; choose one: chat_template={error.names[0]!r}") from None
 
 
 def _not_apart(error: SpecialTextError) -> TemplateError:
@@ -326,7 +379,7 @@ def _rendered_after(
     add_generation_prompt: bool,
 ) -> tuple[str, list[int]]:
     """What the template puts after `marker`, where the assistant says `marker`, as text and as ids."""
-    conversation = [*before, {"role": "assistant", "content": marker}, *messages]
+    conversation = [*before, {"role": "assistant", "content": writer.said(marker)}, *messages]
     text, encode = writer.write(conversation, add_generation_prompt)
     if text.count(marker) != 1:
         raise TemplateError(
