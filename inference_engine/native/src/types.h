@@ -31,9 +31,9 @@ class Threads;
 //   MXFP4   half bytes           exponents of 8 bits
 enum Format : int32_t {
   FLOAT32, FLOAT16, BFLOAT16, INT8, INT8_PAIR, INT4, INT4_WIDE,
-  Q5_0, Q5_1, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4, FORMATS,
-  INT8_OFFSETS = FORMATS
+  Q5_0, Q5_1, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4, FORMATS
 };
+constexpr int32_t INT8_OFFSETS = FORMATS;
 
 constexpr bool is_float(int32_t format) { return format <= BFLOAT16; }
 
@@ -78,12 +78,11 @@ constexpr int64_t tile_bytes(int32_t format, int64_t inputs) {
   return (inputs + 31) / 32 * block_bytes(format);
 }
 
-// What a matrix is packed from: rows of floats, or of llama.cpp's blocks.
+// What a matrix is packed from: rows of floats, or of llama.cpp's blocks; PAIRS: of 32 numbers two float32 scales, of
+// the first and the last 16, and signed bytes.
 enum Source : int32_t {
   FROM_FLOAT32, FROM_FLOAT16, FROM_BFLOAT16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q8_0, FROM_Q4_K, FROM_Q6_K,
-  FROM_Q5_1, FROM_Q5_K, FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_MXFP4,
-  FROM_PAIRS,  // of 32 numbers two float32 scales, of the first and the last 16, and signed bytes
-  SOURCES
+  FROM_Q5_1, FROM_Q5_K, FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_MXFP4, FROM_PAIRS, SOURCES
 };
 
 // Why a matrix could not be packed: the source has no such format; its rows are not whole blocks; a number, or a scale
