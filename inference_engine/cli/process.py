@@ -87,7 +87,7 @@ def failed(command: str, error: OSError | UnicodeError | MemoryError) -> int:
 
 
 def say(line: str) -> None:
-    """On standard error, if anybody reads it."""
+    """On standard error, if it is read."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 

@@ -179,7 +179,7 @@ LONG = (
 def test_what_takes_long_is_not_begun_where_its_result_cannot_be_written(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    place = tiny_folder / "config.json" / "folder"  # below a file nobody can write, no root either
+    place = tiny_folder / "config.json" / "folder"  # below a file, where not even root can write
     for command, option in LONG:
         with subtests.test(command):
             assert main(command.format(model=tiny_folder, place=place).split()) == 1

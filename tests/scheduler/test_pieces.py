@@ -157,17 +157,17 @@ def slow_engine(forward: Slow, mode: Mode) -> Engine:
 @pytest.mark.parametrize("mode", Mode, ids=str)
 @pytest.mark.parametrize("strategy", SLOW_STRATEGIES, ids=str)
 def test_how_long_a_token_takes_changes_how_a_prefill_is_cut_and_no_token(strategy: KVStrategy, mode: Mode) -> None:
-    told, steps = [], []
+    generated, steps = [], []
     for token_seconds in (1e-6, 0.003, 0.02):
         forward = Slow(token_seconds)
         with slow_engine(forward, mode) as engine:
             session = opened(engine, strategy, 1500)
-            told.append(generate(engine, session, 12))
+            generated.append(generate(engine, session, 12))
             engine.append(session, text(700, seed=1))
-            told[-1] += generate(engine, session, 12)
+            generated[-1] += generate(engine, session, 12)
         steps.append(len(forward.steps_seconds))
         assert max(forward.steps_seconds[1:]) <= CHUNK_SECONDS + 0.01
-    assert told[0] == told[1] == told[2]
+    assert generated[0] == generated[1] == generated[2]
     assert steps[0] < steps[1] < steps[2]
 
 

@@ -75,8 +75,8 @@ async def test_a_long_prefill_tells_how_far_it_is_and_stops_with_the_first_token
             frames = await client.call("Generate", asked(session_id))
     names = kinds(frames)
     assert names == sorted(names, key=["progress", "truncated", "token_id", "done"].index)
-    told = [frame.progress.done_token_count for frame in frames if frame.HasField("progress")]
-    assert told == sorted(told) and {0, 16, 32, 48} <= set(told)
+    reported = [frame.progress.done_token_count for frame in frames if frame.HasField("progress")]
+    assert reported == sorted(reported) and {0, 16, 32, 48} <= set(reported)
 
 
 async def test_without_the_wish_there_is_no_frame_of_another_kind(client: Client, engine: Engine) -> None:

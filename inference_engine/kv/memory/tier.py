@@ -407,8 +407,8 @@ def open_tier(device: torch.device, *, capacity_bytes: int, share: int, folder: 
     """The second tier of an engine on `device`.
 
     capacity_bytes: bytes that can be reserved; 0: one part in `share` of what is free. folder: for files, if the device
-    is a CPU; "": the system's folder for temporary ones. Raises ConfigError if no file can be made there, but for a
-    tier that nobody has asked for: sessions that need none are served without.
+    is a CPU; "": the system's folder for temporary ones. Raises ConfigError if no file can be made there, unless no
+    setting asks for a tier: sessions that need none are served without.
     """
     if device.type != "cpu":
         pinned_for = device if device.type == "cuda" else None

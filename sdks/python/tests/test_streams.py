@@ -58,7 +58,7 @@ async def test_progress_is_reported_before_the_first_token(session: Any, do: Do)
     assert reports[-1].done_tokens == reports[-1].total_tokens > 0
 
 
-def test_a_heartbeat_is_reported_only_if_it_has_news() -> None:
+def test_a_heartbeat_is_reported_only_if_something_has_changed() -> None:
     reports: list[kakeya.Progress] = []
     fold = Fold(wants_logprobs=False, on_progress=reports.append)
     accepted = pb.GenerateResponse(accepted=pb.GenerateAccepted(queue_position=2, prefill_token_count=8))

@@ -37,7 +37,7 @@ const done = (count: number) => ({
 const accepted = { payload: { case: "accepted" as const, value: { prefillTokenCount: 8n } } };
 const progress = { payload: { case: "progress" as const, value: { doneTokenCount: 4n, totalTokenCount: 8n } } };
 
-test("a stream asks for a heartbeat, which is reported only if it has news", async () => {
+test("a stream asks for a heartbeat, which is reported only if something has changed", async () => {
   const beat = { payload: { case: "progress" as const, value: { doneTokenCount: 0n, totalTokenCount: 8n } } };
   const early = { payload: { case: "progress" as const, value: {} } };
   const asked: (number | undefined)[] = [];
