@@ -1,8 +1,8 @@
 /** The same ids as the Python SDK's, from the same tokenizers' folders; and what cannot be rendered is reported. */
 import { execFileSync } from "node:child_process";
-import { cpSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { cpSync, mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { homedir, tmpdir } from "node:os";
-import { join } from "node:path";
+import { dirname, join } from "node:path";
 
 import { afterAll, beforeAll, expect, test } from "vitest";
 
@@ -181,6 +181,46 @@ test("content in parts is refused by a template that takes it for text, and read
   writeFileSync(join(added, "chat_template.jinja"), knowing);
   const tokenizer = await loadTokenizer(added);
   expect(tokenizer.decode(tokensForChat(parts, tokenizer))).toBe('So "be" it\n');
+});
+
+/** A copy of the folder of Qwen's tokenizer with other templates. */
+function withTemplates(name: string, files: Record<string, string>): string {
+  const copy = join(folder, name);
+  cpSync(join(folder, "Qwen"), copy, { recursive: true });
+  rmSync(join(copy, "chat_template.jinja"));
+  for (const [path, text] of Object.entries(files)) {
+    mkdirSync(dirname(join(copy, path)), { recursive: true });
+    writeFileSync(join(copy, path), text);
+  }
+  return copy;
+}
+
+test("a template is found wherever it is, and of several without a default the plain one", async () => {
+  const source = readFileSync(join(folder, "Qwen", "chat_template.jinja"), "utf8");
+  const hello = [{ role: "user", content: "Hello" }];
+  const expected = tokensForChat(hello, await loadTokenizer(join(folder, "Qwen")));
+  const more = "additional_chat_templates";
+  for (const [name, files] of Object.entries({
+    inJson: { "chat_template.json": JSON.stringify({ chat_template: source }) },
+    alone: { [`${more}/rag.jinja`]: source },
+    plain: { [`${more}/rag.jinja`]: "rag", [`${more}/chat.jinja`]: source },
+  })) {
+    expect(tokensForChat(hello, await loadTokenizer(withTemplates(name, files)))).toEqual(expected);
+  }
+  const two = withTemplates("two", { [`${more}/rag.jinja`]: source, [`${more}/tool_use.jinja`]: source });
+  await expect(loadTokenizer(two)).rejects.toThrow("are named rag, tool_use, and none is the default");
+});
+
+test("a template that wants content as parts drops no user's words in silence", async () => {
+  const source =
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>\n" +
+    "{% endfor %}";
+  const tokenizer = await loadTokenizer(withTemplates("parts", { "chat_template.jinja": source }));
+  const wrong = (): number[] => tokensForChat([{ role: "user", content: "Hello" }], tokenizer);
+  await failure(TemplateError, wrong);
+  const inParts = [{ role: "user", content: [{ type: "text", text: "Hello" }] }];
+  expect(tokenizer.decode(tokensForChat(inParts, tokenizer))).toContain("Hello");
+  expect(tokenizer.decode(tokensForNextTurn(inParts, tokenizer, { after: [] }))).toContain("Hello");
 });
 
 test("OpenAI's messages become what templates expect", () => {
