@@ -102,8 +102,12 @@ TOKENIZER_KEYS: Keys = MappingProxyType(
         "tokenizer.ggml.merges": (HONOURED, "the merges in their order; of SentencePiece, absent: by scores"),
         "tokenizer.ggml.bos_token_id": (HONOURED, f"{_ID}, but for SentencePiece 1"),
         "tokenizer.ggml.eos_token_id": (HONOURED, f"{_END}, but for SentencePiece 2"),
-        "tokenizer.ggml.eot_token_id": (HONOURED, f"{_END}; absent, the chat template's end of a turn does"),
+        "tokenizer.ggml.eot_token_id": (
+            HONOURED,
+            f"{_END}; so do texts such as `<|im_end|>`, by llama.cpp's list, and the chat template's end of a turn",
+        ),
         "tokenizer.ggml.eom_token_id": (HONOURED, _END),
+        "tokenizer.ggml.eos_token_ids": (HONOURED, "these tokens end a turn, too; in Ollama's files"),
         "tokenizer.ggml.unknown_token_id": (HONOURED, f"{_ID}, but for SentencePiece 0"),
         "tokenizer.ggml.padding_token_id": (HONOURED, _ID),
         "tokenizer.ggml.seperator_token_id": (HONOURED, _ID),
@@ -124,6 +128,10 @@ TOKENIZER_KEYS: Keys = MappingProxyType(
         ),
         "tokenizer.ggml.add_eos_token": (HONOURED, "eos after a text that is no chat; absent: false"),
         "tokenizer.ggml.add_sep_token": (NO_EFFECT, "between two texts, and one at a time is encoded"),
+        **dict.fromkeys(
+            (f"tokenizer.ggml.add_{name}_token" for name in ("unknown", "padding", "cls", "mask")),
+            (NO_EFFECT, "nor does llama.cpp add one; in Ollama's files"),
+        ),
         "tokenizer.ggml.add_space_prefix": (
             HONOURED,
             "SentencePiece's space before a text and after every special token; absent: true. No effect on BPE",

@@ -17,7 +17,7 @@ import numpy as np
 from inference_engine.errors import ModelError
 from inference_engine.models.file_keys import ARCHITECTURE_KEYS, HONOURED, in_a_line, unlisted_in_gguf
 from inference_engine.models.gguf_header import GgufHeader
-from inference_engine.models.gguf_vocabulary import end_ids, named_id
+from inference_engine.models.gguf_vocabulary import named_end_ids, named_id
 
 _DEFAULT_THETA = 10_000.0
 # Of YaRN, with the values that the rotation has without them.
@@ -147,7 +147,7 @@ def _common(keys: _Keys) -> dict[str, Any]:
     epsilon = keys.real("attention.layer_norm_rms_epsilon")
     if epsilon is None:
         raise ModelError(f"{header.path}: no {keys.key('attention.layer_norm_rms_epsilon')}; get the file again")
-    ends = end_ids(header)
+    ends = named_end_ids(header)
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.size("feed_forward_length", keys.optional("expert_feed_forward_length")),

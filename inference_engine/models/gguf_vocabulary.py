@@ -38,6 +38,22 @@ NAMED = {
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
 _ENDS = ("eos_token", "eot_token", "eom_token")
+_MORE_ENDS = "tokenizer.ggml.eos_token_ids"
+# Texts of tokens that llama.cpp takes for control tokens that end a turn, whatever their types, and the ids by name.
+_END_TEXTS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<EOT>",
+        "_<EOT>",
+    }
+)
 _SENTENCEPIECE_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 _TEMPLATE = "tokenizer.chat_template"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -114,7 +130,10 @@ def vocabulary_of(header: GgufHeader) -> GgufVocabulary:
     return GgufVocabulary(
         path=path,
         texts=tuple(texts),
-        types=tuple(types[: len(texts)].tolist()),
+        types=tuple(
+            int(TokenType.CONTROL) if text in _END_TEXTS else of
+            for text, of in zip(texts, types.tolist(), strict=False)
+        ),
         named=_named(header, len(texts), kind == "llama"),
         rows=rows,
     )
@@ -133,29 +152,49 @@ def _named(header: GgufHeader, tokens: int, is_sentencepiece: bool) -> Mapping[s
         if is_sentencepiece and found[name] is None and default < tokens:
             found[name] = default
     named = {name: at for name, at in found.items() if at is not None and at != _NONE}
-    for name, at in named.items():
+    for key, at in [
+        *((NAMED[name], at) for name, at in named.items()),
+        *((_MORE_ENDS, at) for at in _more_ends(header)),
+    ]:
         if not 0 <= at < tokens:
             raise ModelError(
-                f"{header.path}: its tokenizer cannot be used: {NAMED[name]} is {at}, and there are {tokens} tokens; "
-                f"{REMEDY}"
+                f"{header.path}: its tokenizer cannot be used: {key} is {at}, and there are {tokens} tokens; {REMEDY}"
             )
     return MappingProxyType(named)
 
 
+def _more_ends(header: GgufHeader) -> list[int]:
+    found = header.values.get(_MORE_ENDS, np.zeros(0, np.int64))
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise ModelError(f"{header.path}: {_MORE_ENDS}: expected an array of whole numbers; get the file again")
+    return [int(at) for at in found if at != _NONE]
+
+
 def named_id(header: GgufHeader, name: str) -> int | None:
     """The id of a token by its name in tokenizer_config.json, such as `pad_token`; None for one that is no row."""
-    matrix = header.tensors.get("token_embd.weight")
-    rows = _NONE if matrix is None else matrix.shape[0]
     defaults = _SENTENCEPIECE_DEFAULTS if header.text("tokenizer.ggml.model") == "llama" else {}
     at = header.number(NAMED[name])
     at = defaults.get(name) if at is None else at
-    return at if at is not None and 0 <= at < rows else None
+    return at if at is not None and 0 <= at < _rows(header) else None
+
+
+def named_end_ids(header: GgufHeader) -> list[int]:
+    """The ids that the header names as ends of a turn: of eos, eot and eom, and more of eos."""
+    ids = [named_id(header, name) for name in _ENDS]
+    ids += [at for at in _more_ends(header) if 0 <= at < _rows(header)]
+    return list(dict.fromkeys(at for at in ids if at is not None))
 
 
 def end_ids(header: GgufHeader) -> list[int]:
-    """The ids that end a turn, by the header: of eos, eot and eom."""
-    ids = [named_id(header, name) for name in _ENDS]
-    return list(dict.fromkeys(at for at in ids if at is not None))
+    """The ids that end a turn, by the header: those that it names, and those of texts that end a turn in any model."""
+    texts = header.strings("tokenizer.ggml.tokens") or []
+    by_text = [at for at, text in enumerate(texts) if text in _END_TEXTS and at < _rows(header)]
+    return list(dict.fromkeys([*named_end_ids(header), *by_text]))
+
+
+def _rows(header: GgufHeader) -> int:
+    matrix = header.tensors.get("token_embd.weight")
+    return _NONE if matrix is None else matrix.shape[0]
 
 
 def chat_templates(header: GgufHeader) -> str | dict[str, str] | None:

@@ -103,6 +103,22 @@ def test_a_chat_has_the_ids_of_the_header(tmp_path: Path, cache: Path) -> None:
     assert end_of_turn_ids(tokenizer) == (1, 2)
 
 
+def test_a_token_whose_text_ends_a_turn_is_found_as_a_whole_whatever_its_type(tmp_path: Path) -> None:
+    # As some converters write it.
+    write_tokens(tmp_path / "m.gguf", [("<end>", CONTROL), ("<|im_end|>", NORMAL), *BYTES], {"eos_token_id": 0})
+    tokenizer = made(tmp_path / "m.gguf")
+    assert tokenizer.encode("a<|im_end|>") == [tokenizer.convert_tokens_to_ids("a"), 1]
+    assert json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text()) == {"eos_token_id": [0, 1]}
+
+
+def test_a_file_as_ollama_writes_it_has_the_ends_that_it_lists(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"eos_token_id": 0, "eos_token_ids": [0, 3]}
+    values |= {f"add_{name}_token": False for name in ("bos", "eos", "unknown", "padding")}
+    write_tokens(tmp_path / "m.gguf", [("<end>", CONTROL), *BYTES], values)
+    made(tmp_path / "m.gguf")
+    assert json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text()) == {"eos_token_id": [0, 3]}
+
+
 def test_a_row_without_a_token_decodes_to_nothing(tmp_path: Path) -> None:
     tokens = [*BYTES[:-1], ("ab", UNUSED), ("<end>", CONTROL), ("[PAD258]", UNUSED)]
     write_tokens(tmp_path / "m.gguf", tokens, {"eos_token_id": 257}, rows=300)
@@ -118,6 +134,7 @@ def test_a_row_without_a_token_decodes_to_nothing(tmp_path: Path) -> None:
         ([("<a>", CONTROL), *BYTES, ("<a>", CONTROL)], {}, "the tokens 0 and 258 are both '<a>'"),
         ([("<a>", CONTROL), *BYTES], {"eos_token_id": 258}, r"eos_token_id is 258, and there are 258 tokens"),
         ([("<a>", CONTROL), *BYTES], {"bos_token_id": 2**31}, r"bos_token_id is 2147483648, and there are 258"),
+        (BYTES, {"eos_token_ids": [1, 257]}, r"eos_token_ids is 257, and there are 257 tokens"),
         (BYTES, {"rows": 255}, r"257 tokens for a matrix token_embd\.weight of 255 rows"),
         (BYTES, {"of_tomorrow": True}, r"tokenizer\.ggml\.of_tomorrow: not a key that is known"),
         (BYTES, {"suppress_tokens": [1, 2]}, r"tokenizer\.ggml\.suppress_tokens: ids that are never sampled"),
