@@ -168,7 +168,10 @@ CONFIG_KEYS = _keys(
     ("max_position_embeddings", HONOURED, "the trained positions"),
     ("rope_parameters", HONOURED, f"{_ROPE}; `longrope` and `dynamic` are refused"),
     ("rope_theta rope_scaling", HONOURED, "the old names, read where `rope_parameters` does not say it"),
+    ("rope_local_base_freq", HONOURED, "the same, of Gemma's layers with a window"),
+    ("original_max_position_embeddings", HONOURED, "the same, of `yarn` and `llama3`"),
     ("sliding_window use_sliding_window max_window_layers layer_types", HONOURED, "windows of layers"),
+    ("sliding_window_pattern", HONOURED, "Gemma's old name, read where `layer_types` is not there"),
     ("no_rope_layers no_rope_layer_interval", HONOURED, "layers without rotation"),
     ("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar", HONOURED, "of Gemma"),
     ("attention_bias mlp_bias", HONOURED, "biases, which the tensors must have"),
@@ -196,6 +199,8 @@ CONFIG_KEYS = _keys(
     ("chunk_size_feed_forward output_hidden_states output_attentions return_dict", NO_EFFECT, "of transformers' calls"),
     ("id2label label2id problem_type", NO_EFFECT, "of other kinds of models"),
     ("transformers_version _name_or_path name_or_path", NO_EFFECT, _ABOUT),
+    ("_sliding_window_pattern is_llama_config rope_interleaved use_mrope", NO_EFFECT, "transformers does not read it"),
+    ("transformers.js_config unsloth_version unsloth_fixed", NO_EFFECT, "of other runtimes and tools"),
 )
 
 # In `rope_parameters` or `rope_scaling`, once or for each kind of layer.

@@ -168,7 +168,14 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "rope_parameters": ("llama", {}, {**_THETA, "rope_theta": 100.0}),
     "rope_theta": ("llama", _OLD_ROPE, 100.0),
     "rope_scaling": ("llama", _OLD_ROPE, {"type": "linear", "factor": 4.0}),
+    "rope_local_base_freq": ("gemma3", {**_OLD_ROPE, "rope_theta": 5e4}, 100.0),
+    "original_max_position_embeddings": (
+        "llama",
+        {**_OLD_ROPE, "rope_theta": 5e4, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        16,
+    ),
     "sliding_window": ("gemma2", {}, 3),
+    "sliding_window_pattern": ("gemma3", {**_BARE, "sliding_window": 3}, 2),
     "use_sliding_window": ("qwen2", _SLIDING, False),
     "max_window_layers": ("qwen2", _SLIDING, 2),
     "layer_types": ("gemma2", {"sliding_window": 3}, ["full_attention"] * 2),
@@ -255,6 +262,14 @@ def test_keys_of_a_configuration_without_effect_change_nothing_and_others_are_na
         "config.json: keys that are not known: of_tomorrow",
         "config.json: rope_parameters: keys that are not known: of_tomorrow",
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3"])
+def test_a_folder_that_transformers_wrote_has_no_key_that_is_not_known(
+    family: str, tmp_path: Path, cache: Path
+) -> None:
+    saved(tmp_path / "model", family)
+    assert remarks(find_model(str(tmp_path / "model"), cache=cache)) == ()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
