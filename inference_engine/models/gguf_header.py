@@ -170,7 +170,7 @@ def _read_file(path: Path, *, of: int) -> GgufHeader:
     except FileNotFoundError as error:
         if of == 1:
             raise
-        raise ModelError(f"{path}: missing, one of the {of} files of this model; get it, {_MERGE}") from error
+        raise ModelError(f"{path}: missing, one of the {of} files of this model; get it") from error
     if not stat.S_ISREG(facts.st_mode):
         raise ModelError(f"{path}: not a plain file; name a GGUF file")
     if facts.st_size < 24:
