@@ -64,6 +64,12 @@ class ChatText:
         try:
             end = end_of_turn(self._templates[0], self._added)
             self.end_ids = tuple(dict.fromkeys([*own_ends, *([] if end is None else [end])]))
+        except ModelError as error:
+            self.close()
+            raise ModelError(
+                f"{name}: {error}; leave http_bind unset, or put a template for contents that are texts into "
+                "chat_template.jinja"
+            ) from None
         except BaseException:
             self.close()
             raise
