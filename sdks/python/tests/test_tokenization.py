@@ -378,9 +378,16 @@ def test_a_template_that_wants_parts_does_not_drop_the_words_of_a_text() -> None
     tokenizer = byte_level_tokenizer(PARTS)
     with pytest.raises(kakeya.TemplateError, match=r"drops the words of messages\[0\]; .* a list of parts"):
         tokens_for_chat([user("Hello")], tokenizer)
+    with pytest.raises(kakeya.TemplateError, match="drops the words"):
+        tokens_for_chat([user("u")], tokenizer)  # a letter that the template writes, too
     in_parts = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
     plain = byte_level_tokenizer(PARTS.replace("{% for p in m.content %}{{ p.text }}{% endfor %}", "{{ m.content }}"))
     assert tokens_for_chat([in_parts], tokenizer) == tokens_for_chat([user("Hello")], plain)
+    for role in ("system", "tool"):
+        with pytest.raises(kakeya.TemplateError, match=r"drops the words of messages\[1\]"):
+            tokens_for_chat([in_parts, {"role": role, "content": "42"}, in_parts], tokenizer)
+        with pytest.raises(kakeya.TemplateError, match=r"drops the words of messages\[2\]"):
+            tokens_for_next_turn([{"role": role, "content": "42"}], tokenizer, after=[])
     after = plain.encode("answer", add_special_tokens=False)
     assert tokens_for_next_turn([in_parts], tokenizer, after=after) == tokens_for_next_turn(
         [user("Hello")], plain, after=after

@@ -211,16 +211,22 @@ test("a template is found wherever it is, and of several without a default the p
   await expect(loadTokenizer(two)).rejects.toThrow("are named rag, tool_use, and none is the default");
 });
 
-test("a template that wants content as parts drops no user's words in silence", async () => {
+test("a template that wants content as parts drops nobody's words in silence", async () => {
   const source =
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>\n" +
     "{% endfor %}";
   const tokenizer = await loadTokenizer(withTemplates("parts", { "chat_template.jinja": source }));
   const wrong = (): number[] => tokensForChat([{ role: "user", content: "Hello" }], tokenizer);
   await failure(TemplateError, wrong);
+  await failure(TemplateError, () => tokensForChat([{ role: "user", content: "u" }], tokenizer));
   const inParts = [{ role: "user", content: [{ type: "text", text: "Hello" }] }];
   expect(tokenizer.decode(tokensForChat(inParts, tokenizer))).toContain("Hello");
   expect(tokenizer.decode(tokensForNextTurn(inParts, tokenizer, { after: [] }))).toContain("Hello");
+  for (const role of ["system", "tool"]) {
+    const message = { role, content: "42" };
+    await failure(TemplateError, () => tokensForChat([...inParts, message, ...inParts], tokenizer));
+    await failure(TemplateError, () => tokensForNextTurn([message], tokenizer, { after: [] }));
+  }
 });
 
 test("OpenAI's messages become what templates expect", () => {

@@ -98,6 +98,7 @@ interface TokenizersPackage {
 const USER = "The quick brown fox";
 // Words that no template trims, escapes or takes for markup; two, so that nothing can depend on what they say.
 const MARKERS = ["Kqzwxjvbm", "Vhgtfyprd"] as const;
+const DISTINCT = 24; // characters: no template says so much that a message says, too
 // By these names templates expect documents or tools, which a plain conversation has not.
 const SPECIAL_PURPOSES = ["rag", "tool_use"];
 
@@ -386,23 +387,38 @@ function respelledOf(tokenizer: ChatTokenizer, special: SpecialTokens): Respelle
   return made;
 }
 
-/** What users say has to be in the rendering. Where it is not as it was, a marker in its place has to be. */
+/**
+ * What is said to the model has to be in the rendering: the text itself if it is long enough to be there by no accident,
+ * or else a marker in its place. The model's own earlier words may be left out, as its reasoning is.
+ */
 function requireWords(
   tokenizer: ChatTokenizer,
   messages: readonly Message[],
   text: string,
   options: TemplateOptions,
 ): void {
-  for (const [index, message] of messages.entries()) {
-    const content = message["content"];
-    if (message["role"] !== "user" || typeof content !== "string" || text.includes(content.trim())) continue;
-    const marked = messages.with(index, { ...message, content: MARKERS[0] });
-    if (!render(tokenizer, marked, options).toLowerCase().includes(MARKERS[0].toLowerCase())) {
-      throw new TemplateError(
-        `the chat template drops the words of messages[${index}]; if it wants content as a list of parts, ` +
-          'give [{ type: "text", text: "…" }]',
-      );
-    }
+  const marked = new Map<number, string>();
+  for (const [index, { role, content }] of messages.entries()) {
+    if (role === "assistant" || typeof content !== "string") continue;
+    const said = content.trim();
+    if (said === "" || (said.length >= DISTINCT && text.includes(said))) continue;
+    marked.set(index, `${MARKERS[0].toLowerCase()}${index}z`);
+  }
+  if (marked.size === 0) return;
+  const renderedWith = (some: ReadonlyMap<number, string>): string => {
+    const changed = messages.map((message, index) =>
+      some.has(index) ? { ...message, content: some.get(index) } : message,
+    );
+    return render(tokenizer, changed, options).toLowerCase();
+  };
+  const together = renderedWith(marked);
+  for (const [index, marker] of marked) {
+    // A template can depend on what others say.
+    if (together.includes(marker) || renderedWith(new Map([[index, marker]])).includes(marker)) continue;
+    throw new TemplateError(
+      `the chat template drops the words of messages[${index}]; if it wants content as a list of parts, ` +
+        'give [{ type: "text", text: "…" }]',
+    );
   }
 }
 

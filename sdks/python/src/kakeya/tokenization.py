@@ -49,6 +49,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekke
 _USER = "The quick brown fox"
 # Words that no template trims, escapes or takes for markup; two, so that nothing can depend on what they say.
 _MARKERS = ("Kqzwxjvbm", "Vhgtfyprd")
+_DISTINCT = 24  # characters: no template says so much that a message says, too
 
 
 class ChatTokenizer(Protocol):
@@ -291,14 +292,26 @@ class _Writer:
         return encode_what_has_them
 
     def _require_words(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> None:
-        """What users say has to be in the rendering. Where it is not as it was, a marker in its place has to be."""
-        for index, message in enumerate(messages):
-            content = message.get("content")
-            if message.get("role") != "user" or not isinstance(content, str) or content.strip() in text:
-                continue
-            marked = [*messages[:index], {**message, "content": _MARKERS[0]}, *messages[index + 1 :]]
-            rendered = _render(self._tokenizer, marked, add_generation_prompt, self._options)
-            if _MARKERS[0].lower() not in rendered.lower():
+        """What is said to the model has to be in the rendering: the text itself if it is long enough to be there by no
+        accident, or else a marker in its place. The model's own earlier words may be left out, as its reasoning is."""
+        marker = _markers([*_texts(messages), *_texts(self._options)])[0].lower()
+        marked = {
+            index: {**message, "content": f"{marker}{index}z"}
+            for index, message in enumerate(messages)
+            if message.get("role") != "assistant"
+            and isinstance(content := message.get("content"), str)
+            and (said := content.strip())
+            and (len(said) < _DISTINCT or said not in text)
+        }
+
+        def rendered_with(some: Mapping[int, Message]) -> str:
+            changed = [some.get(index, message) for index, message in enumerate(messages)]
+            return _render(self._tokenizer, changed, add_generation_prompt, self._options).lower()
+
+        together = rendered_with(marked) if marked else ""
+        for index, message in marked.items():
+            # A template can depend on what others say.
+            if message["content"] not in together and message["content"] not in rendered_with({index: message}):
                 raise TemplateError(
                     f"the chat template drops the words of messages[{index}]; if it wants content as a list of parts, "
                     'give [{"type": "text", "text": "…"}]'
