@@ -453,7 +453,7 @@ class Engine:
         check_page(most)
         now, today = self._clock(), self._wall_clock()
         with self._store.locked():
-            is_all_here = self._store.count_of(owner) == self._journal.kept_by(owner).sessions
+            is_all_here = self.lists_from_memory(owner)
             resident = self._store.page(owner, after=after, most=most)
         kept: Sequence[SessionEntry] = ()
         if not is_all_here:
@@ -468,6 +468,10 @@ class Engine:
                 idle_seconds = today - entry.used_at if used_at is None else now - used_at
                 listed.append(SessionListed.kept(entry, strategy, today=today, idle_seconds=idle_seconds))
         return sorted(listed, key=lambda one: one.session_id)[:most]
+
+    def lists_from_memory(self, owner: str) -> bool:
+        """Are all of the owner's sessions in memory? Else `list_sessions` reads the disk."""
+        return not self._journal.keeps or self._store.count_of(owner) == self._journal.kept_by(owner).sessions
 
     def read_history(
         self, session_id: str, *, first: int = 0, most: int = MAX_PIECE_TOKENS, owner: str = ""

@@ -57,13 +57,14 @@ class Recall:
         """Bring back what the call needs, as far as the journal has it. See `Engine.recall`."""
         if not self._journal.keeps:
             return
-        with self._lock:
-            if session_id and not self._store.is_resident(session_id):
-                self._restore(session_id, owner, to_close=to_close)
-            if request_id:
-                replies = self._journal.replies_to(owner, request_id)
-                with self._store.locked():
-                    self._calls.restore(replies)
+        if session_id:
+            with self._lock:
+                if not self._store.is_resident(session_id):
+                    self._restore(session_id, owner, to_close=to_close)
+        if request_id:  # waits for what the owner has recorded, so that no session of others waits for that
+            replies = self._journal.replies_to(owner, request_id)
+            with self._store.locked():
+                self._calls.restore(replies)
 
     def _restore(self, session_id: str, owner: str, *, to_close: bool) -> None:
         began, outcome = time.perf_counter(), "refused"

@@ -36,17 +36,20 @@ class Barrier:
         self._is_asking = False  # at the end of this turn of the loop
         self._free = deque[asyncio.Future[None]]()  # that go on, some at a time
 
-    async def passed(self, receipt: Receipt, *, unless_full: bool = False) -> bool:
+    async def passed(self, receipt: Receipt, *, unless_full: bool = False, most_seconds: float | None = None) -> bool:
         """Wait until it is safe, or was refused: then it is undone, and the answer is False.
 
-        unless_full: do not wait for space on a full disk; False, too, if there is none.
+        unless_full: do not wait for space on a full disk; False, too, if there is none. most_seconds: do not wait
+        longer for a slow one; False, too, if it is not safe by then.
         """
         if not self._is_over(receipt, unless_full=unless_full):
             loop = asyncio.get_running_loop()
             waiter = _Waiter(receipt, unless_full, loop.create_future())
             self._waiting.append(waiter)
             self._ask_soon(loop)
-            await waiter.goes_on
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(most_seconds):
+                    await waiter.goes_on
         return receipt.is_safe
 
     def _is_over(self, receipt: Receipt, *, unless_full: bool) -> bool:

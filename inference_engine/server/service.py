@@ -4,14 +4,17 @@ Unary engine calls take microseconds and run on the event loop. Waiting (for a b
 here, on the loop; the engine never waits for the server. Errors are raised as they are; `interceptors.py` maps them.
 
 Where sessions are kept, an answer and an error wait until what they say of their session is safe. A read says what is
-safe: it waits for what was done before it, unless the disk is full. What only the server knows waits for nothing.
+safe: it waits for what was done before it, unless the disk is full. What only the server knows waits for nothing. Calls
+that need what only the disk has wait on threads of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -47,6 +50,13 @@ STALL_SECONDS = 30.0
 DEADLINE_MARGIN = 0.1
 MAX_DEADLINE_MARGIN_SECONDS = 0.1
 
+# A list waits so long for what was done before it, and then says what is safe. A client that asks about one session
+# gets no less than was done, so that it knows whether an append arrived.
+LIST_SECONDS = 0.05
+
+# Threads that wait for the disk. One reads at a time.
+DISK_THREADS = 32
+
 # So often may a session leave memory between a call's look for it and the call itself.
 MOST_LEAVING = 8
 
@@ -70,6 +80,7 @@ class RuntimeService:
         self._max_message_bytes = MessageLimits(
             max_append_tokens=info.config.max_append_tokens, max_message_bytes=config.max_message_bytes
         ).promised_bytes
+        self._disk = ThreadPoolExecutor(DISK_THREADS, "kakeya-recall")  # starts them when they are needed
         self._awaited: dict[str, asyncio.Event] = {}  # by session, set when it becomes free
         self._waker: LoopWaker | None = None  # of the loop that serves
 
@@ -208,10 +219,11 @@ class RuntimeService:
             listed = self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
             return convert.list_to_wire(listed, most=most)
 
-        await self._barrier.passed(self._engine.receipt_of_owner(owner), unless_full=True)
-        # A long page takes milliseconds, a kept one is read from the disk.
-        is_short = most <= PAGE_SESSIONS and not self._keeps
-        return page() if is_short else await asyncio.to_thread(page)
+        await self._barrier.passed(self._engine.receipt_of_owner(owner), unless_full=True, most_seconds=LIST_SECONDS)
+        if not self._engine.lists_from_memory(owner):
+            return await self._on_disk(page)
+        # A long page takes milliseconds.
+        return page() if most <= PAGE_SESSIONS else await asyncio.to_thread(page)
 
     async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
         most = request.max_tokens or MAX_PIECE_TOKENS
@@ -320,9 +332,12 @@ class RuntimeService:
     async def _recall(self, session_id: str, request_id: bytes = b"", *, to_close: bool = False) -> None:
         """Bring back from the journal what a call needs and memory has not. Others do not wait for the disk."""
         if self._keeps and self._engine.is_elsewhere(session_id, owner=caller(), request_id=request_id):
-            await asyncio.to_thread(
-                self._engine.recall, session_id, owner=caller(), request_id=request_id, to_close=to_close
-            )
+            recall = partial(self._engine.recall, owner=caller(), request_id=request_id, to_close=to_close)
+            await self._on_disk(partial(recall, session_id))
+
+    async def _on_disk(self, work: Callable[[], T]) -> T:
+        context = contextvars.copy_context()  # with the caller
+        return await asyncio.get_running_loop().run_in_executor(self._disk, context.run, work)
 
     async def _while_it_leaves(self, session_id: str, call: Callable[[], Awaitable[T]], *, to_close: bool = False) -> T:
         """Make a call that brings back what it needs: again if its session left memory before the call had it."""

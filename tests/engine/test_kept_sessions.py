@@ -1,7 +1,7 @@
 """Sessions that outlive the engine: all that was sent is there again, once, and goes on as if nothing had been."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Event as ThreadEvent
@@ -30,7 +30,17 @@ from inference_engine.session import sqlite_journal
 from inference_engine.session.journal import Kept, SessionKept, SessionRecord
 from inference_engine.session.session import Operation
 from inference_engine.session.sqlite_journal import SQLiteJournal
-from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
+from inference_engine.session.writer import Change
+from inference_engine.types import (
+    Durability,
+    Event,
+    Finished,
+    GenerateParams,
+    Mark,
+    Sampling,
+    StopReason,
+    TokenCommitted,
+)
 from tests.engine.sessions import Clock
 from tests.facade import (
     a_disk_that_fails,
@@ -41,7 +51,7 @@ from tests.facade import (
     session_of,
     store_of,
 )
-from tests.kept import after_a_kill, keeping, saved
+from tests.kept import WEIGHTS, after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
 
@@ -68,6 +78,32 @@ def opened(engine: Engine, **settings: object) -> str:
     session_id = engine.create_session(**settings).session_id  # type: ignore[arg-type]
     engine.append(session_id, PROMPT)
     return session_id
+
+
+def test_a_session_comes_back_while_another_owners_call_waits_for_what_is_not_written_yet(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        session = opened(engine)
+    may_write, metrics = ThreadEvent(), EngineMetrics()
+
+    class Late(SQLiteJournal):
+        def _commit(self, changes: Sequence[Change]) -> None:
+            may_write.wait()
+            super()._commit(changes)
+
+    journal = Late(tmp_path, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
+    with scripted_engine(journal=journal, metrics=metrics, state_dir=str(tmp_path)) as engine:
+        engine.create_session(owner="bob", request_id=ONE)
+        waits = Thread(target=lambda: engine.recall("", owner="bob", request_id=TWO))
+        comes = Thread(target=lambda: engine.recall(session))
+        try:
+            waits.start()
+            comes.start()
+            comes.join(20)
+            assert engine.session_info(session).history_length == len(PROMPT)
+            assert waits.is_alive()
+        finally:
+            may_write.set()
+        waits.join()
 
 
 def test_a_session_is_there_after_a_kill_with_its_id_owner_label_history_and_marks(tmp_path: Path) -> None:

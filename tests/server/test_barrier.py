@@ -128,6 +128,16 @@ async def test_on_a_full_disk_those_go_on_that_can_do_without_and_the_others_wai
     assert await stream
 
 
+async def test_a_list_goes_on_after_its_time_and_knows_that_not_all_is_safe() -> None:
+    unsafe = Unsafe()
+    receipt = unsafe.record()
+    barrier, (stream,) = waiting(unsafe, receipt)
+    assert not await barrier.passed(receipt, most_seconds=0.01)
+    assert not stream.done()
+    unsafe.answer(receipt)
+    assert await stream
+
+
 async def test_a_call_that_is_over_meanwhile_holds_no_other_up() -> None:
     unsafe = Unsafe()
     receipt = unsafe.record()

@@ -53,7 +53,7 @@ READ, NEW = dict.fromkeys(READS, ANSWERS), ("CreateSession", "AppendTokens", "Fo
 # What a call ends in, of an owner with nothing that waits for the disk, and about a session that has something.
 SLOW = {
     "idle": {**dict.fromkeys(CALLS, WAITS), **READ},
-    "busy": {**dict.fromkeys(CALLS, WAITS), "GetServerInfo": ANSWERS},
+    "busy": {**dict.fromkeys(CALLS, WAITS), "GetServerInfo": ANSWERS, "ListSessions": ANSWERS},
 }
 WITH_RESERVE = {who: {**READ, **dict.fromkeys(NEW, FULL), "CloseSession": ANSWERS} for who in SLOW}
 WITHOUT_RESERVE = {who: {**READ, **dict.fromkeys(NEW, FULL), "CloseSession": FULL} for who in SLOW}
@@ -127,6 +127,20 @@ async def test_with_a_slow_disk_a_call_waits_for_what_it_says_itself(tmp_path: P
         two.journal.gate.set()
         await asyncio.gather(*appends)
         assert set(await asyncio.gather(*waiting)) == {ANSWERS}
+
+
+async def test_many_calls_that_wait_for_a_slow_disk_hold_up_no_read_of_another_owner(tmp_path: Path) -> None:
+    async with owners(tmp_path) as two:
+        two.journal.gate.clear()
+        append = asyncio.ensure_future(two.make("AppendTokens", "busy"))
+        await until(two.journal._db_lock.locked)
+        creates = [asyncio.ensure_future(two.make("CreateSession", "busy")) for _ in range(40)]
+        assert await outcome_of(two.make("ListSessions", "busy")) == ANSWERS, "it came after the calls that wait"
+        for name in READS:
+            assert await outcome_of(two.make(name, "idle")) == ANSWERS
+        assert not any(call.done() for call in (append, *creates))
+        two.journal.gate.set()
+        await asyncio.gather(append, *creates)
 
 
 async def test_a_full_disk_stops_what_is_new_and_nothing_else(tmp_path: Path, subtests: pytest.Subtests) -> None:
