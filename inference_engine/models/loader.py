@@ -27,6 +27,7 @@ from inference_engine.models.folder import (
     GGUF,
     GGUF_MAGIC,
     GGUF_SUFFIX,
+    INDEX,
     asks_for_code,
     check_configuration,
     check_names,
@@ -37,6 +38,7 @@ from inference_engine.models.folder import (
     grouping_of,
     layout_of,
     name_of_gguf,
+    read_json,
     weight_files,
     weights_read,
     without_code,
@@ -383,14 +385,20 @@ def _classes(model_type: str) -> tuple[str, ...]:
 
 @contextmanager
 def _alone(content: Mapping[str, Any], folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """A temporary folder to load from: the configuration without references to code, and links to `names`."""
+    """A temporary folder to load from: the configuration without references to code, the index without what else it
+    says, and links to the other `names`."""
     config = json.dumps(without_code(content))
     with ExitStack() as stack:
         try:
             alone = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kakeya-")))
             (alone / CONFIG).write_text(config, encoding="utf-8")
             for name in names:
-                (alone / name).symlink_to(folder / name)
+                if name == INDEX:
+                    # transformers does not load without `metadata`, of which it needs nothing.
+                    shards = {"metadata": {}, "weight_map": read_json(folder / INDEX)["weight_map"]}
+                    (alone / INDEX).write_text(json.dumps(shards), encoding="utf-8")
+                else:
+                    (alone / name).symlink_to(folder / name)
         except OSError as error:
             raise ModelError(
                 f"{folder} is loaded through a temporary folder of links, which cannot be made "

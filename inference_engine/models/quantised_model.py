@@ -170,8 +170,9 @@ def _check_order(files: SafetensorsCheckpoint, layout: Layout, stem: str, inputs
         found = _tensor(files, name, ("I32",), (inputs,))
         if not torch.equal(found, torch.arange(inputs, dtype=torch.int32) // group):
             raise ModelError(
-                f"{files.path}: {name}: inputs are in an order of their own (desc_act), which is not read; use a "
-                "checkpoint without it, or the model's unquantised weights"
+                f"{files.path}: {name}: inputs are not in groups of {group} (group_size) one after another, but "
+                "in an order of their own (desc_act), which is not read; use a checkpoint without it, or the model's "
+                "unquantised weights"
             )
 
 

@@ -332,6 +332,9 @@ ODD: Mapping[str, Odd] = {
     "shards in other places than the index says": Odd(
         make=lambda folder: sharded(folder, change=swapped) and None, note="tensors are in another shard than"
     ),
+    "shards of an index without metadata": Odd(
+        make=lambda folder: sharded(folder, change=lambda index: index.pop("metadata"))
+    ),
     "shards beside another file": Odd(make=with_another_file, served_by=(), refusal="two sets of weights"),
     "a file beside an index without shards": Odd(make=with_a_leftover_index, note=r"index\.json is not read"),
     "a tensor in two shards": Odd(make=a_tensor_twice, served_by=(), refusal=r"embed_tokens\.weight is in"),
