@@ -141,14 +141,18 @@ class _Play:
 
         It may be called again for another one, instead of the one before.
         """
+        return self._ahead(new, self._begins(new))
+
+    def own_ends_until(self, new: Load) -> int:
+        """How many of the owner's own have ended when `new` begins, if the simulation is cut short there; else the most
+        that are simulated."""
+        self._begins(new)
+        return self._own_ended if self._ended >= self._most_ends else MOST_ENDS
+
+    def _begins(self, new: Load) -> float:
         if self._new_begins is None:
             self._new_begins = self._played_until(new)
-        return self._ahead(new, self._new_begins)
-
-    @property
-    def own_ends(self) -> int:
-        """After `until`: how many of the owner's own have ended by then, where the simulation was cut short there."""
-        return self._own_ended if self._ended >= self._most_ends else MOST_ENDS
+        return self._new_begins
 
     def _played_until(self, new: Load) -> float:
         """When `new` begins."""
@@ -378,8 +382,8 @@ class Foresight:
             self._lengths.saw(request.session.owner, request.params.max_tokens, request.generated)
 
     def answered(self, request: Request, now: float) -> None:
-        """It has its first token now."""
-        if (predicted := request.predicted) is not None:
+        """It has its first token now. One that waits for its owner's own, too, is taken whatever is predicted."""
+        if (predicted := request.predicted) is not None and predicted.counted >= predicted.wait:
             waited = now - request.accepted_at - predicted.own
             self._lateness.append((now, waited / max(predicted.wait, _TELLING * self.limit_seconds)))
 
@@ -427,9 +431,9 @@ class Foresight:
             every, own = _Play(new.owner, runs, waits, self.room), None
             unserved = (*waits, *(load for load in runs if load.prefill_tokens))
             if any(load.owner != new.owner for load in unserved):
-                every.until(new)
+                ends = every.own_ends_until(new)
                 runs, waits = ([load for load in loads if load.owner == new.owner] for loads in (runs, waits))
-                own = _Play(new.owner, runs, waits, self.room, most_ends=every.own_ends)
+                own = _Play(new.owner, runs, waits, self.room, most_ends=ends)
             plays = self._plays[new.owner] = every, own
         every, own = plays
         return every.until(new), None if own is None else own.until(new)
