@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from inference_engine.cli import process
 from inference_engine.cli.answers import refuse_longer
 from inference_engine.cli.connection import add_connection, connect_async
 from inference_engine.cli.settings import add_config_file, add_settings, refuse_without_effect, settings
@@ -129,9 +130,9 @@ def run(args: argparse.Namespace) -> int:
         if target is None:
             refuse_longer(args.generate_tokens, engine.max_generate_tokens, flag="--generate-tokens")
             first_use.before_start(model, engine)
-            with Console(stderr=True).status("starting a server"):
+            with process.progress().status("starting a server"):
                 target = stack.enter_context(child_server(model, engine)).wait_ready()
-        with Console(stderr=True).status(f"{args.histories} histories, {args.splits} splits of each"):
+        with process.progress().status(f"{args.histories} histories, {args.splits} splits of each"):
             found = asyncio.run(_audit(args, target, sdk_strategy(engine.strategy)))
     for difference in found.differences:
         kind = "near-tie" if difference.is_near_tie else "INV-3 violated"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.filesize import decimal
 
-from inference_engine.cli import first_use
+from inference_engine.cli import first_use, process
 from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_longer(args.max_tokens, engine.max_generate_tokens)
         first_use.before_start(settings(args, ModelConfig), engine)
     with ExitStack() as stack:
-        with Console(stderr=True).status("getting ready"):
+        with process.progress().status("getting ready"):
             conversation = _open(args, stack)
         is_interactive = sys.stdin.isatty()
         if is_interactive:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from inference_engine.cli import first_use, kill_demo, recall_demo
+from inference_engine.cli import first_use, kill_demo, process, recall_demo
 from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.recall and model.latent == "auto" and first_use.is_small(model):
         first_use.run(model, ["latent"])
     first_use.before_start(model, engine)
-    progress = Console(stderr=True)
+    progress = process.progress()
     if not progress.is_terminal:  # where nothing moves
         console.print(f"Starting a server with {model.model}.", markup=False, soft_wrap=True)
     with ExitStack() as stack:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from inference_engine.cli import process
 from inference_engine.cli.child import ChildServer, child_server
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
@@ -80,7 +81,7 @@ def run(model: ModelConfig, engine: EngineConfig, tokenizer: Any, *, max_tokens:
 
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="kakeya-demo-"))
-        with Console(stderr=True).status(f"starting a server with {model.model}"):
+        with process.progress().status(f"starting a server with {model.model}"):
             # In a stack of their own: the last one ends after the client, whichever was started when.
             servers = Servers(stack.enter_context(ExitStack()), model, replace(engine, state_dir=folder))
             target = servers.wait_ready()

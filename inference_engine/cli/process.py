@@ -8,6 +8,7 @@
 | the reader of its output has left | ends without a word; status 141 |
 | the folder that it is started in is gone | one line on standard error; status 1 |
 | its output or a file cannot be written or read | one line on standard error; status 1 |
+| standard error cannot be written, as a log on a full disk | goes on without it |
 
 `serve` takes the signals over when it serves (`server/run.py`). What no line here explains is our mistake, and shows
 its traceback. This module imports little, so that it is in force before the commands are imported.
@@ -25,7 +26,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FAILED = 1
 INTERRUPTED = 128 + signal.SIGINT
@@ -90,6 +94,27 @@ def say(line: str) -> None:
     """On standard error, if it is read."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+class _BestEffort(io.FileIO):
+    """Discards what cannot be written now."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def progress() -> Console:
+    """Where a command shows what it is at, on standard error. No command ends because that cannot be written."""
+    from rich.console import Console
+
+    try:
+        raw = _BestEffort(sys.stderr.fileno(), "w", closefd=False)
+    except OSError:  # it is no file
+        return Console(stderr=True)
+    return Console(file=io.TextIOWrapper(io.BufferedWriter(raw), sys.stderr.encoding, "backslashreplace"))
 
 
 def announce(line: str) -> OSError | None:

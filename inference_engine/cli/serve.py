@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine import logs
@@ -102,7 +101,7 @@ def _serve_model(
     server: ServerConfig,
     weights: MappedWeights | None,
 ) -> int:
-    with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
+    with process.progress().status(f"loading {model.model} on {model.device}"):
         from inference_engine.compose import admit, open_parts
         from inference_engine.kv.strategies import parse_strategy
         from inference_engine.server.http.turn_ends import find_end_ids

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from inference_engine.cli import first_use
+from inference_engine.cli import first_use, process
 from inference_engine.cli.connection import add_connection, connect_async
 from inference_engine.cli.settings import add_config_file, add_settings, refuse_without_effect, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, writable
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if target is None:
             if not args.scripted:
                 first_use.before_start(model, engine)
-            with Console(stderr=True).status("starting a server"):
+            with process.progress().status("starting a server"):
                 server_config = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
                 child = stack.enter_context(
                     scripted_child(
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
                     else child_server(model, engine)
                 )
                 target = child.wait_ready()
-        with Console(stderr=True).status(f"{len(plan.loads)} phases of {plan.seconds:g} s"):
+        with process.progress().status(f"{len(plan.loads)} phases of {plan.seconds:g} s"):
             server, played = asyncio.run(_play(args, plan, target))
     console.print(report.shown(played), soft_wrap=True)
     if not args.no_record:

@@ -78,6 +78,7 @@ CONDITIONS: dict[str, Callable[[], object]] = {
     "errors unread": lambda: unread(2),
     "both unread": lambda: unread(1, 2),
     "output full": lambda: becomes(1, os.open("/dev/full", os.O_WRONLY)),
+    "errors full": lambda: becomes(2, os.open("/dev/full", os.O_WRONLY)),
     "output in ASCII": in_ascii,
     "all closed": lambda: closed(0, 1, 2),
     "nohup": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),

@@ -232,7 +232,7 @@ def test_a_command_is_refused_in_a_folder_that_is_gone() -> None:
 
 
 SERVED = sorted({*CONDITIONS} - {"folder gone"})
-LESS_OFTEN = {"errors unread", "output full", "output in ASCII"}
+LESS_OFTEN = {"errors unread", "errors full", "output full", "output in ASCII"}
 
 
 @pytest.mark.parametrize("condition", [further(each) if each in LESS_OFTEN else each for each in SERVED])
