@@ -124,7 +124,7 @@ def _tokenizer(name_or_path: str, model: ModelConfig) -> Any:
     from inference_engine.cli.conversation import load_chat_tokenizer
     from inference_engine.models import tokenizer_folder
 
-    return load_chat_tokenizer(tokenizer_folder(name_or_path, model.cache_path))
+    return load_chat_tokenizer(tokenizer_folder(name_or_path, model.cache_path), name=name_or_path)
 
 
 def _conversation(client: Client, tokenizer: Any, args: argparse.Namespace, stack: ExitStack) -> Conversation:

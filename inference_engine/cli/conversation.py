@@ -89,11 +89,11 @@ def open_conversation(
     return Conversation(session, tokenizer, system=system)
 
 
-def load_chat_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder. Raises ModelError if it has no chat template."""
+def load_chat_tokenizer(folder: Path, *, name: str) -> Any:
+    """The tokenizer in a folder. name: of the model, for messages. Raises ModelError if it has no chat template."""
     tokenizer: Any = tokenization.load_tokenizer(folder)
-    if template_of(getattr(tokenizer, "chat_template", None), folder.name) is None:
-        raise ModelError(f"{folder.name} has no chat template, so it cannot chat; choose an instruct model")
+    if template_of(getattr(tokenizer, "chat_template", None), name) is None:
+        raise ModelError(f"{name} has no chat template, so it cannot chat; choose an instruct model")
     return tokenizer
 
 

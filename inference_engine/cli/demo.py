@@ -87,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
         first_use.before_start(model, engine)
         from inference_engine.cli.conversation import load_chat_tokenizer
 
-        kill_demo.run(model, engine, load_chat_tokenizer(folder), max_tokens=args.max_tokens, console=console)
+        kill_demo.run(
+            model, engine, load_chat_tokenizer(folder, name=model.model), max_tokens=args.max_tokens, console=console
+        )
         return 0
     if args.recall and model.latent == "auto" and first_use.is_small(model):
         first_use.run(model, ["latent"])
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             from inference_engine.compose import find_latent
             from kakeya import Client
 
-            tokenizer = load_chat_tokenizer(folder)
+            tokenizer = load_chat_tokenizer(folder, name=model.model)
             target = child.wait_ready()
         client = stack.enter_context(Client(target))
         if args.recall:

@@ -206,7 +206,7 @@ def _tokenizer(found: Settings) -> Finding:
 
     try:
         folder = tokenizer_folder(found.model.model, found.model.cache_path)
-        load_chat_tokenizer(folder)
+        load_chat_tokenizer(folder, name=found.model.model)
     except ModelError as error:
         return Finding(Level.WARN, f"`kakeya chat` and `kakeya demo` cannot use this model: {error}")
     model = find_model(found.model.model, cache=found.model.cache_path)

@@ -113,7 +113,7 @@ def _serve_model(
         if server.http_bind:
             from inference_engine.server.http.chat_text import load_chat_text
 
-            chat = load_chat_text(tokenizer_folder(model.model, model.cache_path))
+            chat = load_chat_text(tokenizer_folder(model.model, model.cache_path), name=model.model)
         parts = open_parts(model, admitted)
     parts = first_use.with_calibrations(parts, model, engine_config, server.calibrate)
     parts = replace(parts, end_ids=find_end_ids(model, parts.forward.facts.vocab_size))

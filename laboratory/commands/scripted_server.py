@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from inference_engine.session.sqlite_journal import SQLiteJournal
 
         journal = SQLiteJournal(Path(config.state_dir), config.kept, weights=WEIGHTS, metrics=metrics)
-    chat = load_chat_text(Path(args.tokenizer)) if args.tokenizer else None
+    chat = load_chat_text(Path(args.tokenizer), name=args.tokenizer) if args.tokenizer else None
     with Engine(forward, config, journal=journal, metrics=metrics) as engine:
 
         def ready(handle: ServerHandle) -> None:

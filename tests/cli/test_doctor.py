@@ -19,6 +19,7 @@ from inference_engine.native import build
 from inference_engine.native.library import why_missing
 from tests.further import further_test
 from tests.models.odd_models import ODD
+from tests.models.tiny_gguf import tiny_model, write_gguf
 
 pytestmark = pytest.mark.usefixtures("admitting_once")
 
@@ -117,6 +118,19 @@ def test_a_tokenizer_with_ids_that_are_no_rows_of_the_model_is_found(
     found, text = lines(capsys.readouterr().out)["tokenizer"]
     assert found == level
     assert says in text
+
+
+def test_what_is_wrong_with_the_templates_of_a_gguf_file_is_said_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for check in ("family", "self test"):
+        monkeypatch.setitem(CHECKS, check, CHECKS["machine"])
+    named = {f"tokenizer.chat_template.{name}": "{{ messages }}" for name in ("rag", "tool_use")}
+    write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", values={"tokenizer.chat_template": None, **named})
+    assert doctor("--model", tmp_path / "tiny.gguf", "--cache-dir", tmp_path / "cache") == 0
+    level, text = lines(capsys.readouterr().out)["tokenizer"]
+    assert level == "warn"
+    assert f"{tmp_path / 'tiny.gguf'}: the chat templates are named rag, tool_use, and none is the default" in text
 
 
 def test_a_family_that_is_not_served_fails_with_the_reason(

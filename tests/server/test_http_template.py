@@ -222,9 +222,9 @@ def test_the_template_of_a_folder_is_found_wherever_it_is_or_refused(
         (tmp_path / name).write_text(text)
     if refusal:
         with pytest.raises(ModelError, match=refusal):
-            load_chat_text(tmp_path)
+            load_chat_text(tmp_path, name="tiny")
         return
-    with closing(load_chat_text(tmp_path)) as chat:
+    with closing(load_chat_text(tmp_path, name="tiny")) as chat:
         assert chat.end_ids == (tokenizer.eos_token_id,)
         ids = chat.prompt_ids([{"role": "user", "content": "Hello"}])
         assert "Hello" in tokenizer.decode(ids)

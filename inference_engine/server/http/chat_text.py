@@ -130,10 +130,11 @@ def _panics_are_errors() -> Iterator[None]:
         raise RuntimeError("the model's tokenizer failed") from error
 
 
-def load_chat_text(folder: Path) -> ChatText:
+def load_chat_text(folder: Path, *, name: str) -> ChatText:
     """The tokenizer and template in a model's folder, which was checked before. Runs no code of it, uses no network.
 
-    Raises ModelError if they cannot be loaded or cannot chat.
+    name: of the model; a GGUF file's tokenizer is in a folder of the cache. Raises ModelError if they cannot be loaded
+    or cannot chat.
     """
     # Tried in a limited process first: in this one, loading could take any time and memory.
     for path in (*folder.glob("*.json"), *folder.glob("*.txt")):
@@ -155,7 +156,7 @@ def load_chat_text(folder: Path) -> ChatText:
         tokenizer.chat_template = tokenizer.chat_template or templates_in(folder)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} has no tokenizer that can be loaded: {error}") from error
-    return ChatText(tokenizer, name=folder.name)
+    return ChatText(tokenizer, name=name)
 
 
 def _check_size(path: Path, most: int) -> None:

@@ -77,7 +77,7 @@ def template_of(templates: str | Mapping[str, str] | None, name: str) -> str | N
     except NoDefaultTemplate as error:
         raise ModelError(
             f"{name}: {error}; name it in tokenizer_config.json (chat_template: name: default), or put it into "
-            "chat_template.jinja"
+            "chat_template.jinja; for a GGUF file, in a folder of its own with tokenizer.json"
         ) from None
 
 
