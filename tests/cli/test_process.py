@@ -23,6 +23,7 @@ import pytest
 import kakeya as sdk
 from inference_engine.cli import process
 from inference_engine.cli.main import main
+from inference_engine.compose import try_out
 from inference_engine.config import NO_CACHE, ModelConfig
 from tests.cli.conditions import CONDITIONS, without_a_home
 from tests.further import further
@@ -237,6 +238,8 @@ LESS_OFTEN = {"errors unread", "errors full", "output full", "output in ASCII"}
 
 @pytest.mark.parametrize("condition", [further(each) if each in LESS_OFTEN else each for each in SERVED])
 def test_a_model_given_by_its_path_is_served_in_every_other_condition(condition: str, tiny_folder: Path) -> None:
+    if condition == "no temporary folder":  # through which the first start of a model reads it
+        try_out(ModelConfig(model=str(tiny_folder)))
     with serving(condition, tiny_folder) as (process, client, log):
         if condition == "nohup":
             process.send_signal(signal.SIGHUP)
