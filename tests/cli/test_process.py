@@ -30,9 +30,10 @@ from tests.further import further
 from tests.processes import LIMIT_SECONDS, Process, ending, run, started
 
 CONDITIONED = str(Path(__file__).with_name("conditions.py"))
-# A command that has begun something.
+# A command that has begun something. Where a shell runs the tests in the background, SIGINT is ignored.
 COMMAND = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from inference_engine.cli import process
 def command():
     with open(sys.argv[1], "w") as file:

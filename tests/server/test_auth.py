@@ -143,7 +143,7 @@ async def test_no_answer_lists_or_counts_another_owners_sessions(owners: tuple[C
     info = await bob.call("GetServerInfo", pb.GetServerInfoRequest())
     assert session_id not in str(info) and "a-secret-label" not in str(info)
     repeated = {field.name for field in pb.GetServerInfoResponse.DESCRIPTOR.fields if field.is_repeated}
-    assert repeated == {"strategies"}, "a list that is new here: is it of the caller's own?"
+    assert repeated == {"strategies", "eos_token_ids"}, "a list that is new here: is it of the caller's own?"
 
 
 async def test_every_key_opens_every_method(guarded: ServerHandle) -> None:
