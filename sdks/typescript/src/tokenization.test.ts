@@ -211,7 +211,7 @@ test("a template is found wherever it is, and of several without a default the p
   await expect(loadTokenizer(two)).rejects.toThrow("are named rag, tool_use, and none is the default");
 });
 
-test("a template that wants content as parts drops nobody's words in silence", async () => {
+test("a template that wants content as parts drops no words in silence", async () => {
   const source =
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>\n" +
     "{% endfor %}";
