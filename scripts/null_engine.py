@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 
 from inference_engine.config import EngineConfig
@@ -63,6 +64,12 @@ class NullGeneration(Generation):
         if self._wake is not None:
             self._wake()
 
+    def leave(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
+
     def cancel(self) -> None:
         pass
 
@@ -101,6 +108,18 @@ class NullEngine(Engine):
             end_ids=(),
             config=EngineConfig(),
         )
+
+    def has_to_prepare(self, strategy: KVStrategy | None) -> bool:
+        return False
+
+    def is_elsewhere(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> bool:
+        return False
+
+    def history_tokens_of(self, owner: str) -> int:
+        return 0
+
+    def carrying(self, owner: str, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reserved_by(self, owner: str) -> Bound:
         return Bound(sustained_bytes=0, peak_bytes=0)

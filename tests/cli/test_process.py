@@ -97,7 +97,7 @@ PRINTING = (
 READER_LEFT = (1, process.READER_LEFT)  # rich, which prints tables, ends with 1
 
 
-@pytest.mark.parametrize("condition", ["output unread", "both unread", "output full"])
+@pytest.mark.parametrize("condition", ["output unread", further("both unread"), "output full"])
 def test_a_command_whose_output_cannot_be_written_ends_as_others_do(
     condition: str, tiny_folder: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
