@@ -193,13 +193,13 @@ def test_a_home_folder_of_another_user_is_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As HOME=/root in a container that runs as a number. Root can enter any folder, so the refusal is made here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", "/root/.cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/other/.cache")
     monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     assert ModelConfig().cache_path == NO_CACHE
-    assert main(["models", "list"]) == main(["models", "list", "--cache-dir", "/root/models"]) == 1
+    assert main(["models", "list"]) == main(["models", "list", "--cache-dir", "/home/other/models"]) == 1
     own, named = capsys.readouterr().err.splitlines()
-    assert own.endswith("/root/.cache/kakeya cannot be read (Permission denied); name one with --cache-dir")
-    assert named.endswith("cache_dir /root/models cannot be read (Permission denied); name another folder")
+    assert own.endswith("/home/other/.cache/kakeya cannot be read (Permission denied); name one with --cache-dir")
+    assert named.endswith("cache_dir /home/other/models cannot be read (Permission denied); name another folder")
 
 
 def test_the_home_of_a_user_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
