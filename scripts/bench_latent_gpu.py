@@ -33,7 +33,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kernels.ops import open_ops
-from inference_engine.kv.context import KVContext, NoCoder, open_no_archive
+from inference_engine.kv.context import KVContext, NoCoder
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
@@ -50,7 +50,7 @@ class PlainForward(TorchForward):
     """Restores with torch's operations, as where a device has none of its own."""
 
     def open(self, geometry: Geometry, capacity_bytes: int, **others: Any) -> KVContext:
-        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder(), open_archive=open_no_archive)
+        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder())
 
 
 @contextmanager

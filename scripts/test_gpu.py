@@ -39,7 +39,6 @@ SANITIZED = (
     *(f"test_quantised.compare_{each}" for each in ("products", "products_of_any_number", "numbers", "every_code")),
     *(f"test_choosing.compare_{each}" for each in ("choosing", "models", "equals", "rounded", "tiles")),
     *(f"test_choosing.compare_{each}" for each in ("restoring", "long_codes")),
-    *(f"test_archived.compare_{each}" for each in ("archived", "larger", "rooms", "lengths", "broken")),
     *(f"test_ragged_attention.compare_{each}" for each in ("kernel", "chunks_and_selections", "selecting_steps")),
     "test_ragged_attention.compare_beside_selections",
     *(f"test_{each}.compare_kernel" for each in ("offloaded", "noise", "topk", "trellis")),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.device_archives import DeviceArchives
 from inference_engine.backends.device_indexes import DeviceIndexes, can_index
 from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.listed import ListedStep
@@ -209,15 +208,6 @@ class TorchForward:
             most_tokens_at_once=most_queries,
             busy_tokens=busy,
         )
-        if self._ops.attends_together:
-            archives = DeviceArchives(
-                self._ops.open_archives,
-                own_coder,
-                self.seam.dtype,
-                self._device,
-                trained_positions=geometry.trained_positions,
-            )
-            context = replace(context, open_archive=archives.open)
         if not self._has_indexes:
             return context
         assert self._ops.key_indexes is not None

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.archived import Unpacked
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.ragged_attention import (
@@ -46,12 +45,10 @@ def attend_by_session(
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
     reads_offloaded: bool = False,
-    unpacked: Unpacked | None = None,
 ) -> Tensor:
     """Implements RaggedAttention, on a CPU."""
     assert not choices, "it knows no index of keys"
     assert not reads_offloaded, "it reads what is on the device"
-    assert unpacked is None, "it knows no archive"
     out = torch.zeros_like(queries)
     alike = regions[:, [START, HEAD_SLOTS, COUNT, BLOCK]]
     ends = torch.nonzero((alike[1:] != alike[:-1]).any(1)).flatten() + 1

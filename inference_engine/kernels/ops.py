@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.archived import Archives, open_archives
 from inference_engine.kernels.attention import CausalAttention, attend_causal
 from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
@@ -38,7 +37,6 @@ _KERNELS = {
     "merge_two": ("merging", "merge_two"),
     "merging": ("merging", "MergingByKernel"),
     "noise_of_all": ("noise", "noise_of_all"),
-    "open_archives": ("archived", "open_archives"),
     "open_fused": ("fused", "open_fused"),
     "open_invariant": ("fused", "open_invariant"),
     "step_ends": ("step_ends", "step_ends"),
@@ -53,9 +51,8 @@ class DeviceOps:
     attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
     drawn with. step_ends: what a recorded step begins and ends with. largest: how blocks are chosen that are not read
     by `attend_ragged`. key_indexes: by which queries of `attend_ragged` choose tokens; None: it knows none, and plain
-    operations choose. trellis: the coder of latents. latents: between their numbers and entries. open_archives: makes
-    codes known that queries of `attend_ragged` read. open_fused: makes what a step is made of, for one model.
-    open_invariant: as that, so that no token's bits depend on the others;
+    operations choose. trellis: the coder of latents. latents: between their numbers and entries. open_fused: makes what
+    a step is made of, for one model. open_invariant: as that, so that no token's bits depend on the others;
     attend_invariant is its attention. attend_causal: of long chunks over all entries before them; attend_piece: over
     some of them, all of which are seen; attend_causal_state: over those at their end, each seen up to the query's own;
     merge_two: of two such states; merging: of many. reads_offloaded: does attend_ragged read blocks that are not on the
@@ -74,7 +71,6 @@ class DeviceOps:
     trellis: Trellis = PLAIN
     step_ends: StepEnds = PLAIN_ENDS
     latents: LatentOps = PLAIN_LATENTS
-    open_archives: Archives = open_archives
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
     attend_causal: CausalAttention = attend_causal

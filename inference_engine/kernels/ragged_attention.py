@@ -24,10 +24,6 @@ is. Blocks before `offloaded_end` that are behind the sink are not in their slot
 absolute value is meant, and the query must not change which blocks are at hand. An operation that reads no offloaded
 blocks gets no such lines.
 
-A line without a block size may have an `archive`: the number by which a device's operation knows codes of the layer's
-old entries (`kernels/archived.py`). The query then also reads, from these codes, the positions from the archive's first
-one up to `floor`; `unpacked` is room for that. An operation that is given none gets no such lines.
-
 The first entries of a fork lie in another session's region: slots before `base` are in a region of `prefix_region`
 vectors for each KV head from `prefix_start` on, and the fork's own region begins with slot `base`.
 
@@ -40,10 +36,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from inference_engine.kernels.archived import Unpacked, entries_before, numbers_of
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import bounds_scores
 from inference_engine.kernels.components import TokenChoice
@@ -54,7 +48,6 @@ START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT
 PREFIX_START, PREFIX_HEAD_SLOTS, BASE = range(13, 16)
 CHOOSER = PREFIX_START  # of a line with a block size
 RECORD, OFFLOADED_END = PREFIX_HEAD_SLOTS, BASE  # of one that selects blocks
-ARCHIVE = BOUNDS  # of one without a block size
 FIELDS = 16
 
 
@@ -64,8 +57,7 @@ class RaggedAttention(Protocol):
     reads_offloaded: may a query that selects blocks read some that are not on the device?
 
     blocks: the most blocks that a query selects from; 0 if none selects any. choices: by which indexes queries select
-    tokens, a shape of index each; () if none selects any, or the operation need not know before. unpacked: None if none
-    reads an archive.
+    tokens, a shape of index each; () if none selects any, or the operation need not know before.
     """
 
     def __call__(
@@ -81,7 +73,6 @@ class RaggedAttention(Protocol):
         blocks: int = 0,
         choices: Sequence[TokenChoice] = (),
         reads_offloaded: bool = False,
-        unpacked: Unpacked | None = None,
     ) -> Tensor: ...
 
 
@@ -97,7 +88,6 @@ def attend_ragged(
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
     reads_offloaded: bool = False,
-    unpacked: Unpacked | None = None,
 ) -> Tensor:
     """The reference of RaggedAttention."""
     assert not choices, "it knows no index of keys"
@@ -138,18 +128,8 @@ def attend_ragged(
             numbers[PREFIX_START] + torch.arange(kv_heads, device=queries.device)[:, None] * numbers[PREFIX_HEAD_SLOTS]
         )
         index = torch.where(slots < base, before + slots, heads + slots - base)  # [Hkv, count]
-        own_keys, own_values = keys[index], values[index]
-        if numbers[ARCHIVE]:
-            assert unpacked is not None, "a query reads an archive, but there is no room for its numbers"
-            far_keys, far_values = entries_before(numbers[ARCHIVE], numbers[FLOOR], keys)
-            assert far_keys.shape[1] <= unpacked.units.shape[1], "an archive has more tokens than there is room for"
-            assert numbers_of(numbers[ARCHIVE]) <= unpacked.units.shape[2], (
-                "a code has more numbers than there is room for"
-            )
-            own_keys, own_values = torch.cat((far_keys, own_keys), dim=1), torch.cat((far_values, own_values), dim=1)
-            mask = F.pad(mask, (far_keys.shape[1], 0))
         out[query : query + 1] = attend(
-            queries[query : query + 1], own_keys, own_values, mask, scaling=scaling, softcap=softcap
+            queries[query : query + 1], keys[index], values[index], mask, scaling=scaling, softcap=softcap
         )
     return out
 

@@ -11,7 +11,6 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.archived import ReadFrom
 from inference_engine.kernels.components import IndexShape, KeyComponents, ModelComponents
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.trellis import Trellis
@@ -339,39 +338,6 @@ class TiledLayers:
     ring: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ArchivedLayer:
-    """The archived entries of one layer of one session, and how its keys are rotated."""
-
-    layer: int
-    rotary: str
-    codes: ArchivedCodes
-
-
-class OpenArchive(Protocol):
-    """What a device's operation keeps of the archived entries of some layers, for as long as plan lines may name it."""
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The `archive` of plan lines (`kernels/ragged_attention.py`), by layer; never 0."""
-
-    @property
-    def read(self) -> ReadFrom:
-        """What steps have in common that read it."""
-
-    @property
-    def found(self) -> Tensor:
-        """float32 [layers, 2] on the device, becomes not finite where keys, or values, are read that are not."""
-
-
-# None where the operation cannot read them.
-OpenArchivedLayers = Callable[[Sequence[ArchivedLayer]], OpenArchive | None]
-
-
-def open_no_archive(_layers: Sequence[ArchivedLayer]) -> None:
-    """For a device whose operation over regions reads no archived entries: queries read them by views."""
-
-
 OpenTiles = Callable[[TiledLayers], TileWriter | None]
 
 
@@ -447,9 +413,8 @@ class KVContext:
     Longer steps are faster in pieces, but for those of `busy_tokens` or more, which keep the device busy while the host
     launches them. None: there is no such length. most_positions_in_pieces: behind a longer history, attention outweighs
     all else in a step, and steps beyond recording have the faster one. open_index: makes an index of keys known to the
-    operation over regions. open_tiles: what writes its tiles. open_archive: makes archived entries known to the
-    operation over regions; the layers ascend. latent, components, draft_memories, tier: a latent codec,
-    components of keys by layer, memory for a drafter, and a second tier for entries, if there are any.
+    operation over regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent
+    codec, components of keys by layer, memory for a drafter, and a second tier for entries, if there are any.
     """
 
     geometry: Geometry
@@ -464,7 +429,6 @@ class KVContext:
     most_positions_in_pieces: int = 4096
     open_index: OpenLayerIndex = open_no_index
     open_tiles: OpenTiles = open_no_tiles
-    open_archive: OpenArchivedLayers = open_no_archive
     latent: TokenCodec | None = None
     components: ModelComponents = field(default_factory=dict)
     draft_memories: DraftMemories = field(default_factory=NoDraftMemories)

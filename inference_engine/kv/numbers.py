@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.archived import ReadFrom, Unpacked, open_room
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kernels.ragged_attention import (
-    ARCHIVE,
     BASE,
     BLOCK,
     BOUNDS,
@@ -146,8 +144,6 @@ class StepTables:
     blocks: int  # as RaggedAttention has it
     choices: tuple[TokenChoice, ...]  # as RaggedAttention has them
     reads_offloaded: bool
-    archived: ReadFrom | None
-    units: Tensor | None  # room for numbers of archives, the same in all layers
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     regions: Tensor
 
@@ -162,10 +158,9 @@ class StepTables:
         selects: bool = False,
         choices: Sequence[TokenChoice] = (),
         reads_offloaded: bool = False,
-        archived: ReadFrom | None = None,
     ) -> StepTables:
-        """Views of `numbers`, which lie on the device as StepNumbers has them. selects, reads_offloaded, archived: as
-        in StepReads."""
+        """Views of `numbers`, which lie on the device as StepNumbers has them. selects, reads_offloaded: as in
+        StepReads."""
         writes, regions = _split(numbers, geometry, tokens)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
@@ -173,10 +168,6 @@ class StepTables:
             for place, layer in enumerate(layers)
         }
         ordered = tuple(by_layer[layer] for layer in range(len(geometry.layers)))
-        units = None
-        if archived is not None:
-            states = next(iter(pool.buffers.values())).keys
-            units = open_room(archived, queries=tokens, device=states.device)
         return StepTables(
             geometry=geometry,
             pool=pool,
@@ -184,8 +175,6 @@ class StepTables:
             blocks=most_blocks(geometry) if selects else 0,
             choices=tuple(choices),
             reads_offloaded=reads_offloaded,
-            archived=archived,
-            units=units,
             writes=ordered,
             regions=regions,
         )
@@ -206,11 +195,6 @@ class StepTables:
         if head_sinks is not None:
             raise BackendError("the model's attention has a sink of its own in each head; start with kernels=plain")
         buffer = self.buffer(layer)
-        unpacked = None
-        # Layers with a native window keep their entries.
-        has_archives = self.geometry.layers[layer].native_window is None
-        if self.archived is not None and self.units is not None and has_archives:
-            unpacked = Unpacked(units=self.units, is_first=layer in self.archived.begins)
         return self.attention(
             queries[0].transpose(0, 1),
             buffer.keys,
@@ -222,7 +206,6 @@ class StepTables:
             blocks=self.blocks,
             choices=self.choices,
             reads_offloaded=self.reads_offloaded,
-            unpacked=unpacked,
         )
 
     def attend(
@@ -348,11 +331,6 @@ def choose_tokens(
     chosen[..., BOUNDS] = selector.shape.number
     chosen[..., CHOOSER] = np.array(choosers, dtype=np.int64)[:, None]
     lines[:, choosing] = chosen
-
-
-def read_archives(regions: Numbers, layers: Indexes, token: int, archives: Numbers) -> None:
-    """Let the query of one token read the archives of these layers, too. regions: of all layers."""
-    regions[layers, token, ARCHIVE] = archives
 
 
 def most_blocks(geometry: Geometry) -> int:

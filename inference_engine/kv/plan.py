@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.archived import ReadFrom
 from inference_engine.kernels.components import ChosenBy, TokenChoice
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.transfer import on_device
@@ -122,11 +121,6 @@ class StepPlan:
         return self._reads.reads_offloaded
 
     @property
-    def archived(self) -> ReadFrom | None:
-        """What queries that read archives by numbers have in common; None: none does."""
-        return self._reads.archived
-
-    @property
     def chosen_by(self) -> tuple[ChosenBy, ...]:
         """The indexes by which queries that read by numbers choose tokens, by shape, always in the same order."""
         shapes = sorted(self._reads.choosing, key=lambda shape: shape.number)
@@ -194,7 +188,6 @@ class StepPlan:
             selects=self.selects,
             reads_offloaded=self.reads_offloaded,
             choices=[self._choice(by) for by in self.chosen_by],
-            archived=self.archived,
         )
 
     def _choice(self, by: ChosenBy) -> TokenChoice:

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.archived import ReadFrom
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, attend_piece
@@ -97,8 +96,7 @@ class StepReads:
     selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
     choosing: by the shape of their index, the end of the last tokens of the step that read by numbers and choose
     tokens; a device's operation may have to know. restoring: by shape, too, how many tokens one may have restored, and
-    of how many numbers the operation makes each. archived: what queries that read archives by numbers need; None: none
-    does.
+    of how many numbers the operation makes each.
     """
 
     geometry: Geometry
@@ -117,7 +115,6 @@ class StepReads:
     reads_offloaded: bool = False
     choosing: dict[IndexShape, int] = field(default_factory=dict)
     restoring: dict[IndexShape, tuple[int, int]] = field(default_factory=dict)
-    archived: ReadFrom | None = None
 
     @property
     def is_fixed_shape(self) -> bool:

@@ -37,7 +37,6 @@ def step(pool: Pool, *, tokens: int, selects: bool, chosen_by: tuple[ChosenBy, .
         query_count=tokens,
         selects=selects,
         chosen_by=chosen_by,
-        archived=None,
         reads_offloaded=False,
         is_numbers_only=True,
         positions=positions,

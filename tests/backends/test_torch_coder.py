@@ -17,7 +17,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.kernels.latents import PLAIN
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
-from inference_engine.kv.context import ArchivedCodes, KVContext, NoCoder, RestoredLayer, open_no_archive
+from inference_engine.kv.context import ArchivedCodes, KVContext, NoCoder, RestoredLayer
 from inference_engine.kv.geometry import UNROTATED, Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models.seam import ATTENTION, Seam
@@ -37,7 +37,7 @@ OPS = replace(REFERENCE, attends_together=True)
 
 class WithoutOperations(TorchForward):
     def open(self, geometry: Geometry, capacity_bytes: int, **others: Any) -> KVContext:
-        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder(), open_archive=open_no_archive)
+        return replace(super().open(geometry, capacity_bytes, **others), coder=NoCoder())
 
 
 def made_forward(

@@ -17,7 +17,7 @@ MOST = 4  # launches of a kernel, with other types or constants, that are compil
 GROUPS = {
     "steps": ("test_fused", "test_experts", "test_quantised", "test_step_ends", "test_noise", "test_long_chunks"),
     "reading": ("test_ragged_attention", "test_offloaded", "test_choosing", "test_topk"),
-    "latents": ("test_archived", "test_latents", "test_trellis"),
+    "latents": ("test_latents", "test_trellis"),
 }
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.archived import ReadFrom, Unpacked, open_room
 from inference_engine.kernels.components import IndexShape, TokenChoice
-from inference_engine.kernels.latents import AnalysedLayer, Analysis, CodeTables, MadeLayer, Synthesis, operand_dtype
+from inference_engine.kernels.latents import AnalysedLayer, Analysis, CodeTables, MadeLayer, Synthesis
 from inference_engine.kernels.trellis import BitPlaces, make_levels
 from tests.further import further
 
@@ -211,33 +210,3 @@ def test_every_kernel_of_latents_is_a_program_for_a_gpu(
         translate(*launch)
 
     assert len(launched) == 3
-
-
-@each_dtype_with("serves_all", False, True)
-def test_every_kernel_that_reads_archives_is_a_program_for_a_gpu(
-    dtype: torch.dtype, serves_all: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from inference_engine.kernels.triton import archived
-
-    launched = launches_of(monkeypatch, archived)
-    keys = torch.zeros(HKV * TOKENS, D, dtype=dtype)
-    read = ReadFrom(numbers=128, tokens=TOKENS, dtype=operand_dtype(dtype), begins=(0,))
-    for count, is_first in ((1, True), (3, False)):
-        units = open_room(read, queries=count, device=keys.device)
-        archived.attend_archived(
-            torch.zeros(count, HKV * GROUP, D, dtype=dtype),
-            keys,
-            keys,
-            torch.zeros(count, 16, dtype=torch.int64),
-            torch.empty(count, HKV * GROUP, D, dtype=dtype),
-            kv_heads=HKV,
-            scaling=0.1,
-            softcap=4.0 if is_first else None,
-            unpacked=Unpacked(units=units, is_first=is_first),
-            serves_all=serves_all,
-        )
-
-    for launch in launched:
-        translate(*launch)
-
-    assert len(launched) == 3 + 2

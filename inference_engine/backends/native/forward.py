@@ -29,7 +29,6 @@ from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.key_indexes import NativeIndexes
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
-from inference_engine.kernels.archived import Unpacked
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.few_candidates import Heavy
 from inference_engine.kernels.kept import as_kept
@@ -304,10 +303,8 @@ class NativeAttention:
         blocks: int = 0,
         choices: Sequence[TokenChoice] = (),
         reads_offloaded: bool = False,
-        unpacked: Unpacked | None = None,
     ) -> Tensor:
         assert not reads_offloaded, "it reads what is on the device"
-        assert unpacked is None, "it knows no archive"
         out, _ = self._attend(
             queries,
             keys,

@@ -32,7 +32,6 @@ def in_line(name):
         "CHOOSER": 13,
         "RECORD": 14,
         "OFFLOADED_END": 15,
-        "ARCHIVE": 12,
     }[name]
 
 

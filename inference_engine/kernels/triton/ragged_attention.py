@@ -27,10 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.archived import Unpacked
 from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.ragged_attention import FIELDS
-from inference_engine.kernels.triton.archived import attend_archived
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.components import attend_choosing
 from inference_engine.kernels.triton.few_queries import attend_few
@@ -64,7 +62,6 @@ def attend_ragged(
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
     reads_offloaded: bool = False,
-    unpacked: Unpacked | None = None,
 ) -> Tensor:
     """See `RaggedAttention`."""
     queries, regions = queries.contiguous(), regions.contiguous()
@@ -72,10 +69,8 @@ def attend_ragged(
     out = torch.empty_like(queries)
     is_few = query_count <= _FEW_QUERIES
     # Where some queries choose tokens, the operation that does it serves the others, too, if they are few.
-    chooses_alone = is_few and not blocks and len(choices) == 1 and unpacked is None
-    # Likewise where some read archives.
-    restores_alone = is_few and not blocks and not choices and unpacked is not None
-    if not (blocks and is_few) and not chooses_alone and not restores_alone:
+    chooses_alone = is_few and not blocks and len(choices) == 1
+    if not (blocks and is_few) and not chooses_alone:
         attend = attend_few if is_few else _attend_all
         attend(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
     if blocks:
@@ -105,19 +100,6 @@ def attend_ragged(
             choice=choice,
             serves_all=chooses_alone,
         )
-    if unpacked is not None:
-        attend_archived(
-            queries,
-            keys,
-            values,
-            regions,
-            out,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            unpacked=unpacked,
-            serves_all=restores_alone,
-        )
     return out
 
 
@@ -133,11 +115,8 @@ def attend_invariant(
     blocks: int = 0,
     choices: Sequence[TokenChoice] = (),
     reads_offloaded: bool = False,
-    unpacked: Unpacked | None = None,
 ) -> Tensor:
-    """As `attend_ragged`; queries that select blocks or tokens, or read archives, are served in one way, however many
-    there are.
-    """
+    """As `attend_ragged`; queries that select blocks or tokens are served in one way, however many there are."""
     queries, regions = queries.contiguous(), regions.contiguous()
     out = torch.empty_like(queries)
     _attend_all(
@@ -169,19 +148,6 @@ def attend_invariant(
             scaling=scaling,
             softcap=softcap,
             choice=choice,
-            serves_all=False,
-        )
-    if unpacked is not None:
-        attend_archived(
-            queries,
-            keys,
-            values,
-            regions,
-            out,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            unpacked=unpacked,
             serves_all=False,
         )
     return out

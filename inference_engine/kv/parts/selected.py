@@ -21,6 +21,7 @@ from torch import Tensor
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kernels.kept import as_kept
+from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, restore_cache_slots
 from inference_engine.kv.context import KVContext, RestoreCache
 from inference_engine.kv.layout import Positions
@@ -53,6 +54,7 @@ class SelectedEntries(StreamedEntries):
         super().__init__(context, strategy, sets, archive)
         self._caches: tuple[Demand, ...] = ()
         self._starts: list[int] = []
+        self._finite = FiniteCheck()  # of what the device's operation restored by itself
         self._indexes = [part for exact in sets for part in exact.regions.parts if isinstance(part, ComponentIndex)]
         for index in self._indexes:
             index.far = self
@@ -102,14 +104,29 @@ class SelectedEntries(StreamedEntries):
         except Exception as error:
             raise RestorationFailed(error) from error
 
-    def _open_archive(self) -> None:
-        """Nothing to do: the index restores what tokens choose, and those that read everything read by views."""
+    def forget(self, floor: int, length: int) -> None:
+        super().forget(floor, length)
+        self._finite.forget()
 
-    def _found(self) -> Sequence[tuple[tuple[int, ...], Tensor]]:
-        return [(index.layers, index.found) for index in self._indexes if index.found is not None]
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        super().commit(before, length, rejected, is_replay=is_replay)
+        self._ask_finite()
+
+    def ask_finite(self) -> Asked:
+        return (*super().ask_finite(), self._ask_finite())
+
+    def _ask_finite(self) -> int:
+        for index in self._indexes:
+            if index.found is not None:
+                self._finite.note(index.layers, index.found, come_back=True)
+        return self._finite.send()
 
     def require_finite(self, asked: Asked | None = None) -> None:
         super().require_finite(asked)
+        try:
+            self._finite.require(None if asked is None else asked[1])
+        except NonFiniteEntries as error:
+            raise RestorationFailed(error) from error
         for index in self._indexes:
             if (layer := index.not_finite()) is not None:
                 broken = NonFiniteEntries(layer, "entries", come_back=True)

@@ -15,32 +15,26 @@ without such memory (`_spare`) a step has one segment.
     exact        ■ ■ ■ ■         | ■ ■ ■ | ■ ■ ■ ■ a a | b b      a: tokens of the open segment, b: of the next one
     a reads      └──┘  └ chunks ┘ └───────────────────┘
     b reads      └──┘  └─── chunks ──────┘ └────────────────┘
-
-Where the device's operation over regions reads archives (`kernels/archived.py`), the query of a single token reads by
-numbers, and no decoded entry lies in memory. The chunks of several tokens are decoded once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.errors import NonFiniteEntries, RestorationFailed
-from inference_engine.kernels.archived import MOST_QUERIES, ReadFrom, room_for
+from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.kept import as_kept
-from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive
-from inference_engine.kv.context import ArchivedLayer, KVContext, OpenArchive
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.memory.pool import Demand
-from inference_engine.kv.numbers import read_archives
 from inference_engine.kv.part import Held
-from inference_engine.kv.parts.archived import ArchivedEntries, Asked, ExactEntries
+from inference_engine.kv.parts.archived import ArchivedEntries, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
@@ -55,47 +49,13 @@ class StreamedReads(LayerPart):
         self._slots = slots
         self._source = source
         self.moved: Moved | None = None  # of a step of two segments: what only the first one reads
-        self._archives: NDArray[np.int64] | None = None  # as the device's operation knows them, by layer
-        self._read: ReadFrom | None = None  # what steps that read them have in common
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return self._slots.layer_set.layers
-
-    def read_from(self, archives: Sequence[int], read: ReadFrom) -> None:
-        """From now on the device's operation reads these archives, by layer, where it can."""
-        self._archives, self._read = np.array(archives, dtype=np.int64), read
-
-    def read_no_more(self) -> None:
-        """The archives are about to be forgotten."""
-        self._archives, self._read = None, None
 
     @property
     def fits_numbers(self) -> bool:
         return False
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        if not self.chunks(queries.first):
-            return True
-        # Several tokens of a session read by a view: each would have every entry restored for itself.
-        is_one = queries.count == 1 and step.numbers.tokens <= MOST_QUERIES
-        if not is_one or queries.end > step.geometry.trained_positions:
-            return False
-        read = self._read_at(queries.first)
-        return read is not None and read.beside(step.archived).fits
-
-    def amend(self, queries: StagedQueries, step: StepReads) -> None:
-        read = self._read_at(queries.first)
-        if self._archives is None or read is None or not self.chunks(queries.first):
-            return
-        read_archives(step.numbers.regions, self._slots.layer_index, queries.real.start, self._archives)
-        step.archived = read.beside(step.archived)
-
-    def _read_at(self, position: int) -> ReadFrom | None:
-        """With room for the old entries of queries in the segment of `position`."""
-        layout = self._slots.layout
-        old = max(1, layout.horizon(position) - layout.sink)
-        return None if self._read is None else replace(self._read, tokens=room_for(old))
+        return not self.chunks(queries.first)
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if self.moved is not None:
@@ -147,8 +107,6 @@ class StreamedEntries(ArchivedEntries):
         assert not self._replays, "entries that are computed again are not local in position"
         self._set_of = {layer: exact for exact in sets for layer in exact.layers.layers}
         self._room: _ChunkRoom | None = None
-        self._opened: OpenArchive | None = None  # while the device's operation knows the archive
-        self._finite = FiniteCheck()
         self._ahead: _Ahead | None = None  # of a step of two segments
         # By set of layers: memory that a step in which no token chooses does not use.
         self._spare: Sequence[Region] = ()
@@ -177,34 +135,7 @@ class StreamedEntries(ArchivedEntries):
     def wake(self, tokens: int, length: int) -> bool:
         placement = self._strategy.placement(self._context.geometry, tokens)
         self._room = _ChunkRoom.reserve(self._context, placement)
-        if self._room is None:
-            return False
-        try:
-            self._open_archive()
-        except Exception as error:
-            self._drop_room()
-            raise RestorationFailed(error) from error
-        return True
-
-    def _open_archive(self) -> None:
-        """Let the device's operation read the archive by itself, if it can."""
-        layers = []
-        for layer in self._layers:
-            codes = self._archive.decoded_by(layer)
-            if codes is None:
-                return
-            rotary = self._set_of[layer].layers.rotary
-            layers.append(ArchivedLayer(layer=layer, rotary=rotary, codes=codes))
-        self._opened = opened = self._context.open_archive(layers)
-        if opened is None:
-            return
-        numbers = dict(zip(self._layers, opened.numbers, strict=True))
-        for reads in self._reads:
-            reads.read_from([numbers[layer] for layer in reads.layers], opened.read)
-
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        return tuple(sorted(self._set_of))
+        return self._room is not None
 
     def idle(self, length: int | None) -> None:
         assert self._ahead is None, "entries are out of their slots"
@@ -214,7 +145,6 @@ class StreamedEntries(ArchivedEntries):
         self._forget_ahead()
         self._drop_room()
         super().forget(floor, length)
-        self._finite.forget()
 
     def release(self) -> None:
         try:
@@ -308,33 +238,8 @@ class StreamedEntries(ArchivedEntries):
             super().commit(before, length, rejected, is_replay=is_replay)
         finally:
             self._end_ahead(length)
-        self._ask_finite()
-
-    def ask_finite(self) -> Asked:
-        return (*super().ask_finite(), self._ask_finite())
-
-    def _ask_finite(self) -> int:
-        for layers, found in self._found():
-            self._finite.note(layers, found, come_back=True)
-        return self._finite.send()
-
-    def _found(self) -> Sequence[tuple[tuple[int, ...], Tensor]]:
-        """By layers, what the device's operation found in entries that it restored by itself: [2, layers], not finite
-        where keys, or values, are not.
-        """
-        return () if self._opened is None else ((self._layers, self._opened.found.T),)
-
-    def require_finite(self, asked: Asked | None = None) -> None:
-        super().require_finite(asked)
-        try:
-            self._finite.require(None if asked is None else asked[1])
-        except NonFiniteEntries as error:
-            raise RestorationFailed(error) from error
 
     def _drop_room(self) -> None:
-        self._opened = None
-        for reads in self._reads:
-            reads.read_no_more()
         room, self._room = self._room, None
         if room is not None:
             room.release()
