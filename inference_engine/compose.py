@@ -19,7 +19,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -427,15 +427,12 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         return None
     if model.drafter == "ngram":
         return NgramDrafter()
-    if model.drafter == "auto" and forward.seam is None:
+    if model.drafter == "auto" and not forward.drafts_with_networks:
         return NgramDrafter()
-    target = _target_of(forward)
-    if target is None:
-        raise DrafterError("a trained drafter needs the weights of a model; start with --drafter ngram or none")
     is_named = model.drafter in ("auto", "trained")
     if not is_named:
         network = _in_folder(in_full(model.drafter), model, forward)
-    elif (folder := _trained_folder(model, target)) is not None:
+    elif (folder := _trained_folder(model, forward)) is not None:
         network = _load_trained(folder, _digest_of_target(folder), forward)
     elif model.drafter == "auto":
         return NgramDrafter()
@@ -455,10 +452,10 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     """
     if model.drafter == "none":
         return {}
-    is_named, target = model.drafter in ("auto", "trained"), _target_of(forward)
+    is_named = model.drafter in ("auto", "trained")
     folder = None if is_named or model.drafter == "ngram" else in_full(model.drafter)
-    if target is not None and (model.drafter == "trained" or (is_named and forward.seam is not None)):
-        folder = _trained_folder(model, target)
+    if model.drafter == "trained" or (is_named and forward.drafts_with_networks):
+        folder = _trained_folder(model, forward)
     if folder is None:
         return asdict(NgramDrafter())
 
@@ -474,52 +471,14 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Target:
-    """What a trained drafter has to fit."""
-
-    hidden: int
-    layers: int
-
-
-def _target_of(forward: Forward) -> _Target | None:
-    """None if the model has no weights that a drafter could share."""
-    if (program := forward.program) is not None:
-        return _Target(hidden=program.steps.hidden, layers=len(program.steps.layers))
-    if (words := forward.words) is not None:
-        return _Target(hidden=words.hidden, layers=words.layers)
-    if (seam := forward.seam) is None:
-        return None
-    config = seam.model.config.get_text_config()
-    return _Target(hidden=config.hidden_size, layers=config.num_hidden_layers)
-
-
 def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Drafter:
-    target = _target_of(forward)
-    assert target is not None, "the network was loaded for a target"
-    if (last_tap := network.config.tap_layers[-1]) >= target.layers:
-        raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {target.layers}")
-    if forward.program is not None:
-        from kv_cache_proposer.dflash.native import NativeDrafter
+    layers = forward.facts.layers
+    if (last_tap := network.config.tap_layers[-1]) >= layers:
+        raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
+    from kv_cache_proposer.dflash.beside_target import BesideTarget
 
-        return NativeDrafter(network, forward.program)
-    from inference_engine.backends.packed_linear import can_pack, pack_linears
-    from kv_cache_proposer.dflash.drafter import DFlashDrafter
-    from kv_cache_proposer.dflash.shortlist import Shortlist, can_shortlist
-    from kv_cache_proposer.dflash.target import words_in, words_of
-
-    if (shared := forward.words) is not None:
-        words = words_in(*shared.matrices())
-    else:
-        assert forward.seam is not None
-        words = words_of(forward.seam.model)
-    if model.linear != "plain" and can_shortlist(words):
-        assert words.head_weight is not None
-        words = replace(words, shortlist=Shortlist(words.head_weight))
-    drafter = DFlashDrafter(network, words, records_graphs=forward.records_graphs)
-    if model.linear != "plain" and can_pack(network):
-        pack_linears(network)
-    return drafter
+    is_packed = model.linear != "plain"
+    return forward.lend(BesideTarget(network=network, is_packed=is_packed, records_graphs=forward.records_graphs))
 
 
 def _load_trained(folder: Path, digest: str, forward: Forward) -> DFlashNetwork:
@@ -528,7 +487,7 @@ def _load_trained(folder: Path, digest: str, forward: Forward) -> DFlashNetwork:
     return load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)[0]
 
 
-def _trained_folder(model: ModelConfig, target: _Target) -> Path | None:
+def _trained_folder(model: ModelConfig, forward: Forward) -> Path | None:
     """The first folder whose manifest has the digest of the model's weights."""
     from kv_cache_proposer.dflash.store import stored_shape, stored_target
 
@@ -537,7 +496,7 @@ def _trained_folder(model: ModelConfig, target: _Target) -> Path | None:
     folders = [
         folder
         for folder in (drafter_folder(checked.model_id, model.cache_path), *sorted(SHIPPED.glob("*")))
-        if _is_trained(folder) and stored_shape(folder).hidden == target.hidden
+        if _is_trained(folder) and stored_shape(folder).hidden == forward.facts.hidden_size
     ]
     if not folders:
         return None

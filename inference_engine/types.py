@@ -241,5 +241,10 @@ class ModelFacts:
     numerics: str = "torch"
     # Formats of the matrices that products read, that of most bytes first; empty: all are of `dtype`.
     weights: tuple[str, ...] = ()
+    # Sizes of the text model; 0 for one without weights.
+    layers: int = 0
+    hidden_size: int = 0
+    # Of K and V, where it is not that of activations.
+    kv_dtype: str = ""
     # Strategies that this model does not support, and why: its admission twin gave other logits, or none.
     refused_strategies: tuple[tuple[str, str], ...] = ()

@@ -20,6 +20,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.base import Result, Step
+from inference_engine.backends.base import Borrower, Result, Step, T
+from inference_engine.errors import ModelError
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
@@ -203,17 +205,15 @@ class ScriptedForward:
     def launcher(self) -> None:
         return None
 
-    @property
-    def seam(self) -> None:
-        return None
+    def lend(self, borrower: Borrower[T]) -> T:
+        raise ModelError("a scripted model has no weights; start with --drafter ngram or none")
 
     @property
-    def program(self) -> None:
-        return None
+    def drafts_with_networks(self) -> bool:
+        return False
 
-    @property
-    def words(self) -> None:
-        return None
+    def inference_mode(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     @property
     def records_graphs(self) -> bool:

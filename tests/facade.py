@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from inference_engine.backends.base import Forward, Result, SharedWords, Step
-from inference_engine.backends.native.program import Program
+from inference_engine.backends.base import Borrower, Forward, Result, Step, T
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.context import KVContext
@@ -35,9 +34,6 @@ from inference_engine.session.sqlite_journal import COPIES, SQLiteJournal
 from inference_engine.session.store import SessionStore
 from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Bound, Mode, ModelFacts
-
-if TYPE_CHECKING:  # servers of the tests' own start in half the time without it
-    from inference_engine.models.seam import Seam
 
 LIMIT_SECONDS = 60.0
 
@@ -317,17 +313,15 @@ class WatchedForward:
         """None: each step is seen, and done, before the next."""
         return None
 
-    @property
-    def seam(self) -> Seam | None:
-        return self._forward.seam
+    def lend(self, borrower: Borrower[T]) -> T:
+        return self._forward.lend(borrower)
 
     @property
-    def program(self) -> Program | None:
-        return self._forward.program
+    def drafts_with_networks(self) -> bool:
+        return self._forward.drafts_with_networks
 
-    @property
-    def words(self) -> SharedWords | None:
-        return self._forward.words
+    def inference_mode(self) -> AbstractContextManager[object]:
+        return self._forward.inference_mode()
 
     @property
     def records_graphs(self) -> bool:

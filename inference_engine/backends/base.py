@@ -7,8 +7,9 @@ modules or compile the step, as long as the logits stay equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from inference_engine.types import Mode, ModelFacts
 if TYPE_CHECKING:
     from inference_engine.backends.native.program import Program
     from inference_engine.models.seam import Seam
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +65,27 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SharedWords:
-    """What a drafter on torch shares with a model that runs elsewhere.
+class EmbeddingAndHead:
+    """A model's embedding and LM head, [V, hidden] each, in the dtype of its activations.
 
-    hidden, layers: sizes of the model. matrices: its embedding and its head, [V, hidden] each, in the dtype of its
-    activations; None for a head that is no matrix alone. They are unpacked at each call if they are quantised.
+    head: None if it is no matrix alone.
     """
 
-    hidden: int
-    layers: int
-    matrices: Callable[[], tuple[Tensor, Tensor | None]]
+    embedding: Tensor
+    head: Tensor | None
+
+
+class Borrower(Protocol[T_co]):
+    """What uses a model beyond its steps. It is handed the model as its executor has it (`Forward.lend`)."""
+
+    def of_modules(self, seam: Seam) -> T_co:
+        """Of transformers' modules, on torch: for what shares their weights or replaces their attention."""
+
+    def of_program(self, program: Program) -> T_co:
+        """Of packed weights with the native kernels, which run other lists of operations, too."""
+
+    def of_matrices(self, words: EmbeddingAndHead) -> T_co:
+        """Of an executor that gives out nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,17 +165,15 @@ class Forward(Protocol):
     def launcher(self) -> Launcher | None:
         """What starts steps without waiting for them; None where a step is done when it returns."""
 
-    @property
-    def seam(self) -> Seam | None:
-        """Of the model on torch, for what shares its weights or replaces its attention; None elsewhere."""
+    def lend(self, borrower: Borrower[T]) -> T:
+        """Hand the model out. Raises what `borrower` raises."""
 
     @property
-    def program(self) -> Program | None:
-        """The model's list of operations and packed weights, for a drafter that shares them; None where none runs."""
+    def drafts_with_networks(self) -> bool:
+        """Does `drafter=auto` choose a trained network? Not where its draft takes as long as a step."""
 
-    @property
-    def words(self) -> SharedWords | None:
-        """The model's embedding and head; None where `seam` or `program` has them, or there is none."""
+    def inference_mode(self) -> AbstractContextManager[object]:
+        """Steps are planned and run within it; made anew for each."""
 
     @property
     def records_graphs(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.backends.base import Result, Step
+from inference_engine.backends.base import Borrower, Result, Step, T
 from inference_engine.backends.device_indexes import DeviceIndexes, can_index
 from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.listed import ListedStep
@@ -93,13 +94,15 @@ class TorchForward:
     def compute_dtype(self) -> torch.dtype:
         return self.seam.dtype
 
-    @property
-    def program(self) -> None:
-        return None
+    def lend(self, borrower: Borrower[T]) -> T:
+        return borrower.of_modules(self.seam)
 
     @property
-    def words(self) -> None:
-        return None
+    def drafts_with_networks(self) -> bool:
+        return True
+
+    def inference_mode(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
 
     @property
     def records_graphs(self) -> bool:

@@ -21,7 +21,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -248,11 +247,6 @@ class Verifier:
         lap: called at the end of each part of a step; see `metrics.StepTimer`.
         """
         self._forward = forward
-        # Nothing of a model that torch does not compute has gradients, and to enter the mode takes as long as a plan.
-        # Made anew for each step: a mode that is entered twice does not leave.
-        self._mode: Callable[[], contextlib.AbstractContextManager[object]] = (
-            contextlib.nullcontext if forward.seam is None else torch.inference_mode
-        )
         self._is_in_step = forward.device.type == "cpu"  # is the device done with a step when the call returns?
         self._launches = forward.launcher is not None
         self._before: _Planned | None = None  # the last step, if it `can_be_followed`
@@ -283,7 +277,7 @@ class Verifier:
         """
         launcher = self._forward.launcher if launches else None
         try:
-            with self._mode():
+            with self._forward.inference_mode():
                 planned = self._plan(blocks)
                 on_planned()
                 self._lap("plan")
@@ -308,7 +302,7 @@ class Verifier:
         launcher = self._forward.launcher
         assert launcher is not None, "another step was launched"
         try:
-            with self._mode():
+            with self._forward.inference_mode():
                 _stage(blocks)
                 planned = behind._planned.following(blocks, partial(self._lap, "forward"))
                 self._lap("plan")

@@ -104,7 +104,7 @@ class MadeTarget:
 
     def describe(self) -> dict[str, Any]:
         """What a record's config says of it."""
-        found = described(self.engine, self.forward, self.model)
+        found = described(self.engine, self.model)
         return {**found, "model": f"{found['model']}-random", "weights": WEIGHTS, **self.coded}
 
     def ids(self, count: int, seed: int) -> list[int]:

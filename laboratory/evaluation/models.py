@@ -74,25 +74,25 @@ class Target:
     def describe(self) -> dict[str, Any]:
         """What a record's config says of the target: what ran where, and the settings that numbers depend on."""
         return {
-            **described(self.engine, self.forward, self.model),
+            **described(self.engine, self.model),
             "weights_sha256": self.weights_sha256,
             **({} if self.latent is None else {"latent": dict(self.latent_identity)}),
             **({} if self.components is None else {"components": dict(self.components_identity)}),
         }
 
 
-def described(engine: Engine, forward: Forward, model: ModelConfig) -> dict[str, Any]:
+def described(engine: Engine, model: ModelConfig) -> dict[str, Any]:
     """What ran where, by which settings, whatever the weights are."""
     import torch
 
-    facts, config, program = engine.info().facts, engine.config, forward.program
+    facts, config = engine.info().facts, engine.config
     return {
         "model": facts.model_id,
         "device": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else facts.device,
         "dtype": facts.dtype,
         "backend": facts.backend,
         "numerics": facts.numerics,
-        "kv_dtype": facts.dtype if program is None else program.kv_type.name.lower(),
+        "kv_dtype": facts.kv_dtype or facts.dtype,
         "linear": model.linear,
         "mode": config.mode.value,
         "segment_tokens": config.segment_tokens,

@@ -35,11 +35,21 @@ _HELD = 8  # of free memory, the part that entries of one batch may take
 _CALIBRATION_TOKENS = 2048
 
 
+class _Seams:
+    """Implements Borrower. Raises InvalidArgument for a model that is not on torch."""
+
+    def of_modules(self, seam: Seam) -> Seam:
+        return seam
+
+    def of_program(self, _: object) -> Seam:
+        raise InvalidArgument("published", "methods of papers run on torch: give --backend torch, or a GPU")
+
+    of_matrices = of_program
+
+
 def seam_of(target: Target) -> Seam:
     """Raises InvalidArgument for a target that is not on torch."""
-    if (seam := target.forward.seam) is None:
-        raise InvalidArgument("published", "methods of papers run on torch: give --backend torch, or a GPU")
-    return seam
+    return target.forward.lend(_Seams())
 
 
 def calibrate(target: Target, methods: Sequence[Method], kind: str, seed: int) -> None:

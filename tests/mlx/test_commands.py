@@ -15,8 +15,7 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.types import Mode
-from kv_cache_proposer.dflash.drafter import DFlashDrafter
-from kv_cache_proposer.dflash.target import words_in
+from kv_cache_proposer.dflash.beside_target import BesideTarget
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.evaluation import record
 from laboratory.training import corpus_prompts
@@ -86,9 +85,9 @@ def test_the_audit_finds_nothing_on_mlx(tmp_path: Path) -> None:
 def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run_on(tiny_mlx, monkeypatch)
     monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
-    words = words_in(*tiny_mlx().words.matrices())
+    drafts = tiny_mlx().lend(BesideTarget(network=tiny_network(), is_packed=False, records_graphs=False))
     streams, drafted = [], None
-    for drafter in (None, DFlashDrafter(tiny_network(), words)):
+    for drafter in (None, drafts):
         with engine_for(Mode.BATCHED, drafter=drafter, draft_tokens=2) as engine:
             session = engine.create_session(strategy=SinkWindow(sink=2, window=24)).session_id
             engine.append(session, text())

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.compose import executor, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
@@ -177,7 +178,7 @@ def test_a_quantised_checkpoint_gives_the_logits_of_its_numbers(layout: str, tmp
     history = text(60)
     config = settings(tmp_path / "model")
     forward = open_backend(config)
-    assert forward.seam is not None
+    assert isinstance(forward, TorchForward)
     model = forward.seam.model
 
     for name, module in own.named_modules():

@@ -24,7 +24,7 @@ import mlx.core as mx
 import torch
 from torch import Tensor
 
-from inference_engine.backends.base import Result, SharedWords, Step
+from inference_engine.backends.base import Borrower, EmbeddingAndHead, Result, Step, T
 from inference_engine.backends.mlx.attention import attend, part_of
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
 from inference_engine.backends.mlx.device import usable_bytes
@@ -48,8 +48,9 @@ from inference_engine.types import Mode, ModelFacts
 class MlxForward:
     """Implements Forward."""
 
-    seam = program = launcher = None
-    records_graphs = indexes_keys = False
+    launcher = None
+    records_graphs = indexes_keys = drafts_with_networks = False
+    inference_mode = contextlib.nullcontext
     has_address_space = False  # what MLX allocates is memory at once
 
     def __init__(
@@ -66,15 +67,11 @@ class MlxForward:
         # By the address that torch has of a pool's keys: a pool may have several views.
         self._pools: dict[int, tuple[mx.array, mx.array]] = {}
 
-    @property
-    def words(self) -> SharedWords:
-        steps = self._program.steps
-        return SharedWords(hidden=steps.hidden, layers=len(steps.layers), matrices=self._word_matrices)
-
-    def _word_matrices(self) -> tuple[Tensor, Tensor | None]:
+    def lend(self, borrower: Borrower[T]) -> T:
         embedding, head = self._program.embedding(), self._program.head()
         mx.eval(embedding, *([] if head is None else [head]))
-        return as_torch(embedding), None if head is None else as_torch(head)
+        words = EmbeddingAndHead(embedding=as_torch(embedding), head=None if head is None else as_torch(head))
+        return borrower.of_matrices(words)
 
     def free_bytes(self) -> int:
         return usable_bytes()

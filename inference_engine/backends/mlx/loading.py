@@ -53,6 +53,8 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         model_id=checked.model_id,
         vocab_size=described.config.vocab_size,
         trained_positions=described.trained_positions,
+        layers=len(program.steps.layers),
+        hidden_size=program.steps.hidden,
         device="mlx",
         dtype=config.dtype,
         backend="mlx",

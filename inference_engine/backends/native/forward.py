@@ -13,6 +13,7 @@ are read. Everything is computed in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.base import Result, Step
+from inference_engine.backends.base import Borrower, Result, Step, T
 from inference_engine.backends.native.coding import NativeChoice, NativeCoder
 from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.described import Described
@@ -58,7 +59,7 @@ class NativeForward:
 
     def __init__(self, described: Described, facts: ModelFacts, program: Program) -> None:
         self.described = described
-        self._program = program
+        self.program = program
         self._facts = facts
         self._device = torch.device("cpu")
         self._kv_dtype = KV_DTYPES[program.kv_type]
@@ -106,17 +107,15 @@ class NativeForward:
     def launcher(self) -> None:
         return None
 
-    @property
-    def seam(self) -> None:
-        return None
+    def lend(self, borrower: Borrower[T]) -> T:
+        return borrower.of_program(self.program)
 
     @property
-    def program(self) -> Program:
-        return self._program
+    def drafts_with_networks(self) -> bool:
+        return False
 
-    @property
-    def words(self) -> None:
-        return None
+    def inference_mode(self) -> AbstractContextManager[object]:
+        return nullcontext()  # nothing has gradients, and to enter torch's takes as long as a plan
 
     @property
     def records_graphs(self) -> bool:
@@ -173,7 +172,7 @@ class NativeForward:
         return self.described.rotate(keys.float(), shifts, name)
 
     def run(self, step: Step) -> Result:
-        with self._program.threads.lock:  # several engines may run one model
+        with self.program.threads.lock:  # several engines may run one model
             raw, tapped, peaks = self._forward(step)
         step.on_computed()
         if isinstance(step.draws, Draws) and step.draws.are_greedy and not step.needs_logits:
@@ -186,7 +185,7 @@ class NativeForward:
     def _weigh(self, rows: Sequence[NDArray[np.float32]], temperatures: Sequence[float]) -> list[Heavy | None]:
         """Implements Weigh."""
         ids = np.empty((len(rows), _MOST_HEAVY), np.int64)
-        program, scales = self._program, (1.0 / np.array(temperatures)).astype(np.float32)
+        program, scales = self.program, (1.0 / np.array(temperatures)).astype(np.float32)
         found, rest = program.kernels.weigh(program.threads, rows, scales, ids)
         return [
             Heavy(own[:count], weight) if count <= _MOST_HEAVY else None
@@ -196,7 +195,7 @@ class NativeForward:
     def _forward(self, step: Step) -> tuple[NDArray[np.float32], Tensor | None, list[Sample]]:
         """The logits, the hidden states after the layers that the step asks for, and, if it draws, the largest of each
         row of logits."""
-        plan, steps = step.plan, self._program.steps
+        plan, steps = step.plan, self.program.steps
         tokens, asked, taps = plan.query_count, len(step.logit_queries), len(step.tap_layers)
         logits = np.empty((asked, steps.vocabulary), np.float32)
         tapped = torch.empty(tokens, taps, steps.hidden) if taps else None
@@ -206,7 +205,7 @@ class NativeForward:
         native.logits = _address_of(logits)
         native.tapped = None if tapped is None else tapped.data_ptr()
         if plan.is_numbers_only:
-            self._program.run(native)
+            self.program.run(native)
         else:
             self._run_by_layers(step, native)
         largest = self._arguments.largest[: asked if native.largest else 0].tolist()
@@ -214,7 +213,7 @@ class NativeForward:
 
     def _run_by_layers(self, step: Step, native: NativeStep) -> None:
         """The plan attends, layer by layer; everything else is native."""
-        program, first, tokens = self._program, 0, step.plan.query_count
+        program, first, tokens = self.program, 0, step.plan.query_count
         attends = [operation for operation in program.steps.operations if isinstance(operation, Attend)]
         with torch.inference_mode():
             for index, attend in zip(program.attends, attends, strict=True):
