@@ -46,7 +46,7 @@ endif
 # What each of several steps at once says stays together, where this make can do that.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: help setup native developed demo serve chat test test-further test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-gpu-products bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
+.PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-gpu-products bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
 
@@ -79,7 +79,7 @@ test: developed $(TYPESCRIPT)/node_modules/.package-lock.json ## all that must h
 	@$(MAKE) --no-print-directory --jobs=2 $(WHOLE) IS_SET_UP=yes unit-typescript $(CHECKS)
 	@$(MAKE) --no-print-directory unit
 
-unit test test-further test-long laws-mlx: EVERY_LEVEL := --every-level
+unit test test-further test-http test-long laws-mlx: EVERY_LEVEL := --every-level
 unit: developed node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
@@ -87,6 +87,10 @@ unit: developed node ## the tests without the checks; ARGS go to pytest
 test-further: developed node vocabularies ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
+
+test-http: developed ## of the HTTP door every test; CI runs them by themselves, too
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/http -m 'further or not long' $(ARGS)
 
 test-long: developed long-typescript sanitize vocabularies ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m

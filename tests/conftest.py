@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
-from tests.further import BENCHMARKS, LABORATORY, PUBLISHED, make_further
+from tests.further import BENCHMARKS, HTTP, LABORATORY, PUBLISHED, make_further
 
 # Conftest is read before any test module, so this comes before the first import of torch and transformers.
 configure_threads_environment()
@@ -33,7 +33,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {config.rootpath / place for place in (*LABORATORY, *BENCHMARKS, *PUBLISHED)}
+    places = {config.rootpath / place for place in (*LABORATORY, *BENCHMARKS, *HTTP, *PUBLISHED)}
     for item in items:
         is_long = item.get_closest_marker("long") is not None
         if not is_long and not places.isdisjoint((item.path, *item.path.parents)):

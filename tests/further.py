@@ -1,6 +1,7 @@
 """What `make test` has no time for: `make test-further` runs it, and `make test-long`.
 
-Cases that say little more than others; the laboratory and the benchmarks, which no server imports; the site and wheels.
+Cases that say little more than others; the laboratory and the benchmarks, which no server imports; the HTTP door; the
+site and wheels.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ BENCHMARKS = (
     "tests/load/test_bench_kept_sessions.py",
     "tests/mlx/test_measures.py",
 )
-
-
+# Of the HTTP door, `make test-http` runs all; `make test` has what a completion is.
+HTTP = tuple(
+    f"tests/server/http/test_{part}.py"
+    for part in ("access", "attacks", "leaving", "neighbours", "process", "refusals", "request", "template", "text")
+)
 # And of what is published: the site of the documents, and wheels.
 PUBLISHED = ("tests/docs/test_site.py", "tests/test_packages.py")
 

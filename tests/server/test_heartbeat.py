@@ -14,7 +14,7 @@ from inference_engine.server.http import completion
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Script
 from tests.load.scripted import scripted_engine
-from tests.server.http_client import COMPLETIONS, asking, http_client, serving_http, tiny_chat
+from tests.server.http.client import COMPLETIONS, asking, http_client, serving_http, tiny_chat
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 from tests.tiny import tiny_engine
 

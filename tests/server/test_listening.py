@@ -23,7 +23,7 @@ from inference_engine.server.health import Health
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle, start_server
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.http_client import MESSAGES, serving_http, tiny_chat
+from tests.server.http.client import MESSAGES, serving_http, tiny_chat
 from tests.server.wire import Client, connected, refused, serving
 
 KEY = "k" * 32

@@ -50,7 +50,7 @@ from tests.hostile.http2 import PREFACE, PRIORITY, SETTINGS, frame
 from tests.kept import keeping
 from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
-from tests.server.http_client import asking, http_client, serving_http, tiny_chat
+from tests.server.http.client import asking, http_client, serving_http, tiny_chat
 from tests.server.wire import HISTORY, Client, connected, held, refused, serving, until
 from tests.session.talks import until_folded
 from tests.tiny import tiny_engine

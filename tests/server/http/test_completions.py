@@ -12,7 +12,7 @@ from inference_engine.engine import Engine
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle
 from tests.further import FURTHER
-from tests.server.http_client import MESSAGES, left_nothing, openai_client, over_grpc, serving_http, tiny_chat
+from tests.server.http.client import MESSAGES, left_nothing, openai_client, over_grpc, serving_http, tiny_chat
 from tests.tiny import tiny_engine
 from tests.tiny_folder import END, tiny_tokenizer
 
@@ -131,26 +131,6 @@ async def test_a_stop_string_ends_the_answer_before_it_wherever_tokens_cut_it(cl
     assert choices[-1].finish_reason == "stop"
 
 
-async def test_what_only_looked_like_a_stop_string_is_said(client: openai.AsyncOpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
-    text = (await client.chat.completions.create(**asked)).choices[0].message.content
-    assert text
-    stream = await client.chat.completions.create(**asked, stop=text[-1] + " and more", stream=True)
-    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
-
-
-async def test_a_stop_string_that_is_a_token_of_its_own_ends_the_answer(client: openai.AsyncOpenAI) -> None:
-    start = "<|im_start|>"
-    bias = {str(tiny_tokenizer().convert_tokens_to_ids(start)): 1000}
-    answer = await client.chat.completions.create(
-        model="tiny", messages=MESSAGES, max_tokens=8, logit_bias=bias, stop=start
-    )
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].message.content == ""
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 1
-
-
 async def test_the_end_of_the_turn_ends_the_answer_and_is_not_shown(client: openai.AsyncOpenAI) -> None:
     bias = {str(tiny_tokenizer().convert_tokens_to_ids(END)): 1000}
     answer = await client.chat.completions.create(
@@ -170,12 +150,6 @@ async def test_without_a_number_of_tokens_an_answer_fills_the_models_length(clie
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.total_tokens == 512
-
-
-async def test_the_newer_name_of_max_tokens_means_the_same(client: openai.AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=3)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 3
 
 
 async def test_parameters_that_ask_for_what_happens_anyway_are_taken(client: openai.AsyncOpenAI) -> None:

@@ -1,29 +1,24 @@
-"""The HTTP port and the port of metrics: a client that holds connections keeps no other out."""
+"""The HTTP port under attack: a client that holds connections keeps no other out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
-import threading
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference_engine.metrics import EngineMetrics
 from inference_engine.server.auth import Key
-from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.run import ServerHandle
 from inference_engine.server.unauthenticated import ADDRESS_REFUSALS, FIRST_BYTES, MOST_EXCESS, MOST_REFUSALS
 from tests.further import further
 from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM
 from tests.hostile.http_attacks import ATTACKS, HEALTH, LONG_BODY, NO_HTTP, WRONG_KEY, connect, says
-from tests.server.http_client import asking, http_client, openai_client, serving_http, tiny_chat
+from tests.server.http.client import asking, http_client, openai_client, serving_http, tiny_chat
 from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.hostile
@@ -145,18 +140,3 @@ async def test_what_an_owner_sends_over_http_bars_no_address(tmp_path: Path) -> 
             long = asking(messages=[{"role": "user", "content": "x" * (4 * FIRST_BYTES)}])
             answer = await client.post("/chat/completions", json=long)
             assert answer.status_code == 400 and "tokens" in answer.text
-
-
-def test_metrics_are_served_beside_half_requests_and_a_bounded_number_of_threads() -> None:
-    before = set(threading.enumerate())  # of other tests, which may end meanwhile
-    port = MetricsPort(EngineMetrics(), "127.0.0.1:0")
-    host, _, number = port.target.rpartition(":")
-    with contextlib.ExitStack() as stack:
-        stack.callback(port.stop)
-        for _ in range(HALF_REQUESTS):
-            half = stack.enter_context(socket.create_connection((host, int(number)), timeout=10.0))
-            half.sendall(b"GET /metrics HTTP/1.1\r\nHost: loc")
-        for _ in range(3):
-            with urllib.request.urlopen(f"http://{port.target}/metrics", timeout=10.0) as answer:
-                assert b"session_kv_bytes" in answer.read()
-        assert len(set(threading.enumerate()) - before) < MOST_THREADS

@@ -17,7 +17,7 @@ from inference_engine.engine import Engine
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import MAX_BODY_SECONDS
 from inference_engine.server.run import ServerHandle
-from tests.server.http_client import (
+from tests.server.http.client import (
     COMPLETIONS,
     MESSAGES,
     asking,
@@ -87,22 +87,6 @@ async def test_what_is_not_honoured_is_refused_by_its_name(
             assert param.rpartition(".")[2] in error["message"]
 
 
-async def test_all_that_is_not_honoured_is_named_at_once(client: httpx2.AsyncClient) -> None:
-    answer = await client.post(COMPLETIONS, json=asking(top_k=5, best_of=3, min_p=0.1))
-    assert "top_k, best_of, min_p" in error_of(answer)["message"]
-
-
-async def test_a_body_that_is_no_json_is_refused(client: httpx2.AsyncClient) -> None:
-    answer = await client.post(COMPLETIONS, content=b"{", headers={"content-type": "application/json"})
-    assert (answer.status_code, error_of(answer)["code"]) == (400, "bad_json")
-
-
-async def test_a_name_that_stands_twice_is_refused_by_its_path(client: httpx2.AsyncClient) -> None:
-    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "content": "b"}]}'
-    answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, error_of(answer)["param"]) == (400, "messages[0].content")
-
-
 HALF_SURROGATES: list[bytes] = [
     b'{"\\ud800": 1}',
     b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "\\udc00": 1}]}',
@@ -132,22 +116,11 @@ async def test_half_a_surrogate_anywhere_is_the_callers_mistake(
             assert "Traceback" not in stream.getvalue() and "ud800" not in stream.getvalue()
 
 
-async def test_a_whole_surrogate_pair_in_a_name_is_a_name(client: httpx2.AsyncClient) -> None:
-    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "\\ud83d\\ude42": 1}'
-    answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, error_of(answer)["param"]) == (400, "\U0001f642")
-
-
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 async def test_a_body_that_a_page_could_send_unasked_is_refused(client: httpx2.AsyncClient, kind: str) -> None:
     answer = await client.post(COMPLETIONS, content=json.dumps(asking()).encode(), headers={"content-type": kind})
     assert answer.status_code == 415
     assert error_of(answer)["code"] == "unsupported_media_type"
-
-
-async def test_a_body_that_is_too_large_is_refused(client: httpx2.AsyncClient) -> None:
-    answer = await client.post(COMPLETIONS, json=asking(stop="x" * MAX_BODY_BYTES))
-    assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
 
 
 async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(
@@ -167,13 +140,6 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(
                 answer = await reader.readline()
             assert answer.split()[1] == b"413"
             writer.close()
-
-
-async def test_another_model_is_not_found(client: httpx2.AsyncClient) -> None:
-    answer = await client.post(COMPLETIONS, json=asking(model="other"))
-    error = error_of(answer)
-    assert (answer.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
-    assert "'tiny'" in error["message"]
 
 
 async def test_messages_that_leave_no_room_for_an_answer_are_refused(client: httpx2.AsyncClient) -> None:

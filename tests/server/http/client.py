@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -144,13 +143,6 @@ class Caller:
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
-
-
-def posted(body: Any) -> bytes:
-    """A request for a completion, as it is sent."""
-    content = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 @contextlib.asynccontextmanager

@@ -58,11 +58,6 @@ def test_what_is_honoured_is_kept() -> None:
     )
 
 
-def test_null_is_the_same_as_nothing() -> None:
-    nothing = dict.fromkeys([*HONOURED, "tools", "anything"])
-    assert read(**{**nothing, "model": "m", "messages": MESSAGES}) == read()
-
-
 TAKEN: list[dict[str, Any]] = [
     {"presence_penalty": 0, "frequency_penalty": 0.0},
     {"response_format": {"type": "text"}},
@@ -225,10 +220,6 @@ def test_a_name_that_stands_twice_in_an_object_is_refused_by_its_path(subtests: 
             assert refused.value.field == field
 
 
-def test_objects_beside_each_other_may_have_the_same_names() -> None:
-    assert len(read(messages=MESSAGES * 3).messages) == 3
-
-
 def test_all_that_is_not_honoured_is_named_at_once() -> None:
     with pytest.raises(InvalidArgument, match="top_k, best_of, min_p"):
         read(top_k=5, best_of=3, min_p=0.1)
@@ -278,17 +269,6 @@ def test_a_body_of_escapes_is_refused_before_it_is_parsed(piece: str, monkeypatc
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(BadJson, match=rf"escapes such as \\n .* the limit is {MAX_ESCAPES}. Send characters"):
         read_request(body)
-
-
-def test_a_text_that_is_escaped_is_taken_as_it_is_with_as_many_escapes_as_are_allowed() -> None:
-    message = {"role": "user", "content": "é" * MAX_ESCAPES}
-    assert read(messages=[message]).messages == (message,)
-
-
-def test_a_long_text_may_be_of_any_characters() -> None:
-    content = '\\",[{' * 100_000
-    message = {"role": "user", "content": content}
-    assert read(messages=[message]).messages == (message,)
 
 
 json_values = st.recursive(
