@@ -62,7 +62,7 @@ def anywhere(logits: Tensor, sampling: Sampling) -> Draw:
 
 
 def inverted(logits: Tensor, sampling: Sampling) -> Draw:
-    """At one number for each vector, as exactly as noise is added: ADR 0021 says why not so."""
+    """At one number for each vector, as exactly as noise is added: ADR 0008 says why not so."""
     numbers = torch.rand((len(logits), 1), dtype=torch.float64, device=logits.device)
 
     def drawn() -> Tensor:

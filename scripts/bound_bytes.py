@@ -1,6 +1,6 @@
 """The most bytes that sessions may hold, by strategy, length and number: what admission reserves, without a model.
 
-    python -m scripts.bound_bytes               the table of docs/adr/0032, of a 7B shape on a GPU
+    python -m scripts.bound_bytes               of a 7B shape on a GPU
     python -m scripts.bound_bytes --on-cpu      of SmolLM2-135M on the native backend: what restored entries take
 
 A cell is SESSIONSxTOKENS: in GB what all of its sessions may hold, and in how many sessions of the first strategy, of

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -49,8 +48,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for section in config.nav or []:
         for pages in section.values():
             for page in pages if isinstance(pages, list) else ():
-                if page == {"Decisions": "adr/index.md"}:
-                    page["Decisions"] = ["adr/index.md", *(f"adr/{path.name}" for path in _decisions())]
+                if page == {"Decisions": "adr/README.md"}:
+                    page["Decisions"] = ["adr/README.md", *(f"adr/{path.name}" for path in _decisions())]
     return config
 
 
@@ -63,7 +62,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, image.relative_to(ROOT).as_posix(), abs_src_path=str(image)))
     for name in experiments(ROOT / RESULTS):
         files.append(File.generated(config, _results_uri(name), content=shown(ROOT / RESULTS, name)))
-    files.append(File.generated(config, "adr/index.md", content=_list_of_decisions()))
     for source in _linked_sources(files):
         files.append(File.generated(config, _source_uri(source), content=_shown(source)))
     return files
@@ -106,7 +104,7 @@ def _uri(path: PurePosixPath) -> str | None:
     if str(path) in PAGES:
         return PAGES[str(path)] if (ROOT / path).exists() else None
     if path == DECISIONS:
-        return "adr/index.md"
+        return "adr/README.md"
     if path.is_relative_to(RESULTS) and (ROOT / path).is_dir():
         return _results_uri(path.parts[1]) if len(path.parts) > 1 else PAGES["results/README.md"]
     if not (ROOT / path).is_file():
@@ -150,12 +148,3 @@ def _is_elsewhere(target: str) -> bool:
 
 def _decisions() -> list[Path]:
     return sorted((ROOT / DECISIONS).glob("0*.md"))
-
-
-def _list_of_decisions() -> str:
-    return "# Decisions\n\n" + "\n".join(f"- [{title}]({name})" for name, title in _titles()) + "\n"
-
-
-def _titles() -> Iterator[tuple[str, str]]:
-    for path in _decisions():
-        yield path.name, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")

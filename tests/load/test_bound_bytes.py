@@ -1,23 +1,12 @@
-"""The bytes that sessions of `mode=select` may hold, as docs/adr/0032 has them."""
+"""The bytes that sessions of `mode=select` may hold, as admission reserves them."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import pytest
-
-from laboratory.evaluation.record import RESULTS, ROOT, read_record
-from scripts.bound_bytes import ON_CPU, SELECT, geometry_of, main, peak_bytes
-
-ADR = ROOT / "docs/adr/0032-chosen-entries-are-restored.md"
-
-
-@pytest.mark.parametrize("words", [(), ("--on-cpu",)], ids=str)
-def test_the_document_has_what_the_command_prints(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    main(words)
-    assert capsys.readouterr().out in ADR.read_text(encoding="utf-8")
-    assert f"`{' '.join(('python -m scripts.bound_bytes', *words))}`" in ADR.read_text(encoding="utf-8")
+from laboratory.evaluation.record import RESULTS, read_record
+from scripts.bound_bytes import ON_CPU, SELECT, geometry_of, peak_bytes
 
 
 def test_bounds_are_those_that_engines_reserved() -> None:
