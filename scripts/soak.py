@@ -28,6 +28,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ BASELINES = {
     "messages": "none: nothing may be found",
     GUIDED: "none: nothing may be found",
 }
-NOT_SHOWN = ("--results", "--commit")
+NOT_SHOWN = ("--results", "--commit", "--items")
 
 
 def main() -> int:
@@ -70,6 +71,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=100, metavar="N", help="of the first process (default: 100)")
     parser.add_argument("--commit", metavar="HASH", help="what runs, where there is no repository to ask")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
+    record.add_items(parser)
     parser.add_argument("--share", nargs=3, metavar=("PART", "AMOUNT", "SEED"), help=argparse.SUPPRESS)
     parser.add_argument("--talk-to", metavar="HOST:PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -149,10 +151,8 @@ def _turns(args: argparse.Namespace, commit: str) -> bool:
     held = asyncio.run(hold(args.minutes, args.talkers, command))
     config = {"minutes": args.minutes, "talkers": args.talkers, "turns_per_second_at_most": args.pace or None}
     config |= {"segment_tokens": SEGMENT, "kv_bytes": KV_BYTES}
-    tables = {"samples": held.samples}
-    return _write(
-        "turns_paced" if args.pace else "turns", args, commit, [args.seed], config, held.values, held.faults, tables
-    )
+    part = "turns_paced" if args.pace else "turns"
+    return _write(part, args, commit, [args.seed], config, held.values, held.faults, {}, held.samples)
 
 
 def _write(
@@ -164,6 +164,7 @@ def _write(
     values: dict[str, dict[str, Any]],
     faults: list[str],
     tables: dict[str, Any],
+    samples: Sequence[dict[str, Any]] = (),
 ) -> bool:
     """Print and record what a part came to; True if there are faults."""
     for name, value in values.items():
@@ -178,9 +179,10 @@ def _write(
         "values": {**values, "faults": record.exact(len(faults), "faults")},
         "baseline": BASELINES[part],
         "tables": {"faults": [{"fault": fault} for fault in faults], **tables},
+        "items": {"samples": samples},
     }
-    path = record.write_record(f"soak_{part}", payload, results_dir=args.results)
-    if samples := tables.get("samples"):
+    path = record.write_record(f"soak_{part}", payload, results_dir=args.results, items=args.items)
+    if samples:
         at = [sample["seconds"] / 60 for sample in samples]
         record.plot_lines(
             path.with_name("footprint.png"),

@@ -38,7 +38,7 @@ ENGINE = (
     "page_tokens",
 )  # fmt: skip
 # What says where things are on this machine is no part of the command that makes a record again.
-_PLACES = ("--results", "--config", "--cache-dir", "--tier-dir", "--disk")
+_PLACES = ("--results", "--config", "--cache-dir", "--tier-dir", "--disk", "--items")
 # What says which code runs stands in the record by itself.
 _NOT_SHOWN = (*_PLACES, "--commit")
 
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         model_id = payload["config"].get("model", "").replace("/", "--")
         name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
         payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
-        return write_record(name, payload, results_dir=results)
+        return write_record(name, payload, results_dir=results, items=getattr(args, "items", None))
 
     if experiment.needs_model:
         model, engine = settings(args, ModelConfig), settings(args, EngineConfig)

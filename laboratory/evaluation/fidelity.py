@@ -213,12 +213,6 @@ def values(found: Mapping[Cell, Sequence[Scores]], *, seed: int = 0) -> dict[str
         reported[f"KL to full, p99, {cell}"] = _pooled(divergences, _p99, "nats", seed)
         agrees = [one.agrees.astype(np.float64) for one in scores]
         reported[f"top-1 agreement, {cell}"] = _pooled(agrees, np.mean, "share", seed)
-        for low, high in MARGINS:
-            chosen = [one.agrees[_between(one, low, high)].astype(np.float64) for one in scores]
-            if any(map(len, chosen)):
-                reported[f"top-1 agreement, {_margin_words(low, high)}, {cell}"] = _pooled(
-                    chosen, np.mean, "share", seed
-                )
     return reported
 
 
@@ -274,13 +268,13 @@ def worst_kinds(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def worst_values(
     worst: Sequence[Mapping[str, Any]], reported: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The same as a record's values, each with its `kind`."""
+    """The same as a record's values."""
     found = {}
     for line in worst:
         for statistic, column in (("mean", "worst kind"), ("p99", "worst kind of p99")):
             cell = Cell(strategy=line["strategy"], kind=line[column], length=line["length"])
             name = f"KL to full, {statistic}, worst kind, {line['strategy']} at {line['length']}"
-            found[name] = {**reported[f"KL to full, {statistic}, {cell}"], "kind": line[column]}
+            found[name] = dict(reported[f"KL to full, {statistic}, {cell}"])
     return found
 
 

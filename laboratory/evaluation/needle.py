@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", nargs="+", choices=tuple(TASKS), default=["single"], help="what is planted and asked")
     parser.add_argument("--trials", type=int, default=40, metavar="N", help="of each task, kind and length")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of codes, texts and their order")
+    record.add_items(parser)
     parser.add_argument(
         "--control", type=strategy_argument, default=parse_strategy(CONTROL), metavar="SPEC",
         help=f"a sink_window that must miss what lies outside it (default: {CONTROL})",
@@ -239,16 +240,18 @@ def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trial
             "bytes": bytes_table(target, map(parse_strategy, cells[0].grades)),
             **_notes(cells),
         },
-        "trials": [
-            {
-                "task": cell.task,
-                "kind": cell.kind,
-                "length": cell.length,
-                "fact_at": [prompt.fact_at for prompt in cell.prompts],
-                "hits": {name: "".join("01"[hit] for hit in cell.hits(name)) for name in cell.grades},
-            }
-            for cell in cells
-        ],
+        "items": {
+            "trials": [
+                {
+                    "task": cell.task,
+                    "kind": cell.kind,
+                    "length": cell.length,
+                    "fact_at": [prompt.fact_at for prompt in cell.prompts],
+                    "hits": {name: cell.hits(name) for name in cell.grades},
+                }
+                for cell in cells
+            ]
+        },
     }
 
 

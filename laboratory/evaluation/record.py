@@ -8,6 +8,7 @@ median and spread) and against what (baseline). It names no host and no folder o
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import importlib.metadata
 import io
@@ -35,6 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 REQUIRED = ("command", "config", "seeds", "values", "baseline")
 VALUE_KEYS = ("unit", "median", "low", "high", "count")
+_BETWEEN = ", "  # parts of a value's name
+_DIGITS = 6
+MOST_HEADLINES = 40
 _COMMIT = re.compile(r"[0-9a-f]{7,40}(\+changes)?")
 
 
@@ -91,26 +95,88 @@ def _without_folder(word: str) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
-def write_record(experiment: str, payload: Mapping[str, Any], *, results_dir: Path = RESULTS) -> Path:
+def write_record(
+    experiment: str, payload: Mapping[str, Any], *, results_dir: Path = RESULTS, items: Path | None = None
+) -> Path:
     """Complete `payload` with date, commit and machine, check it, and write it. Returns the path of the record.
 
     `payload` has at least REQUIRED. A second run of the experiment on the same day and machine replaces the first.
-    Raises ValueError if something is missing or a text would give away this machine's folders.
+    Its `items`, each single one of what was measured, by name, are no part of a record: they go to the file `items`, or
+    nowhere. Raises ValueError if something is missing or a text would give away this machine's folders.
     """
     today = dt.datetime.now(dt.UTC).date().isoformat()
     machine = describe_machine()
     record = {"experiment": experiment, "date": today, "commit": commit(), "machine": machine, **payload}
+    single = record.pop("items", {})
+    if len(record.get("headlines", ())) > MOST_HEADLINES:
+        record["headlines"] = record["headlines"][:MOST_HEADLINES]
     validate_record(record)
     folder = results_dir / experiment / f"{today}-{machine_name(machine)}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "record.json"
     path.write_text(record_text(record), encoding="utf-8")
+    if items is not None and single:
+        items.write_text("".join(json.dumps({"of": name, **one}) + "\n" for name in single for one in single[name]))
     return path
 
 
+def add_items(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--items", type=Path, metavar="FILE", help="where every single item goes, a line of JSON each")
+
+
 def record_text(record: Mapping[str, Any]) -> str:
-    """As JSON in which a list or an object of plain values takes one line: indented in full it is a fifth longer."""
-    return _lines(json.loads(json.dumps(record, allow_nan=False)), "") + "\n"
+    """As JSON of medians and spreads: what parts of a name or columns of a table repeat stands once.
+
+    `values` are nested by the parts of their names, with "" for one that is named by the parts above it; each is
+    [median, low, high, count, unit], or [value, unit] where there is no spread. A table is its columns and its rows.
+    Numbers have six digits, but whole ones all of theirs.
+    """
+    tables = {name: _columns(rows) for name, rows in record.get("tables", {}).items()}
+    stored = {**record, "values": _nested(record["values"])} | ({"tables": tables} if "tables" in record else {})
+    return _lines(_rounded(json.loads(json.dumps(stored, allow_nan=False))), "") + "\n"
+
+
+def _nested(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *parts, last = name.split(_BETWEEN)
+        node = found
+        for part in parts:
+            if isinstance(inner := node.setdefault(part, {}), list):
+                inner = node[part] = {"": inner}
+            node = inner
+        if last in node:  # the beginning of another one's name
+            node, last = node[last], ""
+        keys = ("median", "unit") if value["count"] == 1 else ("median", "low", "high", "count", "unit")
+        node[last] = [value[key] for key in keys]
+    return found
+
+
+def _named(node: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The values of nested ones, by their whole names. Raises ValueError for what is none."""
+    for part, inner in node.items():
+        parts = (*before, part) if part else before
+        if isinstance(inner, dict):
+            yield from _named(inner, parts)
+        elif isinstance(inner, list) and len(inner) in (2, 5):
+            median, *spread, unit = inner
+            low, high, count = spread or (median, median, 1)
+            yield _BETWEEN.join(parts), {"unit": unit, "median": median, "low": low, "high": high, "count": count}
+        else:
+            raise ValueError(f"value {_BETWEEN.join(parts)!r} must be [median, low, high, count, unit], got {inner!r}")
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {"columns": names, "rows": [[row.get(name) for name in names] for row in rows]}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _lines(value: Any, indent: str) -> str:
@@ -128,14 +194,27 @@ def _part(value: Any, indent: str) -> str:
 
 
 def read_record(path: Path, experiment: str, table: str | None) -> dict[str, Any]:
-    """A record that has that table (None: any). Raises InvalidArgument, naming the experiment it should be of."""
+    """As `load`, a record that has that table (None: any). Raises InvalidArgument, naming what it should be of."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        validate_record(found)
+        found = load(path)
     except (OSError, ValueError) as error:
         raise InvalidArgument(experiment, f"{path}: not a record: {error}") from None
     if table is not None and table not in found.get("tables", {}):
         raise InvalidArgument(experiment, f"{path}: no record of `kakeya evaluate {experiment}`: no table {table!r}")
+    return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A record as `write_record` was given it; all rows of a table have its columns. Raises OSError or ValueError."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("it must be an object")
+    found["values"] = dict(_named(found.get("values", {})))
+    for name, stored in found.get("tables", {}).items():
+        if not isinstance(stored, dict) or stored.keys() != {"columns", "rows"}:
+            raise ValueError(f"table {name!r} must have columns and rows")
+        found["tables"][name] = [dict(zip(stored["columns"], row, strict=True)) for row in stored["rows"]]
+    validate_record(found)
     return found
 
 

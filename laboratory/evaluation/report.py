@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -15,11 +14,10 @@ from typing import Any
 from urllib.parse import quote
 
 from inference_engine.errors import KakeyaError
-from laboratory.evaluation.record import RESULTS, validate_record
+from laboratory.evaluation.record import RESULTS, load
 
 INDEX = "README.md"
-HEADLINES = 12  # values shown of a record that does not name its own
-MOST_HEADLINES = 40  # of one that does
+HEADLINES = 12  # values shown of a record that does not name its own; of one that does, all of those
 LONGEST_TABLE = 60  # rows of the table
 NEAREST = 3  # names shown for one that is none
 LEAST_ALIKE = 0.6  # as difflib has it
@@ -51,6 +49,10 @@ experiment below links to its folder. One line shows its newest record and one v
 
 - The whole record, in the terminal: `kakeya evaluate report --show EXPERIMENT`; without a name, all of them.
 - The record as data: `results/EXPERIMENT/DATE-MACHINE/record.json`, with plots beside it.
+- A record keeps medians, quartiles and counts, not every trial, turn or sample. With `--items FILE` the command that
+  measures writes those to a file elsewhere, a line of JSON for each.
+- In the file, names of values are split at their commas, and what names have in common stands once. A value is
+  `[median, low, high, count, unit]`, or `[value, unit]`; a table is its columns and its rows.
 - Records that a newer one replaced are in the history of the repository: `git log -- results/EXPERIMENT`.
 
 `kakeya evaluate report` makes this page from the records. A value is a median, with its quartiles in brackets. A value
@@ -150,12 +152,9 @@ def _section(path: Path, results: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        validate_record(record)
+        return load(path)
     except (OSError, ValueError) as error:
         raise KakeyaError(f"{path}: not a record: {error}; make it again, or remove it") from error
-    assert isinstance(record, dict)
-    return record
 
 
 def _values(record: Mapping[str, Any]) -> str:
@@ -163,7 +162,7 @@ def _values(record: Mapping[str, Any]) -> str:
     names = list(record.get("headlines", values))
     if "headlines" not in record and "tables" in record:
         return f"{len(values)} values; in tables:"
-    shown = names[: MOST_HEADLINES if "headlines" in record else HEADLINES]
+    shown = names if "headlines" in record else names[:HEADLINES]
     lines = ["| value | | unit |", "|---|---:|---|"]
     lines += [f"| {_cell(name)} | {_spread(values[name])} | {_cell(values[name]['unit'])} |" for name in shown]
     if len(shown) < len(values):
@@ -174,15 +173,14 @@ def _values(record: Mapping[str, Any]) -> str:
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return f"**{_inline(title)}**: empty"
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    kept = [column for column in columns if _can_show([row.get(column) for row in rows])]
-    numbers = [all(isinstance(row.get(column, 0), int | float) for row in rows) for column in kept]
+    kept = [column for column in rows[0] if _can_show([row[column] for row in rows])]
+    numbers = [all(isinstance(row[column], int | float | None) for row in rows) for column in kept]
     lines = [
         f"**{_inline(title)}**\n",
         f"| {' | '.join(map(_cell, kept))} |",
         f"|{'|'.join('---:' if is_number else '---' for is_number in numbers)}|",
     ]
-    lines += [f"| {' | '.join(_cell(row.get(column)) for column in kept)} |" for row in rows[:LONGEST_TABLE]]
+    lines += [f"| {' | '.join(_cell(row[column]) for column in kept)} |" for row in rows[:LONGEST_TABLE]]
     if len(rows) > LONGEST_TABLE:
         lines.append(f"\n… and {len(rows) - LONGEST_TABLE} more rows in the record.")
     return "\n".join(lines)

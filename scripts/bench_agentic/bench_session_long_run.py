@@ -356,7 +356,7 @@ def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo
     path = record.write_record(
         args.name,
         {
-            "command": record.command_line(),
+            "command": record.command_line(without=("--results", "--items")),
             "config": {
                 "model": server.model_id,
                 "device": server.device,
@@ -377,10 +377,11 @@ def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo
             "headlines": [name for name in HEADLINES if name in found] or list(found),
             "baseline": "the same turn on a fresh session at equal fill (turn_over_fresh_…, …_paired)",
             "course": buckets(run.samples),
-            "turns": [asdict(sample) for sample in run.samples],
+            "items": {"turns": [asdict(sample) for sample in run.samples]},
             "errors": run.errors,
         },
         results_dir=results_dir,
+        items=args.items,
     )
     title = f"{server.model_id}, {strategy}: {run.history_tokens} tokens in {len(run.samples)} turns"
     _plot(run.samples, path.parent, title)
@@ -441,6 +442,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--name", default=EXPERIMENT, metavar="NAME", help=f"of the record (default: {EXPERIMENT})")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
+    record.add_items(parser)
     parser.add_argument("--passage-tokens", type=int, default=256, metavar="N", help="scored twice (default: 256)")
     return parser
 

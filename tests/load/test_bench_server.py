@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
+from laboratory.evaluation.record import load
 from scripts import bench_server
 from tests.further import further_test
 
@@ -17,6 +17,6 @@ def test_every_call_is_measured_beside_a_bare_echo(tmp_path: Path) -> None:
     subprocess.run((sys.executable, bench_server.__file__, *words), check=True, capture_output=True)
 
     (path,) = tmp_path.glob("server_overhead/*/record.json")
-    values = json.loads(path.read_text(encoding="utf-8"))["values"]
+    values = load(path)["values"]
     for call in ("CreateSession", "AppendTokens(256)", "GetSessionInfo", "stream x1", "stream x8"):
         assert values[f"{call}: server CPU, runtime"]["median"] > 0

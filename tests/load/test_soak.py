@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from laboratory.evaluation.record import load
 from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.further import further_test
 from tests.load.mass import PARTS, Tally
@@ -70,7 +70,7 @@ def test_parts_are_shared_out_among_processes_and_recorded_together(tmp_path: Pa
     done = run(str(SOAK), "--cancels=9", "--processes=2", f"--results={tmp_path}")
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("soak_cancels/*/record.json")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = load(path)
     assert found["values"]["cancels"]["median"] >= 9
     assert (found["values"]["processes"]["median"], found["values"]["faults"]["median"]) == (2, 0)
     assert found["seeds"] == [100, 101]

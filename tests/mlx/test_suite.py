@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from laboratory.evaluation.record import load
 from scripts.mlx import suite
 
 RUN = """
@@ -41,7 +41,7 @@ def test_a_record_has_what_tests_note_and_the_last_line_is_that_of_pytest(tmp_pa
     assert "1 failed, 1 passed in" in ran.stdout.rstrip().splitlines()[-1]
     (path,) = (tmp_path / "results").rglob("record.json")
     assert path.name in ran.stdout
-    found = json.loads(path.read_text())
+    found = load(path)
     assert found["values"]["speed"]["median"] == 2.5
     assert found["values"]["tests passed"]["median"] == found["values"]["tests failed"]["median"] == 1
     assert found["config"]["failed"] == ["test_some.py::test_other"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError
 from kakeya import AsyncClient
+from laboratory.evaluation.record import load
 from laboratory.load.driver import NO_RETRIES, Driver, Phase
 from laboratory.load.phases import Part, Plan, Played, crews_of, fair_parts, play
 from laboratory.load.report import values
@@ -196,7 +196,7 @@ def test_the_command_plays_each_load_and_writes_a_record_with_images(
     )
     assert status == 0
     (path,) = tmp_path.glob("serve_load/*/record.json")
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = load(path)
     assert [phase["agents"] for phase in record["tables"]["phases"]] == [2, 4]
     assert {"goodput_1x", "first_token_p99_2x", "goodput_over_peak_2x"} <= set(record["values"])
     assert target not in path.read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, save_codec
 from laboratory.commands import evaluate
 from laboratory.commands.evaluate import EXPERIMENTS, command
 from laboratory.evaluation import fidelity, record
-from laboratory.evaluation.record import ROOT
+from laboratory.evaluation.record import ROOT, load
 from tests.further import further_test
 from tests.tiny import LATENT_BYTES, tiny_latent
 
@@ -32,8 +31,7 @@ def needle(folder: Path, results: Path, *typed: str) -> int:
 
 def only_record(results: Path) -> dict[str, Any]:
     (path,) = results.glob("*/*/record.json")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    return load(path)
 
 
 def test_a_run_leaves_a_record_and_a_plot(

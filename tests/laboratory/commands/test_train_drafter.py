@@ -233,7 +233,7 @@ def test_a_drafters_contexts_are_compared_with_a_control_that_gains_nothing(
     typed = [*shared, "--corpus", str(corpus_folder(model_id, made)), "--windows", "8", "--texts", "2"]
     script.main([*typed, "--fitted-on", "8", "--train-seconds", "0.5", "--results", str(tmp_path)])
     (path,) = tmp_path.rglob("record.json")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = record.load(path)
     lengths = {(row["context"], row["kind"]): row["tokens a step"] for row in found["tables"]["tokens a step"]}
     contexts = {context for context, _ in lengths}
     assert {"taps", "taps, window 8", "nothing", "taps, trained further"} <= contexts

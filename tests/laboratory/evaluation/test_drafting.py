@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from laboratory.evaluation.draft_identity import AGAIN, margin, margin_at
 from laboratory.evaluation.draft_trials import PLAIN, Cell, prompts, short_prompts
 from laboratory.evaluation.drafting import accept, acceptance_length, find, right_by_place
 from laboratory.evaluation.models import Target, open_target
-from laboratory.evaluation.record import VALUE_KEYS, write_record
+from laboratory.evaluation.record import VALUE_KEYS, load, write_record
 from laboratory.evaluation.trials import EvaluationVoid
 from laboratory.evaluation.writing import SIDE_BY_SIDE, Step, Text, write, write_all
 from tests.kernels.plain_noise import plain_key, plain_noise
@@ -337,7 +336,7 @@ def test_the_command_line_knows_the_drafters(tmp_path: Path) -> None:
     small = ("--segment-tokens=16", "--page-tokens=4", "--kv-bytes=16MiB", "--threads=1")
     assert kakeya(("evaluate", "drafting", "--drafters", "ngram", "--parts=acceptance", *typed, *small)) == 0
     (path,) = (tmp_path / "results").glob("*/*/record.json")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = load(path)
     assert found["config"]["drafters"] == {
         "ngram": {"kind": "ngram", "longest": 16, "max_ngram": 8, "min_ngram": 2, "horizon": 16_384}
     }

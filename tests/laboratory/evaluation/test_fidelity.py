@@ -164,10 +164,9 @@ def test_agreement_is_reported_by_the_margin_of_full() -> None:
         loss=np.ones(6), divergence=np.ones(6), agrees=np.array([False, True, True, True, True, False]), margin=margin
     )
     cells = {Cell(strategy=name, kind="x", length=9): [scores] for name in (FULL, "other")}
-    reported = values(cells)
-    assert reported["top-1 agreement, margin below 0.1, other, x at 9"]["median"] == 0.5
-    assert reported["top-1 agreement, margin 0.1 to 1, other, x at 9"]["median"] == 1.0
-    assert reported["top-1 agreement, margin 1 and more, other, x at 9"]["median"] == 0.5
+    line = rows(cells)[1]
+    agreed = [line[f"agreed, margin {words}"] for words in ("below 0.1", "0.1 to 1", "1 and more")]
+    assert agreed == ["1 of 2", "2 of 2", "1 of 2"]
 
 
 def test_the_worst_kind_of_text_is_named_for_the_mean_and_for_p99() -> None:
@@ -183,9 +182,7 @@ def test_the_worst_kind_of_text_is_named_for_the_mean_and_for_p99() -> None:
     (line,) = worst_kinds(rows(found))
     assert (line["worst kind"], line["worst kind of p99"], line["kinds"]) == ("even", "spiky", 2)
     reported = worst_values([line], values(found))
-    assert reported["KL to full, mean, worst kind, other at 9"]["kind"] == "even"
     assert reported["KL to full, mean, worst kind, other at 9"]["median"] == pytest.approx(0.2)
-    assert reported["KL to full, p99, worst kind, other at 9"]["kind"] == "spiky"
     assert reported["KL to full, p99, worst kind, other at 9"]["median"] > 0.5
 
 

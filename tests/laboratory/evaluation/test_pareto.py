@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
 from laboratory.evaluation.arguments import bytes_per_token, tier_bytes_per_token
 from laboratory.evaluation.pareto import FACTS, KL, SINGLE, add_arguments, draw, front, main
-from laboratory.evaluation.record import VALUE_KEYS, exact, write_record
+from laboratory.evaluation.record import VALUE_KEYS, exact, load, record_text, write_record
 from laboratory.evaluation.tasks import TOOL_CALL
 from tests.tiny import PAGES, tiny_forward
 
@@ -116,14 +115,14 @@ def test_what_keeps_no_token_or_all_of_it_is_not_compared_and_reported(tmp_path:
 
 def test_a_record_without_bytes_off_the_device_is_refused_only_where_there_are_some(tmp_path: Path) -> None:
     path = fidelity(tmp_path)
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = load(path)
     for row in content["tables"]["bytes"]:
         del row["tier bytes per token"]
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(record_text(content), encoding="utf-8")
     with pytest.raises(InvalidArgument, match="make it again"):
         joined("--fidelity", path)
     del content["tables"]["bytes"][-1]
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(record_text(content), encoding="utf-8")
     assert joined("--fidelity", path)["tables"]["all"][0]["of them off the device"] == 0
 
 
@@ -178,9 +177,9 @@ def test_records_that_give_nothing_to_compare_are_refused(tmp_path: Path) -> Non
     with pytest.raises(InvalidArgument, match="nothing to compare"):
         joined()
     path = fidelity(tmp_path)
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = load(path)
     del content["tables"]["bytes"]
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(record_text(content), encoding="utf-8")
     with pytest.raises(InvalidArgument, match="make it again: kakeya evaluate fidelity"):
         joined("--fidelity", path)
     with pytest.raises(InvalidArgument, match="no table 'recall'"):

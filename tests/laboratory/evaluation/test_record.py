@@ -1,6 +1,5 @@
 """A record can be made again from what it says, and gives nothing away."""
 
-import json
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -27,13 +26,32 @@ def payload(**changes: Any) -> dict[str, Any]:
 
 def test_a_record_says_what_ran_on_what_and_what_came_out(tmp_path: Path) -> None:
     path = record.write_record("anything", payload(), results_dir=tmp_path)
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = record.load(path)
     assert path.parent.parent == tmp_path / "anything"
     assert path.parent.name == f"{content['date']}-{record.machine_name(content['machine'])}"
     assert content["values"]["latency"] == {"unit": "ms", "median": 2.0, "low": 1.5, "high": 3.0, "count": 3}
     assert content["values"]["tokens"] == {"unit": "tokens", "median": 7, "low": 7, "high": 7, "count": 1}
     assert {"commit", "machine", "command", "config", "seeds", "baseline"} <= set(content)
     assert {"cpu", "cores", "memory_bytes", "python", "packages"} <= set(content["machine"])
+
+
+def test_a_record_is_read_as_it_was_given_to_six_digits_and_items_are_elsewhere(tmp_path: Path) -> None:
+    values = {
+        "step": record.exact(1 / 3, "ms"),
+        "step, full, at 8": record.summarize([1.0, 2.0, 4.0], "ms"),
+        "step, full": record.exact(12_345_678.0, "bytes"),
+        "step, full, at 16": record.exact(0, "ms"),
+    }
+    tables = {"steps": [{"name": "a", "ms": [1.5]}, {"name": "b", "bytes": 2**40 + 1}], "none": []}
+    items, given = tmp_path / "items", payload(values=values, tables=tables, items={"steps": [{"ms": 1.25}, {"ms": 2}]})
+    path = record.write_record("anything", given, results_dir=tmp_path / "results", items=items)
+    found = record.load(path)
+    third = {**values["step"], "median": 0.333333, "low": 0.333333, "high": 0.333333}
+    assert found["values"] == {**values, "step": third}
+    steps = [{"name": "a", "ms": [1.5], "bytes": None}, {"name": "b", "ms": None, "bytes": 2**40 + 1}]
+    assert found["tables"] == {"steps": steps, "none": []}
+    assert items.read_text() == '{"of": "steps", "ms": 1.25}\n{"of": "steps", "ms": 2}\n'
+    assert "items" not in found
 
 
 def test_one_sample_is_its_own_spread() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ def write(results: Path, experiment: str, **changes: Any) -> Path:
 
 
 def another_day(path: Path, date: str) -> Path:
-    content = json.loads(path.read_text()) | {"date": date}
+    content = record.load(path) | {"date": date}
     other = path.parent.with_name(f"{date}-another-machine") / path.name
     other.parent.mkdir()
-    other.write_text(json.dumps(content))
+    other.write_text(record.record_text(content))
     return other
 
 
@@ -41,7 +40,7 @@ def test_the_index_has_a_line_for_each_experiment_with_its_newest_record(tmp_pat
     write(tmp_path, "cost_tiny")
     lines = [line for line in page(tmp_path).splitlines() if line.startswith("| [")]
     assert [line.partition("]")[0] for line in lines] == ["| [cost tiny", "| [needle tiny"]
-    content = json.loads(newest.read_text())
+    content = record.load(newest)
     link = f"[{content['date']}]({newest.relative_to(tmp_path).as_posix()})"
     assert f"| [needle tiny](needle_tiny) | {link}, {content['machine']['cpu']}" in lines[1]
     assert lines[1].endswith("| decode, full | 11 [10.5, 12] | tokens/s |")
@@ -68,7 +67,7 @@ def test_every_record_is_shown_with_date_machine_values_and_command(tmp_path: Pa
     paths.append(another_day(paths[0], "2020-02-03"))
     text = shown(tmp_path)
     for path in paths:
-        content = json.loads(path.read_text())
+        content = record.load(path)
         assert f"({path.relative_to(tmp_path).as_posix()})" in text
         assert f"## {content['date']}, {content['machine']['cpu']}, {content['machine']['cores']} cores" in text
         assert f"```\n{content['command']}\n```" in text
@@ -174,6 +173,7 @@ def test_the_index_in_the_repository_is_what_its_records_say_and_short() -> None
     listed = (record.RESULTS / "README.md").read_text(encoding="utf-8")
     assert listed == page(record.RESULTS), "records changed: run `kakeya evaluate report`"
     assert len(listed.splitlines()) <= 300
+    assert sum(path.stat().st_size for path in record.RESULTS.rglob("*.*")) < 3_000_000, "records keep no single items"
 
 
 def test_a_record_that_a_newer_one_replaced_is_kept_only_if_a_document_cites_it() -> None:
