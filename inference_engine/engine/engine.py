@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Unpack
 
 import numpy as np
 
@@ -23,11 +23,10 @@ from inference_engine.engine.arguments import (
     MAX_PIECE_TOKENS,
     Arguments,
     check_label,
-    check_length,
     check_page,
     check_route,
 )
-from inference_engine.engine.calls import Calls, Repeated
+from inference_engine.engine.calls import CallOptions, Calls, SessionCall
 from inference_engine.engine.fork import open_fork
 from inference_engine.engine.generation import Generates, Generation
 from inference_engine.engine.memory import check_one_session_fits, grows, open_copies, open_memory
@@ -43,7 +42,7 @@ from inference_engine.engine.results import (
 )
 from inference_engine.engine.stats import collect_statistics
 from inference_engine.engine.warm_up import done_on, warm_up
-from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
+from inference_engine.errors import Draining, EngineStalled, InvalidArgument
 from inference_engine.kernels.components import ModelComponents, components_digest
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
@@ -54,10 +53,9 @@ from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
-from inference_engine.session.holding import holding
 from inference_engine.session.journal import Journal, MemoryJournal, Receipt, SessionEntry
-from inference_engine.session.replies import Call, identify
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.replies import identify
+from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
 from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark
@@ -166,7 +164,7 @@ class Engine:
         self.metrics.watch(
             lambda: collect_statistics(self._store, self._scheduler, self._context, self._clock()), strategy_names()
         )
-        self._calls = Calls(self._store, self.metrics)
+        self._calls = Calls(self._store, self._journal, self.metrics, self._refuse_when_draining)
         self._generates = Generates(
             self._store, self._scheduler, self.metrics, self.tracing, clock, refuse=self._refuse_when_draining
         )
@@ -214,32 +212,24 @@ class Engine:
     ) -> SessionOpened:
         """Open a session. Raises InvalidArgument, NoCapacity or Draining.
 
-        request_id: makes a retry safe: a second call with it returns the first reply and opens no other session.
+        request_id, may_be_undone: see `CallOptions`.
         guaranteed: True reserves all its memory now, False grants memory as it grows; None: as the settings say.
         model_ends: what ends a turn by the model's files ends its Generates, beside eos_token_ids.
         route: its id, and those of its forks, begin with it and a dot. Hexadecimal digits; "": none.
         is_transient: it belongs to one call of its owner, who does not receive its id: it is not listed.
-        may_be_undone: the caller uses the result only once it is safe; if the disk has no space for it, it is as if the
-        call had not come, and the session's `receipt` says so.
         """
-        self._refuse_when_draining()
         spec = self._arguments.strategy(strategy)
-        spec.ready(self._context)
+        limit, is_growing = self._arguments.limit(spec, limit_tokens), self._is_growing
         self._arguments.check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
+        eos_ids = frozenset(eos_token_ids) | (self._end_ids if model_ends else frozenset())
         check_label(label)
         check_route(route)
-        limit = self._arguments.limit(spec, limit_tokens)
-        eos_ids = frozenset(eos_token_ids) | (self._end_ids if model_ends else frozenset())
-        if guaranteed is False and not self._is_growing:
-            raise InvalidArgument("guaranteed", "must not be false: this server reserves all memory at creation")
-        is_growing = self._is_growing if guaranteed is None else not guaranteed
-        asked = () if guaranteed is None else (guaranteed,)
-        call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, *asked, owner=owner)
-        made: list[Session] = []
-        undo = self._undo_of(self._calls.opened, call, made) if may_be_undone else None
-        with self._store.locked(), self._journal.unit(undo):
-            if (known := self._calls.opened.recall(call)) is not None:
-                return known
+        if guaranteed is not None:
+            if not guaranteed and not self._is_growing:
+                raise InvalidArgument("guaranteed", "must not be false: this server reserves all memory at creation")
+            is_growing = not guaranteed
+
+        def open_session(_: None) -> tuple[SessionOpened, Session]:
             session = self._store.create(
                 spec,
                 eos_token_ids=eos_ids,
@@ -250,131 +240,60 @@ class Engine:
                 label=label,
                 is_transient=is_transient,
             )
-            made.append(session)
-            opened = SessionOpened.of(session)
-            self._calls.opened.remember(call, opened, session)
-            return opened
+            return SessionOpened.of(session), session
+
+        spec.ready(self._context)
+        asked = () if guaranteed is None else (guaranteed,)
+        call = SessionCall(owner=owner, request_id=request_id, may_be_undone=may_be_undone)
+        content = (str(spec), sorted(eos_ids), limit_tokens, label, *asked)
+        return self._calls.once(self._calls.opened, call, open_session, lambda: content)
 
     def fork_session(
-        self,
-        session_id: str,
-        *,
-        expected_history_length: int | None = None,
-        limit_tokens: int | None = None,
-        label: str = "",
-        owner: str = "",
-        wait_seconds: float = 0.0,
-        request_id: bytes = b"",
-        may_be_undone: bool = False,
+        self, session_id: str, *, limit_tokens: int | None = None, label: str = "", **how: Unpack[CallOptions]
     ) -> SessionForked:
         """A new session that continues from this one's history. It has memory for that history, and its KV entries
         follow at once.
 
-        Memory for more is reserved, or granted as it grows, as for the parent.
-
-        limit_tokens: None for the parent's. request_id: makes a retry safe: a second call with it returns the first
-        reply. may_be_undone: as for `create_session`. Raises what that and `append` raise.
+        Memory for more is reserved, or granted as it grows, as for the parent. limit_tokens: None for the parent's.
+        Raises what `create_session` and `append` raise.
         """
-        forked = self._calls.forked
-        with self._store.locked():
-            if not forked.knows(request_id, owner=owner):
-                self._store.find_healthy(session_id, owner)
-        call = identify(request_id, session_id, expected_history_length, limit_tokens, label, owner=owner)
-        if (known := forked.recall(call)) is not None:
-            return known
-        parent = self._store.find_healthy(session_id, owner)
-        self._refuse_when_draining()
-        check_label(label)
-        limit = parent.limit_tokens if limit_tokens is None else self._arguments.limit(parent.kv.strategy, limit_tokens)
-        made: list[Session] = []
-        with (
-            holding(self._store, parent, Operation.FORK, wait_seconds),
-            self._store.locked(),
-            self._journal.unit(self._undo_of(forked, call, made) if may_be_undone else None),
-        ):
-            if (known := forked.recall(call)) is not None:
-                return known
-            check_length(parent, expected_history_length, self.metrics)
-            fork = open_fork(self._store, self._scheduler, parent, limit, label)
-            made.append(fork)
-            reply = SessionForked.of(fork)
-            forked.remember(call, reply, fork)
-            return reply
+        call = SessionCall(session_id=session_id, **how)
 
-    def append(
-        self,
-        session_id: str,
-        token_ids: Sequence[int] | TokenIds,
-        *,
-        expected_history_length: int | None = None,
-        owner: str = "",
-        wait_seconds: float = 0.0,
-    ) -> int:
-        """Add ids to the history, all or none; returns its new length. They are prefilled by the next Generate.
+        def fork(parent: Session) -> tuple[SessionForked, Session]:
+            check_label(label)
+            strategy, limit = parent.kv.strategy, parent.limit_tokens
+            limit = limit if limit_tokens is None else self._arguments.limit(strategy, limit_tokens)
+            session = open_fork(self._store, self._scheduler, parent, limit, label)
+            return SessionForked.of(session), session
 
-        Raises SessionBusy if something holds the session for longer than `wait_seconds`.
-        """
-        return self.append_once(
-            session_id,
-            token_ids,
-            expected_history_length=expected_history_length,
-            owner=owner,
-            wait_seconds=wait_seconds,
-        ).tokens
+        content = (session_id, call.expected_history_length, limit_tokens, label)
+        return self._calls.once(self._calls.forked, call, fork, lambda: content)
+
+    def append(self, session_id: str, token_ids: Sequence[int] | TokenIds, **how: Unpack[CallOptions]) -> int:
+        """Add ids to the history, all or none; returns its new length. They are prefilled by the next Generate."""
+        return self.append_once(session_id, token_ids, **how).tokens
 
     def append_once(
-        self,
-        session_id: str,
-        token_ids: Sequence[int] | TokenIds,
-        *,
-        request_id: bytes = b"",
-        expected_history_length: int | None = None,
-        owner: str = "",
-        wait_seconds: float = 0.0,
-        may_be_undone: bool = False,
+        self, session_id: str, token_ids: Sequence[int] | TokenIds, **how: Unpack[CallOptions]
     ) -> HistoryLength:
         """As `append`; a call with the request id of an earlier one does nothing and returns the earlier reply.
 
-        may_be_undone: the caller uses the result only once it is safe; if the disk has no space for it, and nothing was
-        done with the session since, it is as if the call had not come, and the session's `receipt` says so.
+        One that may be undone is undone only if nothing was done with the session since.
         """
-        appended, named = self._calls.appended, {"owner": owner, "session_id": session_id}
-        with self._store.locked():
-            if not appended.knows(request_id, **named):
-                self._store.find_healthy(session_id, owner)
-        ids = self._arguments.ids(token_ids)
-        call = identify(request_id, ids.tobytes(), expected_history_length, **named)
-        if (known := appended.recall(call)) is not None:
-            return known
-        session = self._store.find_healthy(session_id, owner)
-        self._refuse_when_draining()
+        call = SessionCall(session_id=session_id, **how)
+        ids = cache(partial(self._arguments.ids, token_ids))
 
-        def undo() -> bool:
-            with self._store.locked():
-                if session.uses != uses or session.is_closed:
-                    return False
-                session.take_back(start)
-                appended.forget(call)
-            return True
+        def append(session: Session) -> tuple[HistoryLength, Session]:
+            length = len(session.history) + len(ids())
+            if len(ids()):
+                self._store.check_history(session, len(ids()))
+                self._store.secure(session, length)
+                session.record(ids(), Mark.APPENDED)
+            return HistoryLength(tokens=length), session
 
-        with (
-            holding(self._store, session, Operation.APPEND, wait_seconds),
-            self._store.locked(),
-            self._journal.unit(undo if may_be_undone else None),
-        ):
-            start, uses = len(session.history), session.uses
-            if (known := appended.recall(call)) is not None:
-                return known
-            check_length(session, expected_history_length, self.metrics)
-            if session.is_closed:
-                raise SessionClosed
-            if len(ids):
-                self._store.check_history(session, len(ids))
-                self._store.secure(session, len(session.history) + len(ids))
-                session.record(ids, Mark.APPENDED)
-            length = HistoryLength(tokens=len(session.history))
-            appended.remember(call, length, session)
-            return length
+        return self._calls.once(
+            self._calls.appended, call, append, lambda: (ids().tobytes(), call.expected_history_length)
+        )
 
     def generate(
         self,
@@ -507,18 +426,18 @@ class Engine:
         owner: str = "",
     ) -> HistoryLength:
         """As `close_session`; a call with the request id of an earlier one does nothing and returns its reply."""
-        closed = self._calls.closed
-        with self._store.locked(), self._journal.unit():
-            if not closed.knows(request_id, owner=owner):
-                check_length(self._store.find(session_id, owner), expected_history_length, self.metrics)
-            call = identify(request_id, session_id, expected_history_length, owner=owner)
-            if (known := closed.recall(call)) is not None:
-                return known
-            session = self._store.find(session_id, owner)
-            self._journal.refuse_when_full(to_close=True)
-            length = HistoryLength(tokens=self._store.close(session_id, owner))
-            closed.remember(call, length, session)
-            closed.session_ended(session)
+
+        def close(session: Session) -> tuple[HistoryLength, Session]:
+            return HistoryLength(tokens=self._store.close(session_id, owner)), session
+
+        call = SessionCall(
+            session_id=session_id,
+            request_id=request_id,
+            owner=owner,
+            expected_history_length=expected_history_length,
+        )
+        content = (session_id, expected_history_length)
+        length = self._calls.once(self._calls.closed, call, close, lambda: content)
         self._scheduler.nudge()
         return length
 
@@ -647,18 +566,6 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _undo_of(self, calls: Repeated[Any], call: Call | None, made: Sequence[Session]) -> Callable[[], bool]:
-        """Undoes the call that made these sessions, which was not answered."""
-
-        def undo() -> bool:
-            with self._store.locked():
-                for session in made:
-                    self._store.forget(session)
-                calls.forget(call)
-            return True
-
-        return undo
 
     def _refuse_when_draining(self) -> None:
         """Raise Draining, or EngineStalled if the engine's thread does not run."""

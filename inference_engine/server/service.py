@@ -128,13 +128,7 @@ class RuntimeService:
                     may_be_undone=True,
                 )
 
-            async def call() -> HistoryLength:
-                if self._engine.is_elsewhere(session_id, owner=owner):
-                    # Perhaps it was closed, and its appends are remembered for a while.
-                    await self._recall(session_id, request_id)
-                return await self._when_free(session_id, append)
-
-            return convert.appended_to_wire(await self._while_it_leaves(session_id, call))
+            return convert.appended_to_wire(await self._on_session(session_id, append, request_id, is_its_own=True))
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
@@ -150,23 +144,18 @@ class RuntimeService:
                 refuse_late=True,
             )
 
-        async def call() -> Generation:
-            await self._recall(request.session_id)
-            return await self._when_free(request.session_id, start)
-
         async with AsyncExitStack() as stack:
             heartbeat: Heartbeat[pb.GenerateResponse] | None = None
             if (seconds := convert.heartbeat_of(request)) is not None:
                 heartbeat = Heartbeat(context.write, convert.progress_to_wire(), seconds)
                 await stack.enter_async_context(heartbeat)
-            generation = await self._while_it_leaves(request.session_id, call)
+            generation = await self._on_session(request.session_id, start)
             feed = Feed(generation, self._loop_waker())
             with self._supervised(generation, feed, context) as stall:
                 await self._send(request.session_id, feed, convert.framer_for(request), context, stall, heartbeat)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
-        async def call() -> HistoryLength:
-            await self._recall(request.session_id, request.request_id, to_close=True)
+        def close() -> HistoryLength:
             return self._engine.close_once(
                 request.session_id,
                 request_id=request.request_id,
@@ -174,7 +163,8 @@ class RuntimeService:
                 owner=caller(),
             )
 
-        return convert.closed_to_wire(await self._while_it_leaves(request.session_id, call, to_close=True))
+        length = await self._on_session(request.session_id, close, request.request_id, to_close=True)
+        return convert.closed_to_wire(length)
 
     async def fork_session(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
         owner = caller()
@@ -190,18 +180,14 @@ class RuntimeService:
                 may_be_undone=True,
             )
 
-        async def call() -> SessionForked:
-            await self._recall(request.session_id, request.request_id)
-            return await self._when_free(request.session_id, fork)
-
-        forked = await self._while_it_leaves(request.session_id, call)
+        forked = await self._on_session(request.session_id, fork, request.request_id)
         return convert.forked_to_wire(forked, mode=self._mode, model_id=self._model_id, durability=self._durability)
 
     async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
         def read() -> SessionInfo:
             return self._engine.session_info(request.session_id, owner=caller(), saved_only=True)
 
-        return convert.session_info_to_wire(await self._read(request.session_id, read))
+        return convert.session_info_to_wire(await self._on_session(request.session_id, read, is_read=True))
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return convert.server_info_to_wire(
@@ -233,25 +219,35 @@ class RuntimeService:
                 request.session_id, first=request.first_position, most=most, owner=caller()
             )
 
-        return convert.history_to_wire(await self._read(request.session_id, read))
+        return convert.history_to_wire(await self._on_session(request.session_id, read, is_read=True))
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The RPCs by their names on the wire."""
-        changes, reads = partial(self._once_safe, changes=True), partial(self._once_safe, changes=False)
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
-                "CreateSession": _unary(changes(self.create_session), pb.CreateSessionRequest),
-                "AppendTokens": _unary(changes(self.append_tokens), pb.AppendTokensRequest),
-                "Generate": _stream(reads(self.generate), pb.GenerateRequest),  # which waits before each frame
-                "CloseSession": _unary(changes(self.close_session), pb.CloseSessionRequest),
-                "ForkSession": _unary(changes(self.fork_session), pb.ForkSessionRequest),
-                "GetSessionInfo": _unary(reads(self.get_session_info), pb.GetSessionInfoRequest),
-                "GetServerInfo": _unary(self.get_server_info, pb.GetServerInfoRequest),
-                "ListSessions": _unary(self.list_sessions, pb.ListSessionsRequest),
-                "ReadHistory": _unary(reads(self.read_history), pb.ReadHistoryRequest),
+                "CreateSession": self._unary(self.create_session, pb.CreateSessionRequest),
+                "AppendTokens": self._unary(self.append_tokens, pb.AppendTokensRequest),
+                "Generate": self._stream(self.generate, pb.GenerateRequest),
+                "CloseSession": self._unary(self.close_session, pb.CloseSessionRequest),
+                "ForkSession": self._unary(self.fork_session, pb.ForkSessionRequest),
+                "GetSessionInfo": self._unary(self.get_session_info, pb.GetSessionInfoRequest, is_read=True),
+                "GetServerInfo": self._unary(self.get_server_info, pb.GetServerInfoRequest, is_read=True),
+                "ListSessions": self._unary(self.list_sessions, pb.ListSessionsRequest, is_read=True),
+                "ReadHistory": self._unary(self.read_history, pb.ReadHistoryRequest, is_read=True),
             },
         )
+
+    def _unary(
+        self, behaviour: Behaviour, request_type: type[Message], *, is_read: bool = False
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        call = _decoded(self._once_safe(behaviour, changes=not is_read), request_type)
+        return grpc.unary_unary_rpc_method_handler(call, response_serializer=_serialize)
+
+    def _stream(self, behaviour: Behaviour, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
+        """`behaviour` waits before each frame until what that says is safe."""
+        call = _decoded(self._once_safe(behaviour, changes=False), request_type)
+        return grpc.unary_stream_rpc_method_handler(call, response_serializer=_serialize)
 
     def _once_safe(self, behaviour: Behaviour, *, changes: bool) -> Behaviour:
         """`behaviour`, whose errors, and if it changes something its answer, are sent once what they say is safe.
@@ -274,22 +270,51 @@ class RuntimeService:
                     raise JournalFull from error
                 raise
             # Looked up in the turn of the call: later ones of the session have other receipts.
-            receipt = self._engine.receipt(getattr(answer, "session_id", session_id))
-            if changes and not await self._barrier.passed(receipt):
+            of = getattr(answer, "session_id", session_id)
+            if changes and not await self._barrier.passed(self._engine.receipt(of)):
                 raise JournalFull
             return answer
 
         return call
 
-    async def _read(self, session_id: str, read: Callable[[], T]) -> T:
-        """What is safe of a session, with all that was done with it until now, unless the disk has no space for it."""
+    async def _on_session(
+        self,
+        session_id: str,
+        act: Callable[[], T],
+        request_id: bytes = b"",
+        *,
+        is_its_own: bool = False,
+        is_read: bool = False,
+        to_close: bool = False,
+    ) -> T:
+        """Act on a session that is in memory: the one road of every call that names one.
 
-        async def call() -> T:
-            await self._recall(session_id)
-            await self._barrier.passed(self._engine.receipt(session_id), unless_full=True)
-            return read()
+        What left memory is brought back first, again if it leaves before `act` has it. Again, too, each time the
+        session becomes free, until `act` is not refused with SessionBusy. Raises SessionBusy when `busy_wait_seconds`
+        are over. (Past the client's own deadline the call is cancelled.)
 
-        return await self._while_it_leaves(session_id, call)
+        request_id: of a call whose reply may be on the disk; is_its_own: it is the session's, and comes with it.
+        is_read: `act` says what is safe, so what was done until now is waited for, unless the disk has no space for it.
+        to_close: as for `Engine.recall`.
+        """
+
+        async def attempt() -> T:
+            if not is_its_own or self._engine.is_elsewhere(session_id, owner=caller()):
+                # If it is elsewhere, it may have been closed, and its replies are remembered for a while.
+                await self._recall(session_id, request_id, to_close=to_close)
+            if is_read:
+                await self._barrier.passed(self._engine.receipt(session_id), unless_full=True)
+            return act()
+
+        for _ in range(MOST_LEAVING):
+            try:
+                return await self._when_free(session_id, attempt)
+            except SessionNotFound:
+                if not self._keeps:
+                    raise
+                await self._recall(session_id, to_close=to_close)
+                self._engine.session_info(session_id, owner=caller())  # raises: it is not there
+        return await self._when_free(session_id, attempt)
 
     async def _send(
         self,
@@ -339,18 +364,6 @@ class RuntimeService:
         context = contextvars.copy_context()  # with the caller
         return await asyncio.get_running_loop().run_in_executor(self._disk, context.run, work)
 
-    async def _while_it_leaves(self, session_id: str, call: Callable[[], Awaitable[T]], *, to_close: bool = False) -> T:
-        """Make a call that brings back what it needs: again if its session left memory before the call had it."""
-        for _ in range(MOST_LEAVING):
-            try:
-                return await call()
-            except SessionNotFound:
-                if not self._keeps:
-                    raise
-                await self._recall(session_id, to_close=to_close)
-                self._engine.session_info(session_id, owner=caller())  # raises: it is not there
-        return await call()
-
     def _loop_waker(self) -> LoopWaker:
         """The waker of the loop, which all streams share."""
         if self._waker is None:
@@ -365,13 +378,9 @@ class RuntimeService:
             self._engine.session_info(request.session_id, owner=owner)
             raise
 
-    async def _when_free(self, session_id: str, operation: Callable[[], T]) -> T:
-        """Run `operation`, again each time the session becomes free, until it is not refused with SessionBusy.
-
-        Raises SessionBusy when `busy_wait_seconds` are over. (Past the client's own deadline the call is cancelled.)
-        """
+    async def _when_free(self, session_id: str, attempt: Callable[[], Awaitable[T]]) -> T:
         try:
-            return operation()
+            return await attempt()
         except SessionBusy:
             pass
         loop = asyncio.get_running_loop()
@@ -380,9 +389,8 @@ class RuntimeService:
             async with asyncio.timeout_at(began + self._config.busy_wait_seconds):
                 while True:
                     await self._free(session_id, loop)
-                    await self._recall(session_id)  # it may have left memory meanwhile
                     with contextlib.suppress(SessionBusy):
-                        return operation()
+                        return await attempt()
         raise SessionBusy(round(loop.time() - began, 3))
 
     async def _free(self, session_id: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -431,14 +439,6 @@ class RuntimeService:
             stall.stop()
             if expiry is not None:
                 expiry.cancel()
-
-
-def _unary(behaviour: Behaviour, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
-    return grpc.unary_unary_rpc_method_handler(_decoded(behaviour, request_type), response_serializer=_serialize)
-
-
-def _stream(behaviour: Behaviour, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
-    return grpc.unary_stream_rpc_method_handler(_decoded(behaviour, request_type), response_serializer=_serialize)
 
 
 def _serialize(message: Message) -> bytes:

@@ -128,6 +128,9 @@ async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_
                 ("ForkSession", pb.ForkSessionRequest(request_id=os.urandom(16))),
                 ("CloseSession", pb.CloseSessionRequest(request_id=os.urandom(16))),
             ]
+            service = pb.DESCRIPTOR.services_by_name["RuntimeService"]
+            on_a_session = {rpc.name for rpc in service.methods if "session_id" in rpc.input_type.fields_by_name}
+            assert on_a_session == {name for name, _ in calls}
             answers: dict[str, Any] = {}
             for name, asked in calls:
                 asked.session_id = session_id
