@@ -218,8 +218,9 @@ def executor(config: ModelConfig) -> tuple[str, str]:
     "" and the reason if nothing would. Raises ModelError for a model that is not there or cannot be read.
     """
     from inference_engine.models import find_model, read_config
+    from inference_engine.models.families import check_family
     from inference_engine.models.folder import grouping_of, layout_of
-    from inference_engine.models.step_list import NoStepListError, check_family
+    from inference_engine.models.operations import NoStepListError
 
     found = find_model(config.model, cache=config.cache_path)
     listed, reason = "its family has a list of operations", ""

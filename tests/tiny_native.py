@@ -15,8 +15,8 @@ from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.engine import Engine
+from inference_engine.models.families import step_list
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.models.step_list import step_list
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library
 from inference_engine.types import Mode, ModelFacts

@@ -8,7 +8,7 @@
 The weights are those of the torch model, which calibration and drafters run: matrices that are multiplied together are
 laid one below the other, and the model's parameters become views of them. Matrices in fewer bits are read as they are,
 and so are those of experts, which transformers keeps in one tensor a layer.
-What the list means is said in `models/step_list.py`; that it is right for a model is tested on a small twin of it
+What the list means is said in `models/operations.py`; that it is right for a model is tested on a small twin of it
 (`backends/torch_loading.py`).
 """
 
@@ -31,10 +31,9 @@ from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
-from inference_engine.models.quantised_linear import QuantisedLinear
-from inference_engine.models.seam import Seam
-from inference_engine.models.step_list import (
-    HEAD,
+from inference_engine.models.families import step_list
+from inference_engine.models.families.writer import HEAD
+from inference_engine.models.operations import (
     Add,
     Attend,
     Embed,
@@ -49,8 +48,9 @@ from inference_engine.models.step_list import (
     Softcap,
     StepList,
     Tap,
-    step_list,
 )
+from inference_engine.models.quantised_linear import QuantisedLinear
+from inference_engine.models.seam import Seam
 
 # Of the largest number: torch multiplies normed states that were rounded, and they are thousands.
 _MOST_ROUNDINGS = 4.0

@@ -22,10 +22,11 @@ from inference_engine.kernels.long_chunks import open_long_chunks
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
+from inference_engine.models.families import check_family
 from inference_engine.models.norms import fuse_norms
+from inference_engine.models.operations import NoStepListError
 from inference_engine.models.quantised_linear import formats_of, quantise_linears
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.models.step_list import NoStepListError, check_family
 from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)

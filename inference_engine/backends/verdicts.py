@@ -218,6 +218,8 @@ def _decoded(kind: Any, value: Any) -> Any:
     if origin is types.UnionType:
         if value is None and type(None) in arguments:
             return None
+        if type(value) in arguments:  # of several plain types
+            return value
         return _decoded(next(each for each in arguments if each is not type(None)), value)
     if origin is tuple and isinstance(value, list):
         if arguments[-1] is ...:

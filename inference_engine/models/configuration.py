@@ -25,6 +25,8 @@ import numpy as np
 
 from inference_engine.errors import ModelError
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, StoredTensor
+from inference_engine.models.families import FAMILIES
+from inference_engine.models.families.writer import EMBEDDING, HEAD
 from inference_engine.models.file_keys import (
     CONFIG_KEYS,
     QUANTIZATION_KEYS,
@@ -39,7 +41,6 @@ from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.mapped import let_go
 from inference_engine.models.quantised_layout import KEY as QUANTIZATION
 from inference_engine.models.quantised_layout import layout_in
-from inference_engine.models.step_list import EMBEDDING, FAMILIES, HEAD
 from inference_engine.models.verified import look_of
 
 _TIED = "tie_word_embeddings"

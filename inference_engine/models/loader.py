@@ -232,8 +232,8 @@ def remarks(found: FoundModel) -> tuple[str, ...]:
 def _without_field(found: FoundModel) -> tuple[str, ...]:
     """Names keys that are no field of transformers' class, of families that have no table of their own."""
     from inference_engine.models.configuration import configuration_of
+    from inference_engine.models.families import FAMILIES
     from inference_engine.models.file_keys import CONFIG_KEYS, in_a_line, unlisted
-    from inference_engine.models.step_list import FAMILIES
 
     if found.only_gguf or (content := configuration_of(found.folder).content)["model_type"] in FAMILIES:
         return ()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from inference_engine.errors import ModelError
 from inference_engine.kernels.quantised import GROUP, QuantisedMatrix, pack_codes
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, text_name
+from inference_engine.models.families.writer import EMBEDDING, HEAD
 from inference_engine.models.quantised_layout import Layout
 from inference_engine.models.quantised_linear import QuantisedLinear
-from inference_engine.models.step_list import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -36,7 +36,7 @@ from inference_engine.kernels.ragged_attention import (
     UPTO,
 )
 from inference_engine.kv.context import KVContext
-from inference_engine.models.step_list import Product, StepList
+from inference_engine.models.operations import Product, StepList
 from inference_engine.native.library import Identity
 from inference_engine.native.library import Step as NativeStep
 from kv_cache_proposer.dflash.config import DFlashConfig

@@ -11,8 +11,8 @@ the target's, under the target's names.
 from __future__ import annotations
 
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.models.step_list import (
-    EMBEDDING,
+from inference_engine.models.families.writer import EMBEDDING
+from inference_engine.models.operations import (
     Add,
     Attend,
     Embed,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from inference_engine.models import file_keys
+from inference_engine.models.families import FAMILIES
 from inference_engine.models.file_keys import Keys
 from inference_engine.models.folder import CONFIGURATION_FILES, TOKENIZER_FILES
-from inference_engine.models.step_list import FAMILIES
 from scripts.reference.markdown import code, page, table
 
 INTRODUCTION = f"""

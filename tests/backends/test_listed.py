@@ -25,17 +25,9 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.models.families import step_list
+from inference_engine.models.operations import Add, Norm, NoStepListError, Operation, Product, Rotate, StepList
 from inference_engine.models.seam import Seam
-from inference_engine.models.step_list import (
-    Add,
-    Norm,
-    NoStepListError,
-    Operation,
-    Product,
-    Rotate,
-    StepList,
-    step_list,
-)
 from inference_engine.types import GenerateParams
 from tests.admissions import traits_of
 from tests.backends.test_families import SERVED, SIZES, write_model

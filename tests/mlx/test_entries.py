@@ -17,7 +17,7 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.models.step_list import Attend
+from inference_engine.models.operations import Attend
 from tests.further import off_metal, one_of_each
 from tests.laws import test_session_kv_laws as laws
 from tests.laws.variants import all_strategies, mechanism

@@ -25,7 +25,7 @@ from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.models.step_list import Attend, NoStepListError
+from inference_engine.models.operations import Attend, NoStepListError
 from inference_engine.types import Mode
 from tests.admissions import traits_of
 from tests.further import off_metal, off_metal_test

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from inference_engine.errors import ModelError
 from inference_engine.models import check_model, find_model, load_model, read_config, remarks, sizes
+from inference_engine.models.families import FAMILIES
 from inference_engine.models.file_keys import (
     ARCHITECTURE_KEYS,
     CONFIG_KEYS,
@@ -31,7 +32,6 @@ from inference_engine.models.file_keys import (
 )
 from inference_engine.models.quantised_layout import layout_in
 from inference_engine.models.seam import check_config
-from inference_engine.models.step_list import FAMILIES
 from inference_engine.models.tokenizer_ids import file_end_ids
 from tests.models.odd_models import configured, in_gptq_order, saved, sharded
 from tests.models.test_quantised_checkpoints import AWQ, BLOCKS, COMPRESSED, GPTQ

@@ -16,7 +16,7 @@ from inference_engine.backends.native.program import Program
 from inference_engine.config import child_environment
 from inference_engine.errors import BackendError, Overloaded
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.step_list import Embed, Experts, Product, Select, Softcap, StepList
+from inference_engine.models.operations import Embed, Experts, Product, Select, Softcap, StepList
 from inference_engine.native import build
 from inference_engine.native.library import Identity, Matrix, Step
 from inference_engine.scheduler.lifecycle import is_out_of_memory

@@ -26,7 +26,7 @@ from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.models.step_list import NoStepListError
+from inference_engine.models.operations import NoStepListError
 from inference_engine.native.library import Identity, KVType
 from inference_engine.types import Mode
 from tests.admissions import traits_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from inference_engine.backends.native.program import Program
-from inference_engine.models.step_list import Embed, Product, Select, StepList
+from inference_engine.models.operations import Embed, Product, Select, StepList
 from inference_engine.native.library import Identity, Step
 from tests.native.test_failures import _Tensors
 from tests.tiny_native import library

@@ -24,8 +24,9 @@ from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.kv.geometry import IMMOVABLE, LayerGeometry
 from inference_engine.models.checkpoint import StoredTensor
+from inference_engine.models.families import step_list
 from inference_engine.models.gguf_header import read_gguf
-from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.models.operations import NoStepListError
 from tests.models.test_mapped import resident
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
 from tests.tiny_native import library

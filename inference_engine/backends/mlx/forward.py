@@ -41,7 +41,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.views import StagedQueries
-from inference_engine.models.step_list import Attend
+from inference_engine.models.operations import Attend
 from inference_engine.types import Mode, ModelFacts
 
 

@@ -19,7 +19,7 @@ from inference_engine.errors import NotOnMlx
 from inference_engine.models import CheckedFolder, check_model, log_remarks
 from inference_engine.models.folder import grouping_of
 from inference_engine.models.open_checkpoint import open_checkpoint
-from inference_engine.models.step_list import NoStepListError
+from inference_engine.models.operations import NoStepListError
 from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     bits = "" if checked.only_gguf or grouping_of(checked.folder) is None else "grouped weights, "
     facts = ModelFacts(
         model_id=checked.model_id,
-        vocab_size=described.config.vocab_size,
+        vocab_size=program.steps.vocabulary,
         trained_positions=described.trained_positions,
         layers=len(program.steps.layers),
         hidden_size=program.steps.hidden,

@@ -1,4 +1,4 @@
-"""A model's list of operations (`models/step_list.py`) over arrays of MLX, which computes them when they are asked for.
+"""A model's list of operations (`models/operations.py`) over arrays of MLX, computed when they are asked for.
 
 Queries, keys and values of a token are three registers of heads here, so that norms and rotation copy nothing.
 """
@@ -21,7 +21,8 @@ from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
 from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.program import Checkpoint
 from inference_engine.errors import ModelError
-from inference_engine.models.step_list import (
+from inference_engine.models.families import step_list
+from inference_engine.models.operations import (
     Add,
     Attend,
     Embed,
@@ -35,7 +36,6 @@ from inference_engine.models.step_list import (
     Select,
     Softcap,
     Tap,
-    step_list,
 )
 
 

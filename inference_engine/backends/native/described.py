@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference_engine.backends.native.program import RotaryTable
 from inference_engine.kv.geometry import UNROTATED, LayerGeometry
-from inference_engine.models.step_list import TextConfig
+from inference_engine.models.families import ListConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Described:
     model and beside it.
     """
 
-    config: TextConfig
+    config: ListConfig
     layers: tuple[LayerGeometry, ...]
     trained_positions: int
     rotaries: Mapping[str, Frequencies]

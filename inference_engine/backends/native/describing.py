@@ -13,15 +13,15 @@ from inference_engine.backends.native.described import Described, Frequencies
 from inference_engine.backends.twin import text_generator
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
+from inference_engine.models.families import ListConfig
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.models.step_list import TextConfig
 
 logger = logging.getLogger(__name__)
 
 
 def describe(config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits]) -> Described:
     """Raises NoStepListError, NotNative or ModelError for a model that the native backend cannot run."""
-    TextConfig.of(config.get_text_config())  # a family without a list needs no model
+    ListConfig.of(config.get_text_config())  # a family without a list needs no model
     try:
         return describe_seam(_without_weights(config, kind, traits))
     except ModelError:
@@ -49,7 +49,7 @@ def describe_seam(seam: Seam) -> Described:
     names = dict.fromkeys(layer.rotary for layer in seam.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
     tables = {name: seam.rotary_frequencies(name) for name in names}
     return Described(
-        config=TextConfig.of(seam.model.config.get_text_config()),
+        config=ListConfig.of(seam.model.config.get_text_config()),
         layers=seam.layers,
         trained_positions=seam.trained_positions,
         rotaries={

@@ -43,7 +43,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.models.step_list import Attend
+from inference_engine.models.operations import Attend
 from inference_engine.native.library import Attention, Kernels, KVType, Threads
 from inference_engine.native.library import Step as NativeStep
 from inference_engine.types import Mode, ModelFacts

@@ -16,9 +16,11 @@ from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.models import CheckedFolder, check_model, log_remarks
 from inference_engine.models.checkpoint import Checkpoint, text_name
+from inference_engine.models.families import step_list
+from inference_engine.models.families.writer import HEAD
 from inference_engine.models.folder import layout_of
 from inference_engine.models.open_checkpoint import open_checkpoint
-from inference_engine.models.step_list import HEAD, NoStepListError, step_list
+from inference_engine.models.operations import NoStepListError
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library
 from inference_engine.types import ModelFacts
@@ -71,7 +73,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     formats = program.formats()
     facts = ModelFacts(
         model_id=checked.model_id,
-        vocab_size=described.config.vocab_size,
+        vocab_size=steps.vocabulary,
         trained_positions=described.trained_positions,
         layers=len(steps.layers),
         hidden_size=steps.hidden,

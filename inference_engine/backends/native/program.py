@@ -22,7 +22,7 @@ from inference_engine.errors import BackendError, ModelError, NotNative, Overloa
 from inference_engine.models.checkpoint import unpacked
 from inference_engine.models.encodings import BY_NAME
 from inference_engine.models.mapped import let_go
-from inference_engine.models.step_list import (
+from inference_engine.models.operations import (
     Add,
     Attend,
     Embed,

@@ -17,7 +17,8 @@ from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
 from inference_engine.kv.geometry import LayerTraits
-from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.models.families import step_list
+from inference_engine.models.operations import NoStepListError
 from inference_engine.native.library import Identity, Library
 from inference_engine.types import Mode
 

@@ -1,0 +1,207 @@
+"""Writes a family's list of operations: the blocks that families are put together from.
+
+A family names the parts of a layer as its checkpoint does. What is there is checked: every tensor that an operation
+reads is in the checkpoint, and every size is one that kernels take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
+from inference_engine.models.operations import (
+    Add,
+    Attend,
+    Embed,
+    Experts,
+    Gated,
+    Norm,
+    NoStepListError,
+    Operation,
+    Product,
+    Rotate,
+    Select,
+    Softcap,
+    StepList,
+    Tap,
+)
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LANES = 16  # numbers that a kernel takes at once
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """index: its number. prefix: of the names of its tensors."""
+
+    index: int
+    prefix: str
+    geometry: LayerGeometry
+
+
+@dataclass(kw_only=True, slots=True)
+class Writer:
+    """A list while it is written. geometries: of each layer. names: of the tensors in the checkpoint.
+
+    epsilon, plus_one: of all norms; see `Norm`.
+    """
+
+    hidden: int
+    vocabulary: int
+    geometries: Sequence[LayerGeometry]
+    names: Collection[str]
+    epsilon: float
+    plus_one: bool = False
+    operations: list[Operation] = field(default_factory=list)
+    widths: dict[str, int] = field(default_factory=dict)
+
+    def list(self) -> StepList:
+        return StepList(
+            operations=tuple(self.operations),
+            widths=dict(self.widths),
+            layers=tuple(self.geometries),
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+        )
+
+    def has(self, name: str) -> bool:
+        """Is there such a tensor?"""
+        return name in self.names
+
+    def embed(self, *, factor: float = 1.0) -> None:
+        """hidden = the embedding of each token, times `factor`."""
+        if self.hidden < 1:
+            raise NoStepListError(f"hidden_size is {self.hidden}")
+        self.widths |= dict.fromkeys(("hidden", "normed", "delta", "last"), self.hidden)
+        self.operations.append(Embed(output="hidden", matrix=self._own(EMBEDDING), factor=factor))
+
+    def layers(self) -> Iterator[Layer]:
+        """The layers, one after another. Behind each, steps may ask for its hidden states."""
+        for index, geometry in enumerate(self.geometries):
+            yield Layer(index=index, prefix=f"model.layers.{index}.", geometry=geometry)
+            self.operations.append(Tap(input="hidden", layer=index))
+
+    def norm(self, name: str, register: str, output: str) -> None:
+        """output = the norm of the register, by the weights `name`."""
+        self._norm(name, register, output, width=self.widths[register])
+
+    def attend(self, layer: Layer, *, scaling: float | None = None, softcap: float | None = None) -> None:
+        """delta = attention of normed: projections `q_proj`, `k_proj`, `v_proj` or `qkv_proj`, norms `q_norm` and
+        `k_norm` of heads where they are there, rotation, attention, `o_proj`.
+
+        scaling: of scores; None: the inverse root of a head's size.
+        """
+        geometry, prefix = layer.geometry, f"{layer.prefix}self_attn."
+        queries, keys, dim = geometry.query_heads, geometry.kv_heads, geometry.head_dim
+        if dim < 1 or dim % LANES:
+            raise NoStepListError(f"layer {layer.index} has heads of {dim} numbers, which is no multiple of {LANES}")
+        if keys < 1 or queries < 1 or queries % keys:
+            raise NoStepListError(
+                f"layer {layer.index} has {queries} query heads, which are not as many for each of {keys}"
+            )
+        if geometry.rotary == IMMOVABLE:
+            raise NoStepListError(f"layer {layer.index} changes its keys by position in a way that is not a rotation")
+        heads = self._register("heads", (queries + 2 * keys) * dim)
+        mixed = self._register("mixed", queries * dim)
+        is_one = self.has(f"{prefix}qkv_proj.weight")
+        self.product("normed", heads, *([f"{prefix}qkv_proj"] if is_one else [f"{prefix}{one}_proj" for one in "qkv"]))
+        for name, count, offset in (("q_norm", queries, 0), ("k_norm", keys, queries * dim)):
+            if self.has(f"{prefix}{name}.weight"):
+                self._norm(f"{prefix}{name}", heads, heads, width=dim, heads=count, offset=offset)
+        if geometry.rotary != UNROTATED:
+            self.operations.append(Rotate(register=heads, rotary=geometry.rotary, heads=queries + keys, width=dim))
+        scale = float(dim) ** -0.5 if scaling is None else scaling
+        self.operations.append(Attend(input=heads, output=mixed, layer=layer.index, scaling=scale, softcap=softcap))
+        self.product(mixed, "delta", f"{prefix}o_proj")
+
+    def gated(self, prefix: str, *, inner: int | None, activation: str, output: str = "delta") -> None:
+        """output = down_proj(activation(gate_proj(normed)) · up_proj(normed)), or of `gate_up_proj`.
+
+        inner: the width between them. activation: under transformers' name.
+        """
+        inner = inner or 0
+        gates, between = self._register("gates", 2 * inner), self._register("inner", inner)
+        is_one = self.has(f"{prefix}gate_up_proj.weight")
+        both = [f"{prefix}gate_up_proj"] if is_one else [f"{prefix}gate_proj", f"{prefix}up_proj"]
+        self.product("normed", gates, *both)
+        self.operations.append(Gated(input=gates, output=between, activation=_activation(activation)))
+        self.product(between, output, f"{prefix}down_proj")
+
+    def experts(self, prefix: str, *, count: int, chosen: int, sums_to_one: bool, activation: str) -> None:
+        """delta = the mixture of the `chosen` of `count` experts of each token, which `gate` names."""
+        if not 1 <= chosen <= count:
+            raise NoStepListError(f"{chosen} of {count} experts are chosen")
+        router = self._register("router", count)
+        self.product("normed", router, f"{prefix}gate")
+        parts = ("gate_proj", "up_proj", "down_proj")
+        matrices = ([self._own(f"{prefix}experts.{expert}.{part}.weight") for part in parts] for expert in range(count))
+        self.operations.append(
+            Experts(
+                input="normed",
+                router=router,
+                output="delta",
+                matrices=tuple((gate, up, down) for gate, up, down in matrices),
+                chosen=chosen,
+                sums_to_one=sums_to_one,
+                activation=_activation(activation),
+            )
+        )
+
+    def add(self, register: str, output: str) -> None:
+        """output += register."""
+        self.operations.append(Add(input=register, output=output))
+
+    def head(self, *, softcap: float | None = None) -> None:
+        """The logits of the queries asked for, by the head or, if there is none, the embedding."""
+        self.operations.append(Select(input="hidden", output="last"))
+        self.norm("model.norm", "last", "last")
+        head = HEAD if self.has(HEAD) else EMBEDDING
+        biases = ("lm_head.bias",) if self.has("lm_head.bias") else ()
+        self.operations.append(Product(input="last", output=None, matrices=(head,), biases=biases))
+        if softcap is not None:
+            self.operations.append(Softcap(limit=softcap))
+
+    def product(self, register: str, output: str, *modules: str) -> None:
+        """output = the register times the matrices of these modules, one below the other, and their biases."""
+        matrices = tuple(self._own(f"{module}.weight") for module in modules)
+        biases = tuple(name for module in modules if (name := f"{module}.bias") in self.names)
+        if biases and len(biases) != len(modules):
+            raise NoStepListError(f"{biases[0]} is there, and not a bias for each of {', '.join(modules)}")
+        self.operations.append(Product(input=register, output=output, matrices=matrices, biases=biases))
+
+    def _norm(self, name: str, register: str, output: str, *, width: int, heads: int = 1, offset: int = 0) -> None:
+        self.operations.append(
+            Norm(
+                input=register,
+                output=output,
+                weights=self._own(f"{name}.weight"),
+                epsilon=self.epsilon,
+                width=width,
+                heads=heads,
+                offset=offset,
+                plus_one=self.plus_one,
+            )
+        )
+
+    def _register(self, name: str, width: int) -> str:
+        """A register of this name and width. Layers of other sizes have another one."""
+        if width < 1:
+            raise NoStepListError(f"{name}: {width} numbers")
+        if self.widths.get(name, width) != width:
+            name = f"{name} of {width}"
+        self.widths[name] = width
+        return name
+
+    def _own(self, name: str) -> str:
+        if name not in self.names:
+            raise NoStepListError(f"the checkpoint has no {name}")
+        return name
+
+
+def _activation(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise NoStepListError(f"the activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
