@@ -44,7 +44,7 @@ INVARIANTS = ("inv1", "inv2", "inv3")
 PORTS = ("grpc", "http", "metrics")
 SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
 # Kinds of a session's bytes, as in `SessionKV.footprint`.
-KV_KINDS = ("rows", "sink_copy", "bounds", "components", "mac", "fetched", "archive", "restored", "draft")
+KV_KINDS = ("entries", "sink_copy", "bounds", "components", "mac", "fetched", "archive", "restored", "draft")
 # Parts of a step's time, in order. `plan`, `draft` and `settle` are not the model's.
 STEP_PARTS = ("plan", "draft", "forward", "sample", "settle")
 
@@ -299,7 +299,7 @@ class EngineMetrics:
         )
         self._step_parts = {part: self.step_parts.labels(part) for part in STEP_PARTS}
         self.step_tokens = self._histogram(
-            "engine_step_rows", "Tokens in one forward, over all its sessions.", _STEP_TOKENS
+            "engine_step_tokens", "Tokens in one forward, over all its sessions.", _STEP_TOKENS
         )
         self.step_sessions = self._histogram("engine_step_sessions", "Sessions in one forward.", _SESSIONS)
         self.beat_age = self._gauge(

@@ -217,7 +217,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes held on the device, by kind (`rows`, `sink_copy`, …), and in the second tier."""
+    """Bytes held on the device, by kind (`entries`, `sink_copy`, …), and in the second tier."""
 
     by_kind: Mapping[str, int]
     tier_bytes: int = 0

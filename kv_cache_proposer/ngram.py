@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time the history ended like this is proposed again.
+"""Prompt lookup decoding: what followed the last time the history ended like this is proposed again.
 
     history   … the cat sat on the mat and then the cat sat on
                 └───────┬────────┘              └────┬────┘

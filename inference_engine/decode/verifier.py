@@ -1,4 +1,4 @@
-"""The verifier: runs the target model over one block of tokens for each of several sessions.
+"""The verifier of speculative decoding: runs the target over a block of tokens for each of several sessions.
 
 A block is the tokens of one session that have no K/V yet: a chunk of prefill, the last sampled token, or tokens to be
 scored. If the block reaches the end of the history, the logits of its last token give the next one. One synchronisation

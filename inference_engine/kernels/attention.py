@@ -1,4 +1,4 @@
-"""Attention of one session's queries over its KV entries.
+"""Attention of one session's queries over its KV entries, grouped-query (GQA) or multi-head.
 
     queries [T, Hq, D] · keys, values [Hkv, S, D] · mask [T, S] additive, or None when every query sees every key
 

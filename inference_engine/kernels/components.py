@@ -1,6 +1,6 @@
-"""An index of keys that says which old entries a query reads: leading components of unrotated keys, in few bits.
+"""An index of keys that says which old entries a query reads: leading components of keys before RoPE, few bits each.
 
-    key before rotation ≈ mean + Σ_j basis_j · step_j · (code_j + ½ − levels / 2)          r codes of `bits` bits
+    key before RoPE     ≈ mean + Σ_j basis_j · step_j · (code_j + ½ − levels / 2)          r codes of `bits` bits
 
 A key before rotation lies near a few directions, which calibration finds for each layer and KV head. A token's score is
 that of its rebuilt key at its position. Instead of rotating every rebuilt key, the query is rotated back, once for each

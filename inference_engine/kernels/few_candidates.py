@@ -1,4 +1,4 @@
-"""Draws from one row of logits on a CPU without ranking the vocabulary or working out noise for all of it.
+"""Sampling on a CPU: no full sort of the vocabulary; only ids that can win get Gumbel noise.
 
     top_p, top_k    the largest numbers, a few hundred, are sorted and weighed; the rest is summed up roughly
     neither         a smaller number wins only by noise that few ids have: bits show which, without logarithms

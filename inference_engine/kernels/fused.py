@@ -1,4 +1,4 @@
-"""Fused operations of a step: everything between two attentions, in few launches.
+"""Fused operations of a step: norms, products, RoPE, gates and experts, everything between two attentions.
 
     norm · product · bias · activation or residual      one `product`
     norm of heads · rotation · write of K and V         one `place_heads`

@@ -1,4 +1,4 @@
-"""Attention of long chunks of a prefill, by the fastest operations that the device has.
+"""Prefill attention of long chunks, by the fastest operations that the device has.
 
 FlashAttention-3, where it is installed, takes any chunk in one operation (`kernels/flash3.py`). Otherwise the fused
 operations that come with torch are used:

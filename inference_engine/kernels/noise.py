@@ -1,4 +1,4 @@
-"""Noise that belongs to a seed, a position and a token id, and to nothing else: what a sampled token is drawn with.
+"""Gumbel noise of a seed, a position and a token id, and of nothing else: what a sampled token is drawn with.
 
     token = the id with the largest  logit ÷ temperature + noise(seed, position, id)
 

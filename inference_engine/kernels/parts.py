@@ -1,4 +1,4 @@
-"""Attention of one session's queries over entries in several places, under one softmax.
+"""Segmented attention: one session's queries over entries in several places, under one softmax.
 
     queries [T, Hq, D] · parts, each keys and values [Hkv, S, D] and a mask [T, S] or None
 

@@ -1,4 +1,4 @@
-"""Matrices in fewer bits, as products read them: 8-bit floats with scales, or 4-bit codes in groups.
+"""Weight-only quantisation: matrices as products read them, 8-bit floats with scales, or 4-bit codes in groups.
 
     format    number                 codes
     fp8       code · scale           float8_e4m3fn [O, K]

@@ -1,4 +1,4 @@
-"""Samples a token from each of many logits vectors.
+"""Samples a token from each of many logits vectors, by keyed Gumbel noise.
 
 Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw
 logits. The token is the id with the largest logit ÷ temperature + noise among those that are left, and the lower one of

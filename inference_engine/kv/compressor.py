@@ -1,4 +1,4 @@
-"""The compressor interface: a vector becomes bytes, and comes back nearly as it was.
+"""The compressor interface (KV cache quantisation): a vector becomes bytes, and comes back nearly as it was.
 
 A vector is one head's K or V of one position, the last dimension of a tensor. Each is coded by itself: its bytes depend
 on no other vector and not on the batch size, so entries can be coded, moved and read back one by one.

@@ -1,4 +1,4 @@
-"""The shape of a model's K and V, one record per layer, and the units of memory."""
+"""The shape of a model's KV cache: K and V of each layer (MHA, GQA, MQA), and the units of memory."""
 
 from __future__ import annotations
 

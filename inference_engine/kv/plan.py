@@ -1,4 +1,4 @@
-"""The plan of one forward: the session of each packed token, where its K and V go, and what its query may see.
+"""The plan of a continuous batch: the session of each packed token, where its K and V go, what its query may see.
 
     packed tokens | session A: 3 tokens | session B: 1 token | …        input_ids [1, N]
 

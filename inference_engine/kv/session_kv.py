@@ -606,7 +606,7 @@ class SessionKV:
         pages = -(-(end - self.base) // self.context.geometry.opening_tokens)
         if self._quiet_footprint is not None and self._quiet_footprint[0] == pages:
             return self._quiet_footprint[1]
-        held = Held(by_kind={"rows": 0, "sink_copy": 0})
+        held = Held(by_kind={"entries": 0, "sink_copy": 0})
         for part in self.parts:
             part.add_footprint(held, self.length, end)
         footprint = Footprint(held.by_kind, tier_bytes=held.tier_bytes)

@@ -445,7 +445,7 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
 def _positive(config: Any, name: str, folder: Path) -> int:
     value = getattr(config, name, None)
     if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{folder}: config.json: {name} is {value!r}; a model that does not say cannot be served")
+        raise ModelError(f"{folder}: config.json: {name} is {value!r}, must be a positive integer")
     return value
 
 

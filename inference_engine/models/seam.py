@@ -1,4 +1,4 @@
-"""The seam into transformers: a registered attention function, and a replacement of the model's rotary module.
+"""The seam into transformers: a registered attention function, and a replacement of the model's rotary module (RoPE).
 
 The model code is transformers' own and is not patched. Every attention layer of a model loaded with
 `attn_implementation=ATTENTION` calls `_attend`, which finds the step's plan at its module (some families do not pass

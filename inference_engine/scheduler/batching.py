@@ -1,4 +1,4 @@
-"""Batching: which requests are in the next step, and how many tokens of each.
+"""Continuous batching: which requests are in the next step, and how many tokens of each (chunked prefill).
 
 `scheduler/policy.py` chooses from plain numbers. This module collects those numbers and turns the choice into a `Block`
 of tokens per request for the verifier. The owner that was served longest ago comes first, for prefill and for decode

@@ -1,4 +1,4 @@
-"""Predicted time to first token: the queue is simulated with the measured duration of steps.
+"""Predicted time to first token (TTFT): the queue is simulated with the measured duration of steps.
 
     places    ├ running, until all its tokens are generated ┤├ the next: of the owner with the fewest running ┤
     prefill   ├ one segment per step beside decoding requests, owners in turn ┤

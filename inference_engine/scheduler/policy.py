@@ -1,4 +1,4 @@
-"""Scheduling policy: which requests begin, which run in the next step, and with how many tokens. Pure functions.
+"""Scheduling policy of continuous batching: which requests begin, which run, with how many tokens. Pure functions.
 
 Owners take turns, and the Generates of one owner take turns: an owner with a hundred Generates gets as much as one with
 a single Generate.

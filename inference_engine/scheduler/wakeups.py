@@ -59,7 +59,7 @@ class Wakeups:
 
     @property
     def are_late(self) -> bool:
-        """Do they wait until what was recorded is safe?"""
+        """Are they delivered only after the journal has synced?"""
         return self._after is not None
 
     def hold(self) -> None:

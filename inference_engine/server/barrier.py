@@ -1,4 +1,4 @@
-"""What is sent to a client waits here until what it says is safe, and for nothing else.
+"""What is sent to a client waits here until the journal has synced what it says, and for nothing else.
 
 An answer says how far one session has come, and has that session's receipt from the journal. Receipts become safe in
 the order of their numbers, a commit for many, so the journal is asked for the lowest number only.

@@ -1,4 +1,4 @@
-"""Addresses that get no new connections for a while, because their connections without a key were dropped for abuse.
+"""IP bans: addresses get no new connections for a while, because theirs without a key were dropped for abuse.
 
 A caller whose connection is dropped opens the next one at once: what it sent before is parsed, decided and refused
 each time, on threads that owners need too. So after a few of those the address is barred: the system itself drops its

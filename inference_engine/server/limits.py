@@ -1,4 +1,4 @@
-"""Limits on the calls of one owner, and on the number of connections.
+"""Rate limits and other limits on the calls of one owner, and on the number of connections.
 
 The calls of an owner are limited in number at the same time, and in starts per second. A token bucket holds one second
 of starts, so that a burst after a pause is served at once:

@@ -1,4 +1,4 @@
-"""The bridge from the engine's thread to one client's stream.
+"""The bridge from the engine's thread to one client's stream, with backpressure.
 
     engine thread ── set, set, … wake ──▶ event loop ── read ──▶ frames
 

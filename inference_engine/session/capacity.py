@@ -1,4 +1,4 @@
-"""Admission of sessions by number and bytes, before anything is allocated, and eviction of idle sessions for it.
+"""Admission of sessions by number and bytes, before anything is allocated; idle ones are preempted or evicted for it.
 
     too many sessions   the owner's least recently used idle session is evicted
     too few bytes       the K/V of the owner's least recently used idle sessions are dropped, one session after another;

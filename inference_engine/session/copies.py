@@ -1,4 +1,4 @@
-"""What an engine tells of its sessions to what may keep copies of their K/V; and what keeps none."""
+"""The interface of snapshots of sessions' KV cache, and its null object."""
 
 from __future__ import annotations
 

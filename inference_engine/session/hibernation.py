@@ -1,4 +1,4 @@
-"""Copies of idle sessions' K/V in files, from which it comes back after it was dropped, or after a restart.
+"""Copies of idle sessions' KV cache in files, from which it comes back after it was dropped, or after a restart.
 
     idle        saved, a piece between two steps; given up if the session is used meanwhile
     used        if its K/V is gone: read from the file, checked, and put in place; then only the rest is prefilled

@@ -15,7 +15,7 @@ history carries a checksum, and a history must be without a hole: a damaged sess
 concerned. An answer that is forgotten would let a repeated call be done twice, so each is accounted for: by the row of
 its session, or in the tail and in `replies`, which the start looks through.
 
-`power`: a commit is synced before it is confirmed. `process`: the system may write it later; checkpoints sync.
+`power`: a commit is synced (fsync) before it is confirmed. `process`: the system may write it later; checkpoints sync.
 A full disk is waited for, with a reserve for what is under way and for closing sessions (see `writer.py`). Any other
 error of the disk is final: after a failed sync SQLite may take the next commit and lose this one. Checkpoints are made
 here, not by SQLite, which does not report when one fails.

@@ -1,4 +1,4 @@
-"""The journal's thread: takes what was recorded, commits it in one transaction, and then confirms it.
+"""The journal's thread (group commit): commits what was recorded in one transaction, one fsync, and confirms it.
 
     engine's thread    record A, B, … │ kick │ plan, forward of the next step …
     this thread                              │ commit A, B, … │ call back what waited for them

@@ -1,7 +1,8 @@
-"""Words that the vocabulary has replaced do not come back, in code or in documents."""
+"""Words that the vocabulary has replaced do not come back; the field's words are where its readers look for them."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,39 @@ RETIRED = re.compile(
     r"|guess(?!-Verify)\w*|want of memory|somebody|anybody|everybody|whoever)\b",
     re.IGNORECASE,
 )
+
+# Where who knows vLLM or llama.cpp searches first: a page, or a room one of whose modules begins with the word.
+ENGINE = "inference_engine"
+FIELD = {
+    "attention sink": (f"{ENGINE}/kv/strategies", "docs/architecture.md"),
+    "backpressure": (f"{ENGINE}/server",),
+    "chunked prefill": (f"{ENGINE}/scheduler", "docs/operations.md", "docs/architecture.md"),
+    "continuous batching": (f"{ENGINE}/scheduler", "README.md", "docs/architecture.md"),
+    "CUDA graphs": (f"{ENGINE}/backends", "README.md", "docs/operations.md"),
+    "dependent launch": (f"{ENGINE}/kernels",),
+    "flash decoding": (f"{ENGINE}/kernels",),
+    "FlashAttention-3": (f"{ENGINE}/kernels", "docs/operations.md"),
+    "fsync": (f"{ENGINE}/session", "docs/durability.md"),
+    "GQA": (f"{ENGINE}/kernels", f"{ENGINE}/kv", "docs/architecture.md"),
+    "group commit": (f"{ENGINE}/session",),
+    "Gumbel noise": (f"{ENGINE}/kernels", "docs/architecture.md", "docs/concepts.md"),
+    "idempotent": (f"{ENGINE}/engine", f"{ENGINE}/session", "docs/concepts.md", "docs/durability.md"),
+    "IP ban": (f"{ENGINE}/server", "docs/security.md"),
+    "KV cache": (f"{ENGINE}/kv", "README.md", "docs/concepts.md", "docs/index.md", "docs/strategies.md"),
+    "KV offload": (f"{ENGINE}/kv",),
+    "prefix sharing": (f"{ENGINE}/kv", "README.md", "docs/concepts.md", "docs/architecture.md"),
+    "prompt lookup": ("kv_cache_proposer", "README.md", "docs/concepts.md"),
+    "rate limit": (f"{ENGINE}/server", "docs/operations.md", "docs/security.md"),
+    "RoPE": (f"{ENGINE}/models", f"{ENGINE}/kernels", "docs/architecture.md", "docs/operations.md"),
+    "speculative decoding": (f"{ENGINE}/decode", f"{ENGINE}/scheduler", "README.md", "docs/concepts.md"),
+    "split-K": (f"{ENGINE}/kernels",),
+    "time to first token (TTFT)": (f"{ENGINE}/scheduler", "docs/operations.md"),
+    "trellis-coded quantisation": (f"{ENGINE}/kernels",),
+}
+# "row" is of a matrix, a table, logits or a database. Of the KV cache it is an entry, of a step it is a token.
+WITHOUT_ROWS = ("decode", "engine", "kv", "scheduler")
+ROWS_LEFT = 17
+ROWS = re.compile(r"(?<!in a )\brows?\b", re.IGNORECASE)
 
 
 def files() -> Iterator[Path]:
@@ -62,3 +96,30 @@ def test_a_retired_word_is_found(subtests: pytest.Subtests) -> None:
         with subtests.test(line):
             assert retired(f"fine\n{line}\nfine") == [line]
     assert retired("a page\n\n## Words\n\n| keep-set | selected blocks |\n\n## Rooms\nnews\n") == ["news"]
+
+
+def first_words(place: str) -> str:
+    """A page; or of each module of a room its docstring, all its white space alike."""
+    path = ROOT / place
+    if path.is_file():
+        return " ".join(path.read_text(encoding="utf-8").split())
+    modules = (ast.parse(module.read_text(encoding="utf-8")) for module in path.rglob("*.py"))
+    return " ".join(" ".join((ast.get_docstring(module) or "").split()) for module in modules)
+
+
+def test_the_words_of_the_field_are_where_its_readers_look_for_them() -> None:
+    places = {place: first_words(place).lower() for all_of in FIELD.values() for place in all_of}
+    missing = [(word, place) for word, all_of in FIELD.items() for place in all_of if word.lower() not in places[place]]
+    assert missing == []
+
+
+def test_an_entry_and_a_token_are_no_rows() -> None:
+    """What is left are rows of matrices. The number only falls."""
+    found = [
+        line
+        for room in WITHOUT_ROWS
+        for path in sorted((ROOT / ENGINE / room).rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if ROWS.search(words(line))
+    ]
+    assert len(found) <= ROWS_LEFT, "\n".join(found)

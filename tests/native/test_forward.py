@@ -267,7 +267,7 @@ def test_entries_take_the_bytes_of_their_dtype_and_change_logits_by_its_rounding
     assert difference <= KV_ROUNDING[kv_type] and bool(difference) == (kv_type is not KVType.FLOAT32)
     share = 1 if kv_type is KVType.FLOAT32 else 2
     assert rounded.context.geometry.entry_bytes * share == exact.context.geometry.entry_bytes
-    bytes_of = [sessions.sessions[0].footprint().by_kind["rows"] for sessions in (exact, rounded)]
+    bytes_of = [sessions.sessions[0].footprint().by_kind["entries"] for sessions in (exact, rounded)]
     assert bytes_of[1] * share == bytes_of[0]
 
 

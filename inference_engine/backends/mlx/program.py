@@ -219,7 +219,7 @@ class Program:
         """Which of queries (0) and keys (1) a norm is about; None: it is about a whole register."""
         if not self._is_read_by_attention(norm.input):
             if norm.heads != 1 or norm.offset:
-                raise NoStepListError(f"{norm.weights} is about a part of {norm.input}")
+                raise NoStepListError(f"{norm.weights} cannot normalise a slice of {norm.input}")
             return None
         layer = self._layer_of(norm.input, index)
         parts = {(0, layer.query_heads): 0, (layer.query_heads * layer.head_dim, layer.kv_heads): 1}

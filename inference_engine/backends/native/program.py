@@ -389,8 +389,8 @@ class _Packed:
         if (matrix := self._of_another(names)) is not None:
             if (matrix.outputs, matrix.inputs) != shape:
                 raise ModelError(
-                    f"{', '.join(names)} of the model have {matrix.outputs} outputs of {matrix.inputs} inputs, and "
-                    f"{shape[0]} of {inputs} are wanted of them"
+                    f"{', '.join(names)} of the model: shape mismatch: got [{matrix.outputs}, {matrix.inputs}], "
+                    f"expected [{shape[0]}, {inputs}]"
                 )
             return self._keep(names, matrix, None)
         tensors = [self._checkpoint.tensor(name) for name in names]

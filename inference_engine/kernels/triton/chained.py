@@ -1,4 +1,4 @@
-"""Kernels in a chain: on a GPU that can do it, each is started while the one before it is at its end.
+"""Kernels in a chain (programmatic dependent launch): each is started while the one before it is at its end.
 
 A kernel that is launched with `chained(device)` waits with `gdc_wait` before it writes anything, and before it reads
 what the one before it wrote; then it lets the next one start. As each waits first, what the ones before the last wrote

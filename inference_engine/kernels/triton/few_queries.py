@@ -1,4 +1,4 @@
-"""Attention of a step of few queries over regions: `kernels/ragged_attention.py` in Triton.
+"""Flash decoding, attention of a step of few queries over regions: `kernels/ragged_attention.py` in Triton.
 
     reads of the queries   0 … | … | … | … 7000     0 … 200     0 … | … 900       a program for each run and KV head
     states                 ■     ■   ■   ■          out         ■     ■           merged by their log-sum-exps

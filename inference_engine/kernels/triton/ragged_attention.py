@@ -1,4 +1,4 @@
-"""`kernels/ragged_attention.py` in Triton: split over keys, then merged.
+"""`kernels/ragged_attention.py` in Triton: split over keys, then merged (flash decoding).
 
 A program serves one query, one KV head and one part of the slots; the query heads of the group share what it reads. The
 parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many queries most belong to a chunk of some

@@ -1,4 +1,4 @@
-"""The memory that all sessions share: one buffer for K, one for V, and allocations in them.
+"""The memory of the KV cache, shared by all sessions: one buffer for K, one for V, and allocations in them.
 
     buffer [R, D]     a region: consecutive vectors of one KV head; the regions of a layer lie head after head
 

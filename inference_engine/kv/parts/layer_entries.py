@@ -338,7 +338,7 @@ class LayerEntries(LayerSlots, Part):
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(
-            rows=self.paged_slots(end) * self.entry_bytes, sink_copy=min(self.layout.spare, end) * self.entry_bytes
+            entries=self.paged_slots(end) * self.entry_bytes, sink_copy=min(self.layout.spare, end) * self.entry_bytes
         )
         for part in self.parts:
             part.add_footprint(held, length, end)

@@ -1,4 +1,4 @@
-"""Offloaded entries of one session and set of layers: those in the second tier, and the blocks fetched from it.
+"""KV offload of one session and set of layers: entries in the second tier, and the blocks fetched from it.
 
     keep      store entries that leave the device, at a segment boundary
     chunk     read all entries of a layer, chunk by chunk, for tokens that read everything

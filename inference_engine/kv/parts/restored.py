@@ -152,7 +152,9 @@ class RestoredEntries(ArchivedEntries):
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(
-            rows=sum(exact.regions.paged_slots(self._idle_length) * exact.regions.entry_bytes for exact in self._sets),
+            entries=sum(
+                exact.regions.paged_slots(self._idle_length) * exact.regions.entry_bytes for exact in self._sets
+            ),
             archive=self._archive.held_bytes(self._counts(length)),
             restored=sum(
                 (regions.paged_slots(end) + min(regions.layout.spare, end)) * regions.entry_bytes

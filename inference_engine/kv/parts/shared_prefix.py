@@ -1,4 +1,4 @@
-"""A shared prefix: entries of earlier sessions that a fork reads in place.
+"""Prefix sharing: entries of earlier sessions that a fork reads in place.
 
     parent      ■ ■ ■ ■ ■ ■ | ■ ■ ■              continues behind what it lent
     fork        · · · · · ·   □ □ □ | □          its own regions begin where the prefix ends

@@ -247,7 +247,7 @@ class StreamedEntries(ArchivedEntries):
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         archived = self._counts(length)
         held.add(
-            rows=sum(exact.regions.paged_slots(end) * exact.regions.entry_bytes for exact in self._sets),
+            entries=sum(exact.regions.paged_slots(end) * exact.regions.entry_bytes for exact in self._sets),
             archive=self._archive.held_bytes(archived),
             restored=self._room.nbytes if self._room is not None and any(archived) else 0,
         )

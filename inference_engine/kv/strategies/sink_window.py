@@ -1,4 +1,4 @@
-"""Sink-window strategy: the first `sink` and the last `window` entries stay, the rest are evicted and never read again.
+"""Sink-window strategy: the attention sink and a sliding window stay, other entries are evicted and never read again.
 
 Entries are evicted a segment at a time: a query sees its own segment and the `window` positions before it, so between
 `window` and `window + segment - 1` earlier entries. Memory is constant and sessions have no length limit: distances

@@ -6,7 +6,7 @@ const SLOTS = 300;
 const STALL_SECONDS = 10;
 const STATES = ["idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed"];
 const KINDS = {
-  rows: "entries", archive: "archives", restored: "restored", draft: "draft memories", sink_copy: "sink copies",
+  entries: "entries", archive: "archives", restored: "restored", draft: "draft memories", sink_copy: "sink copies",
   bounds: "block bounds", components: "key components", mac: "past queries", fetched: "fetched blocks",
 };
 const PARTS = { forward: "model", sample: "sampling", plan: "planning", draft: "drafting", settle: "settling" };
