@@ -177,10 +177,8 @@ def bytes_per_token(compressor: KVCompressor, text: Captured) -> int:
 
 
 def family_of(codec: str) -> str:
-    """`d4q9fit` -> `d4 fit`, `int8g32` -> `int g32`."""
-    lattice, found, _ = codec.partition("q")
-    name = lattice if found else re.sub(r"\d+", " ", codec, count=1).strip()
-    return f"{name} fit" if found and codec.endswith("fit") else name
+    """`int8g32` -> `intg`"""
+    return re.sub(r"\d+", "", codec)
 
 
 def plot(path: Path, title: str, values: Mapping[str, Mapping[str, Any]], codecs: Iterable[str], centre: str) -> None:

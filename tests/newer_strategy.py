@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from inference_engine.kv import strategies
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.strategies import STRATEGIES
 from inference_engine.kv.strategy import KVStrategy, require
 
 
@@ -43,12 +43,13 @@ class NewerWindow(KVStrategy):
 @contextmanager
 def registered(*kinds: type[KVStrategy], without: str | None = None, **under: type[KVStrategy]) -> Iterator[None]:
     """The strategies are known while the context lasts, each by its name, or by the one it is given `under`."""
-    known = strategies.strategy_kinds()
-    strategies._STRATEGIES.update({kind.name: kind for kind in kinds} | under)
+    own = STRATEGIES.own
+    known = dict(own)
+    own.update({kind.name: kind for kind in kinds} | under)
     if without is not None:
-        strategies._STRATEGIES.pop(without)
+        own.pop(without)
     try:
         yield
     finally:
-        strategies._STRATEGIES.clear()
-        strategies._STRATEGIES.update(known)
+        own.clear()
+        own.update(known)

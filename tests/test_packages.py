@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -24,6 +23,8 @@ from inference_engine.native.library import load
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "laboratory", "sdks/python")
 BUILT_BY = ("pyproject.toml", "setup.py", "build_backend.py")
+# The laws of what a package adds, by group of its entry points.
+LAWS = {"kakeya.compressors": ("tests/kv/test_compressors.py",)}
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
@@ -44,6 +45,24 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     without_network = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--wheel-dir", str(out))
     subprocess.run((*PIP, "wheel", *without_network, str(copy), str(copy / "sdks/python")), check=True, timeout=240)
     return {path.name.split("-", 1)[0].replace("_", "-"): path for path in out.iterdir()}
+
+
+def fresh_environment(folder: Path, *installed: Path) -> Path:
+    """A virtual environment with these wheels or projects, and what others publish. Its folder of packages."""
+    venv.create(folder, with_pip=False)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    (packages,) = folder.rglob("site-packages")
+    # What others publish comes from here. Our own does not: it lies elsewhere, and .pth files there are not read.
+    others = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "others.pth").write_text("\n".join(others), encoding="utf-8")
+    install = ("install", "--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--no-compile")
+    subprocess.run((*PIP, "--python", str(python), *install, *map(str, installed)), check=True, timeout=120)
+    return packages
+
+
+def alone() -> dict[str, str]:
+    """The environment of a process that is led nowhere by this one's."""
+    return {name: value for name, value in child_environment().items() if not name.startswith(("PYTHON", "KAKEYA_"))}
 
 
 def metadata(wheel: Path) -> Message:
@@ -113,21 +132,13 @@ def test_the_runtime_asks_for_what_the_sdk_in_it_needs() -> None:
 
 
 def test_the_runtimes_wheel_alone_gives_the_command_and_the_sdk(wheels: dict[str, Path], tmp_path: Path) -> None:
-    venv.create(tmp_path / "fresh", with_pip=False)
+    fresh = fresh_environment(tmp_path / "fresh", wheels["kakeya-runtime"])
     scripts = tmp_path / "fresh" / ("Scripts" if os.name == "nt" else "bin")
     python = scripts / "python"
-    install = ("install", "--no-deps", "--no-index", "--quiet", "--no-compile", str(wheels["kakeya-runtime"]))
-    subprocess.run((*PIP, "--python", str(python), *install), check=True, timeout=120)
-    # What others publish comes from here. Our own does not: it lies elsewhere, and .pth files there are not read.
-    (fresh,) = (tmp_path / "fresh").rglob("site-packages")
-    (fresh / "others.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
-    environment = {
-        name: value for name, value in child_environment().items() if not name.startswith(("PYTHON", "KAKEYA_"))
-    }
 
     def said(*command: str) -> str:
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, check=True, timeout=120, capture_output=True, text=True
+            command, cwd=tmp_path, env=alone(), check=True, timeout=120, capture_output=True, text=True
         )
         return done.stdout
 
@@ -139,6 +150,29 @@ def test_the_runtimes_wheel_alone_gives_the_command_and_the_sdk(wheels: dict[str
     assert said(str(python), "-c", levels).strip() == str(opened and opened.levels())
     help_of_serve = said(str(scripts / "kakeya"), "serve", "--help")
     assert "--model" in help_of_serve
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "plugin", [path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml")], ids=lambda path: path.name
+)
+def test_a_plugin_keeps_the_laws_in_an_environment_of_its_own(plugin: Path, tmp_path: Path) -> None:
+    """Its own tests, and the laws of what it adds, beside a checkout of the runtime that knows nothing of it."""
+    source, copy = tmp_path / plugin.name, tmp_path / "checkout"
+    copy_sources(copy)
+    shutil.copytree(plugin, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+    shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+    shutil.copytree(source / "tests", copy / "plugins" / plugin.name / "tests")
+    packages = fresh_environment(tmp_path / "fresh", source)
+    (packages / "runtime.pth").write_text(f"{copy}\n{copy / 'sdks/python/src'}\n", encoding="utf-8")
+    python = tmp_path / "fresh" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    groups = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    laws = [law for group, some in LAWS.items() if group in groups for law in some]
+    tried = subprocess.run(
+        (python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"plugins/{plugin.name}/tests", *laws),
+        cwd=copy, env=alone(), check=False, timeout=1200, capture_output=True, text=True,
+    )  # fmt: skip
+    assert tried.returncode == 0, tried.stdout[-4000:] + tried.stderr[-2000:]
 
 
 @pytest.mark.long

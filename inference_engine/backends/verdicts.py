@@ -4,9 +4,10 @@
 
 Models of one configuration share its verdicts, wherever they lie; those of older code are written over. The key is a
 digest of all that a verdict depends on: the configuration as it is stored, Python, the processor's instructions, the
-files of torch, transformers and what checks configurations with them, and our own sources. With another key, or if
-anything about the file is odd, there is no verdict, and the model is tried again. Only values are read, into frozen
-dataclasses, and only from a file of this user that no other user may write.
+files of torch, transformers and what checks configurations with them, our own sources, and the files of the packages
+that add strategies or codecs. With another key, or if anything about the file is odd, there is no verdict, and the
+model is tried again. Only values are read, into frozen dataclasses, and only from a file of this user that no other
+user may write.
 
 Refusals are not kept: the next start follows a change, and the log of the trial says what to change.
 
@@ -37,6 +38,7 @@ from uuid import uuid4
 import torch
 
 from inference_engine.config import NO_CACHE
+from inference_engine.kv.installed import plugin_distributions
 from inference_engine.kv.strategies import strategy_kinds
 from inference_engine.models import FoundModel
 from inference_engine.models.configuration import configuration_of
@@ -171,11 +173,11 @@ def _installed() -> str | None:
         torch.backends.cpu.get_cpu_capability(),
         build.fingerprint(),
     ]
-    for package in _PACKAGES:
-        try:
-            found = importlib.metadata.distribution(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+    try:
+        packages = [importlib.metadata.distribution(package) for package in _PACKAGES]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for found in (*packages, *plugin_distributions()):
         listed, origin = found.read_text("RECORD"), found.read_text("direct_url.json")
         # The list has a digest of every file, unless they are edited where they lie.
         if not listed or "editable" in (origin or ""):

@@ -118,6 +118,22 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _plugins(_: Settings) -> Finding:
+    from inference_engine.kv.compressors import COMPRESSORS
+    from inference_engine.kv.strategies import STRATEGIES
+
+    registries = (STRATEGIES, COMPRESSORS)
+    added = [
+        f"{one.what} {name} of {one.package(name)}" for one in registries for name in one.all() if one.package(name)
+    ]
+    text = ", ".join(added) or "no installed package adds strategies or codecs"
+    if clashes := [why for one in registries for why in one.problems]:
+        return Finding(Level.FAIL, "; ".join(clashes))
+    if broken := [why for one in registries for why in one.broken.values()]:
+        return Finding(Level.WARN, "; ".join([text, *broken]))
+    return Finding(Level.OK, text)
+
+
 def _machine(found: Settings) -> Finding:
     cores = usable_cores()
     here = psutil.cpu_count() or cores
@@ -267,6 +283,7 @@ def _self_test(found: Settings) -> Finding:
 
 CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "versions": _versions,
+    "plugins": _plugins,
     "machine": _machine,
     "device": _device,
     "native": _native,

@@ -31,10 +31,9 @@ class Coding:
         levels     scale × groups (2 bytes each) | centre × groups (2 each), if there are | codes of `bits` bits, packed
 
     Groups are `group` channels each; None: the whole vector. An element is (level + centre/16 − middle) · scale with
-    centres, otherwise level · scale; is_rotated: the Hadamard rotation of that. levels: by code; None: the code itself.
-    is_signed: as in `compressors/scales.py`. is_fitted: narrower scales are tried, too. nearest: where levels are not
-    whole numbers, the code of the level nearest to each cell of the line. Scales to try are the mean magnitude
-    times `spread` and the largest one times `outermost`.
+    centres, otherwise level · scale, and is_rotated: the Hadamard rotation of that. levels: by code; None: the code
+    itself. nearest: of a rotated vector, the code of the level nearest to each cell of the line. Scales to try are the
+    mean magnitude times `spread` and the largest one times `outermost`.
     """
 
     dtype: torch.dtype | None = None
@@ -43,12 +42,14 @@ class Coding:
     levels: tuple[float, ...] | None = None
     has_centres: bool = False
     middle: float = 0.0
-    is_signed: bool = False
     is_rotated: bool = False
-    is_fitted: bool = False
     nearest: bytes | None = None
     spread: float = 0.0
     outermost: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.is_rotated and (self.levels is None or self.nearest is None):
+            raise ValueError("kernels code rotated vectors by levels and the nearest of them; give both, or no coding")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

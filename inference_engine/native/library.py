@@ -173,9 +173,8 @@ class Coding(ctypes.Structure):
     """How vectors are coded. The caller keeps the arrays of `levels` and `nearest` alive."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "group", "has_centres")),
-        *((name, ctypes.c_int32) for name in ("is_signed", "is_rotated", "is_fitted", "reserved")),
-        *((name, ctypes.c_float) for name in ("middle", "spread", "outermost", "unused")),
+        *((name, ctypes.c_int32) for name in ("kind", "bits", "group", "has_centres", "is_rotated")),
+        *((name, ctypes.c_float) for name in ("middle", "spread", "outermost")),
         ("levels", ctypes.c_void_p),
         ("nearest", ctypes.c_void_p),
     )

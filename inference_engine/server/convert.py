@@ -1,7 +1,8 @@
 """Converts wire messages to engine values and back.
 
 Strategies need no code here: an arm of the `Strategy` oneof is named like the strategy, its fields like the options. A
-strategy without an arm is sent as text in the arm `named`. `check_strategies` finds one that does not match its arm.
+strategy without an arm is sent as text in the arm `named`. `check_strategies` finds one that does not match its arm. An
+arm whose strategy is not registered belongs to a package named like it.
 Checks that need only the message are made while converting; InvalidArgument has the field's name on the wire.
 """
 
@@ -25,7 +26,7 @@ from inference_engine.engine.results import (
     SessionOpened,
 )
 from inference_engine.errors import ConfigError, InvalidArgument
-from inference_engine.kv.strategies import make_strategy, option_types, read_strategy, strategy_names
+from inference_engine.kv.strategies import STRATEGIES, make_strategy, option_types, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.history import TokenIds
 from inference_engine.types import (
@@ -92,6 +93,12 @@ def strategy_from_wire(message: pb.Strategy) -> KVStrategy:
             strategy = read_strategy(message.named.name, message.named.options)
             _refuse_uncarried(strategy)
             return strategy
+        if STRATEGIES.get(arm) is None and arm not in STRATEGIES.broken:
+            raise InvalidArgument(
+                "strategy",
+                f"strategy {arm} is in the package kakeya-{arm.replace('_', '-')}, which is not installed beside this "
+                f"server; it has {', '.join(strategy_names())}",
+            )
         options = {
             field.name: tuple(value) if field.is_repeated else value
             for field, value in getattr(message, arm).ListFields()

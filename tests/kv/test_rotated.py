@@ -1,4 +1,4 @@
-"""Rotation, levels and fitted scales."""
+"""Rotation and levels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.compressors.rotated import _GAUSSIAN_LEVELS, Lloyd, rotate
-from tests.kv.codec_cases import gaussian, lengths
+from tests.kv.codec_cases import gaussian
 
 
 def test_the_rotation_is_sylvesters_and_its_own_inverse(subtests: pytest.Subtests) -> None:
@@ -39,24 +38,3 @@ def test_levels_lose_what_theory_says_on_gaussian_numbers(bits: int, least: floa
     numbers = gaussian(64, 20_000)
     error = (Lloyd(bits=bits)._nearest(numbers) - numbers).square().mean()
     assert float(error) == pytest.approx(least, rel=0.02)
-
-
-@pytest.mark.parametrize("name", ["had4", "d4q9", "e8q7"])
-def test_a_fitted_scale_loses_less(name: str) -> None:
-    vectors = gaussian(500, 64)
-    plain, fitted = (
-        lengths(compressor.decode(compressor.encode(vectors), 64) - vectors)
-        for compressor in (make_compressor(name), make_compressor(f"{name}fit"))
-    )
-    assert (fitted <= plain * (1 + 1e-6)).all(), "never more, for any vector"
-    assert fitted.square().sum() < 0.95 * plain.square().sum()
-
-
-def test_the_entry_of_the_largest_magnitude_has_the_lowest_level_whatever_its_sign() -> None:
-    # Rotated, [n, 0, 0, …] is the same number everywhere: the scale's sign makes it the lowest level exactly.
-    vectors = torch.zeros(2, 64)
-    vectors[:, 0] = torch.tensor([1.0, -1.0])
-    compressor = make_compressor("had4")
-    codes = compressor.encode(vectors)
-    assert codes[:, 2:].eq(0).all()
-    assert torch.equal(compressor.decode(codes, 64), vectors)

@@ -155,7 +155,7 @@ def check_compressed_entries(name: str, kv_type: KVType) -> None:
 
 
 RESTORED = [
-    *(Full(codec=codec, exact_window=9) for codec in ("lloyd4", "int8", "bfloat16", "d4q9")),
+    *(Full(codec=codec, exact_window=9) for codec in ("lloyd4", "int8", "bfloat16")),
     Restored(sink=2, window=13, source="latent", bytes_per_token=LATENT_BYTES),
 ]
 

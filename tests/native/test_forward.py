@@ -152,8 +152,8 @@ def test_logits_are_equal_to_the_bit_however_tokens_are_cut_and_beside_others(
 
 
 COMPRESSED = (
-    *(Full(codec=codec, exact_window=9) for codec in ("lloyd4", "int8", "d4q9")),
-    SinkWindow(sink=2, window=44, codec="had6", exact_window=9),
+    *(Full(codec=codec, exact_window=9) for codec in ("lloyd4", "int8")),
+    SinkWindow(sink=2, window=44, codec="lloyd6", exact_window=9),
     LayerWindow(sink=20, window=40, full_layers=(2,), codec="int4", exact_window=5),
 )
 

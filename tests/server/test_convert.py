@@ -76,7 +76,7 @@ def test_an_option_that_was_not_given_stays_absent() -> None:
 
 
 def test_an_arm_that_this_server_has_no_strategy_for_is_refused_by_name() -> None:
-    refused = pytest.raises(InvalidArgument, match="no strategy 'restored'; there are full, sink_window")
+    refused = pytest.raises(InvalidArgument, match=r"in the package kakeya-restored, .* has full, sink_window")
     with registered(without="restored"), refused as refusal:
         strategy_from_wire(pb.Strategy(restored=pb.RestoredStrategy()))
     assert refusal.value.field == "strategy"

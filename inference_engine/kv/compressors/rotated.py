@@ -53,7 +53,6 @@ class RotatedCompressor(ColumnCompressor):
     """What a family defines: which scales to try, the nearest points, and their bits."""
 
     block: ClassVar[int] = 1  # elements that are coded together
-    has_signed_scale: ClassVar[bool] = False
 
     @abstractmethod
     def _scales(self, turned: Tensor) -> list[Tensor]:
@@ -94,18 +93,18 @@ class RotatedCompressor(ColumnCompressor):
     def _encode(self, columns: Tensor, powers: Tensor) -> Tensor:
         scale, points = self._fit(rotate(columns))
         # H·H = D, a power of two: divided out here, so that decoding needs no factor.
-        stored = store_scales(scale * (powers / len(columns)), is_signed=self.has_signed_scale)
+        stored = store_scales(scale * (powers / len(columns)))
         return torch.cat((stored, self._pack(points)))
 
     def _decode(self, codes: Tensor, head_dim: int) -> Tensor:
-        scale = load_scales(codes[:SCALE_BYTES], 1, is_signed=self.has_signed_scale)
+        scale = load_scales(codes[:SCALE_BYTES], 1)
         return rotate(self._unpack(codes[SCALE_BYTES:], head_dim) * scale)
 
     def _bound(self, columns: Tensor) -> Tensor:
         turned = rotate(columns)
-        scale = self._round(self._scales(turned)[0])
+        scale = round_scales(self._scales(turned)[0])
         misses = self._misses(turned / scale)
-        bound: Tensor = torch.linalg.vector_norm(misses, dim=0) * scale[0].abs() / math.sqrt(len(columns))
+        bound: Tensor = torch.linalg.vector_norm(misses, dim=0) * scale[0] / math.sqrt(len(columns))
         return bound
 
     def _fit(self, turned: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,73 +124,14 @@ class RotatedCompressor(ColumnCompressor):
         return best_scale, best
 
     def _fit_at(self, turned: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        start = self._round(start)
+        start = round_scales(start)
         points = self._nearest(turned / start)
         return self._refit(turned, points, start), points
-
-    def _round(self, scale: Tensor) -> Tensor:
-        return round_scales(scale, is_signed=self.has_signed_scale)
 
 
 def _misfit(turned: Tensor, scale: Tensor, points: Tensor) -> Tensor:
     """The squared error, [1, N]."""
     return sum_channels((points * scale - turned).square())
-
-
-def narrower(scale: Tensor, *, is_fitted: bool) -> list[Tensor]:
-    """A scale that clips nothing and, if `is_fitted`, narrower ones: finer steps, some elements clipped."""
-    return [scale, *(scale * (1 - 0.05 * step) for step in range(1, 8))] if is_fitted else [scale]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RotatedInteger(RotatedCompressor):
-    """Equal steps from −2^(bits−1) to 2^(bits−1) − 1, `bits` bits each.
-
-    The scale has a sign: the element of the largest magnitude becomes the lowest level, so that no level is wasted.
-    Coding a decoded vector again gives the same bytes, if the scale is not fitted.
-    """
-
-    has_signed_scale: ClassVar[bool] = True
-
-    bits: int
-    is_fitted: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"had{self.bits}fit" if self.is_fitted else f"had{self.bits}"
-
-    @property
-    def coding(self) -> Coding:
-        levels = tuple(float(level) for level in range(-self._levels, self._levels))
-        return Coding(bits=self.bits, levels=levels, is_signed=True, is_rotated=True, is_fitted=self.is_fitted)
-
-    @property
-    def _levels(self) -> int:
-        """On either side of zero; the upper side has one fewer."""
-        return 1 << (self.bits - 1)
-
-    def _points_bytes(self, head_dim: int) -> int:
-        return packed_bytes(head_dim, self.bits)
-
-    def _scales(self, turned: Tensor) -> list[Tensor]:
-        high, low = turned.amax(dim=0, keepdim=True), turned.amin(dim=0, keepdim=True)
-        largest = torch.where(high >= -low, high.clamp(min=2.0**-40), low)
-        return narrower(largest * (-1 / self._levels), is_fitted=self.is_fitted)
-
-    def _nearest(self, scaled: Tensor) -> Tensor:
-        return scaled.round().clamp_(-self._levels, self._levels - 1)
-
-    def _misses(self, scaled: Tensor) -> Tensor:
-        # Half a step, or what lies beyond the outermost level.
-        beyond = torch.maximum(scaled - (self._levels - 1), -self._levels - scaled)
-        return beyond.clamp(min=0.5)
-
-    def _pack(self, points: Tensor) -> Tensor:
-        return pack((points + self._levels).to(torch.uint8), self.bits)
-
-    def _unpack(self, packed: Tensor, head_dim: int) -> Tensor:
-        points: Tensor = unpack(packed, head_dim, self.bits).float() - self._levels
-        return points
 
 
 # The positive half of the levels that lose least on Gaussian numbers of unit variance: each is the mean of the numbers
@@ -249,7 +189,7 @@ class Lloyd(RotatedCompressor):
         return _look_up(_gaussian_tables(self.bits, scaled.device).nearest, _cells(scaled))
 
     def _refit(self, turned: Tensor, points: Tensor, scale: Tensor) -> Tensor:
-        return self._round(sum_channels(turned * points) / sum_channels(points.square()))
+        return round_scales(sum_channels(turned * points) / sum_channels(points.square()))
 
     def _misses(self, scaled: Tensor) -> Tensor:
         tables = _gaussian_tables(self.bits, scaled.device)

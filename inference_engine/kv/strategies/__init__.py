@@ -1,4 +1,4 @@
-"""The strategies by name. A new one is a file here and a line in `_STRATEGIES`.
+"""The strategies by name. A new one is a file here and a line in `STRATEGIES`, or an installed package of its own.
 
 `check_registry` runs at every start: every registered strategy can be written as text, by people and by clients.
 """
@@ -13,6 +13,9 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from inference_engine.errors import ConfigError, InvalidArgument
+from inference_engine.kv import installed
+from inference_engine.kv.compressors import COMPRESSORS
+from inference_engine.kv.installed import Registry, shown
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
@@ -22,9 +25,12 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy, Option
 
-_STRATEGIES: dict[str, type[KVStrategy]] = {
-    kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered, Mac)
-}
+STRATEGIES: Registry[type[KVStrategy]] = Registry(
+    "strategy",
+    installed.STRATEGIES,
+    {kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered, Mac)},
+    fits=lambda one: isinstance(one, type) and issubclass(one, KVStrategy),
+)
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _FRACTION = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -36,24 +42,22 @@ _WRITTEN: dict[object, str] = {
     str: "a name of printable characters without commas",
     _NUMBERS: "whole numbers joined by +",
 }
-# Characters of an option's text, and of those that an error repeats.
-MAX_OPTION_TEXT = 1024
-_SHOWN_TEXT = 64
+MAX_OPTION_TEXT = 1024  # characters of an option
 
 
 def strategy_names() -> tuple[str, ...]:
-    return tuple(_STRATEGIES)
+    return tuple(STRATEGIES.all())
 
 
 def strategy_kinds() -> dict[str, type[KVStrategy]]:
     """The class of each strategy, by name."""
-    return dict(_STRATEGIES)
+    return STRATEGIES.all()
 
 
 def make_strategy(name: str, **options: Option) -> KVStrategy:
     """The spec of that name with `options`, defaults filled in. Raises InvalidArgument naming what is wrong."""
     _check_known(name, options)
-    return _STRATEGIES[name](**options)
+    return STRATEGIES.all()[name](**options)
 
 
 def read_strategy(name: str, texts: Mapping[str, str]) -> KVStrategy:
@@ -66,7 +70,7 @@ def read_strategy(name: str, texts: Mapping[str, str]) -> KVStrategy:
 def parse_strategy(text: str) -> KVStrategy:
     """`full` or `layer_window:window=512,full_layers=5+11+17`, as people write it. Raises ConfigError."""
     name, _, rest = text.partition(":")
-    if (first := name.partition(",")[0].strip()) != name.strip() and first in _STRATEGIES:
+    if (first := name.partition(",")[0].strip()) != name.strip() and STRATEGIES.get(first):
         raise ConfigError(
             f"strategy {text!r}: options come after a colon, as in {first}:{name.partition(',')[2].strip()}"
         )
@@ -90,13 +94,15 @@ def parse_strategy(text: str) -> KVStrategy:
 
 def option_types(name: str) -> dict[str, object]:
     """What each option of a strategy is: int, float, str or tuple[int, ...]. Empty if there is no such strategy."""
-    kind = _STRATEGIES.get(name)
+    kind = STRATEGIES.get(name)
     return {} if kind is None else {option: _without_none(hint) for option, hint in _hints(kind).items()}
 
 
 def check_registry() -> None:
-    """Raise ConfigError for a registered strategy that cannot be written as text and read back."""
-    for name, kind in _STRATEGIES.items():
+    """Raise ConfigError for a name that is there twice, or a strategy that cannot be written as text and read back."""
+    if clashes := (*STRATEGIES.problems, *COMPRESSORS.problems):
+        raise ConfigError("; ".join(clashes))
+    for name, kind in STRATEGIES.all().items():
         if name != kind.name or not _NAME.fullmatch(name):
             raise ConfigError(
                 f"strategy {name!r} of class {kind.__name__} is registered under a name that is not its own, or not of "
@@ -132,12 +138,12 @@ def _returns(hint: object, value: Option) -> bool:
 
 
 def _check_known(name: str, options: Iterable[str]) -> None:
-    if name not in _STRATEGIES:
-        raise InvalidArgument("strategy", f"there is no strategy {_shown(name)}; there are {', '.join(_STRATEGIES)}")
+    if STRATEGIES.get(name) is None:
+        raise InvalidArgument("strategy", STRATEGIES.unknown(name))
     known = option_types(name)
     if unknown := sorted(set(options) - set(known)):
         raise InvalidArgument(
-            "strategy", f"{name} has no option {_shown(unknown[0])}; it has {', '.join(known) or 'none'}"
+            "strategy", f"{name} has no option {shown(unknown[0])}; it has {', '.join(known) or 'none'}"
         )
 
 
@@ -169,8 +175,4 @@ def _read(option: str, text: str, kind: object) -> Option:
             return tuple(map(int, text.split("+")))
     except ValueError:  # more digits than int() reads
         pass
-    raise InvalidArgument(option, f"must be {_WRITTEN[kind]}, got {_shown(text)}")
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN_TEXT else text[:_SHOWN_TEXT] + "…")
+    raise InvalidArgument(option, f"must be {_WRITTEN[kind]}, got {shown(text)}")

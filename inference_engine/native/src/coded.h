@@ -21,7 +21,7 @@ constexpr double CENTRE_RANGE = 2000;
 constexpr int BLOCKS = 4;      // of 16 entries, that share the rotation's numbers and go through the layers together
 constexpr int MOST_CHANNELS = 4096;
 constexpr int CELLS = 512, FARTHEST = 4;  // of the line on which levels are looked up: to a unit, and units from zero
-constexpr int MOST_FITS = 8;
+constexpr int FITS = 5;  // scales that are tried
 constexpr float LARGEST_F16 = 65504.0f;
 constexpr float SMALLEST_SCALE = 1.0f / (1ull << 40);
 
@@ -37,15 +37,12 @@ INLINE float number_of(uint32_t word) {
 }
 
 // Scales of 16 bits, as `kv/compressors/scales.py` has them.
-INLINE int dropped(bool is_signed) { return is_signed ? 16 : 15; }
-INLINE uint32_t stored_scale(float scale, bool is_signed) {
-  return (uint32_t)((int32_t)(word_of(scale) + (1u << (dropped(is_signed) - 1))) >> dropped(is_signed)) & 0xffff;
+constexpr int DROPPED = 15;
+INLINE uint32_t stored_scale(float scale) {
+  return (uint32_t)((int32_t)(word_of(scale) + (1u << (DROPPED - 1))) >> DROPPED) & 0xffff;
 }
-INLINE float scale_of(uint32_t stored, bool is_signed) { return number_of(stored << dropped(is_signed)); }
-INLINE float rounded_scale(float scale, bool is_signed) {
-  uint32_t word = word_of(scale) + (1u << (dropped(is_signed) - 1));
-  return number_of(word >> dropped(is_signed) << dropped(is_signed));
-}
+INLINE float scale_of(uint32_t stored) { return number_of(stored << DROPPED); }
+INLINE float rounded_scale(float scale) { return number_of((word_of(scale) + (1u << (DROPPED - 1))) >> DROPPED << DROPPED); }
 
 // Pieces of WIDTH bits, `shift` bits into each code, as `kv/compressors/bits.py` packs them; returns what lies behind.
 template <int WIDTH>
@@ -232,7 +229,7 @@ class Decompressor : Columns {
     float scales[LANES], centres[LANES];
     for (int lane = 0; lane < LANES; lane++) {
       const uint8_t* stored = coded[lane] + group;
-      scales[lane] = scale_of(stored[0] | (uint32_t)stored[groups_] << 8, coding_.is_signed);
+      scales[lane] = scale_of(stored[0] | (uint32_t)stored[groups_] << 8);
       if (!coding_.has_centres) continue;
       int16_t steps = (int16_t)(stored[2 * groups_] | stored[3 * groups_] << 8);
       centres[lane] = (float)steps / FRACTIONS - coding_.middle;
@@ -286,7 +283,7 @@ class Decompressor : Columns {
 class Compressor : Columns {
  public:
   Compressor(const CodedEntries& call, float* memory)
-      : Columns(call, memory), sums_(mean_ + dim_), found_((size_t)(MOST_FITS * dim_ * LANES)) {}
+      : Columns(call, memory), sums_(mean_ + dim_), found_((size_t)(FITS * dim_ * LANES)) {}
 
   // False if an entry is not finite.
   bool run(int64_t first, int64_t end) {
@@ -378,7 +375,7 @@ class Compressor : Columns {
       F wanted = larger(larger(mul(sub(high, low), all((float)(1.0 / top))), widest), all(SMALLEST_SCALE));
       float scales[LANES], centres[LANES];
       store(scales, wanted);
-      for (float& scale : scales) scale = rounded_scale(scale, false);
+      for (float& scale : scales) scale = rounded_scale(scale);
       F scale = load(scales);
       F centre = nearest(divide(mul(add(low, high), all((float)FRACTIONS / 2)), scale));
       store(centres, centre);
@@ -391,7 +388,7 @@ class Compressor : Columns {
       }
       for (int lane = 0; lane < count_; lane++) {
         uint8_t* out = codes(layer, head, lane) + group;
-        put_word(out, stored_scale(scales[lane] * powers_[lane], false));
+        put_word(out, stored_scale(scales[lane] * powers_[lane]));
         put_word(out + 2 * groups_, (uint32_t)(int32_t)centres[lane]);
       }
     }
@@ -424,78 +421,52 @@ class Compressor : Columns {
       for (int j = 0; j < LANES; j++) store(column(d + j), x[j]);
     }
     turn_blocks(columns_, dim_);
-    F starts[MOST_FITS];
-    int fits = coding_.nearest ? gaussian_starts(starts) : linear_starts(starts);
+    F starts[FITS];
+    scales_to_try(starts);
     float scales[LANES], least[LANES];
     int best[LANES] = {};
-    for (int fit = 0; fit < fits; fit++) {
+    for (int fit = 0; fit < FITS; fit++) {
       float own[LANES], misses[LANES];
-      F missed = fit_at(fit, starts[fit], fits > 1, own);
-      store(misses, missed);
+      store(misses, fit_at(fit, starts[fit], own));
       for (int lane = 0; lane < LANES; lane++)
         if (!fit || misses[lane] < least[lane]) least[lane] = misses[lane], scales[lane] = own[lane], best[lane] = fit;
     }
     for (int lane = 0; lane < count_; lane++)
-      put_word(codes(layer, head, lane), stored_scale(scales[lane] * (powers_[lane] / (float)dim_), coding_.is_signed));
+      put_word(codes(layer, head, lane), stored_scale(scales[lane] * (powers_[lane] / (float)dim_)));
     put_codes(layer, head, best);
   }
 
-  int gaussian_starts(F* starts) {
+  void scales_to_try(F* starts) {
     F most = all(0.0f);
     for (int d = 0; d < dim_; d++) most = larger(absolute(load(column(d))), most);
     F spread = mul(sum_of([&](int d) { return absolute(load(column(d))); }), all(coding_.spread / (float)dim_));
     F largest = mul(most, all(coding_.outermost));
     const F found[] = {spread, mul(spread, all(0.87f)), mul(spread, all(1.13f)), largest, mul(largest, all(0.9f))};
-    for (int fit = 0; fit < 5; fit++) starts[fit] = larger(found[fit], all(SMALLEST_SCALE));
-    return 5;
+    for (int fit = 0; fit < FITS; fit++) starts[fit] = larger(found[fit], all(SMALLEST_SCALE));
   }
 
-  int linear_starts(F* starts) {
-    F low = load(column(0)), high = low;
-    for (int d = 1; d < dim_; d++) low = smaller(low, load(column(d))), high = larger(high, load(column(d)));
-    float lows[LANES], highs[LANES];
-    store(lows, low), store(highs, high);
-    for (int lane = 0; lane < LANES; lane++)
-      if (highs[lane] >= -lows[lane]) lows[lane] = std::max(highs[lane], SMALLEST_SCALE);
-    starts[0] = mul(load(lows), all(-1.0f / (float)(1 << (coding_.bits - 1))));
-    for (int step = 1; coding_.is_fitted && step < MOST_FITS; step++)
-      starts[step] = mul(starts[0], all((float)(1 - 0.05 * step)));
-    return coding_.is_fitted ? MOST_FITS : 1;
-  }
-
-  // Codes at a scale, and the scale that is kept; returns the squared error, if it is asked for.
-  F fit_at(int fit, F start, bool is_compared, float* scales) {
+  // Codes at a scale, and the scale that fits them best; returns the squared error.
+  F fit_at(int fit, F start, float* scales) {
     store(scales, start);
-    for (int lane = 0; lane < LANES; lane++) scales[lane] = rounded_scale(scales[lane], coding_.is_signed);
+    for (int lane = 0; lane < LANES; lane++) scales[lane] = rounded_scale(scales[lane]);
     F scale = load(scales);
-    float half = (float)(1 << (coding_.bits - 1));
+    constexpr float LAST = 2 * FARTHEST * CELLS - 1;
     for (int d = 0; d < dim_; d++) {
       F x = divide(load(column(d)), scale);
       uint8_t* out = found(fit, d);
       float* points = rows_ + d * LANES;
       float lanes[LANES];
-      if (!coding_.nearest) {
-        x = smaller(larger(nearest(x), all(-half)), all(half - 1));
-        store(points, x);
-        store(lanes, add(x, all(half)));
-        for (int lane = 0; lane < LANES; lane++) out[lane] = (uint8_t)(int32_t)lanes[lane];
-        continue;
-      }
-      constexpr float LAST = 2 * FARTHEST * CELLS - 1;
       F cell = add(mul(x, all((float)CELLS)), all((float)(FARTHEST * CELLS)));
       store(lanes, smaller(larger(cell, all(0.0f)), all(LAST)));
       for (int lane = 0; lane < LANES; lane++) out[lane] = coding_.nearest[(int32_t)lanes[lane]];
       for (int lane = 0; lane < LANES; lane++) points[lane] = coding_.levels[out[lane]];
     }
     auto point = [&](int d) { return load(rows_ + d * LANES); };
-    if (coding_.nearest) {
-      F along = sum_of([&](int d) { return mul(load(column(d)), point(d)); });
-      F squares = sum_of([&](int d) { return mul(point(d), point(d)); });
-      store(scales, divide(along, squares));
-      for (int lane = 0; lane < LANES; lane++) scales[lane] = rounded_scale(scales[lane], coding_.is_signed);
-      scale = load(scales);
-    }
-    if (!is_compared) return all(0.0f);
+    F along = sum_of([&](int d) { return mul(load(column(d)), point(d)); });
+    F squares = sum_of([&](int d) { return mul(point(d), point(d)); });
+    store(scales, divide(along, squares));
+    for (int lane = 0; lane < LANES; lane++) scales[lane] = rounded_scale(scales[lane]);
+    scale = load(scales);
     return sum_of([&](int d) {
       F miss = sub(mul(point(d), scale), load(column(d)));
       return mul(miss, miss);

@@ -201,12 +201,11 @@ enum CodedAs : int32_t { CODED_FLOAT32, CODED_BFLOAT16, CODED_LEVELS };
 struct Coding {
   int32_t kind, bits;
   int32_t group;  // channels that share a scale, a multiple of 16; 0: numbers, which have none
-  int32_t has_centres, is_signed, is_rotated, is_fitted, reserved;
+  int32_t has_centres, is_rotated;
   float middle;            // subtracted from a centre
   float spread, outermost; // of scales to try: mean magnitudes and the largest one are multiplied by
-  float unused;
   const float* levels;     // by code; null: the code itself
-  const uint8_t* nearest;  // by cell of the line, the code of the nearest level; null: levels are whole numbers
+  const uint8_t* nearest;  // of rotated ones, by cell of the line: the code of the nearest level
 };
 
 // Where entries of some layers lie, and their codes: `count` of every layer and head.

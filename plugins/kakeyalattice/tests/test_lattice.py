@@ -9,11 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kv.compressors import make_compressor
-from inference_engine.kv.compressors.lattice import D4, E8, Lattice, even_points
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument
+from inference_engine.kv.compressors import COMPRESSORS, make_compressor
 from inference_engine.kv.compressors.rotated import rotate
 from inference_engine.kv.compressors.scales import load_scales
-from tests.kv.codec_cases import KINDS, gaussian, vectors_of
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.types import Mode
+from kakeya_lattice import CODECS, D4, E8, Lattice, even_points
+from tests.kv.codec_cases import KINDS, gaussian, lengths, vectors_of
+from tests.laws.variants import generate, text
+from tests.tiny_native import served_engine
 
 REACHES = (4, 9, 37, 75, 151)
 each_lattice = pytest.mark.parametrize(
@@ -105,6 +111,48 @@ def test_the_outermost_points_survive_packing(lattice: Lattice) -> None:
     points = torch.cat((points, points.abs(), torch.zeros_like(points)))
     points = points + 0.5 if isinstance(lattice, E8) else points
     assert torch.equal(lattice._unpack(lattice._pack(points), len(points)), points)
+
+
+def test_a_fitted_scale_loses_less(subtests: pytest.Subtests) -> None:
+    vectors = gaussian(500, 64)
+    for name in ("d4q9", "e8q7"):
+        with subtests.test(name):
+            plain, fitted = (
+                lengths(compressor.decode(compressor.encode(vectors), 64) - vectors)
+                for compressor in (make_compressor(name), make_compressor(f"{name}fit"))
+            )
+            assert (fitted <= plain * (1 + 1e-6)).all(), "never more, for any vector"
+            assert fitted.square().sum() < 0.95 * plain.square().sum()
+
+
+def test_they_are_known_by_name_once_they_are_installed() -> None:
+    assert [make_compressor(codec.name) for codec in CODECS] == list(CODECS)
+    assert COMPRESSORS.package("d4q9").startswith("kakeya-lattice-codecs ")
+
+
+def test_a_head_smaller_than_a_block_is_refused(subtests: pytest.Subtests) -> None:
+    for name, least in (("d4q9", 4), ("e8q31", 8)):
+        with subtests.test(name):
+            make_compressor(name).check(least)
+            with pytest.raises(InvalidArgument, match=f"from {least} to"):
+                make_compressor(name).check(least // 2)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_session_keeps_entries_in_them(mode: Mode) -> None:
+    """Natively and in torch, by the option that clients send: near to `full`, and not `full` itself."""
+    with served_engine(mode=mode) as engine:
+        full, coded = (
+            torch.tensor([logprob or 0.0 for _, logprob in generate(engine, opened(engine, strategy), 6)])
+            for strategy in ("full", "full:codec=e8q31,exact_window=16")
+        )
+    assert 0 < float((full - coded).abs().max()) < 0.1
+
+
+def opened(engine: Engine, strategy: str) -> str:
+    session = engine.create_session(strategy=parse_strategy(strategy)).session_id
+    engine.append(session, text())
+    return session
 
 
 @pytest.mark.parametrize("name", ["d4q9", "d4q151", "e8q31"])

@@ -1,4 +1,4 @@
-"""KakeyaLattice compressors: blocks of a rotated vector become points of D4 or E8, packed as integers.
+"""Lattice codecs for Kakeya: blocks of a rotated vector become points of D4 or E8, packed as integers.
 
     D4    integers with an even sum, four at a time
     E8    integers with an even sum, or the same shifted by ½ in every element, eight at a time
@@ -31,14 +31,17 @@ import torch
 from torch import Tensor
 
 from inference_engine.kv.compressors.bits import pack, packed_bytes, unpack
-from inference_engine.kv.compressors.rotated import RotatedCompressor, narrower
+from inference_engine.kv.compressors.rotated import RotatedCompressor
 
 _QUAD = 4  # digits in one number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lattice(RotatedCompressor):
-    """reach: the largest element of a point, Q in the package; the vector's largest magnitude becomes it."""
+    """reach: the largest element of a point, Q in the package; the vector's largest magnitude becomes it.
+
+    is_fitted: narrower scales are tried, too, and the one with the least error is kept.
+    """
 
     family: ClassVar[str]
     known_bits: ClassVar[int] = 0  # of a number, that need not be stored
@@ -68,8 +71,9 @@ class Lattice(RotatedCompressor):
         return packed_bytes(head_dim // _QUAD, self.word_bits)
 
     def _scales(self, turned: Tensor) -> list[Tensor]:
-        largest = turned.abs().amax(dim=0, keepdim=True).clamp(min=2.0**-40)
-        return narrower(largest * (1 / self.reach), is_fitted=self.is_fitted)
+        scale = turned.abs().amax(dim=0, keepdim=True).clamp(min=2.0**-40) * (1 / self.reach)
+        # The first clips nothing; narrower ones have finer steps and clip some elements.
+        return [scale * (1 - 0.05 * step) for step in range(8 if self.is_fitted else 1)]
 
     def _nearest(self, scaled: Tensor) -> Tensor:
         return self._block_points(self._blocks(scaled)).view(scaled.shape)
@@ -197,3 +201,11 @@ def _digits(numbers: Tensor, reach: int) -> Tensor:
         numbers = quotient
     digits.append(numbers)
     return torch.stack(digits[::-1], dim=1).float() - reach
+
+
+CODECS = (
+    *(D4(reach=reach) for reach in (4, 9, 37, 75, 151)),
+    D4(reach=9, is_fitted=True),
+    *(E8(reach=reach) for reach in (7, 9, 31, 37, 75, 127, 151)),
+    E8(reach=7, is_fitted=True),
+)
