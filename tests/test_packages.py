@@ -94,18 +94,6 @@ def test_a_wheel_asks_for_published_packages_only(wheels: dict[str, Path], name:
     assert not asked & {"kakeya", "kakeya-runtime"}
 
 
-@pytest.mark.parametrize("name", ["kakeya", "kakeya-runtime"])
-def test_a_wheel_has_its_licence_its_text_and_its_types(wheels: dict[str, Path], name: str) -> None:
-    with zipfile.ZipFile(wheels[name]) as archive:
-        held = set(archive.namelist())
-    assert any(each.endswith(".dist-info/licenses/LICENSE") for each in held)
-    assert {"kakeya/py.typed", "kakeya/v1/runtime_pb2.pyi"} <= held
-    assert not [each for each in held if each.split("/")[0] in {"tests", "scripts", "sdks"}]
-    text = metadata(wheels[name]).get_payload()
-    assert isinstance(text, str)
-    assert text.startswith("# ")
-
-
 def test_the_runtimes_wheel_is_for_one_kind_of_machine_and_any_python(wheels: dict[str, Path]) -> None:
     python, abi, machine = wheels["kakeya-runtime"].stem.split("-")[-3:]
     with zipfile.ZipFile(wheels["kakeya-runtime"]) as archive:
@@ -113,12 +101,6 @@ def test_the_runtimes_wheel_is_for_one_kind_of_machine_and_any_python(wheels: di
     assert {"inference_engine/native/src/kernels.cpp", "inference_engine/backends/known_verdicts.json"} <= held
     assert (f"inference_engine/native/{LIBRARY.name}" in held) == (machine != "any") == (load() is not None)
     assert (python, abi) == ("py3", "none")
-
-
-def test_copies_of_the_licence_are_the_licence() -> None:
-    licence = (ROOT / "LICENSE").read_bytes()
-    for sdk in ("python", "typescript"):
-        assert (ROOT / "sdks" / sdk / "LICENSE").read_bytes() == licence
 
 
 def test_the_runtime_asks_for_what_the_sdk_in_it_needs() -> None:

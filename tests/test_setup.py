@@ -52,12 +52,6 @@ def test_the_pins_for_running_are_what_both_projects_ask_for_and_bring() -> None
     assert brought(asked) == pins("requirements.txt").keys()
 
 
-def test_the_pins_for_development_bring_nothing_that_has_no_pin() -> None:
-    running, besides = pins("requirements.txt"), pins("requirements-dev.txt")
-    assert not running.keys() & besides.keys()
-    assert brought(besides.values()) <= running.keys() | besides.keys()
-
-
 def test_every_pin_names_one_version() -> None:
     for name in ("requirements.txt", "requirements-dev.txt"):
         assert [str(each) for each in pins(name).values() if not re.fullmatch(r"==[\w.]+", str(each.specifier))] == []
@@ -95,22 +89,3 @@ def test_a_failure_is_shown_with_what_was_said_last_and_ends_the_others(
     assert said.endswith("no such version\n")
     assert endless.process is not None and endless.process.wait() != 0
     assert not (tmp_path / "never").exists()
-
-
-def test_while_nothing_is_said_what_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = Task("native library", [python("import time; time.sleep(0.5)")], tmp_path / "log")
-    assert Run([quiet], tmp_path, silence_seconds=0.0).finish() == 0
-    assert re.search(r"native library … \d+ MB in ", capsys.readouterr().out)
-
-
-def test_progress_of_pip_is_shown_by_package_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = (
-        "Collecting torch==2.13.0",
-        "  Downloading torch-2.13.0-cp311-none-macosx_14_0_arm64.whl (79.9 MB)",
-        "  Downloading click-8.5.1-py3-none-any.whl (111 kB)",
-        "Installing collected packages: click, torch",
-    )
-    task = Task("packages", [python(f"print({chr(10).join(lines)!r})")], tmp_path / "log")
-    assert Run([task], tmp_path).finish() == 0
-    shown = [line.split("s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
-    assert shown == ["packages: torch-2.13.0, 79.9 MB", "packages: unpacking 2", "done"]

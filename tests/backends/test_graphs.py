@@ -18,7 +18,7 @@ from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.kernels.components import ChosenBy, IndexShape
+from inference_engine.kernels.components import ChosenBy
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.memory.pool import Pool
@@ -115,34 +115,3 @@ def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_o
         assert len(tried) == at_start + 1
         is_full = False
         assert recorded.can_run(step(context.pool, tokens=8, selects=True))
-
-
-def test_kinds_that_clients_choose_are_few_at_a_time_and_those_in_use_stay(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    made: list[int] = []
-
-    class Made:
-        def __init__(self, idle: np.ndarray[Any, Any], *_: object) -> None:
-            made.append(len(idle))
-
-    monkeypatch.setattr(graphs, "Recording", Made)
-    monkeypatch.setattr(graphs, "MOST_KINDS", 2)
-    monkeypatch.setattr(graphs, "STALE_LOOKS", 5)
-    with tiny_engine() as engine:
-        context, forward = context_of(engine), forward_of(engine)
-        assert isinstance(forward, TorchForward)
-        recorded = graphs.StepGraphs(forward.seam, context.geometry, context.pool, attend_ragged, memory=GraphMemory())
-
-        def can_run(budget: int) -> bool:
-            by = ChosenBy(shape=IndexShape(rank=8, bits=3, run=1), restored=budget)
-            return recorded.can_run(step(context.pool, tokens=1, selects=False, chosen_by=(by,)))
-
-        at_start = len(made)
-        assert can_run(10) and can_run(20)
-        assert not can_run(30) and can_run(10) and can_run(20), "a third one replaces what is in use"
-        assert caplog.text.count("others run unrecorded") == 1
-        assert len(made) == at_start + 2
-        assert any(can_run(30) for _ in range(20) if can_run(10)), "what nothing uses stays"  # 20 leaves
-        assert len(made) == at_start + 3 and can_run(10) and len(made) == at_start + 3
-        assert recorded.can_run(step(context.pool, tokens=1, selects=False)), "what was recorded at the start stays"

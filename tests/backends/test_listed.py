@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,19 @@ from torch import Tensor
 
 from inference_engine.backends import listed, torch_loading
 from inference_engine.backends.base import Forward
-from inference_engine.backends.listed import FusedAttend, FusedNorm, FusedProduct, ListedStep, fuse
+from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.torch_loading import try_listed
 from inference_engine.backends.twin import Twin, TwinSizes, text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
-from inference_engine.kernels.fused import PLAIN, ExpertMatrices, Fused
+from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.models.families import step_list
-from inference_engine.models.operations import Add, Norm, NoStepListError, Operation, Product, Rotate, StepList
+from inference_engine.models.operations import NoStepListError
 from inference_engine.models.seam import Seam
 from inference_engine.types import GenerateParams
 from tests.admissions import traits_of
@@ -144,60 +142,6 @@ def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monk
         opened_as("qwen3", DeviceOps())
 
 
-def test_a_list_that_gives_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, kind = text_generator(FAMILIES["llama"])
-    traits = traits_of(config, kind)
-
-    def wrong(*arguments: Any) -> StepList:
-        steps = step_list(*arguments)
-        operations = [replace(one, epsilon=0.5) if isinstance(one, Norm) else one for one in steps.operations]
-        return replace(steps, operations=tuple(operations))
-
-    monkeypatch.setattr(listed, "step_list", wrong)
-    with pytest.raises(NoStepListError, match="logits that differ"):
-        try_listed(kind, config, traits, ops=listed_ops(), device=torch.device("cpu"))
-
-
-def test_a_layer_of_qwen_is_four_products_and_one_operation_on_heads() -> None:
-    forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
-    assert forward.listed is not None
-    operations = fuse(forward.listed.steps)
-    layers = len(forward.seam.layers)
-
-    assert sum(isinstance(one, FusedProduct) for one in operations) == 4 * layers + 1
-    assert sum(isinstance(one, FusedAttend) for one in operations) == layers
-    assert not any(isinstance(one, FusedNorm) for one in operations)
-
-
-def rotates_before_norms(operations: list[Operation]) -> None:
-    place = next(place for place, one in enumerate(operations) if isinstance(one, Rotate))
-    operations.insert(place - 2, operations.pop(place))
-
-
-def adds_a_part(operations: list[Operation]) -> None:
-    place = next(place for place, one in enumerate(operations) if isinstance(one, Add))
-    operations[place] = Add(input="delta", output="hidden", factor=0.5)
-
-
-def multiplies_into_a_part(operations: list[Operation]) -> None:
-    place = next(place for place, one in enumerate(operations) if isinstance(one, Product))
-    product = operations[place]
-    assert isinstance(product, Product)
-    operations[place] = replace(product, offset=16, count=16)
-
-
-@pytest.mark.parametrize("change", [rotates_before_norms, adds_a_part, multiplies_into_a_part])
-def test_what_the_fused_operations_do_not_do_is_refused(change: Callable[[list[Operation]], None]) -> None:
-    forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
-    assert forward.listed is not None
-    steps = forward.listed.steps
-    operations = list(steps.operations)
-    change(operations)
-
-    with pytest.raises(NoStepListError):
-        fuse(replace(steps, operations=tuple(operations)))
-
-
 def test_products_that_are_wrong_on_a_device_are_found_before_the_model_serves() -> None:
     """One output of a few tokens is left out, as by a tile that does not fit."""
 
@@ -219,22 +163,6 @@ def mixed_twin() -> Seam:
     return Twin(kind, config, traits_of(config, kind), TwinSizes()).seam
 
 
-def test_mixtures_that_are_wrong_on_a_device_are_found_before_the_model_serves() -> None:
-    """One expert of each token is left out, of some tokens: what the mixture is added to does not hide it."""
-
-    def leaves_one_out(states: Tensor, experts: ExpertMatrices, **options: Any) -> Tensor:
-        fewer = replace(experts, chosen=experts.chosen - 1) if len(states) > 1 else experts
-        return PLAIN.mix_experts(states, fewer, **options)
-
-    seam = mixed_twin()
-    for layer in seam.model.get_decoder().layers:
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts.down_proj.data *= 1e-6
-    ListedStep(seam, PLAIN).check()
-    with pytest.raises(NoStepListError, match=r"experts\.0\.gate_proj.*products of 2 tokens differ"):
-        ListedStep(seam, replace(PLAIN, mix_experts=leaves_one_out)).check()
-
-
 def test_experts_in_other_numbers_are_refused_and_the_model_stays_as_it_is() -> None:
     seam = mixed_twin()
     attention = seam.model.get_submodule("model.layers.0.self_attn")
@@ -245,15 +173,6 @@ def test_experts_in_other_numbers_are_refused_and_the_model_stays_as_it_is() -> 
     with pytest.raises(NoStepListError, match=r"layers\.0\.mlp\.gate\.weight or the experts.*not torch\.float32"):
         ListedStep(seam, PLAIN)
     assert attention.q_proj.weight.data_ptr() == query
-
-
-def test_the_weights_are_the_models_own() -> None:
-    """Joined matrices take no memory of their own: the model's parameters are views of them."""
-    forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
-    attention = forward.seam.model.get_submodule("model.layers.1.self_attn")
-    rows = attention.q_proj.out_features
-
-    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + 4 * 64 * rows
 
 
 def test_listed_steps_choose_the_blocks_that_torchs_modules_choose() -> None:

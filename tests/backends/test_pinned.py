@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import cast
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -94,27 +93,6 @@ def test_the_host_gets_two_copies_ahead_and_waits_for_no_more_than_it_has_to() -
     for _ in range(2):
         send(box, device, np.arange(4))
     assert device.waited == 1
-
-
-def test_parts_come_one_after_another_whatever_their_shapes() -> None:
-    device = LateDevice()
-    box = outbox(device)
-    send(box, device, np.array([[1, 2], [3, 4]]).T, np.array([5]), np.zeros((0, 3), dtype=np.int64))
-    device.copy()
-    assert device.received == [[1, 3, 2, 4, 5]]
-
-
-def test_numbers_that_do_not_fill_their_target_are_a_mistake_of_ours() -> None:
-    target = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(AssertionError):
-        Outbox(lambda count: torch.zeros(count, dtype=torch.int64), lambda _: lambda: None).send([np.arange(2)], target)
-
-
-def test_a_real_tensor_gets_the_numbers() -> None:
-    target = torch.zeros(3, dtype=torch.int64)
-    box = Outbox(lambda count: torch.zeros(count, dtype=torch.int64), lambda _: lambda: None)
-    box.send([np.arange(2), np.array([9])], target)
-    assert target.tolist() == [0, 1, 9]
 
 
 class Done:

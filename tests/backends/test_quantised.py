@@ -13,7 +13,6 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.quantised import quantise
 from inference_engine.models import LoadedModel
@@ -78,12 +77,6 @@ def test_weights_made_at_the_load_give_the_tokens_of_their_numbers(
     assert greedy(forward, history, 16) == expected[0, len(history) :].tolist()
 
 
-def test_torchs_modules_give_the_same_tokens_as_the_list() -> None:
-    forward = served(tiny_model(attention=ATTENTION), weights="int4")
-    modules = TorchForward(forward.seam, forward.facts, forward.device, ops=LISTS)
-    assert greedy(modules, text(60), 12) == greedy(forward, text(60), 12)
-
-
 def test_the_head_and_the_embedding_keep_their_numbers_and_the_rest_takes_fewer_bytes() -> None:
     plain = tiny_model(attention=ATTENTION)
     linears = {name for name, module in plain.named_modules() if type(module) is nn.Linear}
@@ -98,9 +91,3 @@ def test_the_head_and_the_embedding_keep_their_numbers_and_the_rest_takes_fewer_
     assert joined is not None
     together = found["model.layers.0.self_attn.q_proj"].codes.untyped_storage().data_ptr()
     assert found["model.layers.0.self_attn.v_proj"].codes.untyped_storage().data_ptr() == together
-
-
-def test_weights_are_not_quantised_twice() -> None:
-    forward = served(tiny_model(attention=ATTENTION), weights="fp8")
-    with pytest.raises(BackendError, match=r"weights=int4: .* stored as fp8 already; start with weights=auto"):
-        served(forward.seam.model, weights="int4")

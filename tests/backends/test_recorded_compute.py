@@ -81,42 +81,6 @@ def test_a_recording_of_any_number_of_vectors_gives_what_running_without_it_give
     assert len(made) == (0 < count <= 32)
 
 
-def test_what_is_done_again_to_the_same_shapes_is_recorded_once_for_each_size(made: list[Shapes]) -> None:
-    compute = recorder(32, 8)
-    for count in (3, 20):
-        check(compute, gaussian(count, 4))
-    assert not made
-    for count in (8, 20, 5, 32):
-        for width in (4, 6):
-            check(compute, gaussian(count, width))
-    assert [shapes[0][0] for shapes in made] == [(8, 4), (32, 4), (8, 6), (32, 6)]
-
-
-def test_what_runs_without_a_recording_has_the_size_of_one(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product's bits depend on its size: what is restored once without a recording and once with it is the same."""
-    sizes: list[int] = []
-
-    def seen(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        sizes.append(len(tensors[0]))
-        return doubled(tensors)
-
-    compute = recorder(8, 32)
-    for count in (5, 7, 8, 3):
-        entries = gaussian(count, 3, seed=count)
-        assert torch.equal(compute("double", seen, [entries])[0], 2 * entries)
-    assert sizes == [8] * 4 and len(made) == 1
-    sizes.clear()
-    monkeypatch.setattr(recorded_compute, "MOST_BYTES", 1)
-    for count in (5, 7):  # too wide to be recorded: not padded either
-        assert torch.equal(compute("wide", seen, [entries := gaussian(count, 4)])[0], 2 * entries)
-    assert sizes == [5, 7] and len(made) == 1
-    sizes.clear()
-    monkeypatch.setattr(recorded_compute, "MOST_BYTES", 8 * 3 * 4)
-    for count in (5, 7):  # the results are, which is found out once
-        compute("wide results", lambda tensors: seen([torch.cat(list(tensors) * 2, dim=1)]), [gaussian(count, 2)])
-    assert sizes == [8, 5, 7] and len(made) == 1
-
-
 def test_what_cannot_be_recorded_is_tried_once_and_computed_without_a_recording() -> None:
     tried: list[Shapes] = []
 
@@ -128,31 +92,6 @@ def test_what_cannot_be_recorded_is_tried_once_and_computed_without_a_recording(
     for count in (5, 20) * 3:
         check(compute, gaussian(count, 3))
     assert [shapes[0][0] for shapes in tried] == [(8, 3), (32, 3)]
-
-
-def test_a_lack_of_memory_passes(made: list[Shapes]) -> None:
-    tries = 0
-
-    def record(*asked: Any) -> Any:
-        nonlocal tries
-        tries += 1
-        if tries < 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return Overwriting(*asked)
-
-    compute = recorder(8, record=record)
-    for _ in range(6):
-        check(compute, gaussian(5, 3))
-    assert tries == 3
-    assert len(made) == 1
-
-
-def test_entries_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_compute, "MOST_BYTES", 8 * 2 * 3 * 4)
-    compute = recorder(8)
-    for width in (3, 4) * 3:
-        check(compute, gaussian(5, width))
-    assert [shapes[0][0] for shapes in made] == [(8, 3)]
 
 
 def test_more_shapes_than_can_be_recorded_are_not_recorded_again_and_again(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -12,8 +11,6 @@ import pytest
 from inference_engine.cli.audit import compare
 from inference_engine.cli.main import main
 from inference_engine.engine import Engine
-from inference_engine.errors import InvariantViolated
-from inference_engine.kv.session_kv import SessionKV
 from inference_engine.types import Mode
 from kakeya import AsyncClient
 from tests.further import further
@@ -67,26 +64,6 @@ def test_a_server_that_cares_how_ids_came_is_found_out(
     assert "INV-3 violated: history 0, turn " in capsys.readouterr().out
 
 
-def test_a_failure_that_the_server_finds_counts_and_the_rest_is_reported_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage, calls = SessionKV.stage, itertools.count(1)
-
-    def once_broken(session: SessionKV, *args: Any, **options: Any) -> Any:
-        if next(calls) == 12:
-            raise InvariantViolated("INV1", "seeded")
-        return stage(session, *args, **options)
-
-    monkeypatch.setattr(SessionKV, "stage", once_broken)
-    with tiny_engine() as engine, server_thread(engine) as target:
-        assert main(["audit", "--target", target, *FEW]) == 1
-    assert "1 violations, 1 of them reported by the server" in capsys.readouterr().out
-
-
-def test_a_stream_equals_itself() -> None:
-    assert compare([TURN], [TURN], CUT, history=0, is_exact=True) is None
-
-
 def test_log_probabilities_count_where_bits_are_promised_only() -> None:
     rounded = [(7, -0.5), (8, -1.5000001), (9, -2.5)]
     assert compare([TURN], [rounded], CUT, history=0, is_exact=False) is None
@@ -102,14 +79,3 @@ def test_another_token_that_was_as_likely_is_a_near_tie(logprob: float, is_near_
     assert found is not None
     assert found.is_near_tie is is_near_tie
     assert str(found) == f"history 3, turn 0, token 1: 8 (-1.5) in one piece, 5 ({logprob}) when appended in 4, 6"
-
-
-def test_a_stream_that_ends_early_is_another_one() -> None:
-    found = compare([TURN], [TURN[:2]], CUT, history=0, is_exact=False)
-    assert found is not None
-    assert (found.token, found.is_near_tie) == (2, False)
-
-
-def test_nothing_to_try_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "--splits", "0"]) == 1
-    assert "--splits must be at least 1, got 0" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from inference_engine.cli import first_use, kill_demo
 from inference_engine.cli.main import main
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
-from kakeya import Client
 from tests.processes import Server, warm_children
 from tests.tiny_folder import save_tiny_model
 
@@ -87,16 +86,6 @@ def test_what_its_own_server_would_calibrate_is_made_before_and_not_behind_a_spi
     assert len(happened) == 2, "a server that runs is another's"
 
 
-def test_the_same_seed_gives_the_same_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:
-    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=8", "--temperature=0.9")
-    one, same, other = (chat("Hello\n", *options, "--seed", seed)[1] for seed in ("7", "7", "8"))
-    assert answers(one) == answers(same) != answers(other)
-
-
-def answers(printed: str) -> str:
-    return COST.sub("", printed)
-
-
 def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:
     options = ("--model", tiny_folder, "--target", server.target, "--strategy", "sink_window:window=40")
     status, printed, _ = chat("/info\n/help\n/quit\nnever read\n", *options, where=Terminal)
@@ -107,31 +96,12 @@ def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Serve
     assert COST.search(printed) is None
 
 
-def test_a_message_from_a_pipe_that_looks_like_a_command_is_said(chat: Chat, server: Server, tiny_folder: Path) -> None:
-    """No user there mistypes a command, or sees that it was none: a path of one word is a message, too."""
-    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=1")
-    status, printed, _ = chat("/info\n/etc/hosts\n/quit\nnever read\n", *options)
-    assert status == 0
-    assert "history   0 tokens" in printed
-    assert "unknown command" not in printed
-    (cost,) = COST.findall(printed)
-    (as_long,) = COST.findall(chat("Xetc/hosts\n", *options)[1])
-    assert cost[0] == as_long[0]
-
-
 def test_a_line_that_is_not_utf_8_ends_the_chat_with_the_reason(chat: Chat, server: Server, tiny_folder: Path) -> None:
     """As Python reads bytes from a pipe that are none."""
     status, printed, said = chat("caf\udce9\n", "--model", tiny_folder, "--target", server.target)
     assert (status, printed) == (1, "")
     assert said.startswith("kakeya chat: messages[0]: holds '\\udce9', no character")
     assert said.count("\n") == 1
-
-
-def test_the_system_message_begins_the_history(chat: Chat, server: Server, tiny_folder: Path) -> None:
-    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=1")
-    plain, ordered = (chat("Hi\n", *options, *more)[1] for more in ((), ("--system", "Be kind.")))
-    difference = int(COST.findall(ordered)[0][0]) - int(COST.findall(plain)[0][0])
-    assert difference == len("Xsystem\nBe kind.X\n")  # each X is one token
 
 
 def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(
@@ -144,19 +114,6 @@ def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(
     assert len(COST.findall(printed)) == 1
     assert "would exceed the session's limit of 512" in said
     assert "sink_window has no limit" in said, "512 is all that the model has, so a larger limit_tokens is no way out"
-
-
-def test_a_longer_answer_than_a_server_gives_is_refused_before_a_session_is_opened(
-    chat: Chat, server: Server, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Client, "create_session", Mock(side_effect=AssertionError("a session was opened")))
-    options = ("--model", tiny_folder, "--target", server.target)
-    status, printed, said = chat("Hi\n", *options, "--max-tokens=32769")
-    assert (status, printed) == (1, "")
-    assert said == (
-        "kakeya chat: --max-tokens 32769 is more than the server's limit of 32768 tokens a Generate; ask for at most "
-        "--max-tokens 32768, or start a server with a larger max_generate_tokens\n"
-    )
 
 
 def test_a_longer_answer_than_its_own_server_would_give_is_refused_before_that_is_started(
@@ -194,15 +151,6 @@ def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp
     status, _, said = chat("Hi\n", "--model", save_tiny_model(tmp_path / "bare"), "--target", server.target)
     assert status == 1
     assert "holds no tokenizer" in said
-
-
-def test_a_model_that_is_not_on_this_machine_is_asked_for(
-    chat: Chat, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, _, said = chat("Hi\n", "--target", server.target)
-    assert status == 1
-    assert "the server's model is tiny" in said and "--model names a folder" in said
 
 
 def test_a_server_that_is_not_there_is_named(chat: Chat, tiny_folder: Path) -> None:

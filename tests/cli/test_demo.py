@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from inference_engine.cli.demo import FACT, SCRIPT, next_commands
-from inference_engine.cli.kill_demo import KILLED_TURN, TOKENS_BEFORE
+from inference_engine.cli.kill_demo import KILLED_TURN
 from inference_engine.cli.kill_demo import SCRIPT as KILL_SCRIPT
 from inference_engine.cli.main import main, parser
-from inference_engine.cli.recall_demo import Recalled, show
 from inference_engine.config import ModelConfig
 from tests.processes import warm_children
 
@@ -62,30 +59,6 @@ def test_what_the_demo_ends_with_can_be_typed(model: str) -> None:
         assert (given.model or ModelConfig().model) == model
 
 
-@pytest.mark.long
-@pytest.mark.further
-@pytest.mark.real_model
-def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_session(
-    demo: Callable[..., str],
-) -> None:
-    printed = demo("--recall", "--latent=none", "--max-tokens=24")
-    marks = re.findall(r"^ (full|sink_window|restored)\b.*([✓✗])", printed, re.MULTILINE)
-    assert dict(marks) == {"full": "✓", "sink_window": "✗", "restored": "✓"}
-
-
-def test_what_was_recalled_is_shown_whole_however_narrow_the_terminal() -> None:
-    strategy = "restored:sink=4,window=64,source=latent,bytes_per_token=1152,mode=hold"
-    console = Console(width=80, record=True, file=io.StringIO())
-    one = Recalled(
-        strategy=strategy, answer="52817.", held_bytes=8_500_000, restored_positions=700, evicted_positions=0
-    )
-    show([one], console)
-    rows = console.export_text().split("─ \n")[1]
-    lines = [re.split(" {2,}|$", line[1:])[0] for line in rows.splitlines() if line.strip()]
-    assert "".join(lines).replace(" ", "") == strategy
-    assert all(line.endswith(",") for line in lines[:-1]), "no option is broken"
-
-
 def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--kv-bytes=64MiB", "--max-tokens=4", "--strategy=sink_window:window=32")
     assert main(("demo", "--model", str(tiny_folder), *arguments)) == 0
@@ -111,14 +84,6 @@ def test_an_answer_goes_on_after_its_server_was_killed(demo: Callable[..., str])
     assert killed != started and not others
     assert f"> {KILL_SCRIPT[KILLED_TURN]}" in printed
     assert "the same tokens as in a session that nothing happened to" in printed
-
-
-def test_an_answer_that_is_over_before_its_server_can_be_killed_fails_the_demo(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--kill", "--model", str(tiny_folder), "--kv-bytes=64MiB")
-    assert main(("demo", *arguments, f"--max-tokens={TOKENS_BEFORE - 1}")) == 1
-    assert "too few to kill a server in it" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from inference_engine.backends.base import Admitted
-from inference_engine.cli.doctor import CHECKS, OF_THE_MODEL
+from inference_engine.cli.doctor import CHECKS
 from inference_engine.cli.main import main
 from inference_engine.errors import BackendError
 from inference_engine.native import build
 from inference_engine.native.library import why_missing
-from tests.further import further_test
-from tests.models.odd_models import ODD
 from tests.models.tiny_gguf import tiny_model, write_gguf
 
 pytestmark = pytest.mark.usefixtures("admitting_once")
@@ -43,14 +40,6 @@ def test_what_works_passes_down_to_a_token(tiny_folder: Path, capsys: pytest.Cap
     assert "after 1, 2, 3" in found["self test"][1]
 
 
-def test_what_a_models_files_contradict_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ODD["tied, another head"].make(tmp_path / "model")
-    assert doctor("--model", tmp_path / "model", "--cache-dir", tmp_path / "cache") == 0
-    level, text = lines(capsys.readouterr().out)["model"]
-    assert level == "warn"
-    assert "the head of the file is used, though config.json says tie_word_embeddings" in text
-
-
 def test_a_model_that_is_not_here_fails_with_the_command_that_fetches_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,29 +47,6 @@ def test_a_model_that_is_not_here_fails_with_the_command_that_fetches_it(
     found = lines(capsys.readouterr().out)
     assert {name: level for name, (level, _) in found.items() if level not in ("ok", "warn")} == {"model": "fail"}
     assert "kakeya models fetch smollm2-135m" in found["model"][1]
-
-
-def test_a_model_that_is_not_there_is_said_once_and_what_it_is_needed_for_is_not_tried(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert doctor("--model", "nosuch") == 1
-    printed = capsys.readouterr().out
-    assert printed.count("nosuch: neither a known model") == 1
-    assert list(lines(printed)) == [name for name in CHECKS if name not in OF_THE_MODEL]
-    assert lines(printed)["model"][1].endswith("; not checked without it: executor, family, tokenizer, self test")
-
-
-def test_what_is_ignored_of_a_folder_is_listed(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
-    (folder / "original").mkdir()
-    for name in ("README.md", "modeling_llama.py", "original/consolidated.00.pth"):
-        (folder / name).write_text("")
-    assert doctor("--model", folder) == 0
-    level, text = lines(capsys.readouterr().out)["model"]
-    assert level == "warn"
-    assert text.endswith("are ignored: modeling_llama.py, original/consolidated.00.pth")
 
 
 @pytest.mark.parametrize(
@@ -146,19 +112,6 @@ def test_a_family_that_is_not_served_fails_with_the_reason(
     assert "'dynamic'" in found["family"][1]
 
 
-def test_a_family_without_some_strategies_is_a_warning(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Admitted(traits=(), refused=(("mac", "with mac a small twin differs by 0.3"),), differences=())
-    monkeypatch.setattr("inference_engine.compose.admit", lambda _: found)
-    monkeypatch.setitem(CHECKS, "self test", CHECKS["machine"])
-    assert doctor("--model", tiny_folder) == 0
-    assert lines(capsys.readouterr().out)["family"] == (
-        "warn",
-        "served, but not with mac: with mac a small twin differs by 0.3",
-    )
-
-
 def test_cores_are_those_that_the_process_may_use_and_more_threads_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,13 +149,6 @@ def test_a_port_in_use_is_a_warning(tiny_folder: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_a_device_that_is_not_there_fails(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor("--model", tiny_folder, "--device", "cuda:99") == 1
-    level, text = lines(capsys.readouterr().out)["device"]
-    assert level == "fail"
-    assert text.startswith("cuda:99 cannot be used: ")
-
-
 def test_without_the_native_library_it_says_what_to_do(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,11 +169,3 @@ def test_a_native_library_of_other_sources_fails(
     monkeypatch.setattr("inference_engine.native.library.load", refuse)
     assert doctor("--model", tiny_folder) == 1
     assert lines(capsys.readouterr().out)["native"] == ("fail", "libkakeya.so was compiled from other sources")
-
-
-@further_test
-@pytest.mark.real_model
-def test_the_real_model_passes_every_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor() == 0
-    found = lines(capsys.readouterr().out)
-    assert {name for name, (level, _) in found.items() if level != "ok"} == ({"native"} if why_missing() else set())

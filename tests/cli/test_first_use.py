@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -57,14 +56,6 @@ def test_what_is_made_is_what_the_strategy_decides_by(
     assert (after is composed) == (not expected)
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [(LATENT, ["latent"]), ("gather", ["components"]), ("restored", [])])
-def test_for_a_server_that_is_a_child_it_is_made_before(
-    strategy: str, expected: list[str], parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str]
-) -> None:
-    first_use.before_start(parts[0], EngineConfig(strategy=strategy))
-    assert made == expected
-
-
 def test_a_model_that_is_too_large_or_needs_nothing_is_not_loaded_for_that(
     parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,25 +64,6 @@ def test_a_model_that_is_too_large_or_needs_nothing_is_not_loaded_for_that(
         first_use.before_start(parts[0], EngineConfig(strategy=strategy))
     monkeypatch.setattr(first_use, "SMALL_BYTES", 1)
     first_use.before_start(parts[0], EngineConfig(strategy="gather"))
-    assert made == []
-
-
-def test_what_is_large_is_made_only_when_it_is_asked_for(
-    parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, composed = parts
-    monkeypatch.setattr(first_use, "SMALL_BYTES", 1)
-    first_use.with_calibrations(composed, model, EngineConfig(strategy=LATENT), "auto")
-    assert made == []
-    first_use.with_calibrations(composed, model, EngineConfig(strategy=LATENT), "all")
-    assert made == ["latent", "components"]
-
-
-def test_a_codec_that_was_chosen_is_not_replaced(
-    parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str]
-) -> None:
-    model, composed = parts
-    first_use.with_calibrations(composed, replace(model, latent="none"), EngineConfig(strategy=LATENT), "auto")
     assert made == []
 
 

@@ -1,7 +1,5 @@
 """`kakeya journal` on folders that a server has left."""
 
-import os
-import resource
 from pathlib import Path
 
 import apsw
@@ -42,18 +40,6 @@ def test_sessions_are_listed_checked_and_purged(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "1 session, 0 damaged\n"
     with keeping(state) as engine:
         assert [one.session_id for one in engine.list_sessions(owner="alice")] == [second]
-
-
-def test_a_backup_within_the_folder_is_refused_and_nothing_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = tmp_path / "state"
-    sessions_in(state, "one")
-    found = sorted(state.rglob("*"))
-    for within in (state / "backup", state / "copies" / "backup", state / "copies" / ".." / "backup"):
-        assert main(["journal", "backup", str(state), str(within)]) == 1
-        assert "name a folder elsewhere" in capsys.readouterr().err
-    assert sorted(state.rglob("*")) == found
 
 
 def test_a_damaged_session_is_named_and_others_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,37 +99,6 @@ def test_a_backup_is_a_folder_that_a_server_can_use(tmp_path: Path, capsys: pyte
     with keeping(copy) as engine:
         engine.recall(session_id, owner="alice")
         assert engine.read_history(session_id, owner="alice").token_ids.tolist() == HISTORY
-
-
-def test_a_backup_that_finds_no_room_says_so_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state, copy = tmp_path / "state", tmp_path / "copy"
-    sessions_in(state, "one")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, limits[1]))
-    try:
-        status = main(["journal", "backup", str(state), str(copy)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert status == 1
-    assert f"{copy}: the copy cannot be written" in capsys.readouterr().err
-    assert not copy.exists()
-    assert main(["journal", "backup", str(state), str(copy)]) == 0
-
-
-def test_a_backup_is_on_the_disk_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, copy = tmp_path / "state", tmp_path / "copy"
-    sessions_in(state, "one")
-    synced, sync = [], os.fsync
-
-    def noted(descriptor: int) -> None:
-        synced.append(os.fstat(descriptor).st_ino)
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    assert main(["journal", "backup", str(state), str(copy)]) == 0
-    assert synced[-3:] == [path.stat().st_ino for path in (copy / FILE, copy, tmp_path)]
 
 
 def test_a_folder_without_a_journal_or_with_a_server_is_refused(

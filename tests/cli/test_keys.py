@@ -104,17 +104,6 @@ def test_a_file_that_cannot_keep_its_owner_is_not_changed(
     assert owner_of(path, key) == "alice"
 
 
-def test_plain_keys_go_on_working_once_they_are_hashed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path.parent.mkdir()
-    path.write_text(f"# mine\n{PLAIN}\n", encoding="utf-8")
-    before = owner_of(path, PLAIN)
-    assert keys(path, "hash") == 0
-    assert owner_of(path, PLAIN) == before
-    text = path.read_text(encoding="utf-8")
-    assert PLAIN not in text
-    assert "# mine" in text
-
-
 @pytest.mark.parametrize("owner", ["", "two words", "cert:abc", "-dash", "ümlaut", "x" * 65])
 def test_an_owner_that_no_line_can_say_is_refused(path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys(path, "add", "--", owner) == 1
@@ -133,15 +122,3 @@ def test_what_cannot_be_done_changes_nothing_and_says_why(path: Path, capsys: py
     (path.parent / "none").write_bytes(b"\xff\xfe")
     assert keys(path.parent / "none", "list") == 1
     assert "none: it is not UTF-8 text\n" in capsys.readouterr().err
-
-
-def test_without_a_file_it_asks_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("KAKEYA_API_KEY_FILE", raising=False)
-    assert main(["keys", "list"]) == 1
-    assert "no key file given" in capsys.readouterr().err
-
-
-def test_a_key_file_of_a_server_is_no_key_for_a_client(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(path, "alice", capsys)
-    assert main(["chat", "--target=127.0.0.1:1", f"--api-key-file={path}"]) == 1
-    assert "it holds digests" in capsys.readouterr().err

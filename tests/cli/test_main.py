@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import pytest
 
-from inference_engine import __version__
 from inference_engine.cli import doctor, late
 from inference_engine.cli.connection import add_connection, in_flags
 from inference_engine.cli.main import main
@@ -28,12 +27,6 @@ def status_of(*arguments: str) -> int | str | None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     return caught.value.code
-
-
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("--help") == 0
-    printed = capsys.readouterr().out
-    assert all(f"\n    {command} " in printed for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -67,47 +60,12 @@ def test_reading_the_command_line_loads_neither_torch_nor_grpc() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_version_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("--version") == 0
-    assert capsys.readouterr().out == f"kakeya {__version__}\n"
-
-
-@pytest.mark.parametrize("arguments", [(), ("models",), ("evaluate",), ("sessions",)], ids=" ".join)
-def test_a_command_of_commands_alone_shows_its_help(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(*arguments, "--help") == 0
-    asked = capsys.readouterr().out
-    assert status_of(*arguments) == 2
-    assert capsys.readouterr() == ("", asked), "on standard error: who reads the output asked for something else"
-
-
 @pytest.mark.parametrize(
     "arguments", [("--no-such-flag",), ("no-such-command",), ("serve", "--no-such-flag"), ("chat", "--seed", "x")]
 )
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(*arguments) == 2
     assert "usage: kakeya" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("serve", "--modell", "x"), "kakeya serve: error: unrecognized arguments: --modell x; did you mean --model?"),
-        (("serve", "--strategi=full"), "did you mean --strategy?"),
-        (("serve", "org/name"), "unrecognized arguments: org/name; did you mean --model org/name?"),
-        (("serve", "--port", "8000"), "unrecognized arguments: --port 8000; did you mean --bind HOST:PORT?"),
-        (("sessions", "list", "abc"), "kakeya sessions list: error: unrecognized arguments: abc\n"),
-        (("journal", "list", "--state-dir", "x"), "kakeya journal list: error: unrecognized arguments: --state-dir\n"),
-        (("bench", "serve", "--agnets=3"), "did you mean --agents?"),
-    ],
-)
-def test_an_argument_that_a_command_does_not_know_is_answered_by_that_command(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(*arguments) == 2
-    shown = capsys.readouterr().err
-    assert said in shown and f"`kakeya {arguments[0]}" in shown
 
 
 @pytest.mark.parametrize("command", ["chat", "demo"])
@@ -169,14 +127,6 @@ def test_a_fault_is_one_line_and_status_1(
     assert printed.err.startswith(f"kakeya {arguments[0]}: ")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
-
-
-def test_an_error_of_the_sdk_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key = tmp_path / "key"
-    key.write_text("0123456789abcdef\n")
-    assert main(("chat", "--target", "far.example:1", "--api-key-file", str(key))) == 1
-    said = capsys.readouterr().err
-    assert "would travel to far.example:1 unencrypted; pass --tls or --tls-ca-file as well" in said
 
 
 def test_what_the_sdk_says_about_tls_is_said_in_flags(subtests: pytest.Subtests) -> None:

@@ -44,16 +44,6 @@ def test_a_server_in_production_shows_what_it_does(tiny_folder: Path) -> None:
     assert {"kakeya.v1.RuntimeService/Generate", "generate", "queue", "prefill", "decode"} <= names
 
 
-def test_every_line_of_a_servers_log_is_an_object(tiny_folder: Path) -> None:
-    done = kakeya(
-        "serve", "--model", tiny_folder, "--kv-bytes=64MiB", "--bind=127.0.0.1:0", "--until-eof", "--log-format=json"
-    )
-    assert done.returncode == 0
-    lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert any(line["message"].startswith("draining") for line in lines)
-    assert {line["level"] for line in lines} == {"INFO"}
-
-
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

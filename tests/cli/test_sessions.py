@@ -1,13 +1,12 @@
 """`kakeya sessions`: what it shows and closes on a running server."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import kakeya
 from inference_engine.cli.main import main
-from tests.processes import Server, run
+from tests.processes import Server
 
 PROMPT = [3, 14, 15, 92]
 
@@ -65,17 +64,3 @@ def test_what_cannot_be_done_is_said_in_a_line(
     assert main(["sessions", *arguments, f"--target={server.target}"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("kakeya sessions: ") and error in said and said.count("\n") == 1
-
-
-def test_a_file_without_certificates_is_named_in_one_line_and_grpc_logs_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "ca.pem"
-    file.write_text("no PEM at all", encoding="utf-8")
-    done = run("inference_engine.cli.main", "sessions", "list", "--target=127.0.0.1:1", f"--tls-ca-file={file}")
-    assert done.returncode == 1
-    said = f"kakeya sessions: --tls-ca-file must hold a certificate in PEM format, and {file} has none\n"
-    assert done.stderr == said
-
-
-def test_without_a_server_it_says_where_it_looked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sessions", "list", "--target=127.0.0.1:1"]) == 1
-    assert "127.0.0.1:1" in capsys.readouterr().err

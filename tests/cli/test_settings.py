@@ -32,13 +32,6 @@ def test_every_setting_is_a_flag_of_serve_and_nothing_else_is_explained(capsys: 
     assert set(HELP) <= names
 
 
-def test_the_default_holds_if_nothing_sets_another_value() -> None:
-    args = parser().parse_args(["serve"])
-    assert settings(args, ModelConfig) == ModelConfig()
-    assert settings(args, EngineConfig) == EngineConfig()
-    assert settings(args, ServerConfig) == ServerConfig()
-
-
 def test_flags_beat_the_environment_which_beats_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAKEYA_BIND", "127.0.0.1:2")
     monkeypatch.setenv("KAKEYA_KV_BYTES", "2MiB")
@@ -47,15 +40,6 @@ def test_flags_beat_the_environment_which_beats_the_file(file: Path, monkeypatch
     assert settings(args, EngineConfig).kv_bytes == 2 * 2**20
     assert settings(args, ModelConfig).threads == 3
     assert settings(args, ModelConfig).dtype == "float32"
-
-
-def test_a_mode_that_there_is_not_is_refused_of_whatever_type_it_is(file: Path, subtests: pytest.Subtests) -> None:
-    for written in ('"exact"', '""', "5", "true", '["batched"]'):
-        file.write_text(f"mode = {written}\n", encoding="utf-8")
-        with subtests.test(written), pytest.raises(ConfigError, match="mode: must be batched or fixed-shape, got "):
-            resolve(EngineConfig, file=str(file))
-    file.write_text('mode = "fixed-shape"\n', encoding="utf-8")
-    assert resolve(EngineConfig, file=str(file)).mode is Mode.FIXED_SHAPE
 
 
 def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
@@ -117,14 +101,3 @@ def test_yes_and_no_are_true_and_false_as_text_and_as_they_are(subtests: pytest.
     for given, meant in YES_AND_NO:
         with subtests.test(str(given)):
             assert resolve(ServerConfig, {"allow_plaintext": given}).allow_plaintext is meant
-
-
-def test_what_is_neither_true_nor_false_is_refused(subtests: pytest.Subtests) -> None:
-    for given in ("yes", "1", "", 1, 0.0):
-        with subtests.test(str(given)), pytest.raises(ConfigError, match="flag --allow-plaintext"):
-            resolve(ServerConfig, {"allow_plaintext": given})
-
-
-def test_a_number_is_not_a_yes_and_a_yes_is_no_number() -> None:
-    with pytest.raises(ConfigError, match="flag --max-owner-calls"):
-        resolve(ServerConfig, {"max_owner_calls": True})

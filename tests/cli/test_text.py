@@ -43,17 +43,6 @@ def test_any_ids_are_shown_as_decoding_them_together_shows_them(
     assert len(visible) == len(tokenizer.decode(ids))
 
 
-def test_a_character_waits_for_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(tokenizer)
-    *first, last = tokenizer.encode("é")
-    assert [stream.push(token_id) for token_id in first] == [""]
-    assert stream.push(last) == "é"
-
-
-def test_what_is_incomplete_at_the_end_is_shown_as_broken(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert pieces_of(tokenizer, tokenizer.encode("aé")[:-1]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
-
-
 def test_special_tokens_are_not_shown(tokenizer: PreTrainedTokenizerFast) -> None:
     assert "".join(pieces_of(tokenizer, tokenizer.encode("so<|end|>"))) == "so"
 

@@ -8,7 +8,7 @@ import pytest
 
 import kakeya
 from tests.conformance.python_runner import RETRY, Player, in_loop
-from tests.conformance.scenarios import SCENARIOS, SETTINGS, differences, resolved
+from tests.conformance.scenarios import SCENARIOS, SETTINGS
 from tests.newer_strategy import NewerWindow, registered
 from tests.server.wire import serving
 from tests.tiny import tiny_engine
@@ -35,21 +35,3 @@ async def test_a_step_that_sees_something_else_fails() -> None:
             step = {"do": "create", "session": "s", "expect": {"limit_tokens": 1}}
             with pytest.raises(AssertionError, match=r"seen.limit_tokens is 512, expected 1"):
                 await Player(client, in_loop).play([step])
-
-
-def test_what_stands_for_tokens_is_replaced_by_them() -> None:
-    tokens = {"a": [7, 8]}
-    assert resolved([1, {"all_of": "a"}, {"of": "a", "at": 1}, {"repeat": [5], "times": 2}], tokens) == [
-        1,
-        7,
-        8,
-        8,
-        5,
-        5,
-    ]
-    assert resolved({"token_ids": {"all_of": "a"}}, tokens) == {"token_ids": [7, 8]}
-
-
-def test_differences_are_reported_by_their_place() -> None:
-    assert differences({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}}) == ["seen.a.b is 2, expected 1"]
-    assert differences({"a": 1}, {}) == ["seen.a is None, expected 1"]

@@ -18,10 +18,8 @@ from inference_engine.kernels.sampling import Draw, Draws, Filters, Sampler, dra
 from inference_engine.kernels.step_ends import PLAIN_ENDS
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling
-from tests.decode.plain_sampling import filtered_probabilities, left, penalised, plainly, seen
+from tests.decode.plain_sampling import filtered_probabilities, left, plainly
 from tests.facade import standing_still
-from tests.kernels.plain_noise import plain_noise
-from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, text, tokens
 
 LARGE = 49_152  # where torch adds up the logits of a lone token by several threads
@@ -132,32 +130,6 @@ def test_the_draws_of_steps_behind_another_are_those_of_later_positions(
     assert [each.position for each in draws] == [position + ahead for position in positions]
 
 
-def test_keys_that_are_worked_out_for_several_steps_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module, "STEPS_OF_KEYS", 3)
-    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
-    sampling, places = Sampling(temperature=0.9), [(MAX_SEED, 4), (5, 70)]
-    draws = Draws(
-        [
-            Draw(indices=range(row, row + 1), sampler=Sampler(sampling, seed), position=position)
-            for row, (seed, position) in enumerate(places)
-        ]
-    )
-    for ahead in range(9):
-        expected = draw(logits, [sampling] * 2, [key(seed, position + ahead) for seed, position in places]).tolist()
-        assert [own[0].token_id for own in start_drawing(logits, draws).samples()] == expected
-        draws = draws.following()
-
-
-@given(steps())
-@settings(deadline=None)
-def test_logits_give_the_token_that_the_spelled_out_draw_gives(
-    step: tuple[Tensor, list[Sampling], list[int]],
-) -> None:
-    logits, samplings, keys = step
-    expected = [plainly(one, sampling, key) for one, sampling, key in zip(logits, samplings, keys, strict=True)]
-    assert draw(logits, samplings, keys).tolist() == expected
-
-
 @given(steps(), st.permutations(range(9)))
 @settings(deadline=None)
 def test_logits_give_the_same_token_alone_and_among_others_in_any_order(
@@ -222,15 +194,6 @@ def test_how_many_tokens_are_drawn_at_once_changes_nothing(
     assert torch.allclose(reported, logits.log_softmax(dim=-1).amax(dim=-1), atol=1e-6)
 
 
-def test_a_vocabulary_larger_than_an_array_may_be_is_drawn_from_one_token_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    logits, samplings, keys = torch.zeros(3, 40), [Sampling(temperature=1.0)] * 3, [key(2, place) for place in range(3)]
-    expected = draw(logits, samplings, keys).tolist()
-    monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", 8)
-    assert draw(logits, samplings, keys).tolist() == expected == [plain_noise(key, 40).argmax() for key in keys]
-
-
 @pytest.mark.parametrize("cut", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.0, top_p=0.4)])
 def test_of_equals_the_lower_ids_are_left(cut: Sampling) -> None:
     logits = torch.zeros(60, 5)
@@ -248,17 +211,6 @@ def test_logits_that_are_not_finite_disturb_no_others() -> None:
     got = draw(logits, samplings, keys).tolist()
     assert [got[0], got[4]] == [expected[0], expected[4]]
     assert all(0 <= token < 30 for token in got)
-
-
-def test_each_token_of_a_draft_is_penalised_for_the_draft_tokens_before_it() -> None:
-    sampling = Sampling(temperature=0.9, repetition_penalty=1.7, logit_bias={3: 2.0, 8: -1.0})
-    history, draft_tokens = [1, 5], [7, 2, 7]
-    logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(4))
-    sampler = Sampler.start(sampling, 0, seen(history, 12), 12, torch.device("cpu"))
-    adjusted = sampler.adjusted(logits, draft_tokens)
-    for place in range(4):
-        assert torch.equal(adjusted[place], penalised(logits[place], sampling, history + draft_tokens[:place]))
-    assert torch.equal(sampler.adjusted(logits[:1], [])[0], penalised(logits[0], sampling, history))
 
 
 SAMPLINGS = [
@@ -294,12 +246,3 @@ def test_sessions_with_different_samplings_generate_in_one_step_what_each_genera
         together = said_together(engine, 12)
     for place, (expected, got) in enumerate(zip(alone, together, strict=True)):
         assert got == [(token, reported if place % 2 == 0 else None) for token, reported in expected]
-
-
-def test_sessions_with_drafts_and_without_generate_in_one_step_what_each_generates_alone() -> None:
-    with engine_for(Mode.FIXED_SHAPE) as engine:
-        plain = said_together(engine, 12)
-    said = [*text(33, seed=3), *(token for token, _ in plain[3])]
-    with engine_for(Mode.FIXED_SHAPE, drafter=Knowing(text=said, errs=5), draft_tokens=4) as engine:
-        assert said_together(engine, 12) == plain
-        assert (engine.metrics.registry.get_sample_value("generate_accepted_tokens_total") or 0) > 0

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_engine.kernels.few_candidates import drawn_from_few
-from inference_engine.kernels.noise import BITS, noise_of_all, noise_on_host, steps_of_all
 from inference_engine.kernels.sampling import Draw, Sampler, draw, draw_all
 from inference_engine.types import Sampling
 from tests.decode.test_drawing_together import noise_keys
-from tests.tiny_native import library, tiny_native
+from tests.tiny_native import library
 
 VOCABULARY = 5000
 samplings = st.builds(
@@ -57,17 +56,6 @@ def test_rows_as_models_give_them_need_few(sampling: Sampling) -> None:
     logits[:, :20] += torch.arange(20) * 0.5 + 4.0
     found = drawn_from_few(list(logits.numpy()), [sampling] * 40, list(range(40)))
     assert None not in found and len(set(found)) > 3
-
-
-def test_bits_of_noise_on_the_host_are_those_of_the_noise() -> None:
-    for key in (0, 5, -(2**63), 2**63 - 1):
-        steps = torch.from_numpy(steps_of_all(key, VOCABULARY).astype(np.float64))
-        uniform = (steps + 0.5) * 2.0**-BITS
-        whole = noise_of_all(torch.tensor([key]), VOCABULARY)[0]
-        assert torch.equal(-torch.log(-torch.log(uniform)), whole)
-        for ids in (np.array([4999]), np.arange(3, 5000, 7), np.arange(5000)):
-            few = noise_on_host(np.full(len(ids), key), ids, VOCABULARY)
-            assert np.array_equal(few, whole.numpy()[ids])
 
 
 def test_a_step_of_greedy_sampled_penalised_and_broken_rows_is_drawn_row_by_row() -> None:
@@ -117,16 +105,3 @@ def test_what_the_kernels_weigh_is_what_numpy_weighs() -> None:
                 assert weight == pytest.approx(np.delete(row, heavy).sum(), rel=2e-5)
             alone = kernels.weigh(threads, numbers[:1], scales[:1], np.empty((1, 200), np.int64))
             assert alone[1][0] == rest[0]
-
-
-def test_a_native_step_draws_what_a_step_on_torch_draws_of_its_logits() -> None:
-    forward = tiny_native()
-    logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(6)) * 3.0
-    sampled = Sampling(temperature=0.8, top_p=0.95)
-    draws = [
-        Draw(indices=range(row, row + 1), sampler=Sampler(sampled, seed=row), position=row)
-        for row in range(len(logits))
-    ]
-    with_kernels = draw_all(logits, draws, weigh=forward._weigh)
-    assert with_kernels == draw_all(logits, draws)
-    assert all(one is not None for one in forward._weigh(list(logits.numpy()), [0.8] * 8))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kernels.noise import key
-from inference_engine.kernels.sampling import Draw, Sampler, logprobs
+from inference_engine.kernels.sampling import Draw, Sampler
 from inference_engine.kernels.sampling import draw as draw_all
 from inference_engine.kernels.sampling import draw_all as draw_step
 from inference_engine.types import Sampling
@@ -94,12 +94,6 @@ def test_draws_follow_the_filtered_distribution(sampling: Sampling, over: str) -
     assert chi_square < 37.4
 
 
-def test_without_filters_that_distribution_is_the_softmax() -> None:
-    raw = logits()
-    expected = (raw.double() / 0.7).softmax(dim=0)
-    assert torch.allclose(filtered_probabilities(raw, Sampling(temperature=0.7)), expected, rtol=1e-12, atol=0)
-
-
 def test_filters_cut_in_the_documented_order() -> None:
     probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
     raw = probabilities.log()
@@ -117,10 +111,6 @@ def test_filters_cut_in_the_documented_order() -> None:
     assert kept() == kept(top_k=0, top_p=1.0, min_p=0.0) == [0, 1, 2, 3, 4]
 
 
-def test_top_p_keeps_at_least_the_likeliest_token() -> None:
-    assert draw(Sampling(temperature=1.0, top_p=1e-6), logits()) == int(logits().argmax())
-
-
 def test_the_penalty_touches_every_id_of_the_history_and_what_is_generated_since() -> None:
     raw = torch.tensor([2.0, 1.9, -1.0, -1.05])
     penalised = Sampler.start(Sampling(repetition_penalty=1.2), 0, seen([0], 4), 4, torch.device("cpu"))
@@ -130,17 +120,6 @@ def test_the_penalty_touches_every_id_of_the_history_and_what_is_generated_since
     assert next_token(Sampler(Sampling(), 0), raw, 0) == 0
     negative = Sampler.start(Sampling(repetition_penalty=1.2), 0, seen([2], 4), 4, torch.device("cpu"))
     assert next_token(negative, torch.tensor([-9.0, -9.0, -1.0, -1.05]), 0) == 3
-
-
-def test_bias_is_added_after_the_penalty_and_before_the_temperature() -> None:
-    assert draw(Sampling(logit_bias={7: 100.0}), logits()) == 7
-    assert draw(Sampling(logit_bias={int(logits().argmax()): -100.0}), logits()) != int(logits().argmax())
-    assert draw(Sampling(temperature=1.0, logit_bias={7: 1000.0}), logits()) == 7
-
-
-def test_logprobs_are_of_the_raw_logits() -> None:
-    raw = logits()
-    assert float(logprobs(raw[None], torch.tensor([4]))[0]) == pytest.approx(float(raw.log_softmax(0)[4]), abs=1e-6)
 
 
 OUT_OF_RANGE: list[tuple[str, object]] = [

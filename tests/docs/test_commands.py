@@ -76,11 +76,6 @@ def test_every_command_in_a_document_is_taken_by_its_parser(
             assert not wrong
 
 
-def test_documents_show_commands_at_all() -> None:
-    shown = [command for document in DOCUMENTS for command in shown_commands(document)]
-    assert {"kakeya serve", "make demo"} <= set(shown)
-
-
 def test_a_command_that_cannot_be_typed_is_found(
     parsers: dict[str, argparse.ArgumentParser], subtests: pytest.Subtests
 ) -> None:

@@ -28,20 +28,9 @@ def session(declaration: str, *members: str) -> Entry:
     )
 
 
-def test_a_name_goes_over_by_rule() -> None:
-    rows = compare([session("class", "kv_live_bytes")], [session("class", "kvLiveBytes")], Differences())
-    assert Row(python="Session.kv_live_bytes", typescript="Session.kvLiveBytes") in rows["_session"]
-
-
 def test_a_name_that_one_side_lacks_is_a_gap_on_that_side() -> None:
     rows = compare([session("class", "shared_bytes")], [session("class", "peakBytes")], Differences())
     assert [row for room in rows.values() for row in room if row.is_gap] == [
         Row(python="Session.shared_bytes"),
         Row(typescript="Session.peakBytes"),
     ]
-
-
-def test_a_difference_with_a_reason_is_no_gap() -> None:
-    differences = Differences(typescript_only={"Session.is*": "a reason"})
-    rows = compare([session("class")], [session("class", "isClosed")], differences)
-    assert rows[""] == [Row(typescript="Session.isClosed", note="a reason")]

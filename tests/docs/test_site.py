@@ -53,11 +53,6 @@ def test_what_pages_fetch_is_in_the_site(site: Path) -> None:
                 assert (page.parent / address).exists(), f"{page.relative_to(site)}: {address}"
 
 
-def test_search_works_on_pages_read_from_disk(site: Path) -> None:
-    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
-    assert "iframe-worker.js" in (site / "index.html").read_text(encoding="utf-8")
-
-
 def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site(site: Path) -> None:
     concepts = (site / "concepts.html").read_text(encoding="utf-8")
     assert 'href="results/long_session.html"' in concepts
@@ -70,16 +65,3 @@ def test_every_relative_link_leads_somewhere_in_the_repository(subtests: pytest.
     for document in documents():
         with subtests.test(str(document)):
             assert not list(broken_links(document))
-
-
-def test_a_link_to_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.check_links.ROOT", tmp_path)
-    (tmp_path / "there.md").write_text("# One heading\n\n```\n# no heading\n```\n")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "[a](there.md) [b](there.md#one-heading) [c](gone.md) [d](there.md#no-heading) `[e](code.md)` [f](https://x)\n"
-    )
-    assert list(broken_links(page)) == [
-        "page.md: gone.md does not exist",
-        "page.md: there.md#no-heading: no heading of that name",
-    ]

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "inference_engine", "kv_cache_proposer", "laboratory", "proto", "scripts", "sdks", "tests")
 KINDS = {".cpp", ".css", ".h", ".html", ".js", ".json", ".md", ".mjs", ".proto", ".py", ".pyi", ".toml", ".ts"}
@@ -80,22 +78,6 @@ def retired(text: str) -> list[str]:
 def test_words_that_were_replaced_do_not_come_back() -> None:
     found = {str(path.relative_to(ROOT)): lines for path in files() if (lines := retired(path.read_text()))}
     assert found == {}
-
-
-def test_a_retired_word_is_found(subtests: pytest.Subtests) -> None:
-    for line in (
-        "# Nobody is told.",
-        "def condemned(x):",
-        "the keep-set of a query",
-        "self._told = 0",
-        "def test_what_is_told():",
-        "keep_sets",
-        "KeepSet",
-        "isAsleep",
-    ):
-        with subtests.test(line):
-            assert retired(f"fine\n{line}\nfine") == [line]
-    assert retired("a page\n\n## Words\n\n| keep-set | selected blocks |\n\n## Rooms\nnews\n") == ["news"]
 
 
 def first_words(place: str) -> str:

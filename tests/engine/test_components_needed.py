@@ -3,7 +3,6 @@ that are not there is refused by name."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelMismatch
-from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategy import KVStrategy
@@ -72,17 +70,6 @@ def test_that_components_would_be_used_is_said_once_and_to_those_who_ask_for_gat
         assert "kakeya train components" not in caplog.text, "torch has no operation for them"
 
 
-def test_select_says_every_number_in_force() -> None:
-    chosen = Restored(sink=4, window=128, source="latent", mode="select", bytes_per_token=LATENT_BYTES)
-
-    # 512 tokens of choice, room for two choices; 512 bytes a position in two layers of float32.
-    assert resolved(chosen) == (
-        f"restored:sink=4,window=128,source=latent,bytes_per_token={LATENT_BYTES},mode=select,"
-        "budget=772,rank=16,bits=3,run=4,awake_bytes=524288,appended=all"
-    )
-    assert resolved(replace(chosen, appended="select")).endswith(",appended=select")
-
-
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
@@ -116,17 +103,6 @@ def test_what_cannot_be_had_of_components_is_refused_at_creation(
 ) -> None:
     with tiny_engine(components=components) as engine, pytest.raises(InvalidArgument, match=message):
         engine.create_session(strategy=Gather(**SMALL, scorer="components", **options))
-
-
-def test_a_budget_without_a_token_of_choice_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="a token of choice, 149 entries; got 148"):
-        Restored(**SMALL, source="latent", mode="select", budget=148)
-
-
-def test_options_of_the_other_scorer_are_refused() -> None:
-    for options, refused in (("scorer=components,block=16", "block"), ("scorer=bounds,rank=8", "rank")):
-        with pytest.raises(Exception, match=f"{refused} has no meaning with scorer|no meaning with scorer"):
-            parse_strategy(f"gather:{options}")
 
 
 @pytest.mark.parametrize(

@@ -45,20 +45,6 @@ def test_an_iteration_goes_on_where_one_before_it_was_left() -> None:
         assert list(generation) == []
 
 
-def test_reading_goes_on_where_an_iteration_was_left() -> None:
-    with scripted_engine() as engine:
-        generation, expected = ended(engine)
-        for event in generation:
-            if isinstance(event, TokenCommitted) and event.position == 3 + 6:
-                break
-        assert generation.position == 3 + 7
-        events = generation.read()
-        assert tokens(events) == expected[7:]
-        assert isinstance(events[-1], Finished)
-        assert generation.position == 3 + TOKENS
-        assert generation.read() == list(generation) == []
-
-
 def test_what_a_generate_failed_with_is_raised_again() -> None:
     with scripted_engine() as engine:
         session = engine.create_session().session_id
@@ -88,11 +74,3 @@ def test_iterations_of_a_generate_that_runs_share_its_events() -> None:
         assert [one.position for one in (first, second, third)] == [3, 4, 5]
         assert isinstance(list(newer)[-1], Finished)
         assert list(older) == []
-
-
-def test_who_left_a_generate_waits_for_nothing() -> None:
-    with scripted_engine() as engine:
-        generation, _ = ended(engine)
-        next(iter(generation))
-        generation.leave()
-        assert list(generation) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -11,17 +10,14 @@ from typing import Any
 
 import pytest
 
-from inference_engine.config import EngineConfig
-from inference_engine.engine import Engine, memory
-from inference_engine.errors import ConfigError, InvalidArgument, NoCapacity, QuotaExceeded
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError, NoCapacity, QuotaExceeded
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
-from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
-from laboratory.scripted import ScriptedForward
-from tests.facade import drop_entries, room_searches, store_of
+from tests.facade import drop_entries, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import LENGTH, drain, each_way, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
@@ -38,20 +34,6 @@ def opened(engine: Engine, length: int) -> str:
     session_id = engine.create_session().session_id
     engine.append(session_id, text(length))
     return session_id
-
-
-def test_fifty_default_sessions_of_200_tokens_fit_where_one_used_to() -> None:
-    """Of a model that was trained on 8,192 positions."""
-    with Engine(ScriptedForward(), EngineConfig(growth="guaranteed", kv_bytes=2**28)) as engine:
-        whole = engine.create_session().bound.sustained_bytes
-        alone = opened(engine, 200)
-        expected = [token for token, _ in generate(engine, alone, 4)]
-    with Engine(ScriptedForward(), EngineConfig(kv_bytes=int(1.9 * whole))) as engine:
-        sessions = [opened(engine, 200) for _ in range(50)]
-        assert all([token for token, _ in generate(engine, session, 4)] == expected for session in sessions)
-        facts = engine.session_info(sessions[0])
-        assert facts.bound.sustained_bytes == whole
-        assert facts.reserved_bytes * 50 == engine.info().kv_reserved_bytes
 
 
 def test_an_append_without_room_changes_nothing_and_succeeds_when_there_is_some() -> None:
@@ -131,27 +113,6 @@ def test_a_session_with_a_guarantee_is_served_whatever_its_neighbours_take() -> 
         assert isinstance(events[-1], Finished)
 
 
-def test_a_setting_gives_every_session_the_guarantee() -> None:
-    with served_engine(growth="guaranteed", kv_bytes=int(1.5 * bytes_for())) as engine:
-        session = engine.create_session()
-        assert session.reserved_bytes == session.bound.sustained_bytes
-        assert engine.info().growth_is_guaranteed
-        with pytest.raises(NoCapacity):
-            engine.create_session()
-        with pytest.raises(InvalidArgument, match="guaranteed"):
-            engine.create_session(guaranteed=False)
-
-
-def test_sessions_that_ask_for_no_limit_get_the_settings() -> None:
-    with served_engine(default_limit_tokens=100) as engine:
-        assert engine.info().default_limit_tokens == 100
-        assert engine.create_session().limit_tokens == 100
-        assert engine.create_session(limit_tokens=200).limit_tokens == 200
-        assert engine.create_session(strategy=SinkWindow(sink=1, window=8)).limit_tokens is None
-    with served_engine(default_limit_tokens=10 * TRAINED_POSITIONS) as engine:
-        assert engine.create_session().limit_tokens == TRAINED_POSITIONS
-
-
 @pytest.mark.parametrize(
     ("settings", "way_out"),
     [
@@ -166,23 +127,6 @@ def test_a_pool_too_small_for_one_default_session_refuses_to_start(settings: dic
         assert engine.create_session().limit_tokens == 50
 
 
-def test_a_pool_that_holds_less_than_the_limit_says_how_many_tokens_it_holds(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with served_engine(kv_bytes=bytes_for()):
-        assert "default_limit_tokens" not in caplog.text
-    with served_engine(kv_bytes=bytes_for(50)) as engine:
-        found = re.search(r"may have (\d+) tokens.* about (\d+) tokens of one session", caplog.text)
-        assert found is not None and int(found[1]) == TRAINED_POSITIONS
-        most = int(found[2])
-        assert 32 <= most <= 50  # whole segments
-        session = engine.create_session().session_id
-        engine.append(session, text(most - 1))
-        assert isinstance(drain(engine.generate(session, GenerateParams(max_tokens=1)))[-1], Finished)
-        with pytest.raises(NoCapacity):
-            engine.append(session, text(2))
-
-
 def test_a_pool_beyond_the_memory_that_is_free_is_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,21 +136,6 @@ def test_a_pool_beyond_the_memory_that_is_free_is_warned_of(
         assert "kv_bytes" not in caplog.text
     with tiny_engine(kv_bytes=enough + 1):
         assert f"kv_bytes is {enough + 1}, and {enough} bytes of memory are free" in caplog.text
-
-
-def test_growth_is_one_of_three_words() -> None:
-    with pytest.raises(ConfigError, match="sometimes"):
-        EngineConfig(growth="sometimes")
-
-
-def test_growth_best_effort_is_refused_in_words_without_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(tiny_forward()), "has_address_space", property(lambda _: False))
-    with pytest.raises(ConfigError, match="best_effort"):
-        tiny_engine(growth="best_effort")
-    with tiny_engine() as engine:
-        assert engine.info().growth_is_guaranteed
-        with pytest.raises(InvalidArgument, match="guaranteed"):
-            engine.create_session(guaranteed=False)
 
 
 @each_way
@@ -304,20 +233,6 @@ def test_an_owner_that_forks_and_closes_leaves_addresses_for_all_others(share_fo
         assert len(drain(engine.generate(session, GenerateParams(max_tokens=2), owner="other"))) > 2
 
 
-def test_no_address_space_is_reported_apart_from_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = bytes_for()
-    monkeypatch.setattr(memory, "MOST_BYTES", whole)  # of each buffer, so that both hold two of the longest sessions
-    with served_engine(kv_bytes=whole, max_sessions=64) as engine:
-        opened = [engine.create_session().session_id for _ in range(2)]
-        with pytest.raises(NoCapacity, match=r"no address space is left.*limit_tokens") as refused:
-            engine.create_session()
-        assert refused.value.retry_after_seconds
-        assert engine.info().kv_reserved_bytes < engine.info().kv_capacity_bytes // 2
-        engine.close_session(opened[0])
-        assert engine.create_session(limit_tokens=TRAINED_POSITIONS // 2).session_id
-        assert engine.create_session(limit_tokens=TRAINED_POSITIONS // 4).session_id
-
-
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_room_for_draft_tokens_drops_no_sessions_entries(has_drafter: bool) -> None:
     """Also of a Generate that ends before it needs the room."""
@@ -337,32 +252,6 @@ def test_room_for_draft_tokens_drops_no_sessions_entries(has_drafter: bool) -> N
         assert engine.session_info(idle).cached_tokens == 10
         drain(engine.generate(session, GenerateParams(max_tokens=20)))  # what is needed is granted for theirs
         assert engine.session_info(idle).cached_tokens == 0
-
-
-def test_draft_tokens_have_memory_where_it_is_free() -> None:
-    with served_engine() as alone:
-        expected = [token for token, _ in generate(alone, opened(alone, 20), 80)]
-    accepted = []
-    for guaranteed in (False, True):
-        with served_engine(drafter=Knowing(text=[*text(20), *expected]), draft_tokens=5) as engine:
-            session = engine.create_session(guaranteed=guaranteed).session_id
-            engine.append(session, text(20))
-            assert [token for token, _ in generate(engine, session, 80)] == expected
-            accepted.append(engine.session_info(session).accepted_tokens)
-    assert accepted[0] == accepted[1] > 40
-
-
-def test_a_full_pool_is_not_searched_for_room_for_draft_tokens_at_every_step() -> None:
-    with served_engine() as alone:
-        expected = [token for token, _ in generate(alone, opened(alone, 20), 12)]
-    drafter = Knowing(text=[*text(20), *expected, *text(80)])
-    each: list[dict[str, Any]] = [{"kv_bytes": bytes_for(32)}, {"kv_bytes_per_owner": bytes_for(32)}]
-    for options in each:
-        with served_engine(drafter=drafter, draft_tokens=1, **options) as engine:
-            session = opened(engine, 20)
-            with room_searches() as searches:
-                assert len(generate(engine, session, 12)) == 12
-            assert len(searches) <= 1, options
 
 
 def test_sessions_that_come_and_go_leave_no_memory_behind() -> None:

@@ -7,17 +7,12 @@ from pathlib import Path
 from threading import Event
 from unittest.mock import patch
 
-import pytest
-import torch
-
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, NonFiniteLogits
 from inference_engine.kv.part import Saved
 from inference_engine.session.copy_file import CopyFacts, read_copy
 from inference_engine.types import Finished, GenerateParams, TokenCommitted
 from tests.facade import (
     drop_entries,
-    kv_of,
     measured_read_bytes,
     on_the_engines_thread,
     save_copies,
@@ -85,25 +80,6 @@ def test_beyond_a_budget_the_file_of_the_session_used_longest_ago_goes(tmp_path:
         assert [cached(engine, *one) for one in sessions] == [0, 0, LENGTH + 3, LENGTH + 3, LENGTH + 3]
 
 
-def test_folders_beside_the_files_are_left_alone_and_links_are_removed(tmp_path: Path) -> None:
-    with keeping(tmp_path, make=made()) as engine:
-        session = talked(engine, 0)
-        (file,) = save_copies(engine, tmp_path)
-    copies, elsewhere = file.parent, tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (copies / "lost+found").mkdir()
-    (copies / "lost+found" / "file").touch()
-    (copies / "gone").symlink_to(tmp_path / "nothing")
-    (copies / "link").symlink_to(elsewhere)
-    with keeping(tmp_path, make=made()) as engine:
-        engine.recall(session)
-        assert cached(engine, session) == LENGTH + 3
-    assert elsewhere.is_dir()
-    assert {path.name for path in copies.iterdir()} >= {"lost+found"}
-    assert not {"gone", "link"} & {path.name for path in copies.iterdir()}
-    assert (copies / "lost+found" / "file").exists()
-
-
 def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is_closed_neither(tmp_path: Path) -> None:
     with keeping(tmp_path, make=made()) as engine:
         session = talked(engine, 0)
@@ -120,21 +96,6 @@ def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is
         engine.close_session(session)
         saved(engine)
         assert not list((tmp_path / "copies").iterdir())
-
-
-def test_a_copy_of_entries_that_gave_no_numbers_is_not_read_again(tmp_path: Path) -> None:
-    with keeping(tmp_path, make=made()) as engine:
-        session = talked(engine, 0)
-        entries = kv_of(engine, session).groups[0]
-        first, *_ = entries.regions(entries.buffer.values)
-        on_the_engines_thread(engine, lambda: first[:, 3].fill_(torch.nan))
-        assert len(save_copies(engine, tmp_path)) == 1
-        with pytest.raises(NonFiniteLogits):
-            cached(engine, session)
-        assert cached(engine, session) == 0, "all of it is computed again"
-        save_copies(engine, tmp_path)
-        drop_entries(engine, session)
-        assert cached(engine, session) > LENGTH, "and a copy of that is"
 
 
 def test_a_restarted_engine_knows_its_files_and_removes_those_of_no_session(tmp_path: Path) -> None:
@@ -199,34 +160,3 @@ def test_copies_read_for_generates_that_may_not_begin_keep_no_other_owner_waitin
                 assert engine.session_info(running, owner="ann").history_length < LENGTH + 3000, "ann's ended first"
             long.cancel()
             drain(long)
-
-
-def test_sessions_wake_while_the_copy_of_one_that_came_before_is_read(tmp_path: Path) -> None:
-    """There is room for all: one whose copy is being read does not wait for memory."""
-    is_read = Event()
-
-    def read_later(path: Path, facts: CopyFacts, header_crc: int) -> Saved:
-        assert is_read.wait(30)
-        return read_copy(path, facts, header_crc)
-
-    with keeping(tmp_path, make=made(strategy="restored:sink=4,window=32,source=recompute")) as engine:
-        first, *others = [talked(engine, seed) for seed in range(3)]
-        save_copies(engine, tmp_path)
-        drop_entries(engine, first)
-        with patch("inference_engine.session.hibernation.read_copy", read_later):
-            begun = [engine.generate(session, GenerateParams(max_tokens=2)) for session in (first, *others)]
-            ends = [drain(generation)[-1] for generation in begun[1:]]
-            is_read.set()
-            ends.append(drain(begun[0])[-1])
-    assert [end.cached_tokens for end in ends if isinstance(end, Finished)] == [LENGTH + 3] * 3
-
-
-def test_never_means_no_files(tmp_path: Path) -> None:
-    with keeping(tmp_path, make=made(hibernate="never")) as engine:
-        talked(engine, 0)
-    assert not (tmp_path / "copies").exists()
-
-
-def test_a_setting_that_says_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hibernate must be auto, always or never, got 'sometimes'"):
-        tiny_engine(hibernate="sometimes")

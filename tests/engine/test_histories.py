@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 from typing import Any
@@ -12,16 +11,14 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
-from inference_engine.errors import HistoryLimit, Overloaded, QuotaExceeded, RequestError
+from inference_engine.errors import HistoryLimit, QuotaExceeded, RequestError
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.scheduler.transcript import Reader
 from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
-from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
+from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
 from tests.facade import no_memory_for_histories, remembered_appends, session_of, store_of
 from tests.further import further
-from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
 from tests.session.test_history import SMALL_LEAF_TOKENS, small_leaves
@@ -127,31 +124,6 @@ def test_a_generate_that_reaches_the_cap_ends_there_and_the_next_is_refused() ->
         assert engine.close_session(session) == 100
 
 
-def test_a_draft_stops_at_the_cap_too() -> None:
-    with tiny_engine(history_tokens_per_session=60) as alone:
-        expected = said(alone, opened(alone, 40), 40)
-    assert len(expected) == 20
-    drafter = Knowing(text=[*text(40), *expected, *text(30)])
-    with tiny_engine(history_tokens_per_session=60, drafter=drafter, draft_tokens=7) as engine:
-        session = opened(engine, 40)
-        assert said(engine, session, 40) == expected
-        assert engine.session_info(session).history_length == 60
-
-
-def test_a_sessions_own_limit_is_reported_before_the_cap() -> None:
-    with scripted_engine(history_tokens_per_session=100) as engine:
-        session = opened(engine, 50, limit_tokens=60)
-        with pytest.raises(HistoryLimit) as refused:
-            engine.append(session, text(200))
-        assert refused.value.metadata == {"history_length": "50", "limit_tokens": "60"}
-
-
-def test_no_cap_is_no_cap() -> None:
-    with scripted_engine(history_tokens_per_session=0, history_tokens_per_owner=0) as engine:
-        session = opened(engine, 2000)
-        assert len(said(engine, session, 5)) == 5
-
-
 # -- an owner's -------------------------------------------------------------------------------------------------------
 
 
@@ -231,80 +203,6 @@ def test_a_session_that_fails_or_is_evicted_gives_its_tokens_back() -> None:
 # -- what they take ---------------------------------------------------------------------------------------------------
 
 
-def test_forks_of_a_long_history_take_no_memory_for_it() -> None:
-    journal = MemoryJournal()
-    with scripted_engine(journal=journal, history_tokens_per_owner=0) as engine:
-        session = long(engine, 1_000_000)
-        before = store_of(engine).held_history().nbytes
-        assert 10_000_000 < before < 11_000_000
-        forks = [engine.fork_session(session) for _ in range(50)]
-        assert all(fork.history_length == 1_000_000 for fork in forks)
-        assert store_of(engine).held_history().nbytes - before < 50 * 50_000
-        reported = engine.session_info(forks[-1].session_id)
-        assert reported.history_bytes == pytest.approx(engine.session_info(session).history_bytes, rel=0.01)
-        engine.close_session(session)
-        assert engine.append(forks[0].session_id, [1, 2, 3]) == 1_000_003
-        for fork in forks:
-            engine.close_session(fork.session_id)
-        while store_of(engine).expire():
-            pass
-        assert store_of(engine).held_history().nbytes == 0
-
-
-def test_gauges_say_what_histories_hold() -> None:
-    with scripted_engine() as engine:
-        session = opened(engine, 500)
-        engine.fork_session(session)
-
-        def gauge(name: str) -> float:
-            value = engine.metrics.registry.get_sample_value(name)
-            assert value is not None
-            return value
-
-        assert gauge("session_history_held_tokens") == 1000
-        held = gauge("session_history_held_bytes")
-        assert held == store_of(engine).held_history().nbytes
-        assert held >= sum(2 * 5 * 500 for _ in range(2))
-
-
-def test_a_gauge_says_how_many_replies_are_remembered_and_no_session_passes_its_cap() -> None:
-    now = 0.0
-    with scripted_engine(clock=lambda: now, stall_seconds=1e6) as engine:
-
-        def remembered() -> float | None:
-            return engine.metrics.registry.get_sample_value("session_remembered_replies")
-
-        assert remembered() == 0
-        session = engine.create_session(strategy=ENDLESS, request_id=b"c" * 16).session_id
-        for number in range(2 * MOST_PER_SESSION):
-            engine.append_once(session, [1], request_id=number.to_bytes(16, "big"))
-        assert remembered() == 1 + MOST_PER_SESSION
-        said(engine, session, 2)  # with no id
-        drain(engine.generate(session, GenerateParams(max_tokens=2), request_id=b"g" * 16))
-        assert remembered() == 2 + MOST_PER_SESSION
-        engine.close_once(session, request_id=b"e" * 16)
-        assert remembered() == 2 + MOST_PER_SESSION  # what the Generate said went with the session
-        now = KEEP_SECONDS + 1
-        store_of(engine).expire()
-        assert remembered() == 0
-
-
-def test_replies_to_appends_are_nothing_to_scan_for_the_garbage_collector() -> None:
-    """A server at its caps remembers 65,000: scanning an object of each would delay all sessions by 50 ms."""
-
-    def objects() -> int:
-        gc.collect()
-        return len(gc.get_objects())
-
-    with scripted_engine() as engine:
-        session = opened(engine)
-        before = objects()
-        for number in range(MOST_PER_SESSION):
-            engine.append_once(session, [1], request_id=number.to_bytes(16, "big"))
-        assert objects() - before < MOST_PER_SESSION / 2
-        assert engine.append_once(session, [1], request_id=bytes(16)).is_replayed
-
-
 def test_a_fork_has_no_part_in_what_is_remembered_of_calls_on_its_parent() -> None:
     with scripted_engine() as engine:
         session = opened(engine)
@@ -352,16 +250,6 @@ def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessi
             assert [token for token, _ in tokens(events)] == expected[first : generation.position]
 
 
-def test_a_generate_reported_again_is_read_after_the_sessions_end() -> None:
-    with scripted_engine() as engine:
-        session, request_id = opened(engine, 20), b"r" * 16
-        first = drain(generated(engine, session, 30, request_id=request_id))
-        engine.append(session, text(100))
-        again = engine.generate(session, GenerateParams(max_tokens=30), request_id=request_id, resume_from=25)
-        engine.close_session(session)
-        assert tokens(drain(again)) == tokens(first)[5:]
-
-
 def test_what_readers_of_a_closed_session_have_still_to_read_counts_until_they_have_or_are_gone() -> None:
     with scripted_engine(history_tokens_per_owner=100) as engine:
         session = opened(engine, 30)
@@ -381,40 +269,6 @@ def test_what_readers_of_a_closed_session_have_still_to_read_counts_until_they_h
         assert engine.history_tokens_of("") == 66
         engine.close_session(other)
         assert store_of(engine).held_history().tokens == 0
-
-
-def test_of_a_session_whose_generates_were_read_nothing_is_kept() -> None:
-    with small_leaves(), scripted_engine() as engine:
-        session = long(engine, 3 * SMALL_LEAF_TOKENS)
-        generation = generated(engine, session, 5)
-        assert len(tokens(drain(generation))) == 5
-        unread = generated(engine, session, 5)
-        unread.leave()
-        engine.close_session(session)
-        while store_of(engine).expire():
-            pass
-        assert store_of(engine).held_history().nbytes == 0
-
-
-def test_of_a_generate_that_is_refused_nothing_is_kept() -> None:
-    """Its session is open, and its owner may ask as often as it likes."""
-
-    def readers() -> int:
-        gc.collect()
-        return sum(type(found) is Reader for found in gc.get_objects())
-
-    with scripted_engine(max_running=1, max_queued=1, stall_seconds=60.0) as engine:
-        sessions = [opened(engine, 20) for _ in range(3)]
-        running, waiting = (engine.generate(session, GenerateParams(max_tokens=10_000)) for session in sessions[:2])
-        before = readers()
-        for request_id in (b"", *(number.to_bytes(16, "big") for number in range(20))):
-            with pytest.raises(Overloaded):
-                engine.generate(sessions[2], GenerateParams(max_tokens=5), request_id=request_id)
-        assert readers() == before
-        for generation in (running, waiting):
-            generation.cancel()
-        drain(running), drain(waiting)
-        assert len(said(engine, sessions[2], 3)) == 3
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------
@@ -447,17 +301,3 @@ def test_a_penalty_of_a_grown_forked_and_cancelled_history_is_that_of_its_tokens
             engine.append(fresh, ids)
             fork = engine.fork_session(session).session_id
             assert said(engine, fork, 12, sampling=PENALTY) == said(engine, fresh, 12, sampling=PENALTY)
-
-
-def test_a_penalty_of_a_long_history_is_that_of_all_its_ids() -> None:
-    """The ids that occur only in its first leaf, three branches ago, are penalised as the last ones are."""
-    with scripted_engine(history_tokens_per_owner=0) as engine:
-        session = session_of(engine, long(engine, 2 * BRANCH_TOKENS + 1000))
-        vocabulary = engine.info().facts.vocab_size
-        seen = session.history.seen(vocabulary)
-        assert set(seen.nonzero()[0].tolist()) == set(session.history.ids().tolist())
-        with store_of(engine).locked():
-            rare = vocabulary - 1
-            assert not seen[rare]
-            session.record(np.array([rare], dtype=np.uint32), Mark.APPENDED)
-        assert session.history.seen(vocabulary)[rare]

@@ -1,6 +1,5 @@
 """Sessions that outlive the engine: all that was sent is there again, once, and goes on as if nothing had been."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +8,6 @@ from threading import Thread
 from unittest.mock import patch
 
 import apsw
-import numpy as np
 import pytest
 
 from inference_engine.engine import Engine
@@ -27,8 +25,7 @@ from inference_engine.errors import (
 )
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session import sqlite_journal
-from inference_engine.session.journal import Kept, SessionKept, SessionRecord
-from inference_engine.session.session import Operation
+from inference_engine.session.journal import SessionKept
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.session.writer import Change
 from inference_engine.types import (
@@ -45,11 +42,8 @@ from tests.engine.sessions import Clock
 from tests.facade import (
     a_disk_that_fails,
     before_each_generate,
-    let_leave,
-    looking_for_unused_sessions_after_each_commit,
     on_the_engines_thread,
     session_of,
-    store_of,
 )
 from tests.kept import WEIGHTS, after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
@@ -253,23 +247,6 @@ def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_p
         assert {one.session_id for one in engine.list_sessions()} == {session, forked.session_id}
 
 
-def test_repeated_calls_of_a_session_that_came_back_are_answered_as_long_as_it_lives(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
-        session = engine.create_session(request_id=ONE).session_id
-        engine.append_once(session, PROMPT, request_id=ONE)
-        engine.append_once(session, [5], request_id=TWO)
-    now = 0.0
-    with keeping(tmp_path, clock=lambda: now, stall_seconds=1e6) as engine:
-        engine.recall("", request_id=ONE)  # while the session is on the disk alone
-        engine.recall(session)
-        now = 601.0
-        list(engine.generate(opened(engine), GenerateParams(max_tokens=1)))  # the engine's thread looks before a step
-        again = engine.append_once(session, [5], request_id=TWO)
-        assert (again.tokens, again.is_replayed) == (len(PROMPT) + 1, True)
-        assert engine.append_once(session, PROMPT, request_id=ONE).is_replayed
-        assert not engine.is_elsewhere("", request_id=ONE)
-
-
 def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_path: Path) -> None:
     with keeping(tmp_path) as engine:
         parent = opened(engine)
@@ -417,25 +394,6 @@ def test_a_session_whose_history_is_more_than_its_owner_may_hold_is_refused_and_
         assert engine.session_info(second).history_length == len(PROMPT)
 
 
-def test_idle_sessions_leave_memory_for_the_history_of_one_that_comes_back(tmp_path: Path) -> None:
-    limits = {"history_tokens_per_owner": 100, "session_evictable_seconds": 0.0}
-    with keeping(tmp_path) as engine:
-        sessions = [opened(engine) for _ in range(3)]
-        large = opened(engine)
-        engine.append(large, PROMPT * 2)
-    with keeping(tmp_path, **limits) as engine:
-        engine.recall(sessions[0])
-        engine.recall(sessions[1])
-        with pytest.raises(QuotaExceeded):
-            engine.recall(large)
-        assert not any(engine.is_elsewhere(session) for session in sessions[:2])  # none left for one that is refused
-        engine.recall(sessions[2])
-        assert [engine.is_elsewhere(session) for session in sessions] == [True, False, False]
-        assert engine.history_tokens_of("") == 2 * len(PROMPT)
-        engine.recall(sessions[0])
-        assert engine.append(sessions[0], [5]) == len(PROMPT) + 1
-
-
 def test_a_session_is_not_continued_under_settings_that_would_change_its_tokens(tmp_path: Path) -> None:
     with keeping(tmp_path) as engine:
         session = opened(engine)
@@ -444,25 +402,6 @@ def test_a_session_is_not_continued_under_settings_that_would_change_its_tokens(
     with keeping(tmp_path) as engine:
         engine.recall(session)
         assert engine.session_info(session).history_length == len(PROMPT)
-
-
-def test_a_session_that_belongs_to_one_call_is_not_recorded(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
-        session = engine.create_session(is_transient=True, request_id=ONE).session_id
-        engine.append(session, PROMPT)
-        list(engine.generate(session, GenerateParams(max_tokens=2)))
-        fork = engine.fork_session(session).session_id
-        assert engine.session_info(fork).saved_tokens == 0
-    with keeping(tmp_path) as engine:
-        assert engine.list_sessions() == []
-
-
-def test_an_engine_without_a_journal_that_keeps_sessions_has_them_in_memory_alone() -> None:
-    with scripted_engine() as engine:
-        session = opened(engine)
-        assert engine.receipt(session).is_safe
-        assert not engine.is_elsewhere("unknown", request_id=ONE)
-        assert engine.session_info(session).saved_tokens == 0
 
 
 def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_not_concerned(tmp_path: Path) -> None:
@@ -494,72 +433,6 @@ def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_
         engine.create_session(owner="alice", is_transient=False)
 
 
-@looking_for_unused_sessions_after_each_commit()
-def test_sessions_that_were_deleted_count_no_more(tmp_path: Path) -> None:
-    now = 1000.0
-    journal = sqlite_journal_of(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
-    journal.open(SessionRecord("old", "alice", "full", None, (1,)))
-    journal.append("old", 0, np.ones(7, dtype=np.uint32), Mark.APPENDED)
-    assert journal.kept_by("alice") == Kept(1, 7)
-    journal.leave("old")
-    assert journal._writer.flush(20)
-    while journal.page("alice", after="", most=1):
-        now += 100  # folding a session is a use of it
-        journal.kick()
-    journal.stop()
-    assert journal.kept_by("alice") == Kept()
-
-
-def test_a_look_at_a_session_that_left_memory_is_no_use_of_it(tmp_path: Path) -> None:
-    clock = Clock()
-    with keeping(tmp_path, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
-        session_id = opened(engine)
-        clock.now += 70
-        for _ in range(2):
-            let_leave(engine, session_id)
-            (listed,) = engine.list_sessions()
-            assert (listed.is_resident, listed.idle_seconds) == (False, clock.now - 1000)
-            engine.recall(session_id)
-            clock.now += 5
-            engine.read_history(session_id)
-            assert engine.session_info(session_id).idle_seconds == clock.now - 1000
-        engine.append(session_id, [1])
-        assert engine.session_info(session_id).idle_seconds == 0
-
-
-def test_a_session_that_is_only_looked_at_is_deleted_after_its_days(tmp_path: Path) -> None:
-    clock, metrics = Clock(), EngineMetrics()
-    journal = sqlite_journal_of(tmp_path, wall_clock=clock, keep_seconds=500.0, metrics=metrics)
-    with scripted_engine(
-        journal=journal, metrics=metrics, state_dir=str(tmp_path), clock=clock, wall_clock=clock
-    ) as engine:
-        session_id = opened(engine)
-        for looks in range(8):
-            assert clock.now == 1000 + 70 * looks
-            engine.recall(session_id)
-            engine.read_history(session_id)
-            let_leave(engine, session_id)
-            saved(engine)
-            clock.now += 70
-            with journal._db_lock:
-                journal._delete_old()
-            assert len(engine.list_sessions()) == (looks < 7)
-
-
-def test_a_session_that_fails_was_used_until_then(tmp_path: Path) -> None:
-    clock = Clock()
-    with keeping(tmp_path, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
-        session_id = opened(engine)
-        session, store = session_of(engine, session_id), store_of(engine)
-        store.acquire(session, Operation.GENERATE)
-        clock.now += 70
-        store.fail(session, "INV1")
-        store.free(session)
-        clock.now += 5
-        (listed,) = engine.list_sessions()
-        assert (listed.is_resident, listed.idle_seconds) == (False, 5)
-
-
 def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(tmp_path: Path) -> None:
     clock = Clock()
     with keeping(tmp_path, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
@@ -576,14 +449,3 @@ def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(
         on_the_engines_thread(engine)
         with pytest.raises(SessionNotFound):
             engine.session_info(session_id)
-
-
-def test_after_a_restart_a_session_is_idle_since_the_journal_saw_it_used(tmp_path: Path) -> None:
-    clock = Clock()
-    clock.now = time.time()  # the journal's own is the system's
-    with keeping(tmp_path, clock=clock, wall_clock=clock) as engine:
-        session_id = opened(engine)
-    clock.now += 500
-    with keeping(tmp_path, clock=clock, wall_clock=clock) as engine:
-        engine.recall(session_id)
-        assert 440 < engine.session_info(session_id).idle_seconds <= 500

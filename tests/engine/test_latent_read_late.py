@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from inference_engine.engine import Engine
-from inference_engine.errors import InvalidArgument, ModelError, ModelMismatch, RestorationFailed
+from inference_engine.errors import InvalidArgument, ModelMismatch, RestorationFailed
 from inference_engine.kv.archives.restorer import Restorer
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
@@ -53,14 +51,6 @@ def damage(folder: Path) -> None:
 def generated(engine: Engine, session: str) -> list[tuple[int, float | None]]:
     engine.append(session, text(100))
     return tokens(drain(engine.generate(session, LONG)))
-
-
-def test_what_is_known_before_the_tensors_are_read_is_what_the_codec_says(folder: Path) -> None:
-    late, codec = opened(folder), load_stated(read_stated(folder, target_digest=DIGEST))
-    assert not late.is_loaded
-    for name in ("layers", "bytes_per_token", "least_bytes_per_token"):
-        assert getattr(late, name) == getattr(codec, name)
-    assert not late.is_loaded, "asking reads nothing"
 
 
 def test_a_start_and_a_full_session_read_no_tensor(folder: Path) -> None:
@@ -112,44 +102,6 @@ def test_a_codec_that_is_replaced_after_the_start_is_not_used(folder: Path) -> N
     assert set(load_file(folder / TENSORS)) == set(tensors)
     with pytest.raises(LatentError, match="SHA-256"):
         late.at(LATENT_BYTES)
-
-
-def test_a_file_that_is_missing_or_cut_short_is_refused_at_the_start(folder: Path) -> None:
-    whole = (folder / TENSORS).read_bytes()
-    (folder / TENSORS).write_bytes(whole[:-1])
-    with pytest.raises(ModelError, match="truncated"):
-        opened(folder)
-    (folder / TENSORS).unlink()
-    with pytest.raises(LatentError, match="missing; calibrate it again"):
-        opened(folder)
-
-
-def test_a_file_that_is_gone_later_is_refused_by_name(folder: Path) -> None:
-    late = opened(folder)
-    shutil.rmtree(folder)
-    with tiny_engine(latent=late) as engine, pytest.raises(InvalidArgument, match="source"):
-        engine.create_session(strategy=LATENT)
-
-
-def test_a_default_strategy_reads_it_at_the_start(folder: Path) -> None:
-    late = opened(folder)
-    with tiny_engine(latent=late, strategy=str(LATENT)) as engine:
-        assert not engine.has_to_prepare(None)
-    damage(folder)
-    with pytest.raises(InvalidArgument, match="kakeya train latent"):
-        tiny_engine(latent=opened(folder), strategy=str(LATENT))
-
-
-def test_threads_that_need_it_at_once_read_it_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    late, found = opened(folder), []
-    with caplog.at_level("INFO"):
-        threads = [threading.Thread(target=lambda: found.append(late.load())) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert len(found) == 8 and len(set(map(id, found))) == 1
-    assert caplog.text.count("was read in") == 1
 
 
 def test_a_kept_session_reads_it_when_it_comes_back(folder: Path, tmp_path: Path) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import queue
-import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
     AppendTooLarge,
@@ -24,7 +20,6 @@ from inference_engine.errors import (
     InvalidArgument,
     InvariantViolated,
     NonFiniteLogits,
-    Overloaded,
     SessionBusy,
     SessionClosed,
     SessionNotFound,
@@ -32,8 +27,8 @@ from inference_engine.errors import (
 )
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import GenerateRecord, Logprobs, MemoryJournal
-from inference_engine.types import Failed, Finished, GenerateParams, Mark, Mode, StopReason
-from tests.engine.sessions import Clock, Gate, opened, still_works
+from inference_engine.types import Failed, Finished, GenerateParams, Mark, StopReason
+from tests.engine.sessions import Gate, opened, still_works
 from tests.facade import forward_of, session_of, steps_run_by
 from tests.laws.variants import drain, generate, text, tokens
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward
@@ -52,27 +47,6 @@ def test_generated_tokens_are_part_of_the_history_eos_included() -> None:
         assert isinstance(done, Finished)
         assert done.stop_reason is StopReason.EOS
         assert engine.session_info(session).history_length == 20 + done.generated_tokens == done.history_length
-
-
-def test_stop_ids_of_a_request_end_it_like_the_sessions_own() -> None:
-    with served_engine() as engine:
-        plain = [token for token, _ in generate(engine, opened(engine), 6)]
-        events = drain(engine.generate(opened(engine), GenerateParams(max_tokens=6, stop_token_ids=(plain[1],))))
-        assert [token for token, _ in tokens(events)] == plain[: plain.index(plain[1]) + 1]
-        assert isinstance(events[-1], Finished)
-        assert events[-1].stop_reason is StopReason.EOS
-
-
-def test_an_empty_append_changes_nothing_but_refreshes_the_idle_clock() -> None:
-    clock = Clock()
-    with served_engine(clock=clock) as engine:
-        session = opened(engine)
-        clock.now += 10
-        assert engine.session_info(session).idle_seconds == 10
-        assert engine.read_history(session).history_length == 20
-        assert engine.session_info(session).idle_seconds == 10, "a look is no use"
-        assert engine.append(session, []) == 20
-        assert engine.session_info(session).idle_seconds == 0
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**32 - 1])
@@ -112,12 +86,6 @@ def test_what_is_wrong_with_a_call_is_said_before_anything_happens() -> None:
             engine.create_session(label="x" * 129)
         assert engine.append(session, [5], expected_history_length=20) == 21
         still_works(engine)
-
-
-def test_no_id_looks_like_an_option_of_a_command() -> None:
-    drawn = ["-" + "a" * 31, "-" * 32, "b" * 32]
-    with served_engine() as engine, patch.object(secrets, "token_urlsafe", side_effect=drawn):
-        assert engine.create_session().session_id == "b" * 32
 
 
 def test_a_session_ends_at_its_limit_and_says_so() -> None:
@@ -261,35 +229,6 @@ def test_draining_lets_running_generates_end_and_refuses_new_work() -> None:
             engine.generate(session, GenerateParams(max_tokens=1))
 
 
-def test_draining_without_grace_ends_running_generates_typed() -> None:
-    with served_engine() as engine:
-        session, gate = opened(engine), Gate()
-        engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
-        assert gate.reached.wait(30)
-        drainer = threading.Thread(target=engine.drain, args=(0.0,))
-        drainer.start()
-        gate.go_on.set()
-        drainer.join(30)
-        failed = gate.rest()[-1]
-        assert isinstance(failed, Failed)
-        assert isinstance(failed.error, Draining)
-
-
-def test_a_full_queue_refuses_and_keeps_the_session_free() -> None:
-    with served_engine(max_running=1, max_queued=1) as engine:
-        holder, gate = opened(engine), Gate()
-        engine.generate(holder, GenerateParams(max_tokens=2), listener=gate)
-        assert gate.reached.wait(30)  # the engine's thread is held: what is submitted now stays queued
-        waiting = engine.generate(opened(engine), GenerateParams(max_tokens=2))
-        refused = opened(engine)
-        with pytest.raises(Overloaded) as overload:
-            engine.generate(refused, GenerateParams(max_tokens=2))
-        assert overload.value.retry_after_seconds
-        gate.go_on.set()
-        assert len(tokens(drain(waiting))) == 2
-        assert len(generate(engine, refused, 2)) == 2
-
-
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -401,19 +340,3 @@ def test_a_broken_invariant_fails_the_session_alone_and_frees_it(kind: str) -> N
                 call()
         assert engine.close_session(session) >= 20
         still_works(engine)
-
-
-def test_engines_that_share_a_model_do_not_disturb_each_other() -> None:
-    """Each runs its steps on its own thread: one within the trained positions, one past them."""
-    strategy = "sink_window:sink=4,window=32"
-
-    def both(engines: list[Engine], *, at_once: bool) -> list[list[tuple[int, float | None]]]:
-        sessions = [opened(engine, length) for engine, length in zip(engines, (20, TRAINED_POSITIONS), strict=True)]
-        with ThreadPoolExecutor(2 if at_once else 1) as threads:
-            return list(threads.map(lambda engine, session: generate(engine, session, 40), engines, sessions))
-
-    with (
-        served_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as one,
-        served_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as other,
-    ):
-        assert both([one, other], at_once=True) == both([one, other], at_once=False)

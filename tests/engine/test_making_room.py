@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from inference_engine.errors import (
@@ -155,40 +154,6 @@ def test_an_owner_at_its_quota_makes_room_for_itself_or_is_refused_and_others_ar
         assert engine.create_session(owner="me").session_id
 
 
-def test_a_session_larger_than_its_owners_quota_evicts_none_and_need_not_come_again() -> None:
-    clock = Clock()
-    with served_engine(clock=clock, growth="guaranteed", kv_bytes_per_owner=bytes_for(0.5)) as engine:
-        small = opened(engine, strategy=SinkWindow(sink=1, window=8))
-        generate(engine, small, 2)
-        clock.now += 1000
-        with pytest.raises(QuotaExceeded):
-            engine.create_session(strategy=Full())
-        assert engine.session_info(small).cached_tokens == 21
-
-
-def test_a_session_that_can_never_fit_evicts_none() -> None:
-    clock = Clock()
-    with served_engine(
-        clock=clock, strategy="sink_window:sink=1,window=8", growth="guaranteed", kv_bytes=bytes_for(0.5)
-    ) as engine:
-        small = opened(engine, strategy=SinkWindow(sink=1, window=8))
-        clock.now += 1000
-        with pytest.raises(NoCapacity, match="in all"):
-            engine.create_session(strategy=Full())
-        assert engine.session_info(small).is_resident
-
-
-def test_no_session_is_evicted_for_one_that_would_not_fit_even_then() -> None:
-    clock = Clock()
-    with served_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
-        engine.create_session(owner="another")
-        mine = opened(engine, strategy=SinkWindow(sink=1, window=8))
-        clock.now += 1000
-        with pytest.raises(NoCapacity):
-            engine.create_session(strategy=Full())
-        assert engine.session_info(mine).is_resident
-
-
 @pytest.mark.parametrize("places", [{}, {"max_sessions": 16}], ids=["bytes", "places"])
 def test_no_session_is_dropped_for_one_whose_memory_would_lie_in_pieces(places: dict[str, Any]) -> None:
     """Every other session is another owner's: what the owner's give back is enough, and nowhere in one run."""
@@ -301,19 +266,3 @@ def test_another_owner_sees_and_touches_nothing() -> None:
                 answers.add(refusal.value.message)
         assert len(answers) == 1
         assert engine.session_info(mine, owner="me").history_length == 0
-
-
-def test_many_short_sessions_leave_nothing_reserved() -> None:
-    rng = np.random.default_rng(0)
-    with served_engine(growth="guaranteed", kv_bytes=bytes_for(6)) as engine:
-        open_ids: list[str] = []
-        for _ in range(120):
-            if open_ids and (len(open_ids) > 4 or rng.random() < 0.5):
-                engine.close_session(open_ids.pop(int(rng.integers(len(open_ids)))))
-            else:
-                strategy = SinkWindow(sink=2, window=int(rng.integers(1, 60))) if rng.random() < 0.5 else Full()
-                open_ids.append(opened(engine, int(rng.integers(1, 50)), strategy=strategy))
-                generate(engine, open_ids[-1], 2)
-        for session_id in open_ids:
-            engine.close_session(session_id)
-        assert engine.info().kv_reserved_bytes == 0

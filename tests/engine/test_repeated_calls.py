@@ -14,7 +14,6 @@ from inference_engine.errors import (
     HistoryLengthMismatch,
     InvalidArgument,
     InvariantViolated,
-    NoCapacity,
     RequestError,
     RequestIdReused,
     SessionBusy,
@@ -49,15 +48,6 @@ def test_an_append_with_a_used_id_and_another_content_is_refused() -> None:
             with pytest.raises(RequestIdReused):
                 engine.append_once(session, ids, request_id=ONE, expected_history_length=expected)
         assert history(engine, session)[20:] == [1, 2]
-
-
-def test_an_append_that_was_refused_may_come_again() -> None:
-    with served_engine() as engine:
-        session = opened(engine)
-        with pytest.raises(HistoryLengthMismatch):
-            engine.append_once(session, [1], request_id=ONE, expected_history_length=21)
-        engine.append(session, [7])
-        assert engine.append_once(session, [1], request_id=ONE, expected_history_length=21).tokens == 22
 
 
 def test_an_append_that_comes_again_does_not_wait() -> None:
@@ -105,17 +95,6 @@ def test_a_create_that_comes_again_opens_no_second_session() -> None:
         theirs = engine.create_session(limit_tokens=50, label="x", owner="you", request_id=ONE)
         assert not theirs.is_replayed
         assert theirs.session_id != first.session_id
-
-
-def test_a_create_that_found_no_room_may_come_again() -> None:
-    with served_engine() as engine:
-        needed = engine.create_session().bound.peak_bytes
-    with served_engine(growth="guaranteed", kv_bytes=int(1.5 * needed)) as engine:
-        session = engine.create_session().session_id
-        with pytest.raises(NoCapacity):
-            engine.create_session(request_id=ONE)
-        engine.close_session(session)
-        assert not engine.create_session(request_id=ONE).is_replayed
 
 
 def test_a_close_that_comes_again_is_answered_as_it_was() -> None:

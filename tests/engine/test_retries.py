@@ -17,22 +17,16 @@ from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
     DeadlineExceeded,
-    Draining,
     HistoryBehindClient,
-    HistoryLengthMismatch,
     InternalError,
     InvalidArgument,
     OutOfMemory,
     Overloaded,
     RequestError,
     RequestIdReused,
-    SessionBusy,
-    SessionNotFound,
     StreamTakenOver,
 )
-from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.scheduler.transcript import Transcript
 from inference_engine.types import (
     Accepted,
     Event,
@@ -41,12 +35,11 @@ from inference_engine.types import (
     GenerateParams,
     Progress,
     Sampling,
-    StopReason,
     TokenCommitted,
     Truncated,
 )
 from tests.engine.sessions import Gate, opened
-from tests.facade import refusing_requests, remembered_generates, session_of
+from tests.facade import remembered_generates, session_of
 from tests.laws.variants import drain, generate, tokens
 from tests.tiny_native import served_engine
 
@@ -116,32 +109,6 @@ def test_a_generate_that_ended_is_reported_again_from_any_token_on(sampling: Sam
             assert isinstance(first[-1], Finished)
             assert again[-1] == dataclasses.replace(first[-1], is_replayed=True)
         assert engine.session_info(session).history_length == 60 + 9 + 2 + 3
-
-
-def test_a_replay_does_not_wait_and_is_done_while_the_engine_drains() -> None:
-    params = GenerateParams(max_tokens=4)
-    with served_engine() as engine:
-        session, gate = opened(engine), Gate()
-        first = tokens(drain(engine.generate(session, params, request_id=ONE)))
-        engine.generate(session, GenerateParams(max_tokens=2), listener=gate)
-        assert gate.reached.wait(30)
-        assert tokens(drain(engine.generate(session, params, request_id=ONE))) == first
-        gate.go_on.set()
-        gate.rest()
-        engine.drain(30)
-        assert tokens(drain(engine.generate(session, params, request_id=ONE))) == first
-        with pytest.raises(Draining):
-            engine.generate(session, params, request_id=OTHER)
-
-
-def test_the_same_id_in_another_session_is_another_generate() -> None:
-    params = GenerateParams(max_tokens=3)
-    with served_engine() as engine:
-        one, other = opened(engine, 20), opened(engine, 21)
-        first = tokens(drain(engine.generate(one, params, request_id=ONE)))
-        second = tokens(drain(engine.generate(other, params, request_id=ONE)))
-        assert first == generate_plain(engine, 20, 3)
-        assert second == generate_plain(engine, 21, 3)
 
 
 def generate_plain(engine: Engine, length: int, count: int) -> list[tuple[int, float | None]]:
@@ -287,63 +254,6 @@ def test_a_generate_whose_entries_could_not_be_kept_goes_on(
         assert tokens(again) == generate_plain(engine, 20, 8)
 
 
-def test_a_generate_stopped_before_its_first_token_begins_again() -> None:
-    params = GenerateParams(max_tokens=4)
-    with served_engine() as engine:
-        holder, gate = opened(engine), Gate()
-        engine.generate(holder, GenerateParams(max_tokens=1), listener=gate)
-        assert gate.reached.wait(30)
-        session = opened(engine, 40)
-        waiting = engine.generate(session, params, request_id=ONE)
-        waiting.cancel()
-        with pytest.raises(SessionBusy):  # how it ends is not known yet
-            engine.generate(session, params, request_id=ONE)
-        gate.go_on.set()
-        events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
-        assert [type(event) for event in events[:2]] == [Accepted, Progress]
-        assert events[0] == Accepted(0, 40, first_position=40, is_replayed=True)
-        assert tokens(events) == generate_plain(engine, 40, 4)
-
-
-def test_when_the_history_has_gone_on_a_stopped_generate_does_not() -> None:
-    params = GenerateParams(max_tokens=8)
-    with served_engine() as engine:
-        session = opened(engine)
-        stopped_after(engine, session, params, 3, lambda generation: generation.cancel())
-        engine.append(session, [7], wait_seconds=30)
-        with pytest.raises(HistoryLengthMismatch) as caught:
-            engine.generate(session, params, request_id=ONE)
-        assert caught.value.metadata == {"expected": "23", "actual": "24"}
-        assert engine.append(session, [8]) == 25
-
-
-def test_the_counts_of_a_generate_that_went_on_are_those_of_the_whole() -> None:
-    params = GenerateParams(max_tokens=10)
-    with served_engine() as engine:
-        session = opened(engine, 30)
-        stopped_after(engine, session, params, 4, lambda generation: generation.cancel())
-        end = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))[-1]
-        calm = drain(engine.generate(opened(engine, 30), params))[-1]
-        assert isinstance(end, Finished)
-        assert isinstance(calm, Finished)
-        # The token that was last when it stopped had to be forwarded again by the one that went on.
-        assert (end.prefilled_tokens, end.cached_tokens) == (calm.prefilled_tokens + 1, 0)
-        for name in ("generated_tokens", "history_length", "attended_positions", "evicted_positions", "stop_reason"):
-            assert getattr(end, name) == getattr(calm, name)
-
-
-def test_a_generate_the_queue_had_no_place_for_may_come_again() -> None:
-    params = GenerateParams(max_tokens=2)
-    with served_engine() as engine:
-        session = opened(engine)
-        with refusing_requests(engine, Overloaded("the queue is full")), pytest.raises(Overloaded):
-            engine.generate(session, params, request_id=ONE)
-        events = drain(engine.generate(session, params, request_id=ONE))
-        assert isinstance(events[-1], Finished)
-        assert not events[-1].is_replayed
-        assert len(tokens(events)) == 2
-
-
 # -- a Generate that runs ---------------------------------------------------------------------------------------------
 
 
@@ -367,21 +277,6 @@ def test_the_newest_caller_has_the_stream_and_the_one_before_stops_nothing() -> 
         assert events[0] == Accepted(0, 0, first_position=22, is_replayed=True)
         assert isinstance(events[-1], Finished)
         assert (events[-1].generated_tokens, events[-1].is_replayed) == (12, True)
-
-
-def test_the_caller_that_took_over_can_stop_it() -> None:
-    params = GenerateParams(max_tokens=12)
-    with served_engine() as engine:
-        session, gate = opened(engine), Gate(4)
-        engine.generate(session, params, request_id=ONE, listener=gate)
-        assert gate.reached.wait(30)
-        newer = engine.generate(session, params, request_id=ONE)
-        newer.cancel()
-        gate.go_on.set()
-        events = drain(newer)
-        assert len(tokens(events)) == 4
-        assert isinstance(events[-1], Finished)
-        assert events[-1].stop_reason is StopReason.CANCELLED
 
 
 def test_many_callers_that_attach_at_once_leave_one_complete_stream() -> None:
@@ -412,23 +307,6 @@ def test_many_callers_that_attach_at_once_leave_one_complete_stream() -> None:
         assert engine.session_info(session).history_length == 80
 
 
-def test_a_session_closed_under_a_reattached_generate_ends_it() -> None:
-    params = GenerateParams(max_tokens=400)
-    with served_engine() as engine:
-        session, gate = opened(engine, strategy=Full()), Gate(4)
-        engine.generate(session, params, request_id=ONE, listener=gate)
-        assert gate.reached.wait(30)
-        newer = engine.generate(session, params, request_id=ONE)
-        engine.close_session(session)
-        gate.go_on.set()
-        events, error = failure(newer)
-        assert isinstance(error, RequestError)
-        assert error.reason == "SESSION_CLOSED"
-        assert len(tokens(events)) == 4
-        with pytest.raises(SessionNotFound):
-            engine.generate(session, params, request_id=ONE)
-
-
 def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> None:
     with served_engine() as engine:
         session = opened(engine)
@@ -439,16 +317,3 @@ def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> Non
         assert request.sampler is None
         kept = [getattr(request, field.name) for field in dataclasses.fields(request)]
         assert not [value for value in kept if isinstance(value, torch.Tensor)]
-
-
-def test_the_last_event_of_a_request_that_another_continues_is_not_received() -> None:
-    """The engine frees a session before it says how its Generate ended; the retry may come in between."""
-    with served_engine() as engine:
-        session = session_of(engine, opened(engine))
-        transcript = Transcript(session, GenerateParams(max_tokens=4), 0)
-        stopped = transcript.run(0.0)
-        stopped.outcome = Failed(DeadlineExceeded(20))
-        reader = transcript.attach(is_replayed=True)
-        transcript.run(0.0)
-        stopped.listener(stopped.outcome)
-        assert reader.read() == []

@@ -32,19 +32,6 @@ def test_streaming_answers_as_holding_does(mode: Mode) -> None:
     assert all(same(one, other, Mode.BATCHED) for one, other in zip(held, streamed, strict=True))
 
 
-def test_where_latents_are_kept_changes_the_bytes_and_no_token() -> None:
-    with engine_for(Mode.FIXED_SHAPE) as engine:
-        everywhere, nowhere = (
-            answers(engine, restored(mode="stream", resident_latent_bytes=limit)) for limit in (None, 0)
-        )
-        assert everywhere == nowhere
-        session = engine.create_session(strategy=restored(resident_latent_bytes=4096))
-        engine.append(session.session_id, text())
-        generate(engine, session.session_id)
-        info = engine.session_info(session.session_id)
-        assert 0 < info.tier_live_bytes <= session.bound.tier_bytes == info.bound.tier_bytes
-
-
 def test_a_streaming_session_never_holds_what_full_holds() -> None:
     """Only the latents and the entries of a chunk are held, even while it generates."""
     with engine_for(Mode.BATCHED, windowed=False) as engine:

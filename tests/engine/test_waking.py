@@ -6,7 +6,6 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
-from inference_engine.kv.parts.restored import RestoredEntries
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
@@ -83,27 +82,6 @@ def test_a_cancelled_generate_leaves_its_session_idle_and_the_next_goes_on(strat
         assert [token for token, _ in expected[kept:]] == [token for token, _ in more[: 40 - kept]]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=24), RESTORED[1]],
-    ids=str,
-)
-def test_how_many_entries_are_restored_at_once_changes_nothing_but_rounding(
-    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def after_waking() -> list[tuple[int, float | None]]:
-        with engine_for(Mode.BATCHED) as engine:
-            session = engine.create_session(strategy=strategy, limit_tokens=LIMIT).session_id
-            engine.append(session, text(150))
-            generate(engine, session, 4)
-            engine.append(session, text(10))
-            return generate(engine, session, 12)
-
-    by_segments = after_waking()
-    monkeypatch.setattr(RestoredEntries, "_tokens_at_once", lambda part: 3 * part._context.geometry.segment_tokens)
-    assert same(after_waking(), by_segments, Mode.BATCHED)
-
-
 def test_no_session_is_evicted_for_one_that_would_be_refused_even_then() -> None:
     restored = make_strategy("restored", sink=4, window=16)
     now = [0.0]
@@ -141,21 +119,3 @@ def test_all_that_make_room_for_another_to_wake_go_together(going: int, limit_to
         resident = [engine.session_info(session, owner="me").is_resident for session in mine]
     assert resident == [False] * going + [True] * (count - going)
     assert len(searches) <= 4
-
-
-def test_as_many_make_room_as_another_owners_waking_takes() -> None:
-    """The first one gives back all bytes that the new session takes, but not what the other's waking needs besides."""
-    restored = make_strategy("restored", sink=4, window=16)
-    now = [0.0]
-    with engine_for(Mode.BATCHED) as roomy:
-        wide = roomy.create_session(strategy=restored, limit_tokens=500).bound
-        narrow, wider = (roomy.create_session(limit_tokens=limit).bound for limit in (128, 192))
-    assert narrow.peak_bytes < wider.peak_bytes < 2 * narrow.peak_bytes
-    assert wider.peak_bytes < wide.peak_bytes - wide.sustained_bytes + narrow.peak_bytes
-    room = wide.peak_bytes + 3 * narrow.peak_bytes
-    with engine_for(Mode.BATCHED, growth="guaranteed", kv_bytes=room, clock=lambda: now[0]) as engine:
-        engine.create_session(strategy=restored, limit_tokens=500, owner="another")
-        mine = [engine.create_session(limit_tokens=128, owner="me").session_id for _ in range(3)]
-        now[0] = 1000.0
-        engine.create_session(limit_tokens=192, owner="me")
-        assert [engine.session_info(session, owner="me").is_resident for session in mine] == [False, False, True]

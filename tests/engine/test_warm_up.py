@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 
 from inference_engine.backends.base import Result, Step
 from inference_engine.decode.verifier import Verifier
-from inference_engine.engine.warm_up import done_on, warm_up
-from inference_engine.errors import BackendError
+from inference_engine.engine.warm_up import warm_up
 from inference_engine.kv.strategies.full import Full
-from tests.facade import context_of, forward_of, on_the_engines_thread, soon, steps_run_by
+from tests.facade import context_of, forward_of, on_the_engines_thread, steps_run_by
 from tests.laws.variants import all_strategies
 from tests.tiny import tiny_engine
 
@@ -49,19 +47,3 @@ def test_a_device_without_memory_for_a_long_prompt_is_named_at_the_start(caplog:
             on_the_engines_thread(engine, partial(warm_up, verifier, Full(), 500, 48))
         assert context_of(engine).pool.reserved_bytes == 0
     assert "a prompt of 112 tokens, in steps of 48" in caplog.text and "step_tokens" in caplog.text
-
-
-def test_a_task_of_the_start_runs_on_the_engines_thread_and_raises_here() -> None:
-    ran_on: list[str] = []
-
-    def task() -> None:
-        ran_on.append(threading.current_thread().name)
-
-    def fault() -> None:
-        raise BackendError("no such operation")
-
-    with tiny_engine() as engine:
-        done_on(partial(soon, engine), task)
-        with pytest.raises(BackendError, match="no such operation"):
-            done_on(partial(soon, engine), fault)
-    assert ran_on == [engine.THREAD_NAME]

@@ -67,14 +67,6 @@ def test_an_owner_is_served_beside_a_long_attack_that_takes_no_memory(name: str,
     attack(name, LONG_SECONDS, attacked)
 
 
-def test_a_call_is_refused_on_its_headers(attacked: Attacked) -> None:
-    """No byte of the message was sent, and the stream is over."""
-    with Connection(attacked.target) as connection:
-        stream = connection.begin(INFO)
-        ended = (each.flags & END_STREAM for each in connection.frames() if each.stream == stream)
-        assert any(ended)
-
-
 def test_a_client_that_is_refused_too_often_waits_and_is_dropped_when_too_many_wait(
     attacked: Attacked, victim: Victim
 ) -> None:
@@ -88,12 +80,6 @@ def test_a_client_that_is_refused_too_often_waits_and_is_dropped_when_too_many_w
                     for _ in range(250):
                         each.begin(INFO)
             victim.goes_on(1)
-
-
-def test_a_client_that_cancels_refused_calls_instead_of_waiting_is_dropped(attacked: Attacked, victim: Victim) -> None:
-    with Connection(attacked.target) as connection:
-        cancel_until_dropped(connection)
-    victim.goes_on()
 
 
 def test_a_client_whose_key_was_removed_and_that_cancels_refused_calls_is_dropped(tmp_path: Path) -> None:

@@ -135,15 +135,6 @@ async def test_a_server_that_keeps_a_window_says_truncated_once_and_first(client
     assert [tokens(taken["frames"]) for taken in seen["turns"]] == engine_tokens(turns, strategy=WINDOW)
 
 
-async def test_an_end_token_of_a_frozen_client_ends_its_generate(client: FrozenClient) -> None:
-    undisturbed = engine_tokens([turn([*HISTORY], 8)])[0]
-    eos = (undisturbed[2],)
-    seen = await play(client, [turn([*HISTORY], 8)], eos=eos)
-    frames = seen["turns"][0]["frames"]
-    assert tokens(frames) == undisturbed[: undisturbed.index(eos[0]) + 1]
-    assert frames[-1]["done"]["stopReason"] == "STOP_REASON_EOS"
-
-
 async def test_a_frozen_client_that_breaks_a_stream_off_goes_on_with_what_was_committed(client: FrozenClient) -> None:
     turns = [turn([*HISTORY], FOREVER, leave_after=2), turn([1, 2, 3], 4)]
     left, after = (await play(client, turns, strategy=WINDOW))["turns"]

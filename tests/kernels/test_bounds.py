@@ -47,40 +47,6 @@ def test_it_is_the_formula_for_every_head_with_repeated_keys_and_the_best_head_o
     torch.testing.assert_close(bounds_scores(queries, low, high, SCALING), expected, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_bounds_are_the_extremes_of_each_channel() -> None:
-    keys = torch.tensor([[1.0, -5.0], [3.0, 2.0], [0.0, 0.0], [-1.0, 7.0]])
-    low, high = block_bounds(keys, 2)
-    assert low.tolist() == [[1.0, -5.0], [-1.0, 0.0]]
-    assert high.tolist() == [[3.0, 2.0], [0.0, 7.0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bounds_keep_the_type_of_the_keys_and_scores_are_summed_in_float32(dtype: torch.dtype) -> None:
-    queries, keys = draw(2, 4, 64).to(dtype), draw(2, 64, 64).to(dtype)
-    low, high = block_bounds(keys, 16)
-    assert low.dtype == high.dtype == dtype
-    scores = bounds_scores(queries, low, high, SCALING)
-    assert scores.dtype == torch.float32
-    assert torch.equal(scores, bounds_scores(queries.float(), low.float(), high.float(), SCALING))
-
-
-def test_keys_that_do_not_fill_their_blocks_are_refused() -> None:
-    with pytest.raises(AssertionError, match="33 keys"):
-        block_bounds(draw(2, 33, 4), 16)
-
-
-def test_bounds_find_a_rare_key_for_one_head_and_means_lose_it() -> None:
-    group, block, dim, blocks = 4, 128, 32, 12
-    queries, keys = draw(1, group, dim, seed=5) * 0.1, draw(1, blocks * block, dim, seed=6)
-    wanted = torch.zeros(dim)
-    wanted[3] = 8.0
-    queries[0, 2] = wanted  # one head looks for it
-    queries[0, 3] = -wanted  # and another away from it
-    keys[0, 7 * block + 55, 3] = 9.0  # one key of block 7 has it
-    assert bounds_scores(queries, *block_bounds(keys, block), SCALING).argmax() == 7
-    assert mean_scores(queries, block_means(keys, block), SCALING).argmax() != 7
-
-
 @each_group
 def test_mean_scores_are_the_mean_score_of_every_head_and_key(group: int) -> None:
     queries, keys = draw(5, 2 * group, 24, seed=1), draw(2, 3 * 16, 24, seed=2)

@@ -13,7 +13,6 @@ from inference_engine.kernels.components import (
     encode,
     of_vector,
     pack,
-    token_weights,
     unpack,
 )
 
@@ -58,27 +57,3 @@ def test_with_all_components_in_many_bits_scores_are_those_of_the_keys() -> None
     rotated = rotate(keys, positions).repeat_interleave(GROUP, dim=0)
     exact = torch.einsum("thd,hnd->thn", queries, rotated) * 0.25
     assert (scores - exact).abs().max() < 0.05 < exact.std()
-
-
-def test_tokens_of_a_run_are_scored_by_the_mean_of_their_rotations() -> None:
-    shape, found = SHAPES[1], components()
-    codes = encode(random(HKV, shape.tile, D), found, shape)
-    query, positions = random(1, HKV * GROUP, D, seed=3), torch.arange(shape.tile)
-
-    scores = component_scores(query, codes, found.rows(shape), shape, rotate, 1.0)
-
-    keys = codes.float() @ found.rows(shape)[:, :-1] + found.rows(shape)[:, -1:]  # rebuilt, not rotated
-    at = [rotate(keys, positions // 2 * 2 + offset) for offset in (0, 1)]
-    mean = torch.stack(at).mean(0).repeat_interleave(GROUP, dim=0)
-    torch.testing.assert_close(scores, torch.einsum("thd,hnd->thn", query, mean), atol=1e-4, rtol=1e-4)
-
-
-def test_weights_are_shares_of_a_softmax_over_what_is_read_anyway_and_all_candidates() -> None:
-    scores, near = random(2, HKV * GROUP, 9), random(2, HKV * GROUP, seed=1)
-    candidates = torch.arange(9)[None] < torch.tensor([9, 0])[:, None]
-
-    weights = token_weights(scores, candidates, near, HKV)
-
-    softmax = torch.cat([scores[0], near[0][:, None]], dim=-1).softmax(-1)[:, :-1]
-    torch.testing.assert_close(weights[0], softmax.view(HKV, GROUP, 9).sum(1))
-    assert not weights[1].any()

@@ -6,7 +6,6 @@ import logging
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from inference_engine.kernels import long_chunks
 from inference_engine.kernels.attention import CausalAttention, attend_causal
-from inference_engine.kernels.flash3 import why_absent
 from inference_engine.kernels.long_chunks import Flash3, LongAttention, LongChunks, fault_of, open_long_chunks
 from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ops import open_ops
@@ -142,22 +140,6 @@ def test_a_piece_that_all_queries_see_is_attended_to_as_a_whole(dtype: torch.dty
     assert asked == [64, 16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recent_entries_that_are_the_queries_own_are_attended_to_as_a_square(dtype: torch.dtype) -> None:
-    asked: list[int] = []
-
-    def watched(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        asked.append(keys.shape[2])
-        return square(queries, keys, values, scaling)
-
-    attend = LongChunks(whole, watched, rest, pieces=(64, 16), chunk=4).attend_causal_state
-    for tokens, count, more in ((4, 4, {}), (8, 8, {}), (5, 5, {}), (4, 16, {}), (4, 4, {"softcap": 3.0})):
-        queries, keys, values = states((4, 2, 16), tokens, count, dtype, "cpu")
-        expected = attend_causal_state(queries.float(), keys.float(), values.float(), scaling=0.3, **more)
-        assert is_close(attend(queries, keys, values, scaling=0.3, **more), expected, dtype)
-    assert asked == [4, 8]
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_flash_attention_3_takes_chunks_and_pieces_of_any_length(heads: tuple[int, int, int], package: Package) -> None:
     attend, dtype = Flash3(least=3), torch.bfloat16
@@ -229,33 +211,6 @@ def test_an_operation_that_is_missing_or_wrong_is_logged_and_not_used(
     assert open_long_chunks(CUDA, torch.float32, [(4, 2, 16)]) is None
 
 
-def test_each_form_of_flash_attention_3_is_tried(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(found: LongAttention) -> str:
-        return fault_of(found, torch.device("cpu"), torch.bfloat16, (4, 2, 16), tried=((8, 0), (7, 13)))
-
-    assert fault(Flash3(least=3)) == ""
-    assert {(8, 8, True), (7, 20, True), (7, 13, False)} <= set(package.asked)
-    package.lse_factor = 1 / 0.69  # as a logarithm of two would be: out alone does not show it
-    assert "differs" in fault(Flash3(least=3))
-    package.fault = TypeError("it has no such argument")
-    assert fault(Flash3(least=3)) == "TypeError: it has no such argument"
-    monkeypatch.delattr(sys.modules["fa3_fwd_interface"], "flash_attn_func")
-    assert "AttributeError" in fault(Flash3(least=3))
-
-
-def test_the_trial_finds_keys_that_are_aligned_to_their_beginning(
-    package: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def to_the_beginning(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **more: Any) -> tuple[Tensor, Tensor]:
-        tokens = q.shape[1] if causal else k.shape[1]
-        return package.flash_attn_func(q, k[:, :tokens], v[:, :tokens], causal=causal, **more)
-
-    monkeypatch.setattr(sys.modules["fa3_fwd_interface"], "flash_attn_func", to_the_beginning)
-    asked = torch.device("cpu"), torch.bfloat16, (4, 2, 16)
-    fault = fault_of(Flash3(least=3), *asked, tried=((8, 0), (7, 13)))
-    assert fault.startswith("of 7 queries behind 13 entries")
-
-
 def test_the_fastest_operation_that_is_there_and_right_is_chosen(
     package: Package, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,23 +247,6 @@ def test_the_fastest_operation_that_is_there_and_right_is_chosen(
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)  # as where it is not installed
     found, info, debug = chosen()
     assert (found, info) == (LongChunks, "") and "fa3-fwd is not installed" in debug
-    assert package.asked == []
-
-
-def test_flash_attention_3_that_fails_later_is_not_used_again(
-    package: Package, caplog: pytest.LogCaptureFixture
-) -> None:
-    attend, given = Flash3(least=3), states((4, 2, 16), 4, 40, torch.bfloat16, "cpu")
-    package.fault = torch.OutOfMemoryError("too much")
-    with pytest.raises(torch.OutOfMemoryError):
-        attend(*given, scaling=0.3)
-    package.fault = RuntimeError("no kernel for it")
-    expected = attend_causal_state(*given, scaling=0.3)
-    assert torch.equal(attend.attend_causal_state(*given, scaling=0.3)[0], expected[0])
-    assert "FlashAttention-3 attends to no more long chunks" in caplog.text and "no kernel for it" in caplog.text
-    package.fault = None
-    assert torch.equal(attend(*given, scaling=0.3), attend_causal(*given, scaling=0.3))
-    assert torch.equal(attend.attend_piece(*given, scaling=0.3)[0], attend_state(*given, None, scaling=0.3)[0])
     assert package.asked == []
 
 
@@ -385,11 +323,3 @@ def test_a_gpu_gives_what_its_causal_operation_gives(heads: tuple[int, int, int]
         given = states(heads, tokens, count, dtype, "cuda")
         out = attend(*given, scaling=scaling)
         assert (out.float() - attend_causal(*given, scaling=scaling).float()).abs().max() < TOLERANCES[dtype]
-
-
-@ON_GPU
-def test_flash_attention_3_is_used_where_it_is_there() -> None:
-    """One that was built for another torch would be refused by the trial, and the test above compare what is left."""
-    if absent := why_absent(CUDA, torch.bfloat16):
-        pytest.skip(absent)
-    assert isinstance(open_long_chunks(CUDA, torch.bfloat16, [(28, 4, 128), (9, 3, 64)]), Flash3)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_engine.kernels.attention import attend
-from inference_engine.kernels.merge import Merging, attend_state, merge_states, with_head_sinks
+from inference_engine.kernels.merge import attend_state, merge_states, with_head_sinks
 
 # Two orders of adding up the same float32 numbers, of size 1.
 ROUNDING = 5e-6
@@ -70,21 +70,6 @@ def test_entries_cut_anywhere_and_merged_are_one_softmax(cuts: list[int], seed: 
     assert_close(merged, one_softmax(queries, keys, values))
 
 
-@settings(deadline=None)
-@given(cuts=st.lists(st.integers(1, 37), max_size=4), seed=st.integers(0, 99), size=st.sampled_from([1.0, 30.0]))
-def test_states_merged_one_after_another_are_one_softmax(cuts: list[int], seed: int, size: float) -> None:
-    queries, keys, values = problem(2, 37, seed, size=size)
-    merging: Merging | None = None
-    for start, end in itertools.pairwise([0, *sorted(cuts), 37]):
-        part = attend_state(queries, keys[:, start:end], values[:, start:end], None, scaling=SCALING)
-        if merging is None:
-            merging = Merging(*part)
-        else:
-            merging.add(*part)
-    assert merging is not None
-    assert_close(merging.state(), one_softmax(queries, keys, values), size=size)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="one operation is a GPU's")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 64, 256])
@@ -117,14 +102,6 @@ def watched() -> Iterator[set[str]]:
         yield names
 
 
-def test_tokens_dealt_out_by_a_mask_merge_as_well() -> None:
-    queries, keys, values = problem(3, 23, 0)
-    ours = torch.arange(23) % 3 == torch.arange(HEADS)[:, None] % 3  # each head deals them differently
-    masks = [torch.zeros(3, HEADS, 23).masked_fill(seen, float("-inf")) for seen in (ours, ~ours)]
-    one, other = (attend_state(queries, keys, values, mask, scaling=SCALING) for mask in masks)
-    assert_close(merge_states(*one, *other), one_softmax(queries, keys, values))
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_it_is_the_attention_the_models_use(softcap: float | None) -> None:
     queries, keys, values = problem(4, 19, 1)
@@ -134,70 +111,11 @@ def test_it_is_the_attention_the_models_use(softcap: float | None) -> None:
     torch.testing.assert_close(out, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_bfloat16_entries_are_added_up_in_float32() -> None:
-    queries, keys, values = (x.bfloat16() for x in problem(2, 41, 2))
-    state = attend_state(queries, keys, values, None, scaling=SCALING)
-    assert {x.dtype for x in state} == {torch.float32}
-    assert_close(state, one_softmax(queries, keys, values))
-
-
 @pytest.mark.parametrize("count", [0, 7], ids=["no keys", "all masked"])
 def test_a_query_that_sees_nothing_has_out_zero_and_lse_minus_infinity(count: int) -> None:
     queries, keys, values = problem(2, count, 3)
     out, lse = attend_state(queries, keys, values, torch.full((2, count), float("-inf")), scaling=SCALING)
     assert_same((out, lse), empty_like(out, lse))
-
-
-def test_merging_nothing_changes_no_bit() -> None:
-    state = attend_state(*problem(3, 11, 4), None, scaling=SCALING)
-    empty = empty_like(*state)
-    assert_same(merge_states(*state, *empty), state)
-    assert_same(merge_states(*empty, *state), state)
-    assert_same(merge_states(*empty, *empty), empty)
-
-
-def states(seed: int) -> State:
-    rng = torch.Generator().manual_seed(seed)
-    out = torch.randn(2, HEADS, DIM, generator=rng)
-    lse = torch.randn(2, HEADS, generator=rng)
-    lse[0, 0] = float("-inf")
-    return out.masked_fill(lse.isneginf()[..., None], 0), lse
-
-
-@given(seeds=st.tuples(*[st.integers(0, 999)] * 3))
-def test_the_order_of_merging_does_not_matter(seeds: tuple[int, int, int]) -> None:
-    a, b, c = (states(seed) for seed in seeds)
-    assert_same(merge_states(*a, *b), merge_states(*b, *a))
-    left = merge_states(*merge_states(*a, *b), *c)
-    right = merge_states(*a, *merge_states(*b, *c))
-    assert_close(left, right)
-
-
-@pytest.mark.parametrize("shift", [-1e4, 1e4])
-def test_only_the_difference_of_two_sides_decides_however_large_both_are(shift: float) -> None:
-    near, far = torch.ones(1, 1, DIM), -torch.ones(1, 1, DIM)
-    lse = torch.full((1, 1), shift)
-    out, total = merge_states(near, lse, far, lse)
-    torch.testing.assert_close(out, torch.zeros_like(out))
-    torch.testing.assert_close(total, lse + torch.log(torch.tensor(2.0)))
-
-
-def test_a_side_that_is_far_smaller_vanishes() -> None:
-    near, far = torch.ones(1, 1, DIM), -torch.ones(1, 1, DIM)
-    high, low = torch.full((1, 1), 1e4), torch.full((1, 1), -1e4)
-    assert_same(merge_states(near, high, far, low), (near, high))
-    assert_same(merge_states(near, low, far, high), (far, high))
-
-
-def test_scores_of_ten_thousand_overflow_nowhere() -> None:
-    queries, keys, values = problem(2, 13, 5, size=1e4)
-    assert (queries.abs().amax() * keys.abs().amax() * SCALING) > 1e4
-    parts = [attend_state(queries, keys[:, s], values[:, s], None, scaling=SCALING) for s in (slice(6), slice(6, 13))]
-    out, lse = merge_states(*parts[0], *parts[1])
-    # float32 knows scores of this size to about 0.01, and so the weights to a hundredth.
-    expected_out, expected_lse = one_softmax(queries, keys, values)
-    torch.testing.assert_close(out, expected_out, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=0.01)
 
 
 def test_a_nan_in_the_entries_is_not_hidden() -> None:
@@ -216,10 +134,3 @@ def test_sinks_folded_in_at_the_end_are_sinks_in_the_softmax() -> None:
     expected = attend(queries, keys, values, None, scaling=SCALING, head_sinks=sinks)
     _, whole = one_softmax(queries, keys, values)
     assert_close((out, lse), (expected, torch.logaddexp(whole, sinks.expand_as(whole))))
-
-
-def test_a_sink_takes_all_of_a_query_that_sees_no_key() -> None:
-    queries, keys, values = problem(1, 0, 8)
-    sinks = torch.linspace(-4, 4, HEADS)
-    out, lse = with_head_sinks(*attend_state(queries, keys, values, None, scaling=SCALING), sinks)
-    assert_same((out, lse), (torch.zeros_like(out), sinks[None]))

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from inference_engine.kernels.noise import key, noise, noise_of_all
 from tests.kernels.own_process import run_with_triton
-from tests.kernels.plain_noise import GOLDEN, WORD, mixed, plain_key, plain_noise
+from tests.kernels.plain_noise import GOLDEN, WORD, mixed
 from tests.kernels.poisoned import poison
-
-words = st.integers(0, WORD)
 
 
 def noise_at(seed: int, position: int, vocab: int = 2000) -> NDArray[np.float64]:
@@ -29,12 +23,6 @@ def test_what_ours_is_compared_with_mixes_as_splitmix_does() -> None:
     states = np.arange(1, 5, dtype=np.uint64) * np.uint64(GOLDEN)
     known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
     assert mixed(states).tolist() == known
-
-
-@given(words, words)
-def test_noise_is_what_it_is_when_spelled_out(seed: int, position: int) -> None:
-    assert key(seed, position) & WORD == plain_key(seed, position)
-    assert np.allclose(noise_at(seed, position, 301), plain_noise(plain_key(seed, position), 301), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 64, 1001])
@@ -56,37 +44,6 @@ def test_noise_has_gumbels_distribution(seed: int) -> None:
         counts = np.histogram(np.exp(-np.exp(-sample)), bins=10, range=(0, 1))[0]
         # Chi-square with 9 degrees of freedom; 33.7 is the 0.01 % point.
         assert ((counts - 200) ** 2 / 200).sum() < 33.7
-
-
-NEIGHBOURS: dict[str, Callable[[int], tuple[NDArray[np.float64], NDArray[np.float64]]]] = {
-    "ids": lambda seed: (noise_at(seed, 5)[:-1], noise_at(seed, 5)[1:]),
-    "positions": lambda seed: (noise_at(seed, 5), noise_at(seed, 6)),
-    "seeds": lambda seed: (noise_at(seed, 5), noise_at(seed + 1, 5)),
-    "a position and the id before": lambda seed: (noise_at(seed, 5)[1:], noise_at(seed, 6)[:-1]),
-    "a seed and a position": lambda seed: (noise_at(seed, 6), noise_at(seed + 1, 5)),
-    "a position and an id, exchanged": lambda seed: exchanged(seed, 45),
-}
-
-
-def exchanged(seed: int, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    square = np.stack([noise_at(seed, position, count) for position in range(count)])
-    above = np.triu_indices(count, 1)
-    return square[above], square.T[above]
-
-
-@pytest.mark.parametrize("pair", NEIGHBOURS)
-def test_neighbours_have_nothing_in_common(pair: str, subtests: pytest.Subtests) -> None:
-    for seed in [0, 1, 12345, 2**63]:
-        with subtests.test(str(seed)):
-            one, other = NEIGHBOURS[pair](seed)
-            assert abs(np.corrcoef(one, other)[0, 1]) < 4.5 / np.sqrt(len(one))
-
-
-def test_a_position_and_the_id_of_the_same_number_do_not_cancel_each_other_out() -> None:
-    """Mixed alike they would leave no bits at all, and the lowest noise, where a seed adds nothing."""
-    lowest = [int(noise_at(0, position, 200).argmin()) for position in range(200)]
-    assert sum(token == position for position, token in enumerate(lowest)) < 6
-    assert len(set(lowest)) > 100
 
 
 @pytest.mark.parametrize(("bits", "expected"), [(0, -np.log(53 * np.log(2))), (WORD, 53 * np.log(2))])

@@ -69,15 +69,6 @@ def test_a_vector_is_coded_the_same_whatever_it_is_coded_with(subtests: pytest.S
                 assert torch.equal(levels_of(codes[first:last], levels), found[first:last])
 
 
-def test_every_code_of_a_number_stands_for_a_level_of_its_own_table() -> None:
-    """And all of its levels can be had, by one path or another."""
-    levels = make_levels([even_table(2)] * 8, torch.ones(8))
-    every = torch.tensor(list(itertools.product(range(4), repeat=8)), dtype=torch.int32)
-    found = levels_of(every, levels)
-    assert set(found.flatten().tolist()) == set(even_table(2).tolist())
-    assert [len(set(found[:, number].tolist())) for number in range(8)] == [4, 4, 8, 8, 8, 8, 8, 8]
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_a_gaussian_variable_loses_less_than_with_the_best_levels_for_each_number_alone(bits: int) -> None:
     """Max's quantisers lose 0.3634, 0.1175, 0.03454 (IRE Trans. Inf. Theory 6(1), 1960, Table I)."""
@@ -88,25 +79,6 @@ def test_a_gaussian_variable_loses_less_than_with_the_best_levels_for_each_numbe
     table = math.sqrt(3.0) * torch.special.ndtri(quantiles).float() * {1: 0.6, 2: 0.7, 3: 0.75}[bits]
     levels = make_levels([table] * 1000, torch.ones(1000))
     assert float(spent(numbers, choose(numbers, levels), levels).mean()) / 1000 < 0.86 * alone
-
-
-def test_a_number_far_outside_its_levels_spoils_no_other() -> None:
-    widths = falling_widths(STEPS, 5)
-    levels = make_levels([even_table(width) for width in widths], 4.0 ** torch.tensor(widths))
-    numbers = torch.randn(8, STEPS, generator=torch.Generator().manual_seed(2))
-    far = numbers.clone()
-    far[:, 0] = 100.0
-    errors = [
-        ((some - levels_of(choose(some, levels), levels)).square() * levels.weights)[:, 4:].sum()
-        for some in (numbers, far)
-    ]
-    assert float(errors[1]) < 1.02 * float(errors[0])
-
-
-def test_a_table_that_no_number_of_bits_counts_out_is_refused() -> None:
-    for count in (0, 1, 6):
-        with pytest.raises(ValueError, match=f"a power of two, at least 2, got {count}"):
-            make_levels([even_table(2), torch.arange(float(count))], torch.ones(2))
 
 
 def compare_kernel() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,15 +43,3 @@ def test_the_last_release_gives_it_back(order: list[str]) -> None:
         allocation.release() if holder == "owner" else allocation.give_back()
     assert pool.reserved_bytes == 0
     assert not allocation.is_lent
-
-
-def test_it_is_released_once_and_not_made_where_there_is_no_room() -> None:
-    pool = pool_of(1)
-    allocation = allocation_in(pool)
-    assert Allocation.reserve(pool, DEMANDS, itemsize=GEOMETRY.itemsize) is None
-    allocation.release()
-    with pytest.raises(AssertionError):
-        allocation.release()
-    with pytest.raises(AssertionError):
-        allocation.give_back()
-    assert allocation_in(pool).nbytes == BYTES

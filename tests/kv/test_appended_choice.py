@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from inference_engine.kernels.gather import QUERIES_AT_ONCE
-from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
-from tests.further import further, further_test
-from tests.kv.test_streaming import CHUNK, LATENT, LIMIT, WIDEST_ENTRY_BYTES, LargestTensor, WatchedTokens
+from tests.further import further
+from tests.kv.test_streaming import LATENT, LIMIT, WatchedTokens
 from tests.laws.test_session_kv_laws import HKV, SEGMENT, Entries, active, context, feed, step
 
 LENGTH, CHOSEN = 126, 12
@@ -76,49 +73,3 @@ def test_a_step_of_many_has_no_more_restored_at_once_than_one_token_chooses() ->
     step(kv, Entries(LIMIT), SEGMENT)
     assert codec.decoded
     assert all(entries <= HKV * CHOSEN and len(layers) == 1 for entries, layers in codec.decoded)
-
-
-@pytest.mark.parametrize("holds_restored", [True, False])
-def test_there_is_no_room_for_chunks_that_no_token_reads(holds_restored: bool) -> None:
-    ctx = context()
-    ctx = replace(ctx, geometry=replace(ctx.geometry, holds_restored=holds_restored))
-    with_chunk, kv = (SessionKV(strategy, ctx, LIMIT) for strategy in (ALL, SELECT))
-    assert kv.bound.sustained_bytes == with_chunk.bound.sustained_bytes
-    assert with_chunk.bound.peak_bytes - kv.bound.peak_bytes == CHUNK * WIDEST_ENTRY_BYTES
-    assert (kv.bound.peak_bytes > kv.bound.sustained_bytes) == holds_restored
-    with_chunk.release()
-    assert kv.wake(LIMIT)
-    assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
-    feed(kv, Entries(LIMIT), 150)
-    assert kv.footprint().by_kind.get("restored", 0) == kv.bound.peak_bytes - kv.bound.sustained_bytes
-    kv.idle()
-    assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
-    kv.release()
-    assert ctx.pool.reserved_bytes == 0
-
-
-@further_test
-def test_what_is_made_to_choose_does_not_grow_with_the_tokens_of_a_step() -> None:
-    found = []
-    for count in (QUERIES_AT_ONCE, 4 * QUERIES_AT_ONCE):
-        ctx = context()
-        ctx = replace(ctx, geometry=replace(ctx.geometry, segment_tokens=4 * QUERIES_AT_ONCE))
-        kv = active(make_strategy("restored", **{**INDEX, "window": 64}, budget=120, appended="select"), ctx)
-        feed(kv, Entries(LIMIT), 128, 4 * QUERIES_AT_ONCE)
-        kv.stage(count, np.zeros(count, dtype=np.bool_))
-        kv.discard_staged()
-        with LargestTensor() as largest:
-            step(kv, Entries(LIMIT), count)
-        found.append(largest.nbytes)
-    few, many = found
-    assert many < 2 * few
-
-
-def test_segments_are_not_longer_where_no_token_reads_with_others() -> None:
-    ctx = context(segments_at_once=2)
-    wide = {**INDEX, "window": 64, "budget": 120}
-    rooms = [
-        SessionKV(make_strategy("restored", **wide, appended=name), ctx, LIMIT).room(generated=False)
-        for name in ("all", "select")
-    ]
-    assert rooms == [2 * SEGMENT, SEGMENT]

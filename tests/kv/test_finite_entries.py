@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,18 +41,6 @@ def test_they_are_named_again_and_again(bad: float, part: str, subtests: pytest.
             finite.forget()
             finite.send()
             finite.require()
-
-
-def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    finite = FiniteCheck()
-    finite.ask(LAYERS, torch.full((3, 1, 1, 1), math.nan), torch.zeros(3, 1, 1, 1), come_back=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", Mock(side_effect=RuntimeError("the device failed")))
-        with pytest.raises(RuntimeError, match="the device failed"):
-            finite.send()
-    finite.send()
-    with pytest.raises(NonFiniteEntries):
-        finite.require()
 
 
 def test_finite_entries_of_any_size_pass() -> None:

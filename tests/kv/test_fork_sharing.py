@@ -8,14 +8,13 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionForked
-from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.session.journal import MemoryJournal
-from inference_engine.types import GenerateParams, Mode
+from inference_engine.types import Mode
 from tests.facade import rebuild_session, session_of, store_of
-from tests.laws.variants import all_strategies, drain, generate, mechanism, same, text
+from tests.laws.variants import all_strategies, generate, mechanism, same, text
 from tests.tiny_native import served_engine
 
 ENTRY_BYTES = 3 * 2 * 2 * 16 * 4  # TinyModel's layers, K and V, KV heads, their size, float32
@@ -132,18 +131,6 @@ def test_a_chain_of_forks_shares_up_to_a_number_of_pieces_and_copies_beyond() ->
         assert shared == [44, 79, 114, 149, 149, 149]
 
 
-def test_few_entries_of_a_forks_own_are_copied_and_the_prefix_is_shared() -> None:
-    journal = MemoryJournal()
-    with sharing_engine(journal=journal) as engine:
-        fork = engine.fork_session(parent_of(engine))
-        engine.append(fork.session_id, text(4))
-        generate(engine, fork.session_id, 3)
-        again = engine.fork_session(fork.session_id)
-        assert again.shared_bytes == fork.shared_bytes
-        assert engine.session_info(again.session_id).history_length == 112
-        assert same(alone(engine, journal, again, 1), grown(engine, again.session_id, 1), Mode.BATCHED)
-
-
 def test_neither_a_session_with_forks_nor_a_fork_drops_shared_entries() -> None:
     """As after a step that ran out of memory: entries that others read are there, and are right."""
     journal = MemoryJournal()
@@ -157,50 +144,3 @@ def test_neither_a_session_with_forks_nor_a_fork_drops_shared_entries() -> None:
             session.forget_entries()
             assert session.cached_tokens == 104
             assert same(grown(engine, session_id, 2), grown(engine, twin, 2), Mode.BATCHED)
-
-
-def test_a_fork_that_made_room_keeps_its_prefix_and_a_lent_session_makes_none() -> None:
-    now, journal = 0.0, MemoryJournal()
-    whole = 200 * ENTRY_BYTES
-    settings = {"clock": lambda: now, "journal": journal, "kv_bytes_per_owner": 2 * whole + 1, "stall_seconds": 1e6}
-    with sharing_engine(**settings) as engine:
-        parent = parent_of(engine, limit_tokens=200)
-        fork = engine.fork_session(parent)
-        grown(engine, fork.session_id, 1)
-        now += 1000.0
-        other = engine.create_session(limit_tokens=200).session_id
-        assert engine.session_info(parent).cached_tokens == 104
-        facts = engine.session_info(fork.session_id)
-        assert (facts.cached_tokens, facts.kv_live_bytes) == (104, 0)
-        with pytest.raises(QuotaExceeded):
-            drain(engine.generate(fork.session_id, GenerateParams(max_tokens=1)))
-        engine.close_session(other)
-        with sharing_engine() as twin:
-            expected = grown(twin, rebuild_session(twin, *journal.read(fork.session_id)).session_id, 2)
-        assert same(grown(engine, fork.session_id, 2), expected, Mode.BATCHED)
-        assert engine.info().kv_reserved_bytes == whole + (200 - 104) * ENTRY_BYTES
-
-
-def test_entries_kept_for_forks_alone_count_towards_what_their_owner_may_have() -> None:
-    whole = 200 * ENTRY_BYTES
-    with sharing_engine(kv_bytes_per_owner=2 * whole) as engine:
-        parent = parent_of(engine, limit_tokens=200)
-        fork = engine.fork_session(parent)
-        grown(engine, fork.session_id, 1)
-        engine.close_session(parent)
-        with pytest.raises(QuotaExceeded):
-            engine.create_session(limit_tokens=200)
-        engine.close_session(fork.session_id)
-        assert engine.info().kv_reserved_bytes == 0
-        engine.create_session(limit_tokens=200)
-
-
-def test_a_fork_that_finds_no_room_leaves_nothing_behind() -> None:
-    with sharing_engine(kv_bytes=210 * ENTRY_BYTES, default_limit_tokens=200) as engine:
-        parent = parent_of(engine, limit_tokens=200)
-        reserved = engine.info().kv_reserved_bytes
-        with pytest.raises(NoCapacity):
-            engine.fork_session(parent)
-        assert engine.info().kv_reserved_bytes == reserved
-        engine.close_session(parent)
-        assert engine.info().kv_reserved_bytes == 0

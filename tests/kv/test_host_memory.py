@@ -11,7 +11,6 @@ from inference_engine.kv.memory import host
 from inference_engine.kv.memory.host import free_host_bytes, left_in_groups
 
 UNIFIED = "31 23 0:28 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-SEPARATE = "33 31 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 
 
 def left(root: Path, group: str, mounts: str, files: dict[str, str]) -> list[int]:
@@ -42,36 +41,6 @@ def test_a_group_is_within_the_limits_of_those_above_it(tmp_path: Path) -> None:
         "beside/memory.current": "10\n",
     }
     assert left(tmp_path, "0::/user/one\n", UNIFIED, files) == [4900, 10]
-
-
-def test_pages_of_files_that_were_not_read_of_late_are_free(tmp_path: Path) -> None:
-    """Weights that were copied into memory leave such pages behind: they keep no one from anything."""
-    statistics = "anon 100\nfile 600\ninactive_file 500\nactive_file 100\n"
-    files = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": statistics}
-    assert left(tmp_path, "0::/\n", UNIFIED, files) == [800]
-
-
-def test_a_group_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    """A limit may be lowered while memory is in use."""
-    assert left(tmp_path, "0::/\n", UNIFIED, {"memory.max": "1000\n", "memory.current": "1200\n"}) == [0]
-
-
-def test_no_more_is_left_than_the_limit(tmp_path: Path) -> None:
-    """The files are read one after another."""
-    files = {"memory.max": "1000\n", "memory.current": "100\n", "memory.stat": "inactive_file 400\n"}
-    assert left(tmp_path, "0::/\n", UNIFIED, files) == [1000]
-
-
-def test_version_1_has_other_files(tmp_path: Path) -> None:
-    files = {
-        "memory/a/memory.limit_in_bytes": "1000\n",
-        "memory/a/memory.usage_in_bytes": "700\n",
-        "memory/a/memory.stat": "inactive_file 20\ntotal_inactive_file 200\n",
-        "memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "memory/memory.usage_in_bytes": "5000\n",
-    }
-    group = "5:cpu:/b\n4:memory:/a\n0::/\n"
-    assert left(tmp_path, group, SEPARATE, files) == [500, 9223372036854766712]
 
 
 @pytest.mark.parametrize("limit", ["", "max\n", "-1\n", "1e9\n", "1000 2000\n", "9" * 5000])

@@ -78,18 +78,6 @@ def test_the_pool_is_asked_for_no_more_than_may_be_resident(subtests: pytest.Sub
             assert not codes.tier_bytes(COUNT) or codes.held_bytes(COUNT) < wanted
 
 
-def test_where_all_latents_fit_no_tier_is_needed() -> None:
-    assert places(None).chunks(GEOMETRY).chunks == 0
-    assert places(10**6).chunks(GEOMETRY).chunks == 0
-
-
-def test_what_is_pushed_out_stays_within_the_bytes_that_were_asked_for() -> None:
-    codes, shape = LatentCodes.reserve(room(), places(2000)), places(2000).chunks(GEOMETRY)
-    assert codes is not None
-    codes.put(0, ALL_CODES)
-    assert 0 < codes.tier_bytes(COUNT) <= shape.chunks * shape.chunk_bytes
-
-
 def test_cleared_and_released_nothing_is_held() -> None:
     context = room()
     codes = LatentCodes.reserve(context, places(2000))

@@ -69,17 +69,6 @@ def test_generated_queries_read_what_the_kernel_gives_and_are_counted(layer: int
         torch.testing.assert_close(ours_sum, torch.stack([getattr(stats, name) for stats in reported]).sum(0))
 
 
-def test_a_query_asked_again_is_found_wherever_it_stands() -> None:
-    """What is compared is the query before its rotation."""
-    entries = Entries(60)
-    for queries in entries.q:
-        queries[:] = queries[:, :1].clone()
-    kv = active(Mac(ring=24, band=6, threshold=1e-3, chain_limit=-1), context())
-    feed(kv, entries, 20)
-    feed(kv, entries, 60, generated=True)
-    assert all((totals.hits == 39).all() for totals in kv.statistics().values()), "all but the first"
-
-
 def test_rejected_tokens_are_not_counted() -> None:
     entries = Entries(60)
     kv = active(MAC, context())
@@ -91,14 +80,6 @@ def test_rejected_tokens_are_not_counted() -> None:
     step(kv, entries, 4, commit=42, generated=True)
     assert {totals.queries for totals in kv.statistics().values()} == {2}
     assert kv.footprint().by_kind["mac"] > 0
-
-
-def test_layers_with_a_window_of_their_own_match_nothing_and_keep_no_query_cache() -> None:
-    entries = Entries(60)
-    kv = active(MAC, context())
-    feed(kv, entries, 60, generated=True)
-    own = {layer for layer, shape in enumerate(LAYERS) if shape.native_window is not None}
-    assert kv.statistics().keys() == set(range(len(LAYERS))) - own
 
 
 @pytest.mark.parametrize("head_dim", [2, 6, 16])

@@ -22,11 +22,6 @@ def test_runs_that_ascend_evenly_are_the_starts_in_their_order(starts: list[int]
     assert all((apart > 0) == (of.stop - of.start > 1) for of, apart in runs)
 
 
-def test_layers_at_even_distances_are_one_run() -> None:
-    assert list(evenly_apart([7, 107, 207, 307])) == [(slice(0, 4), 100)]
-    assert list(evenly_apart([207, 7, 107])) == [(slice(0, 1), 0), (slice(1, 3), 100)]
-
-
 @given(slots=numbers)
 def test_neighbours_are_the_slots_in_their_order(slots: list[int]) -> None:
     runs = list(neighbours(np.array(slots, dtype=np.int64)))

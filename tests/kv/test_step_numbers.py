@@ -25,13 +25,6 @@ def geometry() -> Geometry:
     return Geometry(layers=layers, itemsize=4, trained_positions=128)
 
 
-def test_a_slice_looks_up_what_its_indexes_do(subtests: pytest.Subtests) -> None:
-    for indexes in ([3], [0, 1, 2], [1, 4, 7], [0, 1, 3], [2, 1, 0], [5, 9, 7, 8]):
-        with subtests.test(str(indexes)):
-            numbers = np.arange(10)
-            assert numbers[as_slice(np.array(indexes))].tolist() == indexes
-
-
 @pytest.mark.parametrize("chosen", [[0, 2], [2, 0], [0, 1, 2]], ids=str)
 def test_writes_and_regions_are_set_for_the_given_queries_and_layers_alone(chosen: list[int]) -> None:
     numbers = StepNumbers(geometry(), 6, has_regions=True)

@@ -11,8 +11,8 @@ import pytest
 from inference_engine.cli.main import parser
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.strategies import check_registry, make_strategy, parse_strategy, read_strategy, strategy_names
-from inference_engine.kv.strategy import KVStrategy, Option
+from inference_engine.kv.strategies import check_registry, make_strategy, parse_strategy
+from inference_engine.kv.strategy import Option
 from tests.laws.variants import all_strategies
 from tests.newer_strategy import NewerWindow, registered
 from tests.tiny import tiny_engine
@@ -29,10 +29,6 @@ def test_a_strategy_survives_its_text_form(subtests: pytest.Subtests) -> None:
             assert make_strategy(strategy.name, **strategy.options()) == strategy
 
 
-def test_defaults_are_filled_in() -> None:
-    assert parse_strategy("sink_window:window=99") == make_strategy("sink_window", sink=4, window=99)
-
-
 def test_numbers_texts_and_lists_of_numbers_are_written_as_people_write_them() -> None:
     layers = make_strategy("layer_window", window=512, full_layers=(5, 11, 17))
     assert parse_strategy("layer_window:window=512,full_layers=5+11+17") == layers
@@ -42,11 +38,6 @@ def test_numbers_texts_and_lists_of_numbers_are_written_as_people_write_them() -
     assert parse_strategy("mac:threshold=0.5,ring=9") == make_strategy("mac", threshold=0.5, ring=9)
     assert parse_strategy("mac:threshold=1,chain_limit=-1") == make_strategy("mac", threshold=1.0, chain_limit=-1)
     assert parse_strategy(str(make_strategy("mac", threshold=1e-7))) == make_strategy("mac", threshold=1e-7)
-
-
-def test_options_that_were_not_given_are_not_written() -> None:
-    assert str(make_strategy("sink_window")) == "sink_window:sink=4,window=1024"
-    assert str(make_strategy("layer_window", full_layers=(5, 11))).endswith("full_layers=5+11")
 
 
 WRONG_OPTIONS: list[tuple[str, dict[str, Option], str]] = [
@@ -94,23 +85,6 @@ def test_without_layers_a_strategy_that_can_be_typed_is_named_and_the_command_th
     assert parser().parse_args(command.split()[1:]).experiment == "backstop"
 
 
-def test_an_unknown_name_is_said_once() -> None:
-    with pytest.raises(ConfigError, match=r"^strategy 'nonsense': there is no strategy 'nonsense'; there are full, "):
-        parse_strategy("nonsense")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("sink_window,window=5", "options come after a colon, as in sink_window:window=5"),
-        ("layer_window:full_layers=1,2", "'2' is no option with a value; several values of one are joined by +"),
-    ],
-)
-def test_options_that_are_written_in_another_way_are_shown_as_they_are_written(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        parse_strategy(text)
-
-
 def test_a_wrong_option_is_refused_by_name(subtests: pytest.Subtests) -> None:
     for name, options, field in WRONG_OPTIONS:
         with subtests.test(name=name, options=options, field=field):
@@ -127,13 +101,6 @@ def test_a_window_the_model_was_not_trained_for_is_refused_before_anything_is_al
     with pytest.raises(InvalidArgument, match="2048") as refusal:
         make_strategy(name, sink=4, window=2048 - 256 - 3, **rest).check(GEOMETRY)
     assert refusal.value.field == "window"
-
-
-def test_layers_that_the_model_does_not_have_are_refused_with_their_count() -> None:
-    make_strategy("layer_window", full_layers=(0, 2)).check(GEOMETRY)
-    with pytest.raises(InvalidArgument, match="3 layers, 0 to 2; got 3, 9") as refusal:
-        make_strategy("layer_window", full_layers=(0, 3, 9)).check(GEOMETRY)
-    assert (refusal.value.field, refusal.value.metadata["layers"]) == ("full_layers", "3")
 
 
 def test_layers_that_slide_by_themselves_cannot_be_kept_full_and_those_that_can_are_named() -> None:
@@ -154,69 +121,6 @@ def test_layer_window_holds_every_entry_of_its_full_layers_and_of_the_others_wha
     assert layers == full // 3 + window // 3 * 2
 
 
-def test_a_window_leaves_layers_that_slide_by_themselves_alone() -> None:
-    narrow = make_strategy("layer_window", window=9, full_layers=(0, 2))
-    assert narrow.bound(SLIDING, 2000) == make_strategy("full").bound(SLIDING, 2000)
-
-
-NO_STRATEGIES: list[str] = [
-    "sink_window:window",
-    "sink_window:window=x",
-    "sink_window:window=²",
-    "sink_window:window=1+2",
-    "gone",
-    "full:sink=1",
-    "layer_window:full_layers=",
-    "layer_window:full_layers=1++2",
-    "layer_window:full_layers=1+x",
-    "restored:source=",
-    "mac:threshold=",
-    "mac:threshold=near",
-    "mac:threshold=nan",
-    "mac:threshold=0.5+0.6",
-    "mac:ring=9.0",
-    "mac:ring=9,ring=9",
-    "mac:circle=9",
-    "restored:source=re\tcompute",
-]
-
-
-def test_text_that_names_no_strategy_is_a_config_error(subtests: pytest.Subtests) -> None:
-    for text in NO_STRATEGIES:
-        with subtests.test(text), pytest.raises(ConfigError, match="strategy"):
-            parse_strategy(text)
-
-
-WRONG_TEXTS: list[tuple[str, dict[str, str], str, str]] = [
-    ("nothing", {}, "strategy", "there are full, sink_window"),
-    ("mac", {"circle": "9"}, "strategy", "it has ring, band, threshold, chain_limit"),
-    ("mac", {"ring": "9.5"}, "ring", "a whole number, got '9.5'"),
-    ("mac", {"ring": "٩"}, "ring", "a whole number"),
-    ("mac", {"ring": ""}, "ring", "a whole number"),
-    ("mac", {"ring": "9" * 1025}, "ring", "at most 1024 characters, got 1025"),
-    ("mac", {"threshold": "inf"}, "threshold", "a number"),
-    ("mac", {"threshold": "1e999"}, "threshold", "finite"),
-    ("layer_window", {"full_layers": "1+"}, "full_layers", "joined by"),
-    ("restored", {"source": "a,b"}, "source", "without commas"),
-    ("restored", {"source": " latent"}, "source", "without commas"),
-    ("n" * 1000, {}, "strategy", "n…"),
-]
-
-
-def test_an_option_given_as_text_is_refused_by_name(subtests: pytest.Subtests) -> None:
-    for name, texts, field, said in WRONG_TEXTS:
-        with subtests.test(name=name[:20], texts=str(texts)[:60]):
-            with pytest.raises(InvalidArgument, match=said) as refusal:
-                read_strategy(name, texts)
-            assert refusal.value.field == field
-            assert len(refusal.value.message) < 300
-
-
-def test_numbers_are_read_in_every_form_in_which_they_are_written() -> None:
-    for number in (0.5, 1e-7, 1e22, 123456.789):
-        assert read_strategy("mac", {"threshold": str(number)}) == make_strategy("mac", threshold=number)
-
-
 def kind_with(hint: Any, **default: Any) -> Any:
     """The class of NewerWindow with one more option, `extra`; default: of that, if it has one."""
     body = {"__annotations__": {"extra": hint}, "name": "newer_kind"}
@@ -235,48 +139,8 @@ def test_what_is_registered_can_be_written_and_read_back() -> None:
             assert "newer_window" in engine.info().strategies
 
 
-UNWRITABLE: list[tuple[type[KVStrategy], str]] = [
-    (kind_with(bool, default=False), "bool"),
-    (kind_with(dict[str, int], default=None), "dict"),
-    (kind_with(int | str, default=3), "int | str"),
-    (kind_with(tuple[str, ...], default=()), "tuple"),
-    (kind_with(int), "no default"),
-    (kind_with(int | None, default=7), "None is left out"),
-    (kind_with(tuple[int, ...], default=(1,)), r"\(\) is left out"),
-    (kind_with(str, default=""), "its default, ''"),
-    (kind_with(float, default=float("inf")), "its default, inf"),
-]
-
-
-def test_an_option_that_cannot_be_written_is_found_at_start(subtests: pytest.Subtests) -> None:
-    for kind, said in UNWRITABLE:
-        expected = pytest.raises(ConfigError, match=f"newer_kind: option extra .*{said}")
-        with subtests.test(said), registered(kind), expected:
-            tiny_engine()
-
-
-def test_a_name_that_cannot_be_written_is_found_at_start(subtests: pytest.Subtests) -> None:
-    for name in ["newer-window", "Newer", "", "newer,window", "n" * 65, "9th"]:
-        with subtests.test(name):
-            kind = kind_with(int, default=1)
-            kind.name = name
-            with registered(kind), pytest.raises(ConfigError, match="rename it"):
-                tiny_engine()
-
-
 def test_bytes_of_sink_window_do_not_grow_with_the_limit() -> None:
     spec = make_strategy("sink_window", sink=4, window=512)
     endless = spec.bound(GEOMETRY, None)
     assert spec.bound(GEOMETRY, 100_000) == endless
     assert spec.bound(GEOMETRY, 100).peak_bytes < endless.peak_bytes
-
-
-def test_bytes_of_full_are_entries_rounded_to_pages(subtests: pytest.Subtests) -> None:
-    for limit in [1, 15, 16, 17, 2048]:
-        with subtests.test(str(limit)):
-            entries = -(-limit // 16) * 16
-            assert make_strategy("full").bound(GEOMETRY, limit).peak_bytes == entries * GEOMETRY.entry_bytes
-
-
-def test_every_strategy_has_a_small_variant_for_the_laws() -> None:
-    assert {strategy.name for strategy in all_strategies()} == set(strategy_names())

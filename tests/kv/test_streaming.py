@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,7 @@ from inference_engine.kernels.merge import attend_causal_state
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK
-from inference_engine.kv.memory.tier import FileTier, HostTier
-from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.memory.tier import FileTier
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
@@ -36,9 +34,6 @@ SHORT, LONG = 100, 190  # more than a chunk has left in both
 CHUNK = SEGMENTS_IN_A_CHUNK * SEGMENT
 LATENT: dict[str, Any] = {"sink": 3, "window": 13, "source": "latent", "bytes_per_token": LATENT_BYTES}
 HOLD, STREAM = (make_strategy("restored", **LATENT, mode=mode) for mode in ("hold", "stream"))
-SELECT = make_strategy(
-    "restored", **{**LATENT, "window": 40}, mode="select", budget=3 + 40 + 32 + 20, rank=4, bits=4, run=1
-)
 WIDEST_ENTRY_BYTES = max(2 * layer.kv_heads * layer.head_dim * 4 for layer in LAYERS)
 
 
@@ -114,58 +109,6 @@ def test_no_more_than_a_chunk_of_one_layer_is_ever_decoded() -> None:
     assert all(entries <= CHUNK and len(layers) == 1 for entries, layers in codec.decoded)
 
 
-@pytest.mark.parametrize("length", [SHORT, LONG])
-def test_waking_takes_room_for_one_chunk_whatever_the_length(length: int) -> None:
-    ctx = context()
-    kv = grown(ctx, STREAM, length)
-    assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
-    assert kv.bound.peak_bytes - kv.bound.sustained_bytes == CHUNK * WIDEST_ENTRY_BYTES
-    assert kv.footprint().by_kind["restored"] == CHUNK * WIDEST_ENTRY_BYTES
-    kv.idle()
-    assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
-    assert kv.footprint().by_kind["restored"] == 0
-
-
-def test_holding_all_entries_and_streaming_them_give_the_same() -> None:
-    entries = Entries(LIMIT)
-    held, streamed = (feed(grown(context(), strategy, 1), entries, LIMIT - 3) for strategy in (HOLD, STREAM))
-    for one, other in zip(held, streamed, strict=True):
-        # Equal entries, whose sums are taken in another order.
-        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
-    nothing = feed(grown(context(), make_strategy("sink_window", sink=3, window=13), 1), entries, LIMIT - 3)
-    assert not torch.allclose(nothing[0], streamed[0], atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("mode", "in_order"),
-    [
-        ("stream", False),
-        ("hold", True),
-        ("select", True),
-        further("hold", False),
-        further("stream", True),
-        further("select", False),
-    ],
-)
-def test_segments_are_longer_where_a_device_takes_several_at_once(mode: str, *, in_order: bool) -> None:
-    narrow = make_strategy("restored", **{**LATENT, "window": 31}, mode="hold")
-    wide = SELECT if mode == "select" else make_strategy("restored", **{**LATENT, "window": 40}, mode=mode)
-    ops, entries = DeviceOps(attends_together=in_order), Entries(LIMIT)
-    short, at_once = (replace(context(segments_at_once=count), ops=ops) for count in (1, 2))
-    long = replace(short, geometry=replace(short.geometry, segment_tokens=2 * SEGMENT))
-    assert [SessionKV(narrow, ctx, LIMIT).room(generated=False) for ctx in (short, at_once)] == [SEGMENT, SEGMENT]
-    found, same, in_pieces = (SessionKV(wide, ctx, LIMIT) for ctx in (at_once, long, at_once))
-    assert found.room(generated=False) == 2 * SEGMENT
-    assert found.bound == same.bound == wide.bound(at_once.geometry, LIMIT)
-    outs = []
-    for kv, count in ((found, LIMIT), (same, LIMIT), (in_pieces, 7)):
-        assert kv.wake(LIMIT)
-        outs.append(feed(kv, entries, 190, count))
-    for ours, theirs, pieces in zip(*outs, strict=True):
-        assert torch.equal(ours, theirs)
-        torch.testing.assert_close(pieces, ours, atol=1e-5, rtol=1e-5)
-
-
 def test_chunks_and_recent_entries_are_attended_to_by_operations_of_the_device() -> None:
     asked: set[str] = set()
 
@@ -192,25 +135,6 @@ def test_latents_that_are_read_from_the_second_tier_are_counted_token_by_token()
         after = kv.transfers()
         assert after.steps == before.steps + 1
         assert after.streamed_bytes - before.streamed_bytes == after.last_step_bytes > 0
-
-
-def test_chosen_entries_take_no_room_where_they_do_not_stay_restored() -> None:
-    contexts = [replace(context(), geometry=replace(context().geometry, holds_restored=held)) for held in (True, False)]
-    with_cache, without = (SessionKV(SELECT, each, LIMIT) for each in contexts)
-    assert without.bound.sustained_bytes == with_cache.bound.sustained_bytes
-    assert without.bound.peak_bytes - without.bound.sustained_bytes == CHUNK * WIDEST_ENTRY_BYTES
-    assert with_cache.bound.peak_bytes > without.bound.peak_bytes
-    entries, outs = Entries(LIMIT), []
-    for kv in (with_cache, without):
-        assert kv.wake(LIMIT)
-        assert kv.context.pool.reserved_bytes == kv.bound.peak_bytes
-        feed(kv, entries, 150, LIMIT)
-        outs.append(step(kv, entries, 1, generated=True))
-        assert kv.footprint().by_kind["restored"] == kv.bound.peak_bytes - kv.bound.sustained_bytes
-        kv.idle()
-        assert kv.context.pool.reserved_bytes == kv.bound.sustained_bytes
-    for one, other in zip(*outs, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_a_chunk_that_cannot_be_allocated_names_the_session_and_leaves_it_as_it_was() -> None:
@@ -281,28 +205,6 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
     half = len(outs) // 2
     for limited_out, out in zip(outs[:half], outs[half:], strict=True):
         assert torch.equal(limited_out, out)
-
-
-def test_latents_that_go_to_the_second_tier_and_are_read_there_are_counted() -> None:
-    counted: Counter[str] = Counter()
-    tier = HostTier(2**24, lambda kind, count: counted.update({kind: count}))
-    limited = make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=0)
-    none, reported = (grown(replace(context(), tier=tier), strategy, 120).transfers() for strategy in (STREAM, limited))
-    assert none == TransferTotals()
-    # Between the sink and the exact window before the last boundary.
-    archived = (112 - 13 - 3) * LATENT_BYTES
-    assert reported.kept_bytes == counted["kept"] == archived
-    assert reported.streamed_bytes == counted["streamed"] > reported.last_step_bytes
-    assert reported.last_step_bytes == len(HalfTokens.layers) * archived
-    assert reported.steps == 8
-
-
-def test_what_is_sustained_does_not_grow_with_the_limit_where_latents_are_limited() -> None:
-    strategy = make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=4096)
-    # The layers with a window of their own and the exact entries are full-sized at either.
-    one, other = (strategy.bound(context().geometry, limit) for limit in (1000, 8000))
-    assert (one.sustained_bytes, one.peak_bytes) == (other.sustained_bytes, other.peak_bytes)
-    assert one.tier_bytes < other.tier_bytes
 
 
 def test_a_full_disk_fails_the_session_by_name_and_it_can_begin_again(tmp_path: Path) -> None:

@@ -15,15 +15,14 @@ import torch
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, NoCapacity, Overloaded, RestorationFailed
+from inference_engine.errors import NoCapacity, RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
-from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.memory import tier as tier_module
 from inference_engine.kv.memory.tier import ChunkShape, FileTier, HostTier, Tier
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.types import GenerateParams, Mode, TokenCommitted
+from inference_engine.types import GenerateParams, Mode
 from tests.facade import kv_of
 from tests.further import further
 from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Entries, active, context, feed, step
@@ -74,17 +73,6 @@ def test_a_file_of_entries_has_no_name_and_takes_no_room_before_entries_are_writ
     store.close()
 
 
-def test_a_store_without_chunks_opens_no_file(tmp_path: Path) -> None:
-    shape = ChunkShape(chunks=0, layers=2, kv_heads=1, chunk_tokens=8, head_dim=16, dtype=torch.float32)
-    gone = FileTier(tmp_path / "gone", 2**20)
-    with pytest.raises(Overloaded, match="No such file or directory"):
-        gone.open(replace(shape, chunks=1))
-    store = gone.open(shape)
-    store.clear()
-    assert store.held_bytes(0) == 0
-    store.close()
-
-
 class PinnedMemory:
     """What CUDA is asked to do with memory of the host, in order. The device is busy until a test makes it idle."""
 
@@ -108,21 +96,6 @@ ONE_CHUNK = ChunkShape(chunks=1, layers=2, kv_heads=1, chunk_tokens=8, head_dim=
 ENTRIES = torch.ones(2, 2, 1, 8, 16)
 
 
-def test_to_close_waits_for_no_device_and_new_memory_waits_for_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = PinnedMemory(monkeypatch)
-    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
-    first, second = tier.open(ONE_CHUNK), tier.open(ONE_CHUNK)
-    first.write(0, 0, ENTRIES)
-    first.close()
-    assert [call for call, _ in cuda.calls] == ["pin"]
-    cuda.idle.set()
-    second.write(0, 0, ENTRIES)
-    (_, pinned), (_, unpinned), (_, _) = cuda.calls
-    assert [call for call, _ in cuda.calls] == ["pin", "unpin", "pin"]
-    assert pinned == unpinned
-    second.close()
-
-
 def test_memory_that_cannot_be_pinned_is_refused_and_what_cannot_be_unpinned_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,53 +112,6 @@ def test_memory_that_cannot_be_pinned_is_refused_and_what_cannot_be_unpinned_is_
     cuda.error = 0
     second.write(0, 0, ENTRIES)
     second.close()
-
-
-def test_memory_of_the_next_chunk_is_pinned_ahead_counted_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = PinnedMemory(monkeypatch)
-    cuda.idle.set()
-    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
-    store = tier.open(replace(ONE_CHUNK, chunks=3))
-    store.write(0, 0, ENTRIES)
-    assert store.held_bytes(8) == 2 * ONE_CHUNK.chunk_bytes
-    store.close()
-    other = tier.open(replace(ONE_CHUNK, chunks=2))
-    for chunk in range(2):
-        other.write(chunk, 0, ENTRIES + chunk)
-    assert other.held_bytes(16) == 2 * ONE_CHUNK.chunk_bytes
-    assert torch.equal(other.read(1), ENTRIES + 1)
-    other.close()
-    tier.open(ONE_CHUNK).write(0, 0, ENTRIES)  # after all that was let go
-    held: set[int] = set()
-    for call, address in cuda.calls:
-        # Another test's memory may be unpinned late: it was not pinned here.
-        (held.add if call == "pin" else held.discard)(address)
-    assert len(held) == 1
-
-
-def test_memory_that_could_not_be_pinned_ahead_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = PinnedMemory(monkeypatch)
-    cuda.idle.set()
-    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
-    store = tier.open(replace(ONE_CHUNK, chunks=2))
-    register, failed = cuda.cudaHostRegister, threading.Event()
-
-    def first_then_none(address: int, count: int, flags: int) -> int:
-        cuda.error = 2 if cuda.calls else 0
-        if cuda.error:
-            failed.set()
-        return register(address, count, flags)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(cuda, "cudaHostRegister", first_then_none)
-        store.write(0, 0, ENTRIES)
-        assert failed.wait(60)
-        with pytest.raises(OSError, match="CUDA error 2"):
-            store.write(1, 0, ENTRIES)
-    cuda.error = 0
-    store.write(1, 0, ENTRIES)
-    assert torch.equal(store.read(1), ENTRIES)
-    store.close()
 
 
 @pytest.mark.parametrize("quanta", [further((1, 1)), (4, 32)], ids=["exact shapes", "padded shapes"])
@@ -254,16 +180,6 @@ def test_appended_tokens_stream_every_offloaded_entry_once_a_layer() -> None:
     assert before.kept_bytes == after.last_step_bytes
 
 
-def test_bytes_on_the_device_do_not_grow_with_the_limit_but_for_the_bounds() -> None:
-    layer = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16)
-    geometry = Geometry(layers=(layer,) * 3, itemsize=4, trained_positions=2**20)
-    spec = make_strategy("tiered")
-    short, long = (spec.bound(geometry, limit) for limit in (2**16, 2**20))
-    assert long.peak_bytes - short.peak_bytes == (2**20 - 2**16) // 128 * geometry.entry_bytes
-    assert long.tier_bytes - short.tier_bytes == (2**20 - 2**16) * geometry.entry_bytes
-    assert make_strategy("gather").bound(geometry, 2**20).tier_bytes == 0
-
-
 def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_bound(tier: Tier) -> None:
     ctx = replace(context(), tier=tier)
     kv = SessionKV(TIERED, ctx, LIMIT)
@@ -276,27 +192,6 @@ def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_
         assert isinstance(tier, HostTier) or held.tier_bytes == beyond
         assert held.total_bytes <= kv.bound.sustained_bytes
     kv.release()
-    kv.release()
-    assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
-
-
-def test_a_release_that_fails_gives_everything_back_nevertheless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    close = os.close
-
-    def failing(file: int) -> None:
-        close(file)
-        raise OSError(errno.EIO, "the disk is gone")
-
-    tier = FileTier(tmp_path, 2**24)
-    ctx = replace(context(), tier=tier)
-    kv = SessionKV(TIERED, ctx, LIMIT)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "close", failing)
-        with pytest.raises(OSError, match="the disk is gone"):
-            kv.release()
-    assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
     kv.release()
     assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
 
@@ -331,16 +226,6 @@ def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
         assert torch.equal(buffer.values[1:], other.values[1:])
 
 
-def test_a_step_that_kept_nothing_is_no_step_but_its_bytes_were_moved() -> None:
-    kv, entries = active(TIERED, context()), Entries(LIMIT)
-    feed(kv, entries, 150)
-    before = kv.transfers()
-    step(kv, entries, 1, commit=150, generated=True)
-    after = kv.transfers()
-    assert after.fetched_bytes > before.fetched_bytes
-    assert (after.steps, after.last_step_bytes) == (before.steps, before.last_step_bytes)
-
-
 # -- through the engine --------------------------------------------------------------------------------------------
 
 
@@ -348,27 +233,6 @@ def opened(engine: Engine, strategy: KVStrategy, history: int = 150) -> str:
     session = engine.create_session(strategy=strategy).session_id
     engine.append(session, text(history))
     return session
-
-
-def test_resident_entries_for_the_whole_history_move_nothing_and_fewer_move_some() -> None:
-    """Off-switch."""
-    with engine_for(Mode.BATCHED) as engine:
-        near, far, gather = (opened(engine, strategy) for strategy in (TIERED, FAR, GATHER))
-        reported = [generate(engine, session) for session in (near, far, gather)]
-        assert same(reported[0], reported[2], Mode.BATCHED)
-        assert same(reported[1], reported[2], Mode.BATCHED)
-        moved = kv_of(engine, near).transfers()
-        assert min(moved.kept_bytes, moved.streamed_bytes, moved.fetched_bytes) > 0
-        still = kv_of(engine, far).transfers()
-        assert (still.kept_bytes, still.streamed_bytes, still.fetched_bytes) == (0, 0, 0)
-        counted = engine.metrics.registry.get_sample_value
-        for kind in ("kept", "streamed", "fetched"):
-            name = "session_tier_transfer_bytes_total"
-            assert counted(name, {"transfer": kind}) == getattr(moved, f"{kind}_bytes")
-        info = engine.session_info(near)
-        assert 0 < info.tier_live_bytes <= info.bound.tier_bytes
-        assert counted("session_tier_live_bytes") == info.tier_live_bytes
-        assert engine.info().tier_reserved_bytes == info.bound.tier_bytes
 
 
 def test_a_disk_that_is_full_ends_the_generate_by_name_and_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,23 +274,6 @@ def test_idle_sessions_make_room_in_the_second_tier_and_no_others_do() -> None:
             engine.generate(first, GenerateParams(max_tokens=1))
     with engine_for(Mode.BATCHED, tier_bytes=needed - 1) as engine, pytest.raises(NoCapacity, match="in all"):
         engine.create_session(strategy=TIERED)
-
-
-def test_a_folder_that_files_cannot_be_made_in_is_a_wrong_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tier_dir"):
-        engine_for(Mode.BATCHED, tier_dir=str(tmp_path / "gone"))
-
-
-def test_a_cancelled_generate_leaves_a_session_that_goes_on() -> None:
-    with engine_for(Mode.BATCHED) as engine:
-        whole, cut = (opened(engine, TIERED) for _ in range(2))
-        expected = generate(engine, whole, 40)
-        generation = engine.generate(cut, GenerateParams(max_tokens=300))
-        next(event for event in generation if isinstance(event, TokenCommitted))
-        generation.cancel()
-        kept = sum(isinstance(event, TokenCommitted) for event in drain(generation)) + 1
-        more = generate(engine, cut, 40)
-        assert [token for token, _ in expected[kept:]] == [token for token, _ in more[: max(0, 40 - kept)]]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends.native.forward import NativeForward
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.session_kv import SessionKV
@@ -24,16 +22,14 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.views import Moved, Region
 from inference_engine.native.library import KVType
-from inference_engine.types import Mode
 from tests.facade import drop_entries
 from tests.laws.test_session_kv_laws import COMPONENTS, LAYERS, SEGMENT, Entries, HalfTokens, context, step
-from tests.laws.variants import generate, same, text
+from tests.laws.variants import generate, text
 from tests.tiny import LATENT_BYTES, tiny_engine
 from tests.tiny_native import tiny_native
 
 LIMIT = 200
 LATENT: dict[str, Any] = {"sink": 3, "window": SEGMENT + 4, "source": "latent", "bytes_per_token": LATENT_BYTES}
-STREAM = make_strategy("restored", **LATENT, mode="stream")
 CHOICE: dict[str, Any] = {"mode": "select", "budget": 3 + SEGMENT + 4 + 32 + 20, "rank": 4, "bits": 4, "run": 1}
 SELECT = make_strategy("restored", **LATENT, **CHOICE)
 OWN = (LAYERS[0], LAYERS[2])  # of other shapes, so two sets; without native windows
@@ -131,26 +127,6 @@ def test_of_a_step_of_two_segments_any_part_can_be_kept(first: int) -> None:
         assert_alike(joined, clean)
 
 
-def test_a_step_goes_on_behind_its_segment_only_where_chunks_are_read_and_can_be_taken_back() -> None:
-    def room(strategy: KVStrategy, length: int = 67, **more: Any) -> int:
-        kv = awake(strategy, joining(**more))
-        while kv.length < length:
-            step(kv, Entries(LIMIT, layers=kv.context.geometry.layers), min(kv.room(), length - kv.length))
-        segment = kv.context.geometry.segment_tokens
-        assert kv.room() == segment - length % segment, "generated tokens end with their segment"
-        return kv.room(generated=False) - kv.room()
-
-    assert room(SELECT) == SEGMENT
-    assert room(SELECT, joins=False) == 0
-    assert room(SELECT, 19) == 0, "nothing was archived yet"
-    assert room(SELECT, 99, segment=2 * SEGMENT) == 0, "the window is shorter, the tile beside it is not counted"
-    assert room(make_strategy("restored", **LATENT, **{**CHOICE, "budget": CHOICE["budget"] - 13})) == 0, "7 · 2 slots"
-    assert room(make_strategy("restored", **LATENT, mode="stream")) == 0, "it has no restore cache"
-    assert room(make_strategy("restored", **LATENT, mode="hold")) == 0
-    assert room(make_strategy("restored", **LATENT, **CHOICE, appended="select")) == 0
-    assert room(SELECT, layers=LAYERS) == 0, "layers with native windows have no room"
-
-
 @pytest.mark.parametrize("fails", ["archiving", "moving", "preparing"])
 def test_a_step_that_cannot_be_staged_leaves_everything_as_it_was(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, clean = (fed(SELECT, 67)[0] for _ in range(2))
@@ -204,56 +180,6 @@ def test_a_step_whose_discard_fails_on_the_device_has_its_entries_back(monkeypat
     kv.idle()
     clean.idle()
     assert [len(list(parts)) for parts in kv.save().values()] == [len(list(parts)) for parts in clean.save().values()]
-
-
-def test_a_session_that_forgets_in_the_middle_of_such_a_step_begins_anew() -> None:
-    kv = fed(SELECT, 67)[0]
-    kv.stage(kv.room(generated=False))
-    kv.forget()
-    assert kv.length == 0 and kv.wake(LIMIT)
-    while kv.length < 90:
-        step(kv, ENTRIES, min(kv.room(generated=False), 90 - kv.length))
-    assert_alike(kv, fed(SELECT, 90)[0])
-
-
-def turns_of(strategy: KVStrategy, *lengths: int) -> tuple[list[Any], list[list[int]]]:
-    """What a session on the native library answers after appends of these lengths; how many tokens its steps had."""
-    answers, steps = [], []
-    make = partial(tiny_native, kv_type=KVType.FLOAT16)
-    with tiny_engine(make=make, windowed=False, on_step=lambda step: counts.append(step.plan.query_count)) as engine:
-        session = engine.create_session(strategy=strategy).session_id
-        for turn, length in enumerate(lengths):
-            counts: list[int] = []
-            engine.append(session, text(length, seed=turn))
-            answers.append(generate(engine, session, 6))
-            steps.append(counts)
-    return answers, steps
-
-
-def test_on_a_cpu_turns_are_answered_alike_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, steps = turns_of(SELECT, 75, 50)
-    geometry = NativeForward.geometry
-
-    def apart(self: NativeForward, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        found = geometry(self, mode=mode, page_tokens=page_tokens, segment_tokens=segment_tokens)
-        assert found.joins_segments == (mode is Mode.BATCHED)
-        return replace(found, joins_segments=False)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(NativeForward, "geometry", apart)
-        expected, more = turns_of(SELECT, 75, 50)
-    for ours, theirs in zip(answers, expected, strict=True):
-        assert same(ours, theirs, Mode.BATCHED)
-    assert max(map(max, more)) == SEGMENT < max(steps[-1])
-    assert sum(map(sum, steps)) == sum(map(sum, more))
-    assert len(steps[-1]) < len(more[-1])
-    # The token that was generated last would end its step with its segment; so it has one of its own.
-    assert steps[-1][0] == 1
-
-
-def test_a_generated_token_shares_the_step_of_those_that_end_in_its_segment() -> None:
-    _, steps = turns_of(SELECT, 75, 10)
-    assert steps[1][0] == 11
 
 
 def test_a_history_that_is_prefilled_again_has_long_steps_up_to_its_first_answer() -> None:

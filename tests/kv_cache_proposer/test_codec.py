@@ -9,7 +9,6 @@ from kv_cache_proposer.f_theta import fit as fitting
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import GroupCoder, LatentCodec
 from kv_cache_proposer.f_theta.components import PRECISIONS
-from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import LEADING, levels
@@ -64,14 +63,6 @@ def test_more_bytes_mean_less_error(group_layers: int) -> None:
     assert errors[-1] < errors[0] / 8
 
 
-def test_one_basis_for_related_layers_beats_a_basis_for_each() -> None:
-    entries = make_entries(500, seed=2)
-    assert (
-        relative_error(make_codec(16, group_layers=5), entries)
-        < relative_error(make_codec(16, group_layers=1), entries) / 4
-    )
-
-
 def test_a_codec_taken_down_equals_one_fitted_there() -> None:
     entries = make_entries(50)
     down, fitted = make_codec(40).at(17), make_codec(17)
@@ -96,28 +87,6 @@ def _storages(basis: Basis) -> list[int]:
     return [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None]
 
 
-def test_a_codec_cannot_be_refined(codec: LatentCodec) -> None:
-    with pytest.raises(LatentError, match="24 bytes per token cannot be refined to 25"):
-        codec.at(25)
-
-
-def test_too_few_bytes_are_refused(codec: LatentCodec) -> None:
-    with pytest.raises(LatentError, match="at least 6"):
-        codec.at(5)
-
-
-@pytest.mark.parametrize("layers", [[4], [5, 0], [3, 1], []])
-def test_layers_alone_come_back_as_in_the_whole(codec: LatentCodec, layers: list[int]) -> None:
-    entries = make_entries(29)
-    codes = codec.encode(entries.keys, entries.values)
-    all_keys, all_values = codec.decode(codes)
-    keys, values = codec.decode(codes, layers)
-    indices = [LAYERS.index(layer) for layer in layers]
-    for own, all_of_them in ((keys, all_keys), (values, all_values)):
-        for found, index in zip(own, indices, strict=True):
-            torch.testing.assert_close(found, all_of_them[index], atol=FLOAT32, rtol=FLOAT32)
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("group_layers", [1, 2, 5])
 def test_all_layers_of_a_group_come_back_together_as_one_by_one(group_layers: int, precision: str) -> None:
@@ -132,45 +101,12 @@ def test_all_layers_of_a_group_come_back_together_as_one_by_one(group_layers: in
                 torch.testing.assert_close(entries_of_all, own, atol=FLOAT32, rtol=FLOAT32)
 
 
-def test_an_entry_comes_back_alike_whatever_it_is_encoded_with(codec: LatentCodec) -> None:
-    entries = make_entries(101)
-    keys, values = codec.decode(codec.encode(entries.keys, entries.values))
-    for first, last in ((0, 1), (1, 18), (18, 101)):
-        part = entries[first:last]
-        own_keys, own_values = codec.decode(codec.encode(part.keys, part.values))
-        for own, whole in zip([*own_keys, *own_values], [*keys, *values], strict=True):
-            torch.testing.assert_close(own, whole[first:last], atol=FLOAT32, rtol=FLOAT32)
-
-
-def test_what_was_restored_is_restored_again_alike(codec: LatentCodec) -> None:
-    entries = make_entries(64)
-    once = codec.decode(codec.encode(entries.keys, entries.values))
-    twice = codec.decode(codec.encode(*once))
-    error = sum(float((a - b).square().sum()) for a, b in zip(once[0], twice[0], strict=True))
-    first_error = sum(float((a - b).square().sum()) for a, b in zip(entries.keys, once[0], strict=True))
-    assert error < first_error
-
-
 def test_entries_far_from_the_calibration_text_are_followed_by_the_scale(codec: LatentCodec) -> None:
     usual, far = make_entries(200, seed=3), make_entries(200, seed=3, outlier=5.0)
     # Levels reach some ten deviations, and so far away nothing but the scale can follow.
     farther = make_entries(200, seed=3, outlier=50.0)
     assert relative_error(codec, far) < 2 * relative_error(codec, usual)
     assert relative_error(codec, farther) < 0.1
-
-
-def test_entries_in_bfloat16_are_taken(codec: LatentCodec) -> None:
-    entries = make_entries(20)
-    keys, _ = codec.decode(codec.encode([k.bfloat16() for k in entries.keys], [v.bfloat16() for v in entries.values]))
-    assert all(key.dtype == torch.float32 for key in keys)
-
-
-def test_no_entries_give_no_codes(codec: LatentCodec) -> None:
-    entries = make_entries(0)
-    codes = codec.encode(entries.keys, entries.values)
-    keys, _ = codec.decode(codes)
-    assert codes.shape == (0, 24)
-    assert [key.shape for key in keys] == [(0, shape.kv_heads, shape.head_dim) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -180,23 +116,6 @@ def test_an_entry_that_is_not_finite_harms_no_other(codec: LatentCodec, bad: flo
     reported, others = (codec.encode(some.keys, some.values) for some in (entries, spoilt))
     kept = [0, 1, 2, 4]
     assert torch.equal(reported[kept], others[kept])
-
-
-def test_entries_of_another_shape_are_refused_by_layer(codec: LatentCodec) -> None:
-    entries = make_entries(5)
-    entries.values[3] = entries.values[3][:, :, :9]
-    with pytest.raises(LatentError, match=r"layer 4: values must be \[n, 1, 10\], got \[5, 1, 9\]"):
-        codec.encode(entries.keys, entries.values)
-
-
-def test_codes_of_another_rate_are_refused(codec: LatentCodec) -> None:
-    with pytest.raises(LatentError, match=r"uint8 \[n, 24\]"):
-        codec.decode(torch.zeros((3, 23), dtype=torch.uint8))
-
-
-def test_a_layer_the_latent_does_not_cover_is_refused(codec: LatentCodec) -> None:
-    with pytest.raises(LatentError, match=r"\[2\]"):
-        codec.decode(torch.zeros((1, 24), dtype=torch.uint8), [2])
 
 
 @pytest.mark.parametrize(("precision", "itemsize", "worse"), [("float16", 2, 1.001), ("int8", 1, 1.1)])

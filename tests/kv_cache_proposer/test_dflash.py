@@ -23,11 +23,9 @@ from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
-from kv_cache_proposer.errors import DrafterError
 from laboratory.training.drafter_blocks import Texts, blocks_at
 from laboratory.training.drafter_measure import draft_states
 from laboratory.training.drafter_taps import read_taps
-from tests.further import further_test
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.tiny import PAGES, VOCABULARY, tiny_forward, tiny_model
 
@@ -110,16 +108,6 @@ def test_a_draft_is_what_training_computes_however_tokens_arrived(
     assert drafts(drafter, [wanted(memory, ids)]) == [by_training(network, ids)]
 
 
-@further_test
-def test_every_position_of_a_growing_history_is_drafted_from_alike() -> None:
-    network = tiny_network()
-    drafter, ids = make_drafter(network), history(3)
-    memory = opened(drafter, context())
-    for length in range(1, LENGTH):
-        assert drafts(drafter, [wanted(memory, ids[:length])]) == [by_training(network, ids[:length])], length
-        drafter.observe([seen(memory, ids, length - 1, length, network)])
-
-
 def test_sessions_drafted_for_together_get_what_each_would_alone() -> None:
     network = tiny_network()
     drafter, place = make_drafter(network), context()
@@ -183,25 +171,6 @@ def _draft_without(network: DFlashNetwork, ids: Tensor, missing: range) -> list[
     return draft_tokens
 
 
-def test_a_session_that_forgot_drafts_as_a_new_one() -> None:
-    network = tiny_network()
-    drafter, ids = make_drafter(network), history()
-    memory = opened(drafter, context())
-    drafter.observe([seen(memory, history(7), 0, 50, network)])
-    memory.clear()
-    assert memory.held_bytes() == 0
-    drafter.observe([seen(memory, ids, 0, LENGTH - 1, network)])
-    assert drafts(drafter, [wanted(memory, ids)]) == [by_training(network, ids)]
-
-
-def test_a_draft_is_as_long_as_asked() -> None:
-    drafter = make_drafter()
-    memory = opened(drafter, context())
-    whole = drafts(drafter, [wanted(memory, history())])[0]
-    assert drafter.longest == 3 and len(whole) == 3
-    assert drafts(drafter, [wanted(memory, history(), 2), wanted(memory, history(), 9)]) == [whole[:2], whole]
-
-
 def test_memory_is_bounded_counted_and_given_back() -> None:
     network = tiny_network()
     drafter, place = make_drafter(network), context()
@@ -215,17 +184,6 @@ def test_memory_is_bounded_counted_and_given_back() -> None:
     assert memory.held_bytes() == WINDOW * entry_bytes <= reserved
     memory.release()
     memory.release()
-    assert place.pool.reserved_bytes == 0
-
-
-def test_a_full_pool_gives_no_memory_and_takes_none() -> None:
-    drafter = make_drafter()
-    place = context(kv_bytes=3 * 2**14)
-    taken = [drafter.open(place) for _ in range(9)]
-    assert taken[0] is not None and taken[-1] is None
-    for memory in taken:
-        if memory is not None:
-            memory.release()
     assert place.pool.reserved_bytes == 0
 
 
@@ -243,24 +201,6 @@ def test_heads_of_another_size_than_the_targets_touch_no_neighbour(head_dim: int
     drafter.observe([seen(memory, history(), 0, LENGTH - 1, network)])
     assert drafts(drafter, [wanted(one, history(4)[:41]) for one in (first, last)]) == before
     assert drafts(drafter, [wanted(memory, history())]) == [by_training(network, history())]
-
-
-def test_a_network_for_another_width_is_refused() -> None:
-    network = DFlashNetwork(replace(tiny_network().config, hidden=32))
-    with pytest.raises(DrafterError, match="32 numbers, the target's 64"):
-        make_drafter(network)
-
-
-def test_a_mask_that_the_target_does_not_know_is_refused() -> None:
-    network = DFlashNetwork(replace(tiny_network().config, mask_token_id=VOCABULARY))
-    with pytest.raises(DrafterError, match=f"id {VOCABULARY}"):
-        make_drafter(network)
-
-
-def test_a_shape_that_makes_no_sense_is_refused(subtests: pytest.Subtests) -> None:
-    for change in ({"tap_layers": ()}, {"tap_layers": (2, 1)}, {"block_size": 1}, {"kv_heads": 3}, {"head_dim": 15}):
-        with subtests.test(str(change)), pytest.raises(DrafterError):
-            replace(tiny_network().config, **change)
 
 
 class Unrecorded:

@@ -42,10 +42,6 @@ def by_hand(network: DFlashNetwork, places: Tensor, keys: Tensor, temperature: f
     return found
 
 
-def test_without_a_chain_every_place_says_its_likeliest_id() -> None:
-    assert torch.equal(choose_draft_tokens(tiny_network(), WORDS, states()), WORDS.head(states()).argmax(-1))
-
-
 def test_a_chain_that_has_learnt_nothing_changes_no_draft_token() -> None:
     assert torch.equal(choose_draft_tokens(tiny_network(chain=8), WORDS, states()), WORDS.head(states()).argmax(-1))
 
@@ -57,20 +53,6 @@ def test_with_a_chain_each_draft_token_knows_the_one_before_it() -> None:
         by_hand(network, places, keys, 0.0) for places, keys in zip(states(), greedy.keys, strict=True)
     ]
     assert not torch.equal(found, WORDS.head(states()).argmax(-1))
-
-
-def test_a_block_of_one_draft_token_needs_no_chain() -> None:
-    one = states()[:, :1]
-    assert torch.equal(choose_draft_tokens(chained_network(), WORDS, one), WORDS.head(one).argmax(-1))
-
-
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_head_that_is_no_matrix_gives_the_same_draft_tokens(is_sampled: bool) -> None:
-    network, laid_out = chained_network(), replace(WORDS, head_weight=None)
-    drawn = draws(*[0.7] * 5) if is_sampled else None
-    assert torch.equal(
-        choose_draft_tokens(network, laid_out, states(), drawn), choose_draft_tokens(network, WORDS, states(), drawn)
-    )
 
 
 # -- where the target samples -----------------------------------------------------------------------------------------
@@ -93,19 +75,6 @@ def test_beside_others_that_sample_a_greedy_draft_token_stays_what_it_was(networ
     greedy = choose_draft_tokens(network, WORDS, states()[:, :places])
     assert torch.equal(mixed[::2], greedy[::2])
     assert not torch.equal(mixed, greedy)
-
-
-@pytest.mark.parametrize("places", [1, PLACES])
-def test_of_ids_that_are_as_likely_as_each_other_a_greedy_draft_token_is_the_first(places: int) -> None:
-    """As rounded scores often are, and beside others that sample."""
-    level = replace(WORDS, head=lambda given: WORDS.head(given).round() / 8)
-    drawn = draws(*[0.0] * 4, 1.0)
-    alone = choose_draft_tokens(tiny_network(), level, states()[:, :places])
-    assert torch.equal(alone, level.head(states()[:, :places]).argmax(-1))
-    mixed = choose_draft_tokens(
-        tiny_network(), level, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places])
-    )
-    assert torch.equal(mixed[:4], alone[:4])
 
 
 @pytest.mark.parametrize("wrong_by", [0.0, 0.25, 1.0])

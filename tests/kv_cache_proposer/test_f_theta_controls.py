@@ -42,35 +42,6 @@ def test_a_control_takes_the_same_bytes_and_loses_more(basis: str, bits: str, gr
     assert relative_error(control, entries) > 1.1 * relative_error(made(group_layers=group_layers, size=size), entries)
 
 
-def test_a_random_basis_restores_little() -> None:
-    entries = make_entries(400, seed=2)
-    assert relative_error(made("random"), entries) > 20 * relative_error(made(), entries)
-
-
-def test_the_first_layer_says_of_the_others_what_follows_from_it_and_no_more() -> None:
-    codec = made("first-layer")
-    entries = make_entries(400, seed=2)
-    others = make_entries(400, seed=5)
-    codes = codec.encode(entries.keys, entries.values)
-    mixed = codec.encode([entries.keys[0], *others.keys[1:]], [entries.values[0], *others.values[1:]])
-    assert torch.equal(codes, mixed)
-    assert relative_error(codec, entries) < 0.2  # all layers of these entries have the same few causes
-
-
-@pytest.mark.parametrize("group_layers", [1, 2])
-def test_a_code_of_the_first_layer_needs_one_group(group_layers: int) -> None:
-    with pytest.raises(LatentError, match="one group"):
-        made("first-layer", group_layers=group_layers)
-
-
-def test_unweighted_importances_minimise_the_plain_error() -> None:
-    statistics = make_statistics(group_layers=5)
-    entries = make_entries(400, seed=2)
-    plain = fit(statistics, unweighted(statistics), bytes_per_token=10)
-    weighted = fit(statistics, from_projections(statistics, make_projections()), bytes_per_token=10)
-    assert relative_error(plain, entries) < relative_error(weighted, entries)
-
-
 def test_uniform_bits_fill_the_bytes_exactly_with_one_width(subtests: pytest.Subtests) -> None:
     for total_bytes in (2, 5, 17, 31):
         with subtests.test(str(total_bytes)):
@@ -83,11 +54,6 @@ def test_uniform_bits_fill_the_bytes_exactly_with_one_width(subtests: pytest.Sub
                 given = share[share > 0].tolist()
                 assert given == sorted(given, reverse=True)
                 assert all(bits == width for bits in given[:-1])
-
-
-def test_bytes_that_no_width_can_take_are_refused() -> None:
-    with pytest.raises(LatentError, match="equal shares"):
-        allocate_uniformly([torch.tensor([1.0, 0.5])], 4, DISTORTIONS)
 
 
 def bases_and_quantisers() -> list[Any]:
@@ -122,19 +88,6 @@ def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, 
     assert loaded.shared_bytes == codec.shared_bytes
 
 
-def test_numbers_coded_by_themselves_have_other_codes_at_every_rate() -> None:
-    entries = make_entries(40)
-    statistics = make_statistics(group_layers=5)
-    codecs = [
-        fit(statistics, unweighted(statistics), bytes_per_token=BYTES, quantiser=quantiser, kernels="plain")
-        for quantiser in QUANTISERS
-    ]
-    for size in (BYTES, 13):
-        trellis, by_themselves = (codec.at(size).encode(entries.keys, entries.values) for codec in codecs)
-        assert trellis.shape == by_themselves.shape == (40, size)
-        assert not torch.equal(trellis, by_themselves)
-
-
 def test_a_codec_keeps_the_kernels_it_was_given() -> None:
     statistics = make_statistics(group_layers=5)
     codec = fit(statistics, unweighted(statistics), bytes_per_token=BYTES, kernels="plain")
@@ -155,9 +108,3 @@ def test_an_unknown_method_of_coding_is_refused(tmp_path: Path, stated: str) -> 
 def test_numbers_by_themselves_lose_no_more_than_they_must(bits: int, known: float) -> None:
     """Max, IRE Trans. Inf. Theory 6(1), 1960, Table I."""
     assert alone.distortion(bits) == pytest.approx(known, rel=1e-2)
-
-
-def test_a_trellis_gains_at_every_number_of_bits(subtests: pytest.Subtests) -> None:
-    for bits in range(1, MAX_BITS + 1):
-        with subtests.test(str(bits)):
-            assert distortion(bits) < 0.9 * alone.distortion(bits)

@@ -37,17 +37,6 @@ def test_what_is_known_of_copies_is_kept_apart_by_their_length_and_from_the_netw
     assert [method and method.longest for method in methods] == [6, 6, 6, network.longest]
 
 
-def test_a_network_that_is_not_needed_is_asked_for_nothing() -> None:
-    network = Knowing(text=NETWORK_SAYS)
-    HybridDrafter(network, COPIES).propose(wanted([1, 2, 3, 4, 1, 2, 3]))
-    assert network.limits == []
-
-
-def test_a_draft_can_be_as_long_as_the_longer_of_the_two_goes() -> None:
-    assert HybridDrafter(Knowing(longest=5), COPIES).longest == 6
-    assert HybridDrafter(Knowing(longest=9), COPIES).longest == 9
-
-
 def test_what_the_network_wants_to_see_and_to_remember_it_gets() -> None:
     network = Remembering(tap_layers=(1, 2))
     assert HybridDrafter(network).tap_layers == (1, 2)

@@ -16,9 +16,7 @@ from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
 from kv_cache_proposer.dflash.target import TargetWords, words_of
-from tests.further import further_test
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
-from tests.processes import run
 from tests.tiny import tiny_forward, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -86,14 +84,6 @@ def test_a_vocabulary_may_be_smaller_than_the_shortlist(ids: int, temperature: f
     )
 
 
-@pytest.mark.parametrize("drawn", [None, draws(5, 0.0)], ids=["greedy", "beside others that sample"])
-def test_of_ids_that_are_as_likely_as_each_other_the_first_is_drafted(drawn: Draws | None) -> None:
-    vectors = words(200).embeddings.repeat(2, 1)
-    twins = shortened(TargetWords(vectors, lambda states: states @ vectors.T, vectors))
-    found = choose_draft_tokens(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)
-    assert torch.equal(found, choose_draft_tokens(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
-
-
 def test_a_place_has_its_shortlist_whatever_its_neighbours() -> None:
     likeliest, states = Shortlist(words().embeddings), random(9, PLACES, HIDDEN)
     states[3] *= 1e4
@@ -101,37 +91,6 @@ def test_a_place_has_its_shortlist_whatever_its_neighbours() -> None:
     assert together.shape == (9, PLACES, SHORTLIST)
     for place, alone in enumerate(states):
         assert torch.equal(likeliest(alone), together[place])
-
-
-@further_test
-def test_a_cpu_that_adds_products_in_pairs_of_16_bits_loses_none() -> None:
-    """All numbers are as large as they get, and what is rounded is whole already: the shortlist is exact."""
-    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ONEDNN_VERBOSE": "1"}
-    done = run("tests.kv_cache_proposer.on_another_cpu", variables=variables)
-    assert done.returncode == 0, done.stderr
-    assert "onednn" in done.stdout and "AVX-512" not in done.stdout, "as on such a processor"
-
-
-def test_embeddings_and_states_of_zeros_have_a_shortlist_too() -> None:
-    vectors = words().embeddings.clone()
-    vectors[7] = 0
-    ids = Shortlist(vectors)(torch.zeros(2, HIDDEN))
-    assert ids.shape == (2, SHORTLIST)
-    assert ((ids >= 0) & (ids < IDS)).all()
-
-
-def test_only_a_plain_float32_matrix_is_copied() -> None:
-    whole = words()
-    assert can_shortlist(whole)
-    assert not can_shortlist(replace(whole, head_weight=None))
-    assert not can_shortlist(replace(whole, head_weight=whole.embeddings.bfloat16()))
-    assert not can_shortlist(replace(whole, head_weight=whole.embeddings.to("meta")))
-
-
-def test_a_head_with_a_bias_is_no_plain_matrix() -> None:
-    model = tiny_model()
-    model.set_output_embeddings(torch.nn.Linear(HIDDEN, 128, bias=True))
-    assert not can_shortlist(words_of(model))
 
 
 @pytest.mark.parametrize(("linear", "is_copied"), [("auto", True), ("packed", True), ("plain", False)])

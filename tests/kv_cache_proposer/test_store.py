@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference_engine.errors import ModelError
 from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
@@ -56,22 +55,12 @@ def test_another_models_codec_is_refused(folder: Path) -> None:
         load_stated(read_stated(folder, target_digest="abc"))
 
 
-def test_the_refusal_is_a_model_error() -> None:
-    assert issubclass(ForeignLatent, LatentError) and issubclass(LatentError, ModelError)
-
-
 @pytest.mark.parametrize("name", ["group.0.mean", "group.1.components", "group.2.bits", "layer.3.inverses"])
 def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
     tensors = load_file(folder / TENSORS)
     del tensors[name]
     rewrite_tensors(folder, tensors)
     with pytest.raises(LatentError, match=f"{name} is missing"):
-        load_stated(read_stated(folder, target_digest=DIGEST))
-
-
-def test_an_unknown_tensor_is_named(folder: Path) -> None:
-    rewrite_tensors(folder, {**load_file(folder / TENSORS), "layer.9.weights": torch.zeros(2)})
-    with pytest.raises(LatentError, match=r"layer\.9\.weights"):
         load_stated(read_stated(folder, target_digest=DIGEST))
 
 
@@ -83,41 +72,7 @@ def test_a_tensor_of_wrong_shape_is_named(folder: Path, name: str) -> None:
         load_stated(read_stated(folder, target_digest=DIGEST))
 
 
-def test_a_tensor_that_is_not_finite_is_named(folder: Path) -> None:
-    tensors = load_file(folder / TENSORS)
-    tensors["group.1.deviations"][0] = torch.nan
-    rewrite_tensors(folder, tensors)
-    with pytest.raises(LatentError, match=r"group\.1\.deviations holds NaN"):
-        load_stated(read_stated(folder, target_digest=DIGEST))
-
-
 def test_tensors_that_the_manifest_does_not_vouch_for_are_refused(folder: Path) -> None:
     save_file(load_file(folder / TENSORS), folder / TENSORS, metadata={"edited": "yes"})
     with pytest.raises(LatentError, match="SHA-256"):
         load_stated(read_stated(folder, target_digest=DIGEST))
-
-
-def test_a_truncated_file_is_refused(folder: Path) -> None:
-    path = folder / TENSORS
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ModelError, match="truncated"):
-        load_stated(read_stated(folder, target_digest=DIGEST))
-
-
-def test_another_version_of_the_format_is_refused(folder: Path) -> None:
-    rewrite_manifest(folder, format_version=1)
-    with pytest.raises(LatentError, match="format"):
-        load_stated(read_stated(folder, target_digest=DIGEST))
-
-
-def test_a_manifest_without_a_field_is_refused(folder: Path) -> None:
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["groups"]
-    (folder / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(LatentError, match="groups"):
-        load_stated(read_stated(folder, target_digest=DIGEST))
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LatentError, match="no latent"):
-        load_stated(read_stated(tmp_path, target_digest=DIGEST))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.engine import Engine
-from inference_engine.errors import InternalError, InvariantViolated, NonFiniteLogits
+from inference_engine.errors import InvariantViolated, NonFiniteLogits
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
@@ -127,20 +127,10 @@ def test_a_fork_has_the_tokens_of_a_session_that_was_not_forked(engine: Engine, 
             assert generated(engine, fork.session_id, 1) == expected
 
 
-def test_tokens_of_a_stream_hardly_repeat_so_that_a_wrong_one_shows(engine: Engine) -> None:
-    tokens = generated(engine, opened(engine), 200)
-    assert len(set(tokens)) > 100
-
-
 @pytest.mark.parametrize("at", [0, 1, 35, len(PROMPT) - 1])
 def test_another_token_anywhere_in_the_history_changes_what_follows(engine: Engine, at: int) -> None:
     other = [*PROMPT[:at], (PROMPT[at] + 1) % 250, *PROMPT[at + 1 :]]
     assert _agreement(generated(engine, opened(engine)), generated(engine, opened(engine, None, other))) < 0.2
-
-
-def test_another_key_is_another_model() -> None:
-    one, other = (ScriptedModel(key=key, layers=LAYERS) for key in (1, 2))
-    assert solo_of(Full(), one).continued(PROMPT, TOKENS) != solo_of(Full(), other).continued(PROMPT, TOKENS)
 
 
 def lose(engine: Engine, session_id: str) -> None:
@@ -195,14 +185,6 @@ def test_a_poisoned_token_gives_no_token_and_its_neighbours_theirs(engine: Engin
     assert [event.token_id for event in running[1] if isinstance(event, TokenCommitted)] == solo_of(Full()).continued(
         PROMPT, 8
     )
-
-
-def test_a_fault_comes_as_often_as_the_script_says(engine: Engine) -> None:
-    script_of(engine).faults[255] = (Fault.ERROR, 1)
-    session = opened(engine, None, [*PROMPT, 255])
-    with pytest.raises(InternalError):
-        generated(engine, session)
-    assert generated(engine, session) == solo_of(Full()).continued([*PROMPT, 255], TOKENS)
 
 
 def test_a_step_that_hangs_goes_on_when_it_is_let_go(engine: Engine) -> None:

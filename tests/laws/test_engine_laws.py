@@ -181,32 +181,6 @@ def test_a_window_that_holds_the_whole_history_equals_full(mode: Mode, windowed:
 
 
 @each_mode
-def test_sink_window_differs_from_full_once_entries_are_evicted(mode: Mode) -> None:
-    """Off-switch: `full` is sink_window with eviction off."""
-    with engine_for(mode) as engine:
-        narrow = SinkWindow(sink=4, window=16)
-        assert generate(engine, opened(engine, narrow, text())) != generate(engine, opened(engine, Full(), text()))
-
-
-@each_mode
-def test_windowed_layers_show_and_none_of_them_equals_full(mode: Mode) -> None:
-    """Off-switch: `full` is layer_window with every layer kept full, to the bit; which ones are, shows."""
-    with engine_for(mode, windowed=False) as engine:
-        full, all_three, one, other = (
-            generate(engine, opened(engine, strategy, text()))
-            for strategy in (
-                Full(),
-                LayerWindow(sink=4, window=16, full_layers=(2, 0, 1)),
-                LayerWindow(sink=4, window=16, full_layers=(1,)),
-                LayerWindow(sink=4, window=16, full_layers=(2,)),
-            )
-        )
-    assert all_three == full
-    assert one != full
-    assert other not in (full, one)
-
-
-@each_mode
 def test_gather_with_a_budget_for_everything_equals_full_and_with_less_differs(mode: Mode) -> None:
     """Degenerate and off-switch. Sums are taken in another order, so equality is up to rounding in both modes."""
     with engine_for(mode) as engine:
@@ -244,20 +218,6 @@ def test_mac_without_matches_equals_full_and_with_them_differs(mode: Mode) -> No
         full = generate(engine, opened(engine, Full(), text()))
         assert same(generate(engine, opened(engine, never, text())), full, Mode.BATCHED)
         assert not same(generate(engine, opened(engine, often, text())), full, Mode.BATCHED)
-
-
-@each_mode
-def test_restored_by_recomputing_equals_full(mode: Mode) -> None:
-    """Through turns, so that entries really are evicted and restored."""
-    with engine_for(mode) as engine:
-        full, restored = opened(engine, Full()), opened(engine, make_strategy("restored", sink=4, window=16))
-        for turn in range(3):
-            for session in (full, restored):
-                engine.append(session, text(50, seed=turn))
-            assert same(generate(engine, full), generate(engine, restored), mode)
-        if mode is Mode.BATCHED:  # in fixed-shape mode everything fits into the first page
-            held = engine.session_info(restored).kv_live_bytes
-            assert held < engine.session_info(full).kv_live_bytes / 2
 
 
 @each_mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
-from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.tiered import Tiered
@@ -146,33 +144,6 @@ def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mo
         for session in (other, grandchild, alone):
             engine.close_session(session)
         assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)
-
-
-@each_case_with("limit", LIMITS)
-def test_a_fork_may_have_another_limit(strategy: KVStrategy, windowed: bool, limit: int) -> None:
-    """Slots may be others then; the entries are the same."""
-    journal = MemoryJournal()
-    with engine_for(Mode.BATCHED, windowed=windowed, journal=journal) as engine:
-        parent = engine.create_session(strategy=strategy, limit_tokens=300).session_id
-        engine.append(parent, text(120))
-        generate(engine, parent, 11)
-        fork = engine.fork_session(parent, limit_tokens=limit)
-        alone = from_scratch(engine, journal, fork.session_id)
-        assert fork.limit_tokens == engine.session_info(alone).limit_tokens == limit
-        assert same(generate(engine, fork.session_id, 9), generate(engine, alone, 9), Mode.BATCHED)
-
-
-@pytest.mark.parametrize("spec", ["sink_window:sink=2,window=200", "layer_window:sink=2,window=200,full_layers=1"])
-def test_a_fork_whose_limit_is_below_the_window_copies_entries(spec: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Its ring of slots is shorter."""
-    with engine_for(Mode.BATCHED, windowed=False, journal=(journal := MemoryJournal())) as engine:
-        parent = engine.create_session(strategy=parse_strategy(spec), limit_tokens=300).session_id
-        engine.append(parent, text(60))
-        generate(engine, parent, 11)
-        fork = engine.fork_session(parent, limit_tokens=100).session_id
-        alone = from_scratch(engine, journal, fork)
-        assert same(generate(engine, fork, 9), generate(engine, alone, 9), Mode.BATCHED)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @each_case_with("growth", GROWTHS)

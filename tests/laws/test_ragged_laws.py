@@ -7,8 +7,7 @@ with graphs and without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,20 +35,18 @@ from inference_engine.kv.views import StagedQueries, StepReads, View
 from inference_engine.metrics import EngineMetrics
 from inference_engine.native.library import KVType
 from inference_engine.session.journal import Journal
-from inference_engine.types import Finished, GenerateParams, Mode, Sampling
+from inference_engine.types import GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.facade import WatchedForward, drop_entries, save_copies
+from tests.facade import WatchedForward
 from tests.further import FURTHER, further
-from tests.kept import keeping
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import (
     all_strategies,
     drain,
-    each_mechanism,
     each_strategy,
     each_strategy_with,
     reads_chunks,
@@ -165,24 +162,6 @@ def test_tokens_attended_to_together_give_what_they_give_session_by_session(stra
         assert same(wanted, got, Mode.BATCHED), turn
 
 
-@each_variant
-def test_a_long_sampled_answer_is_what_it_is_step_by_step(variant: str) -> None:
-    """Longer than what is prepared ahead: the numbers that draw tokens, and the pages that hold entries."""
-    for wanted, got in zip(long_answers_alone(ALONE[variant]), long_answers(variant), strict=True):
-        assert len(got) == 150
-        assert same(wanted, got, Mode.BATCHED)
-
-
-def long_answers(variant: str) -> list[list[tuple[int, float | None]]]:
-    with engine_on(variant) as engine:
-        sessions = [opened(engine, Full(), text(length, seed=length)) for length in (5, 33)]
-        params = GenerateParams(max_tokens=150, sampling=SAMPLED, logprobs=True)
-        return [tokens(drain(one)) for one in [engine.generate(session, params) for session in sessions]]
-
-
-long_answers_alone = lru_cache(maxsize=2)(long_answers)
-
-
 @each_strategy
 def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
@@ -252,16 +231,6 @@ def test_neither_chunks_nor_drafts_change_a_bit_of_what_reads_regions(strategy: 
     plain = conversation(variant, strategy)
     assert conversation(variant, strategy, step_tokens=16) == plain
     assert conversation(variant, strategy, drafter=NgramDrafter()) == plain
-
-
-@pytest.mark.parametrize("variant", [*(pytest.param(variant, marks=BY_TOKENS) for variant in INVARIANT), "native"])
-def test_how_long_a_chunk_is_changes_no_bit_where_sums_have_one_order(
-    variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside other sessions a prefill comes in shorter chunks than alone."""
-    short = conversation(variant, Full())
-    monkeypatch.setattr(plan, "MOST_RAGGED_TOKENS", 4)
-    assert conversation(variant, Full(), is_alone=True) == short
 
 
 @each_variant
@@ -372,25 +341,6 @@ def test_a_drafter_whose_work_is_recorded_drafts_what_it_drafted_before(
                 [fact.accepted_tokens for fact in facts],
             )
     assert len({str(answer) for answer in found.values()}) == 1
-
-
-@each_mechanism
-@pytest.mark.parametrize("variant", VARIANTS if ON_GPU else [further("regions")])
-def test_entries_that_come_back_from_a_file_are_to_the_bit_those_that_stayed(
-    tmp_path: Path, strategy: KVStrategy, variant: str
-) -> None:
-    """Elsewhere `test_hibernation_laws.py` holds more to that."""
-    params = GenerateParams(max_tokens=20, sampling=SAMPLED, logprobs=True)
-    with keeping(tmp_path / "state", make=partial(engine_on, variant), hibernate="always") as engine:
-        sessions = [opened(engine, strategy, text(90)) for _ in range(2)]
-        for session in sessions:
-            drain(engine.generate(session, GenerateParams(max_tokens=20)))
-        assert len(save_copies(engine, tmp_path / "state")) == 2
-        drop_entries(engine, sessions[1])
-        stayed, came_back = ([*engine.generate(session, params)] for session in sessions)
-    assert tokens(came_back) == tokens(stayed)
-    ends = [stayed[-1], came_back[-1]]
-    assert all(isinstance(end, Finished) and end.cached_tokens >= 90 for end in ends), ends
 
 
 @each_variant

@@ -33,7 +33,6 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Footprint
 from tests.further import further
-from tests.laws.drafters import Remembering
 from tests.laws.variants import all_strategies, each_strategy, each_strategy_with, mechanism
 from tests.tiny import LATENT_BYTES
 
@@ -185,11 +184,6 @@ def feed(
         room = min(chunk, kv.room(generated=generated), length - kv.length)
         outs.append(step(kv, entries, room, generated=generated))
     return [torch.cat([out[layer] for out in outs]) for layer in range(len(entries.q))]
-
-
-def half_generated(kv: SessionKV) -> list[Tensor]:
-    feed(kv, Entries(70), 35)
-    return feed(kv, Entries(70), 70, generated=True)
 
 
 def close(strategy: KVStrategy) -> float:
@@ -380,17 +374,6 @@ def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy)
         assert held - used <= slack
 
 
-def test_the_footprint_counts_what_a_drafter_holds_within_a_page() -> None:
-    drafter = Remembering()
-    kv, entries = active(Full(), replace(context(), draft_memories=drafter)), Entries(LIMIT)
-    feed(kv, entries, SEGMENT + 1)
-    step(kv, entries, 1, generated=True)
-    assert kv.footprint().by_kind["draft"] == 0
-    (memory,) = drafter.memories
-    memory.tokens.append((0, 1))
-    assert kv.footprint().by_kind["draft"] == memory.held_bytes() > 0
-
-
 class Tally(LayoutPart):
     """Of any layers: holds a byte more with each token, and says that it does not grow by pages."""
 
@@ -541,23 +524,6 @@ def test_a_session_that_was_idle_reads_what_one_that_stayed_active_reads(
     for layer in range(len(LAYERS)):
         ours = torch.cat([out[layer] for out in outs])
         torch.testing.assert_close(ours, expected[layer], atol=close(strategy), rtol=0)
-
-
-@each_part
-def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(
-    strategies: Sequence[KVStrategy], subtests: pytest.Subtests
-) -> None:
-    for strategy in strategies:
-        with subtests.test(str(strategy)):
-            ctx = context()
-            first = active(strategy, ctx)
-            expected = half_generated(first)
-            first.release()
-            first.release()
-            assert ctx.pool.reserved_bytes == 0
-            second = active(strategy, ctx)
-            again = half_generated(second)
-            assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 
 @each_part

@@ -170,18 +170,6 @@ def test_a_drafter_that_fails_costs_nothing_but_its_drafts(drafter: Plain) -> No
     assert done.is_degraded
 
 
-def test_a_drafter_that_fails_at_the_very_end_is_reported_of_too() -> None:
-    with engine_for(Mode.BATCHED, drafter=Failing(deaf=1), draft_tokens=2) as engine:
-        _, done = ended(engine, opened(engine, Full(), text(5)), GenerateParams(max_tokens=1))
-    assert done.is_degraded
-
-
-def test_a_clock_that_stands_still_ends_nothing() -> None:
-    with engine_for(Mode.BATCHED, drafter=Wrong(), clock=lambda: 7.0) as engine:
-        got, _ = ended(engine, opened(engine, Full(), text(20)), GenerateParams(max_tokens=20))
-    assert len(got) == 20
-
-
 def test_a_drafters_memory_is_reserved_reported_and_given_back() -> None:
     drafter = Remembering()
     with engine_for(Mode.BATCHED, drafter=drafter) as engine, engine_for(Mode.BATCHED) as bare:

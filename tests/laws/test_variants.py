@@ -26,34 +26,6 @@ def test_every_value_and_every_pair_of_values_occurs(counts: list[int]) -> None:
         assert {(case[one], case[other]) for case in cases} == set(product(parameters[one], parameters[other]))
 
 
-@given(sizes)
-def test_no_case_is_there_twice_and_the_same_ones_are_chosen_each_time(counts: list[int]) -> None:
-    parameters = [range(count) for count in counts]
-    cases = covering(*parameters)
-
-    assert len(set(cases)) == len(cases)
-    assert cases == covering(*parameters)
-
-
-def test_of_three_parameters_there_are_far_fewer_cases_than_combinations() -> None:
-    assert len(covering(range(10), range(3), range(3))) <= 36  # of 90; 30 pairs of the first two are the least
-
-
-def test_values_of_one_name_take_turns_and_every_one_has_its_own() -> None:
-    words = ["apple", "avocado", "apricot", "banana"]
-    cases = covering(words, (1, 2), of=lambda value: value[0] if isinstance(value, str) else value)
-
-    assert {word for word, _ in cases} == set(words)
-    assert {(word[0], number) for word, number in cases} == set(product("ab", (1, 2)))
-    assert len(cases) == 5
-
-
-def test_what_occurs_once_in_a_pair_is_missed_without_that_case() -> None:
-    """Pairs are needed: no choice that has each value alone would do."""
-    cases = covering(range(3), range(3))
-    assert len(cases) == 9
-
-
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_each_mechanism_of_each_strategy_meets_each_value(number: int) -> None:
     strategies, values = all_strategies(), list(range(number))

@@ -13,20 +13,14 @@ from numpy.typing import NDArray
 from scripts.bench_cpu import (
     FILE,
     INT8,
-    LENGTHS,
     Contender,
     Found,
-    contenders_of_files,
     measure,
-    parse,
-    said_of_files,
     tables_of,
     values_of,
     works,
 )
 from scripts.cpu_contenders import Contender as Running
-from scripts.cpu_contenders import steps
-from tests.models.tiny_gguf import tiny_model, write_gguf
 
 
 def contender(name: str, kind: str, **options: Any) -> Contender:
@@ -45,14 +39,6 @@ def test_ratios_are_taken_within_a_round_and_come_before_what_is_absolute() -> N
     assert values[ratio] == {"unit": "ratio", "median": 0.5, "low": 0.5, "high": 0.5, "count": 2}
     assert values[f"decode at 128, {INT8}, 2 threads"]["median"] == 33.0
     assert tables_of(found, contenders) == {"2 threads": [{"ms": "decode at 128", INT8: 33.0, FILE: 66.0}]}
-
-
-def test_slow_contenders_are_spared_long_histories_when_there_is_no_time() -> None:
-    slow = contender("slow", "ours", is_slow=True)
-    names = [one.name for one in works(slow, LENGTHS, is_first=False, has_time=False)]
-    assert "decode at 1024" in names
-    assert "decode at 4096" not in names
-    assert "decode at 4096" in [one.name for one in works(slow, LENGTHS, is_first=False, has_time=True)]
 
 
 def test_everyone_takes_turns_at_each_kind_of_work() -> None:
@@ -102,38 +88,3 @@ def test_divergence_is_that_of_the_distributions(tmp_path: Path) -> None:
     assert other["kl"] == pytest.approx(0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75))
     assert other["same"] == 0.0
     assert other["loss"] == pytest.approx(np.log(0.5) - np.log([0.75, 0.75, 0.25]).mean())
-
-
-def test_steps_are_between_ids() -> None:
-    assert steps([1.0, 1.5, 1.75]) == [500.0, 250.0]
-
-
-def test_a_named_file_is_beside_torch_and_llama_on_it_and_beside_the_first_one(tmp_path: Path) -> None:
-    files = [tmp_path / f"{name}.gguf" for name in "ab"]
-    for file in files:
-        write_gguf(tiny_model("llama"), file, "Q8_0")
-    args = parse(["--llama", "python", "--files", *map(str, files)])
-    beside = {each.name: each.beside for each in contenders_of_files(args)}
-    assert beside["kakeya exact a"] == ("kakeya torch a", "llama.cpp a")
-    assert beside["kakeya exact b"] == ("kakeya torch b", "llama.cpp b", "kakeya exact a")
-    args.llama = "none"
-    names = [each.name for each in contenders_of_files(args)]
-    assert names == ["kakeya exact a", "kakeya torch a", "kakeya exact b", "kakeya torch b"]
-    said = said_of_files(args, Found())["config"]
-    assert said["llama.cpp"] == "not measured" and said["files"]["a"].startswith("Q8_0 ")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ["--rounds", "0"],
-        ["--rounds", "17"],
-        ["--threads", "0"],
-        ["--lengths", "100"],
-        ["--llama", "none"],
-        ["--files", "not-there.gguf"],
-    ],
-)
-def test_what_cannot_be_measured_is_refused(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(wrong)

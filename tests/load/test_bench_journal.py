@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine.session.journal import SessionRecord
-from laboratory.evaluation.record import exact
 from scripts import bench_journal
-from scripts.bench_journal import FRAME_BYTES, fill, journal_of, logs, sizes, verdicts
+from scripts.bench_journal import FRAME_BYTES, logs, sizes, verdicts
 
 
 def test_a_database_of_short_turns_is_hardly_larger_than_its_ids(
@@ -22,20 +20,6 @@ def test_a_database_of_short_turns_is_hardly_larger_than_its_ids(
     assert 0.75 < long < short < 1.1  # an id takes three bytes of four
 
 
-def test_sessions_that_are_added_to_a_folder_are_like_the_one_that_is_there(tmp_path: Path) -> None:
-    with journal_of(tmp_path / "state") as journal:
-        journal.open(SessionRecord("session-" + "0" * 16, "alice", "full", None, (1,), label="a label"))
-        journal.leave("session-" + "0" * 16)
-    ids = fill(tmp_path / "state", 3)
-    with journal_of(tmp_path / "state") as journal:
-        kept = journal.load(ids[0], "alice")
-        assert kept is not None
-        assert kept.record.label == "a label"
-        assert sum(len(row.token_ids) for row in kept.tokens) == bench_journal.IDS
-        assert len(journal.everyone()) == 4
-        assert not journal._tables.tail.sessions(), "no turn of theirs goes on"
-
-
 def test_the_log_of_a_step_is_counted_and_rows_by_session_take_many_times_as_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,8 +30,3 @@ def test_the_log_of_a_step_is_counted_and_rows_by_session_take_many_times_as_muc
     assert [row["value"] for row in verdicts(values)] == ["log of a commit, 32 streams, a token each"]
     assert FRAME_BYTES <= 1024 * as_written <= 4 * FRAME_BYTES
     assert by_session > 4 * as_written
-
-
-def test_a_goal_that_is_missed_is_said() -> None:
-    values = {"database ÷ ids, a": exact(1.05, "ratio"), "database ÷ ids, b": exact(1.2, "ratio")}
-    assert [row["met"] for row in verdicts(values)] == [True, False]

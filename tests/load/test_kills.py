@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from inference_engine.config import child_environment
 from tests.further import further_test
 from tests.load.kills import (
-    AGENT,
     ROOT,
     Agents,
     NodeAgents,
@@ -50,33 +48,6 @@ def test_agents_notice_nothing_of_kills_but_a_pause(
     assert (wrong, gave_up) == ([], [])
     assert counts["kills"] == KILLS
     assert counts["tokens"] > 0
-
-
-def test_a_life_that_ends_before_it_can_be_reached_fails_at_once_and_the_next_one_begins(
-    tmp_path: Path, nursery: Nursery
-) -> None:
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(AssertionError, match=f"a life has not begun: it ended {1 << 8}"),
-        lives(nursery, tmp_path / "file", "process") as server,
-    ):
-        server.begin()
-    with lives(nursery, tmp_path / "state", "process") as server:
-        server.begin()
-        server.kill()
-
-
-def test_agents_are_stopped_when_their_server_does_not_begin_again(
-    tmp_path: Path, of: type[Agents] | type[NodeAgents], nursery: Nursery
-) -> None:
-    def spoil() -> bool:
-        """Asked before the first kill. A folder that others can read is refused at a start."""
-        (tmp_path / "state").chmod(0o755)
-        return False
-
-    with pytest.raises(AssertionError, match="a life has not begun"):
-        kill_often(tmp_path / "state", "process", kills=2, agents=2, seed=1, of=of, nursery=nursery, is_over=spoil)
-    assert not [thread for thread in threading.enumerate() if thread.name == AGENT]
 
 
 def test_agents_without_an_answer_gave_up_and_nothing_was_lost(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_engine.config import EngineConfig, ModelConfig
-from laboratory.evaluation.made_models import SHAPES, made_model
+from laboratory.evaluation.made_models import SHAPES
 from laboratory.evaluation.models import open_target
 from scripts.random_model import write_model
 from tests.tiny import SMALL, tiny_config
@@ -50,12 +50,3 @@ def test_shapes_are_those_of_the_models_they_are_named_for() -> None:
     assert (experts.num_experts, experts.num_experts_per_tok, experts.head_dim) == (128, 8, 128)
     gemma = SHAPES["gemma3-270m"]()
     assert [index for index, kind in enumerate(gemma.layer_types) if kind == "full_attention"] == [5, 11, 17]
-
-
-def test_a_made_model_has_more_positions_where_they_are_asked_for() -> None:
-    own, asked = made_model("tiny", "cpu", "float32"), made_model("tiny", "cpu", "float32", positions=2**20)
-    assert (own.trained_positions, asked.trained_positions) == (2**17, 2**20)
-    assert asked.model.config.max_position_embeddings == 2**20
-    assert made_model("tiny", "cpu", "float32", positions=5).trained_positions == own.trained_positions
-    weights = zip(own.model.parameters(), asked.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in weights)

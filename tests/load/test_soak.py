@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inference_engine.config import EngineConfig
-from inference_engine.engine import Engine
 from laboratory.evaluation.record import load
-from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.further import further_test
-from tests.load.mass import PARTS, Tally
+from tests.load.mass import PARTS
 from tests.load.population import Population, Wrong
-from tests.load.talkers import Counts, talk
-from tests.load.turns import SEGMENT, Held, Sample, judged
+from tests.load.turns import Held, Sample, judged
 from tests.processes import run
-from tests.server_thread import server_thread
 
 SOAK = Path(__file__).resolve().parents[2] / "scripts" / "soak.py"
 AMOUNTS = {"interleavings": 3, "cancels": 12, "calls": 120, "messages": 160}
@@ -31,16 +25,6 @@ def test_a_share_reaches_its_amount_and_finds_nothing(part: str) -> None:
     tally = PARTS[part](AMOUNTS[part], 5)
     assert not tally.faults
     assert tally.counts[part] >= AMOUNTS[part]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_share_that_has_ended_ends_no_process_later(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It watches for hangs with a timer that ends the process, which may run other tests by then."""
-    seen = []
-    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
-        monkeypatch.setattr(faulthandler, name, lambda *_, name=name, **__: seen.append(name))
-    PARTS[part](1, 5)
-    assert seen[0] == "dump_traceback_later" and seen[-1] == "cancel_dump_traceback_later"
 
 
 def test_a_share_that_meets_a_fault_stops_and_says_with_which_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,14 +41,6 @@ def test_a_share_that_meets_a_fault_stops_and_says_with_which_seed(monkeypatch: 
     assert tally.faults == ["seed 5, interleaving 2: Wrong: a token of another session"]
 
 
-def test_tallies_add_up_and_go_between_processes_as_text() -> None:
-    one, other = Tally(), Tally(faults=["seed 2: …"])
-    one.counts.update(calls=3, tokens=5)
-    other.counts.update(calls=4)
-    one.add(Tally.from_json(other.to_json()))
-    assert (one.counts, one.faults) == ({"calls": 7, "tokens": 5}, ["seed 2: …"])
-
-
 @further_test
 def test_parts_are_shared_out_among_processes_and_recorded_together(tmp_path: Path) -> None:
     done = run(str(SOAK), "--cancels=9", "--processes=2", f"--results={tmp_path}")
@@ -74,18 +50,6 @@ def test_parts_are_shared_out_among_processes_and_recorded_together(tmp_path: Pa
     assert found["values"]["cancels"]["median"] >= 9
     assert (found["values"]["processes"]["median"], found["values"]["faults"]["median"]) == (2, 0)
     assert found["seeds"] == [100, 101]
-
-
-async def test_clients_talk_for_as_long_as_they_are_reported_at_their_pace_and_close_what_they_opened() -> None:
-    config = EngineConfig(segment_tokens=SEGMENT, kv_bytes=2**26, max_sessions=16)
-    counts = Counts()
-    with Engine(ScriptedForward(ScriptedModel()), config) as engine, server_thread(engine) as target:
-        await talk(
-            target, counts, seconds=1.5, model=ScriptedModel(), segment=SEGMENT, talkers=4, seed=1, turn_seconds=0.5
-        )
-        assert engine.info().kv_reserved_bytes == 0
-    assert counts.wrong == 0
-    assert 0 < counts.turns <= 4 * 3
 
 
 def samples(**growth: float) -> list[Sample]:
@@ -104,10 +68,6 @@ def hour(reserved: int = 0, left: int = 0, wrong: int = 0, **growth: float) -> H
     before, *middle, after = samples(**growth)
     after = {**after, "descriptors": after["descriptors"] + left}
     return judged(60.0, {**COUNTS, "wrong": wrong}, [before, *middle, after], reserved)
-
-
-def test_an_hour_in_which_nothing_grows_has_no_fault() -> None:
-    assert not hour().faults
 
 
 FAULTS: list[tuple[Held, str]] = [

@@ -32,39 +32,10 @@ def test_parts_of_another_journal_and_a_seed_that_comes_twice_are_refused(tmp_pa
         read_parts([mine, written(tmp_path / "again", ONE)], HERE)
 
 
-def test_a_part_that_was_stopped_before_its_first_kill_has_none() -> None:
-    stopped = replace(ONE, name="pipe, power", unit="kills", counts={"tokens": 40, "sessions": 3})
-    assert stopped.size == 0
-    assert replace(stopped, counts={"kills": 2, "tokens": 40}).size == 2
-
-
 def test_a_run_does_what_is_missing_with_seeds_that_were_not_used() -> None:
     soak = Soak(1, float("inf"), HERE, [ONE, replace(ONE, name="states control", seed=9)], None)
     assert list(soak.batches("states", 500, 200, 6)) == [(8, 200), (9, 150)]
     assert not list(soak.batches("states", 150, 200, 6))
-
-
-def test_agents_that_gave_up_are_kept_apart_from_tokens_that_were_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = Part("pipe, power", "kills", 1, {"kills": 30, "tokens": 9}, [], 2.5, HERE)
-    control = replace(done, name="pipe control", seed=9, counts={"kills": 2})
-    lost = replace(done, name="python, power", wrong=["a token is lost"])
-    impatient = replace(done, name="python, power", gave_up=["no connection"])
-    for parts, status, said in (
-        ((done, control, impatient), 2, "right, but 1 agents gave up"),
-        ((done, control, lost), 1, "WRONG"),
-        ((done, control, lost, replace(impatient, seed=2)), 1, "WRONG"),
-    ):
-        file = written(tmp_path / "parts", *parts)
-        arguments = ["kill", "--forms", "pipe", "--count", "30", "--parts", str(file), "--results", str(tmp_path)]
-        assert main(arguments) == status
-        assert capsys.readouterr().out.splitlines()[-1].startswith(said)
-        (path,) = tmp_path.glob("soak_kill/*/record.json")
-        found = read_record(path, "soak_kill", "machines")
-        assert len(found["tables"]["wrong"]) == sum(len(one.wrong) for one in parts)
-        gave_up = found["values"]["agents that gave up without an answer"]["median"]
-        assert gave_up == len(found["tables"].get("gave up", ())) == sum(len(one.gave_up) for one in parts)
 
 
 @further_test

@@ -67,17 +67,6 @@ def test_greedy_tokens_are_those_of_torch(kernels: str, texts: Sequence[list[int
     assert all((one.margin or 0) < NEAR_TIE for one in differing), differing
 
 
-@pytest.mark.parametrize("kernels", ["auto", "metal"])
-def test_greedy_tokens_over_a_long_history_are_those_of_torch(kernels: str, texts: Sequence[list[int]]) -> None:
-    """From 1,024 entries on MLX's attention of a query reads them in two passes, then each part is scored apart."""
-    forward = open_backend(replace(CONFIG, kernels=kernels))
-    theirs = load_model(CONFIG.model, cache=CONFIG.cache_path, attention="sdpa").model
-    ids = [one for text in texts for one in text]
-    with Engine(forward, EngineConfig(kv_bytes=2**28, default_limit_tokens=1024)) as engine:
-        found = [compare(engine, theirs, ids[:length], 32) for length in (1010, 1200, 4000)]
-    assert all(one.is_equal or (one.margin or 0) < NEAR_TIE for one in found), found
-
-
 def test_memory_is_the_weights_and_the_pool_and_limits_are_restored(record_property: Noted) -> None:
     own, recommended = 2**27, int(mx.device_info()["max_recommended_working_set_size"])
     active_bytes()  # models of tests before this one go

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import PretrainedConfig
@@ -16,12 +15,11 @@ from inference_engine.cli.main import main
 from inference_engine.compose import find_components, find_latent, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ModelError
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.models import load_model
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode
-from tests.further import further_test, off_metal, off_metal_test
+from tests.further import further_test, off_metal
 from tests.laws.variants import generate, same, text
 from tests.mlx.test_loading import DENSE, MIXED, config_of, logits_of, published
 from tests.tiny_folder import tiny_tokenizer
@@ -66,25 +64,3 @@ def test_calibrations_of_a_model_in_the_layout_of_mlx_serve_both_executors(tmp_p
             engine.append(session, text(100))
             said.append(generate(engine, session))
     assert same(said[0], said[1], Mode.BATCHED)
-
-
-@off_metal_test
-def test_components_of_one_executor_are_those_of_the_other(tmp_path: Path) -> None:
-    """Found by the digest of the weights, whatever device they were made on; equal up to rounding."""
-    from laboratory.training.components import fit_components
-
-    model = config_of(published(DENSE, tmp_path, bits=4))
-    forward = open_backend(model)
-    ids = torch.from_numpy(np.random.default_rng(1).integers(1, 128, (2, 128)))
-    ours, theirs = (fit_components(one, ids) for one in (forward, on_torch(model, forward)))
-    for layer, found in ours.items():
-        expected = theirs[layer]
-        for one, other in ((found.mean, expected.mean), (found.deviations, expected.deviations)):
-            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
-
-
-def test_what_runs_on_torch_alone_says_what_it_needs(tmp_path: Path) -> None:
-    """Such as what a drafter is trained on."""
-    model = config_of(published(DENSE, tmp_path, bits=4))
-    with pytest.raises(ModelError, match="what runs on torch needs the model's unquantised weights"):
-        load_model(model.model, cache=model.cache_path)

@@ -7,25 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import CohereConfig, CohereForCausalLM
 
 from inference_engine.cli.main import main
 from inference_engine.compose import find_drafter, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
-from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.types import Mode
-from kv_cache_proposer.dflash.beside_target import BesideTarget
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.evaluation import record
 from laboratory.training import corpus_prompts
-from tests import tiny
-from tests.further import further_test, off_metal_test
-from tests.kv_cache_proposer.drafter_cases import tiny_network
-from tests.laws.variants import engine_for, generate, same, text
-from tests.mlx.test_loading import DENSE, SIZES, published
-from tests.mlx.tiny import run_on, tiny_mlx
-from tests.processes import warm_children
+from tests.further import further_test
+from tests.laws.variants import generate, same, text
+from tests.mlx.test_loading import DENSE, published
 from tests.tiny_folder import save_tiny_chat_model
 
 SMALL = ("--kv-bytes", "32MiB", "--bind", "127.0.0.1:0")
@@ -48,18 +41,6 @@ def test_doctor_says_that_mlx_runs_the_model_and_generates_with_it(
     assert found["self test"][0] == "ok"
 
 
-@off_metal_test
-def test_doctor_says_what_mlx_does_not_run_and_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "model"
-    CohereForCausalLM(CohereConfig(**SIZES)).save_pretrained(folder)
-    assert main(["doctor", "--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx", *SMALL]) == 1
-    found = lines(capsys.readouterr().out)
-    for check in ("executor", "self test"):
-        assert found[check][0] == "fail"
-        assert "cohere" in found[check][1]
-        assert "--device cpu" in found[check][1]
-
-
 def test_models_show_says_what_runs_a_model_in_the_layout_of_mlx(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,31 +51,6 @@ def test_models_show_says_what_runs_a_model_in_the_layout_of_mlx(
         shown = capsys.readouterr().out
         assert re.search(rf"runs on +│ {runs}: ", shown)
         assert "in 4 bits" in shown
-
-
-@further_test
-def test_the_audit_finds_nothing_on_mlx(tmp_path: Path) -> None:
-    """INV-3 through a server of its own."""
-    folder = save_tiny_chat_model(tmp_path / "model")
-    histories = ("--histories", "2", "--splits", "2", "--turns", "2", "--turn-tokens", "20", "--generate-tokens", "8")
-    settings = ("--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx", "--kv-bytes", "32MiB")
-    with warm_children():
-        assert main(["audit", *settings, *histories]) == 0
-
-
-def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_on(tiny_mlx, monkeypatch)
-    monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
-    drafts = tiny_mlx().lend(BesideTarget(network=tiny_network(), is_packed=False, records_graphs=False))
-    streams, drafted = [], None
-    for drafter in (None, drafts):
-        with engine_for(Mode.BATCHED, drafter=drafter, draft_tokens=2) as engine:
-            session = engine.create_session(strategy=SinkWindow(sink=2, window=24)).session_id
-            engine.append(session, text())
-            streams.append(generate(engine, session))
-            drafted = engine.metrics.registry.get_sample_value("generate_drafted_tokens_total")
-    assert drafted
-    assert same(streams[0], streams[1], Mode.BATCHED)
 
 
 @further_test

@@ -6,15 +6,13 @@ import contextlib
 import gc
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from inference_engine.backends.mlx import device
-from inference_engine.backends.mlx.device import MOST_CACHED_BYTES, Limits, describe, multiplies_in_full
+from inference_engine.backends.mlx.device import MOST_CACHED_BYTES, Limits, multiplies_in_full
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.compose import open_backend
 from inference_engine.config import child_environment
@@ -45,14 +43,6 @@ def test_float32_is_multiplied_as_float32_before_a_model_is_loaded(given: str) -
     ran = subprocess.run([sys.executable, "-c", OPENED], capture_output=True, text=True, env=variables, check=True)
     assert ran.stdout.split() == ["0"], ran.stderr
     assert ("MLX_ENABLE_TF32 was 1 and is 0 from now on" in ran.stderr) == (given == "1")
-
-
-def test_who_imports_the_backend_changes_no_variable() -> None:
-    """Whether there is MLX is asked for other devices, too."""
-    code = "import os, inference_engine.backends.mlx.loading; print(os.environ['MLX_ENABLE_TF32'])"
-    variables = child_environment(MLX_ENABLE_TF32="1")
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True)
-    assert ran.stdout.split() == ["1"]
 
 
 def test_a_process_that_multiplied_in_tf32_before_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,69 +135,3 @@ def test_the_weights_are_freed_before_the_limits_go(
     del forward
     assert asked.is_as_before()
     assert left[-1] <= held - weights
-
-
-def test_a_smaller_limit_stays(asked: Asked) -> None:
-    """An embedding process has set it."""
-    asked.cached = 2**20
-    limits = Limits()
-    assert (asked.cached, asked.resident) == (2**20, 2**33)
-    del limits
-    gc.collect()
-    assert (asked.cached, asked.resident) == (2**20, 7)
-
-
-def test_limits_that_cannot_be_set_are_as_before(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(limit: int) -> int:
-        raise ValueError(f"{limit} is too large")
-
-    monkeypatch.setattr(mx, "set_wired_limit", fail)
-    with pytest.raises(ValueError, match="too large"):
-        Limits()
-    assert asked.is_as_before()
-    assert not Limits.there
-
-
-def test_limits_are_not_set_while_another_thread_sets_them_back(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    going = threading.Event()
-
-    def slowly(limit: int) -> int:
-        if limit == 2**40:
-            going.set()
-            time.sleep(0.1)
-        return asked.set_cached(limit)
-
-    monkeypatch.setattr(mx, "set_cache_limit", slowly)
-    there = [Limits()]
-    thread = threading.Thread(target=there.clear)
-    thread.start()
-    assert going.wait(10)
-    there_again = Limits()
-    thread.join()
-    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 2**33)
-    del there_again
-    assert asked.is_as_before()
-
-
-def test_a_gpu_that_recommends_nothing_keeps_its_resident_memory(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "another"})
-    limits = Limits()
-    assert (asked.cached, asked.resident) == (MOST_CACHED_BYTES, 7)
-    del limits
-    assert asked.is_as_before()
-
-
-def test_without_a_gpu_nothing_is_limited(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "kind", lambda: "cpu")
-    limits = Limits()
-    assert asked.is_as_before()
-    del limits
-    assert asked.is_as_before()
-
-
-def test_the_device_is_known_with_the_system_that_compiles_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model was admitted with depends on it."""
-    monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
-    assert describe().endswith(", macOS 15.3")
-    monkeypatch.setattr("platform.mac_ver", lambda: ("", ("", "", ""), ""))
-    assert "macOS" not in describe()

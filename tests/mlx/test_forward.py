@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from transformers import CohereConfig, PretrainedConfig
 
 from inference_engine.backends.mlx import attention
 from inference_engine.backends.mlx.forward import _ByPlan
@@ -20,20 +19,15 @@ from inference_engine.backends.mlx.program import _streams
 from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import TwinSizes, text_generator
-from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategies.full import Full
-from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.models.operations import Attend, NoStepListError
-from inference_engine.types import Mode
+from inference_engine.models.operations import Attend
 from tests.admissions import traits_of
 from tests.further import off_metal, off_metal_test
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions, ids_of
-from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
-
-ROUNDING = 1e-4  # of logits of order 10 in float32, added in another order
+from tests.tiny import VOCABULARY, tiny_forward
 
 
 @pytest.mark.parametrize("family", [each if each in ("llama", "gemma3") else off_metal(each) for each in FAMILIES])
@@ -43,25 +37,6 @@ def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
     traits = traits_of(config, kind)  # which do not depend on sizes
 
     assert try_list(kind, config, traits, seed=1, sizes=sizes) < 2e-4
-
-
-def test_a_family_without_a_list_is_named() -> None:
-    config: PretrainedConfig
-    config, kind = text_generator(CohereConfig(num_hidden_layers=2))
-    traits = traits_of(config, kind)
-
-    with pytest.raises(NoStepListError, match="cohere"):
-        try_list(kind, config, traits)
-
-
-def test_positions_past_the_trained_ones_are_rotated_as_on_torch() -> None:
-    """A window keeps the history short enough to go there."""
-    strategy = SinkWindow(sink=2, window=24)
-    ids, cuts = ids_of(TRAINED_POSITIONS + 40), range(16, TRAINED_POSITIONS + 40, 16)
-    expected, found = (
-        Sessions(forward, strategy, limit=None).logits(0, ids, cuts) for forward in (tiny_forward(), tiny_mlx())
-    )
-    assert float((found - expected).abs().max()) < ROUNDING
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -74,16 +49,6 @@ def test_fewer_bits_give_the_same_logits_up_to_their_rounding(dtype: torch.dtype
     assert sessions.context.pool.buffers[16].keys.dtype == dtype
     # Twelve products in a row, each rounded to as many bits.
     assert float((found - expected).norm() / expected.norm()) < 12 * torch.finfo(dtype).eps
-
-
-def test_taps_are_the_hidden_states_of_torch() -> None:
-    taps = []
-    for forward in (tiny_forward(), tiny_mlx()):
-        result, _ = Sessions(forward, Full()).step((0, ids_of(16)), taps=(0, 2))
-        assert result.taps is not None
-        taps.append(result.taps)
-    assert taps[0].shape == taps[1].shape == (16, 2, 64)
-    assert float((taps[0] - taps[1]).abs().max()) < ROUNDING
 
 
 def test_an_entry_too_large_for_float16_is_seen_and_not_lost_in_a_softmax() -> None:
@@ -143,17 +108,6 @@ def attending_to_nothing(operation: Attend, queries: mx.array, keys: mx.array, v
     return queries.reshape(len(queries), -1)
 
 
-def test_fixed_shape_mode_is_refused() -> None:
-    with pytest.raises(BackendError, match="fixed-shape mode is not available on device mlx"):
-        tiny_mlx().geometry(mode=Mode.FIXED_SHAPE, **PAGES)
-
-
-def test_a_pool_larger_than_the_memory_is_refused_before_it_is_taken() -> None:
-    forward = tiny_mlx()
-    with pytest.raises(BackendError, match="and MLX can take"):
-        forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**50)
-
-
 LACKS = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackError)."
 
 
@@ -186,55 +140,11 @@ def test_a_step_without_memory_fails_as_on_other_devices(
     assert not buffer.values.any()
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "some elements of the input tensor and the written-to tensor refer to a single memory location",
-        "mmap of a file failed in malloc",
-    ],
-)
-def test_other_failures_where_the_plan_attends_are_not_taken_for_a_lack_of_memory(
-    message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepPlan, "selects", True)
-    sessions = Sessions(tiny_mlx(), Full())
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(StepPlan, "attend", fail)
-    with pytest.raises(RuntimeError, match=message) as caught:
-        sessions.step((0, ids_of(4)))
-    assert is_raised_by_plan(caught.value)
-
-
 def is_raised_by_plan(error: BaseException | None) -> bool:
     """Was it the plan that attended?"""
     assert error is not None
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(isinstance(caller, _ByPlan) for caller in callers)
-
-
-@pytest.mark.parametrize("place", ["eval", "async_eval"])
-def test_what_failed_in_a_step_is_not_said_to_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX says it once more, at the next synchronisation."""
-    sessions, held, real = Sessions(tiny_mlx(), Full()), [LACKS], mx.synchronize
-
-    def fail(*_: object) -> None:
-        raise RuntimeError(LACKS)
-
-    def synchronize() -> None:
-        if held:
-            raise RuntimeError(held.pop())
-        real()
-
-    monkeypatch.setattr(mx, "synchronize", synchronize)
-    with monkeypatch.context() as broken:
-        broken.setattr(mx, place, fail)
-        with pytest.raises(MemoryError):
-            sessions.step((0, ids_of(4)))
-    sessions.sessions[0].discard_staged()
-    sessions.step((0, ids_of(4)))
 
 
 def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None:

@@ -17,18 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3M
 from inference_engine.backends.base import Forward
 from inference_engine.cli.main import main
 from inference_engine.compose import open_backend
-from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.engine import Engine
-from inference_engine.errors import BackendError, ConfigError, ModelError
+from inference_engine.config import ModelConfig
+from inference_engine.errors import BackendError, ModelError
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.folder import CONFIG
 from inference_engine.models.open_checkpoint import open_checkpoint
 from tests.further import off_metal, off_metal_test
-from tests.laws.variants import generate
 from tests.models.hub_entry import COMMIT
 from tests.models.hub_server import Hub, served
 from tests.native.test_forward import Sessions
-from tests.tiny import SMALL
 from tests.tiny_folder import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("admitting_once")
@@ -164,24 +161,6 @@ def test_a_checkpoint_in_the_layout_of_mlx_is_fetched_and_served_by_its_name(
     assert torch.equal(logits_of(forward), expected)
 
 
-def test_a_prefill_of_several_steps_runs_over_a_head_in_groups(tmp_path: Path) -> None:
-    """A step that wants no logits has no rows for the head: MLX's own product of groups ends the process then."""
-    forward = open_backend(config_of(published(DENSE, tmp_path, bits=4)))
-    with Engine(forward, EngineConfig(**{**SMALL, "step_tokens": 16, "kv_bytes": 2**22})) as engine:
-        session = engine.create_session().session_id
-        engine.append(session, IDS)
-        assert len(generate(engine, session, 3)) == 3
-
-
-def test_only_mlx_reads_its_layout(tmp_path: Path) -> None:
-    folder = published(DENSE, tmp_path, bits=4)
-    for backend in ("auto", "torch"):
-        with pytest.raises(ModelError, match="--device mlx"):
-            open_backend(
-                ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), device="cpu", backend=backend)
-            )
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -215,39 +194,6 @@ def test_checkpoints_quantised_in_other_ways_are_refused_as_before(tmp_path: Pat
         open_backend(config_of(folder))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"backend": "native"}, "backend=native is about other devices"),
-        ({"kv_dtype": "float16"}, "kv_dtype is float16"),
-        ({"weights": "int8"}, "weights=int8"),
-        ({"kernels": "triton"}, "kernels=triton"),
-    ],
-    ids=str,
-)
-def test_settings_of_other_backends_are_refused(settings: dict[str, str], message: str, tmp_path: Path) -> None:
-    folder = saved(DENSE, tmp_path / "model")
-    with pytest.raises(BackendError, match=f"device=mlx does not run .*{message}.*--device cpu"):
-        open_backend(config_of(folder, **settings))
-
-
-def test_float16_is_for_mlx() -> None:
-    with pytest.raises(ConfigError, match="float16 with device=mlx"):
-        ModelConfig(device="cpu", dtype="float16")
-    assert ModelConfig(device="mlx", dtype="float16").torch_device == "cpu"
-
-
-def test_mlx_is_the_default_on_apple_silicon_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for system, machine, device in (
-        ("linux", "aarch64", "cpu"),
-        ("darwin", "x86_64", "cpu"),
-        ("darwin", "arm64", "mlx"),
-    ):
-        monkeypatch.setattr("sys.platform", system)
-        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        assert ModelConfig().device == device
-
-
 def test_without_the_package_the_way_to_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"mlx is not installed; install kakeya-runtime\[mlx\]; or start with"):
@@ -255,22 +201,3 @@ def test_without_the_package_the_way_to_it_is_said(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert ModelConfig().device == "cpu"
-
-
-def test_a_second_start_believes_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(saved(DENSE, tmp_path / "model"))
-    open_backend(config)
-    monkeypatch.setattr("inference_engine.backends.mlx.trial.try_list", lambda *_, **__: pytest.fail("tried again"))
-    open_backend(config)
-
-
-def test_another_system_is_not_believed_what_the_one_before_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes with another compiler of Metal."""
-    config = config_of(saved(DENSE, tmp_path / "model"))
-    open_backend(config)
-    monkeypatch.setattr("platform.mac_ver", lambda: ("99.1", ("", "", ""), "arm64"))
-    monkeypatch.setattr("inference_engine.backends.mlx.trial.try_list", lambda *_, **__: pytest.fail("tried again"))
-    with pytest.raises(pytest.fail.Exception, match="tried again"):
-        open_backend(config)

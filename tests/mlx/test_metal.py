@@ -15,10 +15,7 @@ from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import text_generator
 from inference_engine.compose import open_backend
-from inference_engine.config import ModelConfig
-from inference_engine.errors import BackendError, ConfigError
 from inference_engine.kernels.mlx import ragged_attention
-from inference_engine.kernels.ragged_attention import START
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
@@ -65,27 +62,6 @@ def test_the_kernel_gives_what_the_reference_gives(
     assert launch["output_dtypes"][0] == MLX_DTYPES[dtype], "a query of one part is rounded once"
 
 
-@needs_a_kernel
-@pytest.mark.parametrize("softcap", [off_metal(None), 3.0])
-def test_parts_of_a_long_history_share_one_softmax(softcap: float | None, kernel: RecordedKernel) -> None:
-    """Short histories beside it have parts in which nothing is read."""
-    given = attention_step(SHAPES[0], torch.float32, longest=1300)
-    assert float((given.found(softcap=softcap) - given.expected(softcap=softcap)).abs().max()) < 2e-5
-    (launch,) = kernel.launches
-    assert launch["grid"][2] == 3
-
-
-@needs_a_kernel
-def test_a_query_that_reads_nothing_gets_zeros_and_nan_is_not_lost(kernel: RecordedKernel) -> None:
-    given = attention_step(SHAPES[2], torch.float32)
-    given.regions[0] = 0
-    given.new_keys[-1] = float("nan")
-    found = given.found()
-    assert bool((found[0] == 0).all())
-    assert bool(found[-1].isnan().all())
-    assert bool(found[:-1].isfinite().all())
-
-
 @off_metal_test
 @needs_a_kernel
 def test_the_order_of_threads_changes_no_bit(kernel: RecordedKernel) -> None:
@@ -111,15 +87,6 @@ def test_a_missing_barrier_would_be_seen(barrier: int, monkeypatch: pytest.Monke
     with recorded_kernel() as kernel:
         kernel.order = 1
         assert not torch.allclose(given.found(), given.expected(), atol=1e-3)
-
-
-@needs_emulation
-def test_an_index_out_of_bounds_would_be_seen(kernel: RecordedKernel) -> None:
-    given = attention_step(SHAPES[2], torch.float32)
-    row = next(rows.start for rows, before in given.sessions if before)
-    given.regions[row, START] = len(given.keys)
-    with pytest.raises(AssertionError, match=r"keys\[\d+\] of \d+"):
-        given.found()
 
 
 @needs_a_kernel
@@ -154,21 +121,6 @@ def test_tokens_with_the_kernel_are_those_of_torch(
             found.append(said + generate(engine, fork, 6))
     assert kernel.launches
     assert same(found[0], found[1], Mode.BATCHED)
-
-
-def test_without_metal_the_kernel_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "runs_metal", lambda: False)
-    folder = saved(DENSE, tmp_path / "model")
-    with pytest.raises(BackendError, match=r"kernels=metal needs a GPU that runs Metal, and mlx .* is none; leave"):
-        open_backend(config_of(folder, kernels="metal"))
-
-
-def test_the_kernel_is_for_mlx_alone_and_never_the_default() -> None:
-    with pytest.raises(ConfigError, match="auto, plain or triton, or metal with device=mlx, got 'metal'"):
-        ModelConfig(device="cpu", kernels="metal")
-    assert ModelConfig(device="mlx", kernels="metal").torch_kernels == "auto"
-    assert ModelConfig(device="cpu", kernels="plain").torch_kernels == "plain"
-    assert ModelConfig(device="mlx").kernels == "auto"
 
 
 @off_metal_test

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
@@ -80,37 +79,6 @@ def test_blocks_stay_as_they_are_and_their_rows_are_named(encoding: str, tmp_pat
         assert (stored.row_order is not None) == ("self_attn" in name)
 
 
-def test_blocks_of_256_are_read(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    model = tiny_model("qwen2")
-    path = tmp_path / "model.gguf"
-    write_gguf(model, path)
-    header = read_gguf(path)
-    writer = GGUFWriter(tmp_path / "blocks.gguf", "qwen2")
-    for key, value in header.values.items():
-        if key.startswith("qwen2.") and isinstance(value, int):
-            writer.add_uint32(key, value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tensor("token_embd.weight", np.zeros((259, 64), np.float32))
-    expected = {}
-    for kind in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K):
-        size = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind.name]
-        blocks = rng.integers(0, 60, (8, 2 * size), dtype=np.uint8)
-        name = {"Q4_K": "gate", "Q5_K": "up", "Q6_K": "down"}[kind.name]
-        writer.add_tensor(f"blk.0.ffn_{name}.weight", blocks, raw_dtype=kind)
-        expected[f"model.layers.0.mlp.{name}_proj.weight"] = kind, blocks
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    checkpoint = open_checkpoint(tmp_path / "blocks.gguf")
-    for name, (kind, blocks) in expected.items():
-        stored = checkpoint.tensor(name, (8, 512))
-        assert stored.encoding == kind.name
-        np.testing.assert_array_equal(stored.data, blocks.reshape(-1))
-        np.testing.assert_array_equal(stored.as_float32(), dequantize(blocks, kind))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_configuration_is_the_models_own(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
@@ -159,29 +127,6 @@ def test_safetensors_and_their_shards_read_back(dtype: torch.dtype, tmp_path: Pa
         stored = checkpoint.tensor("model.norm.weight")
         assert stored.encoding == {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[str(dtype)[6:]]
         assert not stored.data.flags.owndata
-
-
-def test_experts_have_names_of_their_own_however_they_were_saved(tmp_path: Path) -> None:
-    model = tiny_model("qwen3moe")
-    model.save_pretrained(tmp_path / "published")
-    check_equal(open_checkpoint(tmp_path / "published"), weights_of(model))
-    (tmp_path / "merged").mkdir()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
-        tmp_path / "merged" / "model.safetensors",
-    )
-    check_equal(open_checkpoint(tmp_path / "merged"), weights_of(model))
-
-
-def test_the_text_model_of_a_larger_one_is_found(tmp_path: Path) -> None:
-    tensor = torch.arange(6.0).reshape(2, 3)
-    for name, own in {
-        "language_model.model.norm.weight": "model.norm.weight",
-        "model.language_model.norm.weight": "model.norm.weight",
-        "language_model.lm_head.weight": "lm_head.weight",
-    }.items():
-        save_file({name: tensor}, tmp_path / "model.safetensors")
-        assert open_checkpoint(tmp_path).names() == (own,)
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

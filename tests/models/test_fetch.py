@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import pickle
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,23 +25,20 @@ from inference_engine.models import (
     check_fetched,
     check_model,
     fetch,
-    find_model,
     gguf_model,
     load_model,
     model_folder,
     weights_digest,
 )
-from inference_engine.models import convert as convert_module
 from inference_engine.models.checksums import Advance
 from inference_engine.models.convert import convert
 from inference_engine.models.fetch import convert_model, fetch_model
 from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.manifest import FileRecord, Manifest
 from inference_engine.models.open_checkpoint import open_checkpoint
-from inference_engine.models.registry import KnownModel, Wheel, known_model, known_names
-from inference_engine.models.wheels import download_wheels
+from inference_engine.models.registry import KnownModel, Wheel, known_model
 from tests.further import further
-from tests.models.tiny_folder import logits, write_tiny_gguf, write_tiny_wheels
+from tests.models.tiny_folder import logits, write_tiny_wheels
 from tests.processes import CAN_FORK, Forked
 
 # The package's `fetch` is the function.
@@ -163,72 +158,6 @@ def test_a_fetched_model_is_whole_and_loads(
         assert torch.equal(own[name], torch.from_numpy(checkpoint.tensor(name).as_float32()))
 
 
-def test_a_second_fetch_does_nothing(known: KnownModel, cache: Path, conversions: list[str]) -> None:
-    folder = fetch_model(known, cache)
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert fetch_model(known, cache) == folder
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    assert conversions == []
-
-
-def test_a_second_conversion_does_nothing_and_the_first_keeps_what_was_fetched(
-    known: KnownModel, cache: Path, conversions: list[str]
-) -> None:
-    folder = fetch_model(known, cache)
-    fetched = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "manifest.json"}
-    convert_model(known, cache)
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert fetched.items() <= before.items()
-    assert convert_model(known, cache) == fetch_model(known, cache) == folder
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    assert conversions == ["tiny"]
-
-
-def without_gguf(folder: Path) -> dict[str, int]:
-    """Make of a fetched folder one of the time before the GGUF file was kept. Returns when its files were written."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["files"]["model.gguf"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "model.gguf").unlink()
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "manifest.json"}
-
-
-def test_a_folder_of_before_the_gguf_file_was_kept_is_served_and_completed(
-    known: KnownModel, cache: Path, conversions: list[str]
-) -> None:
-    fetch_model(known, cache)
-    folder = convert_model(known, cache)
-    before = without_gguf(folder)
-    digest = weights_digest(check_model(str(folder), cache=cache))
-    assert find_model(str(folder), cache=cache).stored == folder
-    assert load_model(str(folder), cache=cache).weights_sha256 == digest
-
-    assert fetch_model(known, cache) == folder
-    after = check_model(str(folder), cache=cache, thorough=True)
-    assert (after.stored, weights_digest(after)) == (folder / "model.gguf", digest)
-    assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
-    assert conversions == ["tiny"]
-    assert left_in(cache) == ["tiny"]
-
-
-def test_a_folder_that_cannot_be_completed_stays_as_it_was(
-    known: KnownModel,
-    cache: Path,
-    conversions: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fetch_model(known, cache)
-    folder = convert_model(known, cache)
-    before = without_gguf(folder)
-    monkeypatch.setattr(FETCH_MODULE, "download_wheels", download_wheels)
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert fetch_model(known, cache) == folder
-    assert "its GGUF file could not be added: pip could not download" in caplog.text
-    assert {path.name for path in folder.iterdir()} == {*before, "manifest.json"}
-    check_fetched(known, cache, thorough=True)
-
-
 def test_a_damaged_model_is_fetched_again(known: KnownModel, cache: Path, conversions: list[str]) -> None:
     fetch_model(known, cache)
     folder = convert_model(known, cache)
@@ -238,15 +167,6 @@ def test_a_damaged_model_is_fetched_again(known: KnownModel, cache: Path, conver
     fetch_model(known, cache)
     check_fetched(known, cache, thorough=True)
     assert left_in(cache) == ["tiny"]
-
-
-def test_a_model_from_other_wheels_than_the_pinned_is_refused(
-    known: KnownModel, cache: Path, conversions: list[str]
-) -> None:
-    fetch_model(known, cache)
-    repinned = dataclasses.replace(known, wheels=known.wheels[:1])
-    with pytest.raises(ModelError, match="not what tiny is pinned to"):
-        check_fetched(repinned, cache)
 
 
 def test_a_wheel_with_another_checksum_is_refused_with_both(
@@ -262,19 +182,6 @@ def test_a_wheel_with_another_checksum_is_refused_with_both(
     assert conversions == []
 
 
-def test_parts_joined_in_the_wrong_order_are_refused(known: KnownModel, cache: Path, conversions: list[str]) -> None:
-    with pytest.raises(ModelError, match="joined GGUF file"):
-        fetch_model(dataclasses.replace(known, wheels=known.wheels[::-1]), cache)
-    assert left_in(cache) == []
-
-
-def test_a_wheel_that_the_index_does_not_have_says_what_pip_said(known: KnownModel, cache: Path) -> None:
-    absent = dataclasses.replace(known.wheels[0], version="9.9")
-    with pytest.raises(ModelError, match=r"tiny-part1==9\.9.*No matching distribution"):
-        fetch_model(dataclasses.replace(known, wheels=(absent,)), cache)
-    assert left_in(cache) == []
-
-
 def test_a_failed_conversion_leaves_what_was_there_and_says_why(known: KnownModel, cache: Path) -> None:
     no_number: Any = "many"
     folder = fetch_model(known, cache)
@@ -283,11 +190,6 @@ def test_a_failed_conversion_leaves_what_was_there_and_says_why(known: KnownMode
         convert_model(dataclasses.replace(known, parameters=no_number), cache)
     assert {path.name for path in folder.iterdir()} == before
     assert left_in(cache) == ["tiny"]
-
-
-def test_what_is_not_fetched_is_not_converted(known: KnownModel, cache: Path) -> None:
-    with pytest.raises(ModelError, match="get it with: kakeya models fetch tiny"):
-        convert_model(known, cache)
 
 
 def test_a_known_model_has_one_digest_whether_it_is_converted_or_not(cache: Path) -> None:
@@ -306,18 +208,6 @@ def test_a_known_model_has_one_digest_whether_it_is_converted_or_not(cache: Path
     cache.mkdir()
     assert digest(only_gguf=True, source=source) == digest(only_gguf=False, source=source) == known.weights_sha256
     assert digest(only_gguf=False, source={}) == "model.safetensors"
-
-
-def test_another_model_than_described_fails_the_conversion_which_says_so_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The last line is what a fetch shows."""
-    (tmp_path / "gguf").mkdir()
-    parameters = write_tiny_gguf(tmp_path / "gguf" / "model.gguf")
-    arguments = [str(tmp_path / "gguf" / "model.gguf"), str(tmp_path / "model"), "--parameters=1"]
-    monkeypatch.setattr(sys, "argv", ["convert", *arguments])
-    assert convert_module.main() == 1
-    assert capfd.readouterr().err.splitlines()[-1].endswith(f"expected 1 parameters, got {parameters}")
 
 
 def test_too_small_a_disk_is_found_out_before_the_download(known: KnownModel, cache: Path) -> None:
@@ -374,17 +264,6 @@ def test_a_cache_that_cannot_be_written_is_a_model_error(known: KnownModel, cach
         fetch_model(known, cache)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(cache: Path) -> None:
-    with pytest.raises(ModelError, match="smollm2-135m"):
-        fetch("no-such-model", cache)
-
-
-def test_every_download_is_pinned_to_one_file() -> None:
-    for model in map(known_model, known_names()):
-        assert all(len(wheel.sha256) == 64 and wheel.version for wheel in model.wheels)
-        assert len(model.gguf_sha256) == 64
-
-
 def test_a_fetched_tokenizer_splits_digits_off_before_white_space_is_cut(
     known: KnownModel, cache: Path, conversions: list[str]
 ) -> None:
@@ -414,30 +293,6 @@ def test_smollm2_is_what_it_should_be() -> None:
         answer = loaded.model.generate(**chat, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, chat["input_ids"].shape[1] :])
     assert [tokenizer.decode(token) for token in tokenizer("\n\n2. 3").input_ids] == ["\n\n", "2", ".", " ", "3"]
-
-
-@pytest.mark.real_model
-def test_a_known_model_that_cannot_be_converted_has_the_same_numbers(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In an image that a model was fetched into, which is read only now."""
-    fetched = fetch("smollm2-135m", resolve(ModelConfig).cache_path)
-    converted = ("config.json", "model.safetensors")
-    folder = model_folder("smollm2-135m", cache)
-    shutil.copytree(fetched, folder, ignore=lambda *_: converted)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"] = {name: file for name, file in manifest["files"].items() if name not in converted}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-    def full(**_: object) -> None:
-        raise OSError("Read-only file system")
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
-    loaded = load_model("smollm2-135m", cache=cache)
-    assert "Read-only file system" in caplog.text
-    name = "model.layers.0.self_attn.q_proj.weight"
-    stored = open_checkpoint(folder / "model.gguf").tensor(name).as_float32()
-    assert torch.equal(loaded.model.state_dict()[name], torch.from_numpy(stored))
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from transformers import AutoTokenizer
 
 from inference_engine.errors import ModelError
 from inference_engine.models import (
@@ -22,20 +21,15 @@ from inference_engine.models import (
     find_model,
     gguf_model,
     load_model,
-    read_config,
-    sizes,
     tokenizer_folder,
     weights_digest,
 )
-from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.models.open_checkpoint import open_checkpoint
-from tests.further import further
 from tests.models.hub_entry import write_entry
 from tests.models.test_mapped import mapped, overwrite
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
-from tests.processes import run
 
 
 @pytest.fixture
@@ -55,27 +49,6 @@ def test_torch_gives_the_logits_of_the_model_it_was_made_of(family: str, tmp_pat
     assert type(loaded.model) is type(model)
     exact = 1e-5 if family.startswith("gemma") else 0.0  # one was added to its norms
     torch.testing.assert_close(logits(loaded.model), logits(model), rtol=0, atol=exact)
-
-
-def test_a_file_is_found_by_its_path_by_its_folder_and_without_its_suffix(file: Path, cache: Path) -> None:
-    (file.parent / "README.md").write_text("of the file")
-    blob = file.with_name("sha256-0123")
-    shutil.copy(file, blob)
-    for name, model_id in ((file, "tiny-Q8_0"), (file.parent, "tiny-Q8_0"), (blob, "sha256-0123")):
-        found = find_model(str(name), cache=cache)
-        assert (found.model_id, found.only_gguf, found.folder) == (model_id, True, file.parent)
-        assert found.stored == (blob if name == blob else file)
-        assert found.weights == (found.stored,)
-    checked = check_model(str(file), cache=cache)
-    assert weights_digest(checked) == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert checked.manifest is None
-    assert sizes(read_config(checked), checked.folder) == (128, 259)
-
-
-def test_safetensors_come_before_a_file_beside_them(folder: Path, file: Path, cache: Path) -> None:
-    shutil.copy(file, folder)
-    found = find_model(str(folder), cache=cache)
-    assert (found.gguf, found.ignored, found.stored) == (None, (file.name,), folder)
 
 
 def test_of_several_files_in_a_folder_one_must_be_named(file: Path, cache: Path) -> None:
@@ -203,37 +176,6 @@ def test_a_configuration_that_cannot_be_served_is_refused(
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_more_layers_than_tensors_are_refused_before_they_are_listed(family: str, tmp_path: Path, cache: Path) -> None:
-    path = rewritten(tmp_path / "model.gguf", family, block_count=2**31 - 1, attention__sliding_window=8)
-    with pytest.raises(ModelError, match=r"model\.gguf: 2147483647 layers, and 1 tensors"):
-        find_model(str(path), cache=cache)
-
-
-@pytest.mark.hostile
-@pytest.mark.parametrize("count", [np.inf, np.nan, 4.5])
-def test_a_size_of_each_layer_that_is_no_whole_number_is_refused(count: float, tmp_path: Path, cache: Path) -> None:
-    path = tmp_path / "model.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_array("llama.attention.head_count", [float(count)] * 2)
-    writer.add_uint32("llama.embedding_length", 64)
-    writer.add_tensor("token_embd.weight", np.zeros((259, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=r"llama\.attention\.head_count is an array of 2, expected a whole number"):
-        find_model(str(path), cache=cache)
-
-
-@pytest.mark.hostile
-def test_factors_of_a_rotation_that_are_not_one_for_each_pair_are_refused(tmp_path: Path, cache: Path) -> None:
-    write_gguf(tiny_model("llama"), tmp_path / "model.gguf", factors=np.ones(64))
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight is not what Llama 3 scales its rotation by"):
-        find_model(str(tmp_path / "model.gguf"), cache=cache)
-
-
-@pytest.mark.hostile
 @pytest.mark.parametrize("hidden", [64, 2**30])
 def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(hidden: int, tmp_path: Path, cache: Path) -> None:
     path = rewritten(tmp_path / "model.gguf", embedding_length=hidden, rope__dimension_count=16)
@@ -265,30 +207,6 @@ def test_a_file_that_is_written_to_while_it_is_mapped_is_noticed(file: Path) -> 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
-def forked(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[bytes]:
-    """As `subprocess.run`, in a forked process: most of the time of a new one goes to imports."""
-    program, *arguments = command[3:]
-    done = run(program, *arguments)
-    return subprocess.CompletedProcess(command, done.returncode, stderr=done.stderr.encode())
-
-
-@pytest.mark.parametrize("start", [forked, further(subprocess.run)], ids=["forked", "executed"])
-def test_a_tokenizer_is_made_once(
-    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Any]
-) -> None:
-    monkeypatch.setattr(subprocess, "run", start)
-    folder = tokenizer_folder(str(file), cache)
-    assert folder == cache / "tokenizers" / hashlib.sha256(file.read_bytes()).hexdigest()
-    assert {path.name for path in folder.parent.iterdir()} == {folder.name}
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    two_line_breaks = tokenizer.convert_tokens_to_ids("ĊĊ")
-    assert tokenizer("\n\n2").input_ids == [two_line_breaks, tokenizer.convert_tokens_to_ids("2")]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a"
-    monkeypatch.setattr(subprocess, "run", None)
-    assert tokenizer_folder(str(file), cache) == folder
-
-
 def test_a_tokenizer_beside_the_file_comes_first_if_the_folder_was_named(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,27 +224,9 @@ def test_a_tokenizer_beside_the_file_comes_first_if_the_folder_was_named(
     assert asked == [file]
 
 
-@pytest.mark.parametrize("pre", ["of-tomorrow", "default"])
-def test_an_unknown_way_to_split_text_is_refused_with_the_way_out(pre: str, tmp_path: Path) -> None:
-    write_gguf(tiny_model("llama"), tmp_path / "model.gguf", pre=pre)
-    with pytest.raises(ModelError, match=f"splits text as '{pre}', which is not known; put the file into a folder"):
-        make_tokenizer(tmp_path / "model.gguf", tmp_path / "tokenizer")
-
-
 @pytest.mark.hostile
 def test_a_tokenizer_that_takes_for_ever_is_given_up(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_model, "MAX_TOKENIZER_SECONDS", 0.01)
     with pytest.raises(ModelError, match=r"the limit of 0\.01 s is too short to make it; put the file"):
         tokenizer_folder(str(file), cache)
     assert list((cache / "tokenizers").iterdir()) == []
-
-
-@pytest.mark.hostile
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
-    path = rewritten(tmp_path / "model.gguf")
-    with pytest.raises(ModelError, match="its tokenizer is of the kind None"):
-        make_tokenizer(path, tmp_path / "tokenizer")
-    write_gguf(tiny_model("llama"), path)
-    path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.murges"))
-    with pytest.raises(ModelError, match="its tokenizer cannot be read"):
-        make_tokenizer(path, tmp_path / "tokenizer")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AutoTokenizer
 
 from inference_engine.errors import ModelError
 from inference_engine.models import tokenizer_folder
-from inference_engine.models.file_keys import REFUSED, TOKENIZER_KEYS
+from inference_engine.models.file_keys import TOKENIZER_KEYS
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.gguf_tokenizer import check_made_tokenizer
@@ -27,7 +26,6 @@ from tests.models.vocabularies import (
     NORMAL,
     PACKAGES,
     UNKNOWN,
-    UNUSED,
     USER_DEFINED,
     tokenizer_files,
     write_tokens,
@@ -85,13 +83,6 @@ def test_every_control_and_user_defined_token_has_its_id_whatever_its_spelling(k
     assert max(tokenizer.get_vocab().values()) < len(tokens)
 
 
-def test_a_token_without_text_has_an_id_and_no_text(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "m.gguf", [("", CONTROL), *BYTES, ("", CONTROL)], {"bos_token_id": 0, "eos_token_id": 258})
-    tokenizer = made(tmp_path / "m.gguf")
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 258)
-    assert tokenizer.decode([0, *tokenizer.encode("a"), 258], skip_special_tokens=True) == "a"
-
-
 def test_a_chat_has_the_ids_of_the_header(tmp_path: Path, cache: Path) -> None:
     spelled = {0: ("<｜begin｜>", 3), 1: ("<｜end｜>", 3)}
     write_gguf(tiny_model("llama"), tmp_path / "m.gguf", spelled=spelled, ids={"eot": 2})
@@ -119,15 +110,6 @@ def test_a_file_as_ollama_writes_it_has_the_ends_that_it_lists(tmp_path: Path) -
     assert json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text()) == {"eos_token_id": [0, 3]}
 
 
-def test_a_row_without_a_token_decodes_to_nothing(tmp_path: Path) -> None:
-    tokens = [*BYTES[:-1], ("ab", UNUSED), ("<end>", CONTROL), ("[PAD258]", UNUSED)]
-    write_tokens(tmp_path / "m.gguf", tokens, {"eos_token_id": 257}, rows=300)
-    tokenizer = made(tmp_path / "m.gguf")
-    assert tokenizer.decode([258, 299]) == ""
-    assert tokenizer.encode("ab") == [256]  # merges lead to it, so it is used
-    assert tokenizer.encode("[PAD258]") == tokenizer.encode("[") + tokenizer.encode("PAD258]")
-
-
 @pytest.mark.parametrize(
     ("tokens", "values", "reason"),
     [
@@ -152,11 +134,6 @@ def test_what_does_not_fit_the_header_is_refused_with_the_way_out(
         make_tokenizer(tmp_path / "m.gguf", tmp_path / "tokenizer")
     assert str(caught.value).startswith(f"{tmp_path / 'm.gguf'}: its tokenizer")
     assert "beside the model's tokenizer.json" in str(caught.value)
-
-
-def test_an_id_that_a_converter_wrote_for_none_is_none(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "m.gguf", [("<a>", CONTROL), *BYTES], {"eos_token_id": 0, "padding_token_id": 2**32 - 1})
-    assert made(tmp_path / "m.gguf").pad_token_id is None
 
 
 @pytest.mark.hostile
@@ -193,15 +170,6 @@ def test_a_made_tokenizer_that_differs_from_its_file_is_found(
         check_made_tokenizer(read_gguf(path), tmp_path / "tokenizer")
 
 
-def test_a_tokenizer_that_an_older_program_made_is_made_again(tmp_path: Path, cache: Path) -> None:
-    write_gguf(tiny_model("llama"), tmp_path / "m.gguf")
-    folder = tokenizer_folder(str(tmp_path / "m.gguf"), cache)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "made_with.json").unlink()
-    assert tokenizer_folder(str(tmp_path / "m.gguf"), cache) == folder
-    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 1
-
-
 # -- SentencePiece ----------------------------------------------------------------------------------------------------
 
 
@@ -233,13 +201,6 @@ def test_every_key_has_a_treatment_and_a_sentence() -> None:
     for key, (treatment, sentence) in TOKENIZER_KEYS.items():
         assert treatment in ("honoured", "refused", "no effect"), key
         assert len(sentence) > 5, key
-
-
-@pytest.mark.parametrize("key", [key for key, (treatment, _) in TOKENIZER_KEYS.items() if treatment == REFUSED])
-def test_a_key_that_is_refused_is_refused(key: str, tmp_path: Path) -> None:
-    write_tokens(tmp_path / "m.gguf", BYTES, {key.removeprefix("tokenizer.ggml."): True})
-    with pytest.raises(ModelError, match=re.escape(key)):
-        make_tokenizer(tmp_path / "m.gguf", tmp_path / "tokenizer")
 
 
 # -- published vocabularies -------------------------------------------------------------------------------------------

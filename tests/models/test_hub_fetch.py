@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 from inference_engine.cli import models as command
 from inference_engine.errors import ModelError
 from inference_engine.models import HubModel, fetch_from_hub, find_model, hub_download, hub_fetch, load_model
 from inference_engine.models.hub import snapshot
-from tests.further import further, further_test
+from tests.further import further
 from tests.models.hub_entry import share
 from tests.models.hub_server import Hub, served
 from tests.models.tiny_folder import logits, tiny_llama
@@ -108,26 +107,6 @@ def test_a_model_is_fetched_and_opens_by_its_name(
     }
 
 
-def test_shards_are_those_of_the_index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "sharded").iterdir()}
-    hub = Hub(name=NAME, commit=COMMIT, files={**files, "another-model.safetensors": b"not in the index"})
-    with served(hub):
-        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
-    assert hub.fetched() == set(files)
-    assert torch.equal(logits(load_model(NAME, cache=cache).model), logits(tiny_llama()))
-
-
-@further_test
-def test_a_revision_is_fetched_under_its_name(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.revisions = ("v1",)
-    with served(hub):
-        assert kakeya_models(hub, monkeypatch, cache, "fetch", f"{NAME}@v1") == 0
-    assert find_model(f"{NAME}@v1", cache=cache).folder.name == COMMIT
-    with pytest.raises(ModelError, match=f"kakeya models fetch {NAME}$|kakeya models fetch {NAME};"):
-        find_model(NAME, cache=cache)
-
-
 def test_what_is_here_is_not_downloaded_again(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(hub):
         assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
@@ -136,27 +115,16 @@ def test_what_is_here_is_not_downloaded_again(hub: Hub, cache: Path, monkeypatch
     assert not any(path.startswith("/large/") for path in hub.asked)
 
 
-@further_test
-def test_what_is_here_suffices_where_the_hub_cannot_be_reached(
-    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with served(hub):
-        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
-    assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
-
-
-@further_test
-def test_what_is_missing_of_a_model_is_added(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(hub):
-        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
-        weights = find_model(NAME, cache=cache).folder / "model.safetensors"
-        weights.resolve().unlink()
-        weights.unlink()
-        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
-    assert torch.equal(logits(load_model(NAME, cache=cache).model), logits(tiny_llama()))
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_safetensors_is_refused_and_its_pickle_not_fetched(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del hub.files["model.safetensors"]
+    with served(hub):
+        assert "no model.safetensors" in refused(hub, monkeypatch, cache, capsys)
+    assert "pytorch_model.bin" not in hub.fetched()
 
 
 @pytest.mark.parametrize(
@@ -182,24 +150,6 @@ def test_a_model_that_is_not_served_is_refused_before_its_weights_are_fetched(
     assert "model.safetensors" not in hub.fetched()
 
 
-def test_a_model_without_safetensors_is_refused_and_its_pickle_not_fetched(
-    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    del hub.files["model.safetensors"]
-    with served(hub):
-        assert "no model.safetensors" in refused(hub, monkeypatch, cache, capsys)
-    assert "pytorch_model.bin" not in hub.fetched()
-
-
-def test_a_model_that_the_hub_does_not_have_says_so(
-    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with served(hub):
-        said = refused(hub, monkeypatch, cache, capsys, "some-org/other")
-        assert f"{hub.url} has no model some-org/other" in said
-        assert f"{NAME} has no revision v7" in refused(hub, monkeypatch, cache, capsys, f"{NAME}@v7")
-
-
 def test_a_gated_model_says_whose_terms_and_which_token(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,24 +162,6 @@ def test_a_gated_model_says_whose_terms_and_which_token(
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
         assert "hf_secret" not in capsys.readouterr().out
-
-
-def test_a_hub_that_is_not_there_says_so(
-    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with served(hub):
-        pass
-    said = refused(hub, monkeypatch, cache, capsys)
-    assert f"{hub.url} cannot be reached" in said
-    assert "HF_ENDPOINT" in said
-
-
-def test_a_hub_that_fails_says_with_which_status(
-    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.status = 500
-    with served(hub):
-        assert f"{hub.url} answered 500" in refused(hub, monkeypatch, cache, capsys)
 
 
 @pytest.mark.hostile
@@ -303,17 +235,3 @@ def test_a_hub_that_stops_sending_is_given_up(
     assert any(path.startswith("/large/") for path in hub.asked)
     blobs = HubModel(NAME).entry(tmp_path / "hub") / "blobs"
     assert not list(blobs.glob("*.incomplete")), "it would never be used"
-
-
-def test_a_cache_that_cannot_be_written_says_so(
-    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "hub").write_text("a file where a folder should be")
-    with served(hub):
-        assert f"cannot be put into {tmp_path / 'hub'}" in refused(hub, monkeypatch, cache, capsys)
-
-
-def test_this_process_stays_off_the_network(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(hub):
-        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
-    assert constants.is_offline_mode()

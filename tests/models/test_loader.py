@@ -25,27 +25,9 @@ def test_the_loaded_model_gives_the_logits_of_the_saved_one(folder: Path, cache:
     assert (loaded.dtype, loaded.device, loaded.weights_sha256) == ("float32", "cpu", None)
 
 
-def test_the_loaded_model_is_for_inference_only(folder: Path, cache: Path) -> None:
-    model = load_model(str(folder), cache=cache).model
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_tied_weights_stay_one_tensor(folder: Path, cache: Path) -> None:
     model: Any = load_model(str(folder), cache=cache).model
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_weights_that_are_not_tied_stay_two_tensors(tmp_path: Path, cache: Path) -> None:
-    tiny_llama(tied=False).save_pretrained(tmp_path / "untied")
-    model: Any = load_model(str(tmp_path / "untied"), cache=cache).model
-    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-
-
-def test_sharded_weights_load(tmp_path: Path, cache: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
-    assert torch.equal(logits(load_model(str(tmp_path / "sharded"), cache=cache).model), logits(tiny_llama()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's own memory map from /proc")
@@ -67,22 +49,6 @@ def test_bfloat16_is_the_rounded_model(folder: Path, cache: Path) -> None:
         assert torch.equal(rounded[name], exact.to(torch.bfloat16))
 
 
-def test_the_attention_function_is_the_one_asked_for(folder: Path, cache: Path) -> None:
-    assert load_model(str(folder), cache=cache).model.config._attn_implementation == "eager"
-    assert load_model(str(folder), cache=cache, attention="sdpa").model.config._attn_implementation == "sdpa"
-
-
-def test_an_attention_function_the_configuration_asks_for_is_not_used(folder: Path, cache: Path) -> None:
-    config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace("{", '{"attn_implementation": "another/kernels",', 1))
-    assert load_model(str(folder), cache=cache).model.config._attn_implementation == "eager"
-
-
-def test_an_unknown_dtype_is_refused(folder: Path, cache: Path) -> None:
-    with pytest.raises(ModelError, match="float8"):
-        load_model(str(folder), cache=cache, dtype="float8")
-
-
 @pytest.mark.parametrize("device", ["abacus", "cuda:99"])
 def test_a_device_that_is_not_there_is_refused_by_name(folder: Path, cache: Path, device: str) -> None:
     with pytest.raises(BackendError, match=device):
@@ -100,16 +66,6 @@ def test_without_a_place_for_temporary_files_the_refusal_says_so(
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
     with pytest.raises(ModelError, match="TMPDIR"):
         load_model(str(folder), cache=cache)
-
-
-def test_loading_leaves_no_temporary_files(
-    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    model = load_model(str(folder), cache=cache).model
-    assert list((tmp_path / "temporary").iterdir()) == []
-    assert torch.equal(logits(model), logits(tiny_llama()))
 
 
 def test_loading_opens_no_connection(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,13 +42,6 @@ def test_a_file_whose_pages_are_in_use_is_noticed_when_it_is_written_to(folder: 
         assert weights.spoiled() == "model.safetensors was written to"
 
 
-def test_a_file_whose_pages_are_in_use_is_noticed_when_it_is_cut(folder: Path) -> None:
-    size = (folder / WEIGHTS).stat().st_size
-    with MappedWeights(folder / WEIGHTS) as weights, mapped(folder / WEIGHTS):
-        os.truncate(folder / WEIGHTS, size // 2)
-        assert weights.spoiled() == f"model.safetensors was written to ({size} bytes before, {size // 2} now)"
-
-
 def test_a_file_that_takes_the_place_of_the_one_in_use_changes_nothing(folder: Path, tmp_path: Path) -> None:
     with MappedWeights(folder / WEIGHTS) as weights, mapped(folder / WEIGHTS):
         other = Path(shutil.copy(folder / WEIGHTS, tmp_path / "other"))
@@ -67,13 +60,6 @@ def test_a_file_that_was_copied_into_memory_may_change_which_is_logged_once(
     assert [record.getMessage().partition(" while")[0] for record in caplog.records] == [
         "model.safetensors was written to"
     ]
-
-
-def test_a_name_with_spaces_is_found_among_the_mapped(folder: Path, tmp_path: Path) -> None:
-    spaced = folder.rename(tmp_path / "a model (deleted) of mine")
-    with MappedWeights(spaced / WEIGHTS) as weights, mapped(spaced / WEIGHTS):
-        overwrite(spaced / WEIGHTS)
-        assert weights.spoiled() is not None
 
 
 def resident(path: Path) -> int:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from inference_engine.cli import models as command
-from inference_engine.cli.models import MOST_NAMES
-from inference_engine.models import known_names, write_manifest
 from tests.models.odd_models import ODD
 from tests.models.tiny_gguf import tiny_model, write_gguf
 
@@ -25,12 +23,6 @@ def kakeya_models(*arguments: str) -> int:
 def unwrapped(capsys: pytest.CaptureFixture[str]) -> str:
     """What a table has printed, without its lines."""
     return " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-
-def test_list_names_every_known_model(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kakeya_models("list", "--cache-dir", str(cache)) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in known_names())
 
 
 def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,25 +45,11 @@ def test_show_compares_the_tokenizer_of_a_file_with_the_file_and_names_the_ends_
     assert "the tokens 5 and 6 are both" in unwrapped(capsys)
 
 
-def test_show_lists_what_is_ignored(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("README.md", "modeling_llama.py", "pytorch_model.bin", *(f"page-{n}.txt" for n in range(MOST_NAMES))):
-        (folder / name).write_text("")
-    assert kakeya_models("show", str(folder), "--cache-dir", str(cache)) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("README.md", "modeling_llama.py", "pytorch_model.bin", "and 3 more"))
-
-
 def test_show_says_what_its_files_contradict(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ODD["tied, another head"].make(tmp_path / "model")
     assert kakeya_models("show", str(tmp_path / "model"), "--cache-dir", str(cache)) == 0
     printed = capsys.readouterr().out
     assert "remarks" in printed and "lm_head.weight is another matrix than" in printed
-
-
-def test_show_verifies_when_asked(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_manifest(folder, model="tiny", source={}, licence="none", dtype="float32", parameters=1)
-    assert kakeya_models("show", str(folder), "--verify", "--cache-dir", str(cache)) == 0
-    assert "every byte, just now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -89,10 +67,3 @@ def test_a_model_at_fault_is_one_line_and_status_1(
     printed = capsys.readouterr().err
     assert said in printed
     assert printed.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", [(), ("fetch",), ("no-such-command",)])
-def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        kakeya_models(*arguments)
-    assert caught.value.code == 2

@@ -29,10 +29,6 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 32
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def in_fp8(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, and the numbers that they stand for; scales of the shape of the weight."""
     codes = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -257,24 +253,9 @@ def test_tensors_that_do_not_fit_their_layout_are_refused(
         open_backend(settings(tmp_path / "model"))
 
 
-def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
-    written(tmp_path / "model", "awq")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    tensors["model.layers.0.mlp.experts.0.up_proj.qweight"] = tensors[f"{UP}.qweight"].clone()
-    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"experts\.0\.up_proj\.qweight has no place"):
-        open_backend(settings(tmp_path / "model"))
-
-
 def test_weights_that_are_stored_quantised_are_not_made_into_another_format(tmp_path: Path) -> None:
     written(tmp_path / "model", "awq")
     with pytest.raises(BackendError, match=r"weights=int8.*weights=auto"):
         open_backend(settings(tmp_path / "model", weights="int8"))
     with pytest.raises(BackendError, match=r"backend=native .* stored in awq"):
         open_backend(settings(tmp_path / "model", backend="native"))
-
-
-def test_fp8_is_made_on_cuda_alone(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "model")
-    with pytest.raises(BackendError, match=r"weights=fp8 is for CUDA; on a CPU start with weights=int8"):
-        open_backend(settings(tmp_path / "model", weights="fp8"))

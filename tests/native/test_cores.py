@@ -68,53 +68,6 @@ def test_a_quota_is_rounded_up_to_whole_cores(files: Files, quota: str, expected
     assert files.unified("/a", a=f"{quota}\n") == expected
 
 
-def test_the_least_quota_of_a_group_and_those_above_it_holds(files: Files) -> None:
-    group = "/kubepods/pod/one"
-    assert files.unified(group, kubepods="max 100000", kubepods__pod="300000 100000") == 3
-    assert files.unified(group, kubepods__pod__one="700000 100000") == 3
-    assert files.unified(group, kubepods__pod__one="50000 50000") == 1
-    assert files.unified(group, top="40000 100000", kubepods__pod__one="max 100000") == 1
-
-
-def test_groups_beside_and_below_it_say_nothing(files: Files) -> None:
-    assert files.unified("/a", b="100000 100000", a__c="100000 100000") is None
-
-
-def test_what_limits_nothing_is_no_quota(files: Files) -> None:
-    assert files.unified("/a/b", a="max 100000\n", a__b="max 100000\n") is None
-    assert files.separate("/a", top=("-1\n", "100000\n"), a=("-1\n", "100000\n")) is None
-
-
-def test_version_1_has_a_file_for_the_quota_and_one_for_the_period(files: Files) -> None:
-    assert files.separate("/a/b", a__b=("250000\n", "100000\n")) == 3
-    assert files.separate("/a/b", a=("100000\n", "50000\n")) == 2
-
-
-def test_a_container_that_sees_names_of_its_host_has_its_own_group_as_the_top(files: Files) -> None:
-    """So it is with version 1 as a rule: of /docker/7f only what is below can be seen."""
-    own = OF_CPU.replace("0:30 / ", "0:30 /docker/7f ")
-    assert files.separate("/docker/7f", own, top=("200000", "100000")) == 2
-    assert files.separate("/docker/7f/inner", own, inner=("100000", "100000")) == 1
-    assert files.separate("/docker/8a", own) == 2
-
-
-def test_a_group_beside_the_top_has_no_name_here(files: Files) -> None:
-    """A process that was moved there. What is above it may still limit it."""
-    assert files.unified("/../8a", top="200000 100000") == 2
-
-
-def test_both_versions_may_be_there_at_once(files: Files) -> None:
-    """Then version 2 has no quotas: a controller is in one of them."""
-    both = SEPARATE + UNIFIED.replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
-    assert files.separate("/a", both, a=("400000", "100000")) == 4
-
-
-def test_groups_may_lie_in_any_folder(files: Files) -> None:
-    mounts = UNIFIED.replace("/sys/fs/cgroup", "/my\\040groups")
-    assert files.unified("/a:b", mounts) is None
-    assert files.write({"my groups/a:b/cpu.max": "500000 100000\n"}) == 5
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -134,29 +87,6 @@ def test_groups_may_lie_in_any_folder(files: Files) -> None:
 def test_a_file_that_is_not_as_the_kernel_writes_it_limits_nothing(files: Files, text: str) -> None:
     assert files.unified("/a", a=text) is None
     assert files.unified("/a", top="300000 100000") == 3
-
-
-def test_numbers_without_end_limit_nothing(files: Files) -> None:
-    assert files.unified("/", top="9" * 5000 + " 1") is None
-
-
-def test_lists_that_are_not_as_the_kernel_writes_them_limit_nothing(files: Files) -> None:
-    assert files.write({"proc/self/cgroup": "\n0::\n:\nx\n", "proc/self/mountinfo": "\n- -\n1 2 - cgroup2\n"}) is None
-    assert files.write({"proc/self/mountinfo": UNIFIED, "sys/fs/cgroup/cpu.max": "200000 100000"}) == 2
-    (files.root / "proc/self/cgroup").write_bytes(b"0::/\xff\xfe\n")
-    assert quota_cores(files.root) == 2
-
-
-def test_files_that_are_missing_limit_nothing(files: Files) -> None:
-    assert quota_cores(files.root) is None
-    assert files.write({"proc/self/cgroup": "0::/a\n"}) is None
-    assert files.write({"proc/self/mountinfo": UNIFIED}) is None
-    assert files.write({"sys/fs/cgroup/a/cpu.cfs_quota_us": "100000"}) is None
-
-
-def test_a_folder_in_place_of_a_file_limits_nothing(files: Files) -> None:
-    (files.root / "sys/fs/cgroup/a/cpu.max").mkdir(parents=True)
-    assert files.unified("/a") is None
 
 
 def test_the_smaller_of_affinity_and_quota_is_used(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,65 +16,12 @@ from inference_engine.backends.native.program import Program
 from inference_engine.config import child_environment
 from inference_engine.errors import BackendError, Overloaded
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.operations import Embed, Experts, Product, Select, Softcap, StepList
+from inference_engine.models.operations import Embed, Experts, Product, Select, StepList
 from inference_engine.native import build
 from inference_engine.native.library import Identity, Matrix, Step
 from inference_engine.scheduler.lifecycle import is_out_of_memory
 from tests.native.test_forward import Sessions, ids_of
 from tests.tiny_native import library, tiny_native
-
-NO_MEMORY = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-from inference_engine.native import build
-build.LIBRARY = Path(sys.argv[1])
-from inference_engine.native.library import Attention, KVType, load
-native = load()
-threads, kernels = native.open_threads(4), native.kernels()
-count, heads, dim = 256, 8, 256
-queries = np.ones((count, heads, dim), np.float32)
-out, states = np.empty_like(queries), np.ones((count * 8, dim), np.float32)
-lines = np.zeros((count, 16), np.int64)
-lines[:, 1], lines[:, 2], lines[:, 6] = count, count, np.arange(count)
-def attend(dim):
-    kernels.attend(threads, Attention(
-        queries=queries.ctypes.data, keys=states.ctypes.data, values=states.ctypes.data, regions=lines.ctypes.data,
-        out=out.ctypes.data, count=count, query_stride=heads * dim, region_stride=16, out_stride=heads * dim,
-        query_heads=heads, kv_heads=heads, head_dim=dim, kv_type=KVType.FLOAT32, scaling=1.0, softcap=0.0))
-attend(16)  # every thread has begun
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-limits = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), limits[1]))
-try:
-    attend(dim)
-except MemoryError as error:
-    said = str(error)
-else:
-    said = "no error"
-resource.setrlimit(resource.RLIMIT_AS, limits)
-print(said)
-attend(dim)
-print(bool((abs(out - 1) < 1e-6).all()))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_a_thread_without_memory_raises_an_error_in_python() -> None:
-    library()
-    if "libasan" in child_environment().get("LD_PRELOAD", ""):
-        pytest.skip("the checks of addresses need memory of their own")
-    done = subprocess.run(
-        [sys.executable, "-c", NO_MEMORY, str(build.LIBRARY)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        # What is large comes from the system each time, not from what was freed before.
-        env=child_environment(OPENBLAS_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["no memory is left for the attention of 256 tokens", "True"]
 
 
 class _Float32:
@@ -118,24 +65,6 @@ def logits_of(steps: StepList, tensors: _Tensors, ids: list[int]) -> np.ndarray[
     program.close()
     program.close()
     return logits
-
-
-def test_a_limit_of_logits_keeps_what_is_not_a_number() -> None:
-    words = np.zeros((20, 16), np.float32)
-    words[:, 0] = [np.nan, np.inf, -np.inf, 0, -1, 3, *range(14)]
-    head = np.zeros((20, 16), np.float32)
-    head[:, 0] = 1
-    operations = (
-        Embed(output="hidden", matrix="words"),
-        Select(input="hidden", output="last"),
-        Product(input="last", output=None, matrices=("head",)),
-        Softcap(limit=2.0),
-    )
-    steps = StepList(operations=operations, widths={"hidden": 16, "last": 16}, layers=(), hidden=16, vocabulary=20)
-    found = logits_of(steps, _Tensors(words=words, head=head), [0, 3, 4, 5])
-
-    assert np.isnan(found[0]).all()
-    np.testing.assert_allclose(found[1:], 2 * np.tanh(np.array([0, -1, 3]) / 2)[:, None] + np.zeros(20), atol=1e-6)
 
 
 @pytest.mark.parametrize("spoilt", [np.nan, np.inf])
@@ -237,21 +166,6 @@ def test_any_number_of_threads_computes(count: int) -> None:
             kernels.linear(threads, matrix, Identity.EXACT, np.ones((40, 64), np.float32), out)
             assert (out == 64).all()
         assert threads.count == max(count, 1)
-
-
-def test_numbers_beside_a_tensors_own_bytes_are_not_read() -> None:
-    from inference_engine.backends.native.program import _Packed
-    from inference_engine.errors import ModelError
-
-    short = _Float32(np.ones((32, 32), np.float32))
-    short.data = short.data[:-4]
-    rows = _Float32(np.ones((32, 32), np.float32))
-    rows.row_order = np.arange(1, 33)  # type: ignore[assignment]
-    for tensor, reason in ((short, "4092 bytes cannot hold"), (rows, "0 to 31")):
-        tensors = _Tensors()
-        tensors._tensors["a"] = tensor
-        with pytest.raises(ModelError, match=reason):
-            _Packed(library(), tensors, "auto").add(["a"], (32, 32))
 
 
 def test_the_process_ends_while_threads_sleep() -> None:

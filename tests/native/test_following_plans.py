@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.kernels.sampling import Sampler
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import GenerateParams, Sampling
-from tests.facade import on_the_engines_thread, standing_still
+from tests.facade import standing_still
 from tests.laws.variants import drain, text, tokens
 from tests.tiny import SMALL
 from tests.tiny_native import tiny_native
@@ -46,19 +43,3 @@ def test_a_long_generate_gives_the_tokens_of_many_short_ones_to_the_bit(named: s
         with standing_still(engine):
             running = [engine.generate(session, params(count)) for session, count in zip(sessions, COUNTS, strict=True)]
         assert [tokens(drain(generation)) for generation in running] == expected
-
-
-def test_when_no_generate_runs_no_sampler_is_kept() -> None:
-    """It has a number for each token of the vocabulary."""
-
-    def samplers() -> int:
-        gc.collect()
-        return sum(isinstance(each, Sampler) for each in gc.get_objects())
-
-    with Engine(tiny_native(), EngineConfig(**SMALL)) as engine:
-        session = engine.create_session(limit_tokens=8 * SEGMENT).session_id
-        engine.append(session, text(SEGMENT))
-        before = samplers()
-        assert len(tokens(drain(engine.generate(session, GenerateParams(max_tokens=20))))) == 20
-        on_the_engines_thread(engine)
-        assert samplers() == before

@@ -22,7 +22,6 @@ from inference_engine.backends.twin import TwinSizes, text_generator
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
-from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
@@ -183,30 +182,6 @@ def test_logits_over_compressed_entries_are_equal_to_the_bit_however_tokens_are_
     assert torch.equal(torch.cat(found), expected)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *COMPRESSED], ids=str)
-def test_fixed_shape_mode_pads_no_session_that_reads_by_numbers(strategy: KVStrategy) -> None:
-    """Its bits are equal however tokens are cut, and beside a session that is padded, because it chooses blocks."""
-    ids, forward = ids_of(112), tiny_native(kv_type=KVType.FLOAT16)
-
-    def woken(*strategies: KVStrategy) -> Sessions:
-        sessions = Sessions(forward, *strategies, mode=Mode.FIXED_SHAPE)
-        assert sessions.sessions[-1].wake(256)
-        return sessions
-
-    expected = woken(strategy).logits(0, ids, range(16, 112, 16))
-
-    one_by_one = woken(strategy)
-    assert torch.equal(one_by_one.logits(0, ids, range(1, 112)), expected)
-    assert one_by_one.tokens == 1
-
-    found, crowd = [], woken(Gather(block=4, budget=48, sink=0, window=20), strategy)
-    for first in range(0, 112, 8):
-        result, parts = crowd.step((0, ids_of(1, first)), (1, ids[first : first + 8]))
-        found.append(result.logits[parts[1]])
-        assert crowd.tokens > 1 + 8
-    assert torch.equal(torch.cat(found), expected)
-
-
 @each_kind
 @each_kv_type
 def test_levels_and_threads_give_equal_bits(kv_type: KVType, identity: Identity, weights: str) -> None:
@@ -269,17 +244,6 @@ def test_entries_take_the_bytes_of_their_dtype_and_change_logits_by_its_rounding
     assert rounded.context.geometry.entry_bytes * share == exact.context.geometry.entry_bytes
     bytes_of = [sessions.sessions[0].footprint().by_kind["entries"] for sessions in (exact, rounded)]
     assert bytes_of[1] * share == bytes_of[0]
-
-
-@pytest.mark.parametrize("kv_type", [KVType.FLOAT16, KVType.BFLOAT16], ids=lambda kv_type: kv_type.name)
-@pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_views_read_entries_of_16_bits_as_the_kernels_do(strategy: KVStrategy, mode: Mode, kv_type: KVType) -> None:
-    ids, cuts = ids_of(60), [16, 32, 33, 48]
-    together = Sessions(tiny_native(kv_type=kv_type), strategy).logits(0, ids, cuts)
-    by_views = Sessions(tiny_native(kv_type=kv_type, attends_together=False), strategy, mode=mode)
-
-    torch.testing.assert_close(by_views.logits(0, ids, cuts), together, atol=KV_ROUNDING[kv_type] / 4, rtol=0)
 
 
 @pytest.mark.parametrize("attends_together", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,13 +21,9 @@ from inference_engine.backends.native.program import _Packed
 from inference_engine.compose import admit, executor, open_backend
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ModelError
-from inference_engine.kv.geometry import IMMOVABLE, LayerGeometry
 from inference_engine.models.checkpoint import StoredTensor
-from inference_engine.models.families import step_list
-from inference_engine.models.gguf_header import read_gguf
-from inference_engine.models.operations import NoStepListError
 from tests.models.test_mapped import resident
-from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
+from tests.models.tiny_gguf import FAMILIES, tiny_model
 from tests.tiny_native import library
 
 pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("trying_no_strategies")]
@@ -174,54 +169,6 @@ def test_what_the_kernels_are_not_made_for_is_served_by_torch(case: str, folders
     assert open_backend(settings, admitted).facts.backend == "torch"
     said = executor(settings)
     assert said[0] == "torch" and reason in said[1], "doctor and `models show` say so before anything is loaded"
-
-
-def test_a_scale_that_is_not_finite_is_left_to_torch(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(tiny_model("llama"), path, "Q8_0")
-    content, first = bytearray(path.read_bytes()), read_gguf(path).tensors["blk.0.ffn_up.weight"].start
-    content[first : first + 2] = b"\xff\xff"
-    path.write_bytes(content)
-    settings = ModelConfig(model=str(path), cache_dir=str(tmp_path / "cache"))
-
-    with pytest.raises(BackendError, match="not finite"):
-        open_backend(native(settings))
-
-
-def test_a_size_that_was_asked_for_and_cannot_be_had_is_an_error(folders: Folders) -> None:
-    def spoil(tensors: Tensors) -> None:
-        tensors[f"{ATTENTION}o_proj.weight"][0, 0] = math.inf
-
-    settings, admitted = folders.make("llama", spoil)
-    asked = ModelConfig(model=settings.model, cache_dir=settings.cache_dir, weights="int8")
-    with pytest.raises(BackendError, match=r"o_proj\.weight has numbers that int8 cannot hold"):
-        open_backend(asked, admitted)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"query_heads": 4, "kv_heads": 3}, "4 query heads, which are not as many for each of 3"),
-        ({"query_heads": 2, "kv_heads": 4}, "2 query heads"),
-        ({"head_dim": 0}, "heads of 0 numbers"),
-        ({"rotary": IMMOVABLE}, "not a rotation"),
-    ],
-)
-def test_layers_that_the_kernels_cannot_read_have_no_list(change: dict[str, Any], reason: str) -> None:
-    model = tiny_model("llama")
-    own = {"query_heads": 4, "kv_heads": 2, "head_dim": 16, "native_window": None, "rotary": "default", **change}
-
-    with pytest.raises(NoStepListError, match=reason):
-        step_list(model.config, [LayerGeometry(**own)] * 2, list(model.state_dict()))
-
-
-@pytest.mark.parametrize(("experts", "chosen"), [(4, 5), (4, 0), (0, 0)])
-def test_more_experts_than_there_are_cannot_be_chosen(experts: int, chosen: int) -> None:
-    model = tiny_model("qwen3moe")
-    model.config.num_experts, model.config.num_experts_per_tok = experts, chosen
-    layer = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16, native_window=None, rotary="default")
-    with pytest.raises(NoStepListError, match=f"{chosen} of {experts} experts"):
-        step_list(model.config, [layer] * 2, [*model.state_dict()])
 
 
 def test_its_threads_end_when_a_model_is_dropped(folders: Folders) -> None:

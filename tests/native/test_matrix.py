@@ -25,7 +25,6 @@ Bytes = NDArray[np.uint8]
 
 # Formats that floats are packed into; the others hold llama.cpp's blocks of the same name.
 OF_FLOATS = tuple(form for form in Format if form <= Format.INT4_WIDE)
-QUANTISED_FORMATS = tuple(form for form in Format if form.is_quantised)
 # Blocks that become what another product reads: one of each such product here, the rest is alike.
 ALIKE = (Format.Q6_K, Format.Q5_1, Format.Q5_K, Format.IQ4_NL, Format.IQ4_XS, Format.MXFP4)
 PRODUCTS = [
@@ -223,40 +222,6 @@ def test_what_is_not_finite_stays_with_its_token(native: Native, form: Format, i
                 assert got[others].tobytes() == clean[others].tobytes()
 
 
-def test_activations_of_any_size_are_quantised(native: Native, subtests: pytest.Subtests) -> None:
-    for form in QUANTISED_FORMATS:
-        with subtests.test(form.name):
-            packed = random_matrix(native, form, 16, 64)
-            for scale in (1e-44, 1e-38, 1e-31, 1e-20, 1e30, 3e36):
-                x = tokens(2, packed.inputs) * np.float32(scale)
-                results = {packed.product(x, Identity.QUANTISED, level).tobytes() for level in native.kernels}
-                assert len(results) == 1
-                assert np.isfinite(np.frombuffer(results.pop(), np.float32)).all()
-
-
-def extreme_blocks(source: Source, code: int, inputs: int) -> Bytes:
-    """19 outputs whose codes are all `code`, a byte of a block: scale 1 and no offset."""
-    kind = BY_NAME[source.name]
-    blocks = np.full((19, inputs // kind.numbers, kind.size_bytes), code, np.uint8)
-    blocks[..., :2] = np.array([1], np.float16).view(np.uint8)
-    if source is Source.Q4_1:
-        blocks[..., 2:4] = 0
-    return blocks.reshape(19, -1)
-
-
-def test_the_largest_codes_and_bytes_do_not_overflow(native: Native, subtests: pytest.Subtests) -> None:
-    """Some instructions add products in 16 bits."""
-    for source, code, number in ((Source.Q4_1, 0xFF, 15), (Source.Q8_0, 0x7F, 127), (Source.Q8_0, 0x80, -128)):
-        for form in EXACT_FORMATS[source]:
-            packed = Packed(native, form, 19, 64)
-            assert packed.pack(source, extreme_blocks(source, code, 64)) == 0
-            for sign in (1, -1):
-                x = np.full((9, 64), 127 * sign, np.float32)
-                for level in native.kernels:
-                    with subtests.test(f"{form.name}, {number} · {127 * sign}, {level}"):
-                        assert (packed.product(x, Identity.QUANTISED, level) == 64 * number * 127 * sign).all()
-
-
 # -- packing ----------------------------------------------------------------------------------------------------------
 
 EXACT_FORMATS = {
@@ -278,33 +243,12 @@ def test_blocks_have_the_numbers_of_the_reference_reader(native: Native, source:
         assert (packed.numbers(level) == expected).all()
 
 
-LEVELLED = [name for name, kind in BY_NAME.items() if kind.levels]
-
-
-@pytest.mark.parametrize("encoding", LEVELLED)
-def test_bytes_have_the_numbers_of_the_reference_reader_where_no_tile_has_the_bits(
-    native: Native, encoding: str
-) -> None:
-    data = random_blocks(encoding, 19, 1024, odd_scales=True)
-    expected = dequantize(data, GGMLQuantizationType[encoding])
-    packed = Packed(native, Format.INT8_PAIR, 19, 1024)
-    pairs = pairs_of(expected, BY_NAME[encoding].levels)
-    assert pairs is not None and packed.pack(Source.PAIRS, pairs) == 0
-    for level in native.kernels:
-        assert (packed.numbers(level) == expected).all()
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0.3])
 def test_numbers_that_are_no_multiples_of_a_scale_do_not_become_bytes(bad: float) -> None:
     numbers = np.array([[1, -3] * 16], np.float32)
     assert pairs_of(numbers, (3, 1)) is not None
     numbers[0, 20] = bad
     assert pairs_of(numbers, (3, 1)) is None
-
-
-def test_every_type_of_blocks_that_has_a_tile_is_packed_from_it(native: Native) -> None:
-    tiles = {Source[kind.name]: Format[kind.tile] for kind in BY_NAME.values() if not kind.is_float and not kind.levels}
-    assert {source: forms[0] for source, forms in EXACT_FORMATS.items()} == tiles
 
 
 def test_compact_tiles_take_little_more_than_the_file(native: Native, subtests: pytest.Subtests) -> None:
@@ -322,32 +266,6 @@ def test_numbers_that_are_not_finite_are_refused(native: Native, form: Format) -
     assert Packed(native, form, 1, 256).pack(Source[form.name], data) == PackError.TOO_LARGE
 
 
-def test_outputs_are_in_the_order_that_is_asked_for(native: Native, subtests: pytest.Subtests) -> None:
-    for form in OF_FLOATS:
-        with subtests.test(form.name):
-            weights = np.random.default_rng(5).normal(size=(40, 50)).astype(np.float32)
-            order = np.random.default_rng(6).permutation(40)[:21].astype(np.int64)
-            packed = Packed(native, form, 21, 50)
-            assert packed.pack(Source.F32, as_bytes(weights), order) == 0
-            assert (packed.numbers() == of_floats(native, form, weights[order]).numbers()).all()
-
-
-def test_floats_are_rounded_to_the_nearest(native: Native) -> None:
-    rng = np.random.default_rng(7)
-    weights = (rng.normal(size=(18, 200)) * 10.0 ** rng.integers(-9, 4, (18, 200))).astype(np.float32)
-    assert (of_floats(native, Format.FLOAT32, weights).numbers() == weights).all()
-    assert (of_floats(native, Format.FLOAT16, weights).numbers() == weights.astype(np.float16)).all()
-    word = weights.view(np.uint32)
-    to_bf16 = ((word + 0x7FFF + (word >> 16 & 1)) & 0xFFFF0000).astype(np.uint32)
-    bfloat16 = of_floats(native, Format.BFLOAT16, weights)
-    assert (bfloat16.numbers() == to_bf16.view(np.float32)).all()
-    again = Packed(native, Format.FLOAT32, 18, 200)
-    assert again.pack(Source.BF16, as_bytes((to_bf16 >> 16).astype(np.uint16))) == 0
-    assert (again.numbers() == bfloat16.numbers()).all()
-    assert again.pack(Source.F16, as_bytes(weights.astype(np.float16))) == 0
-    assert (again.numbers() == weights.astype(np.float16)).all()
-
-
 @pytest.mark.parametrize(
     ("form", "steps"), [(Format.INT8, 254), (Format.INT8_PAIR, 254), (Format.INT4, 15), (Format.INT4_WIDE, 15)]
 )
@@ -362,26 +280,3 @@ def test_floats_are_quantised_by_blocks(native: Native, form: Format, steps: int
     error = np.abs(numbers.reshape(20, 3, 32) - blocks).max(-1)
     assert (error <= 0.51 * span / steps + 2e-3 * np.abs(blocks).max(-1) / (1 if steps == 15 else 1e9) + 1e-8).all()
     assert (numbers[0] == 0).all()
-
-
-def test_impossible_combinations_are_refused(native: Native) -> None:
-    weights = np.ones((2, 32), np.float32)
-    packed = Packed(native, Format.INT8, 2, 32)
-    assert packed.pack(Source.Q4_1, random_blocks("Q4_1", 2, 32)) == PackError.NO_SUCH_FORMAT
-    assert Packed(native, Format.Q5_1, 2, 32).pack(Source.F32, as_bytes(weights)) == PackError.NO_SUCH_FORMAT
-    assert Packed(native, Format.Q6_K, 2, 32).pack(Source.Q6_K, as_bytes(weights)) == PackError.BROKEN_BLOCKS
-    for bad in (np.nan, np.inf, 3e7):
-        weights[1, 3] = bad
-        assert packed.pack(Source.F32, as_bytes(weights)) == PackError.TOO_LARGE
-    weights[1, 3] = 7e4
-    assert Packed(native, Format.FLOAT16, 2, 32).pack(Source.F32, as_bytes(weights)) == PackError.TOO_LARGE
-    assert native.lib.kakeya_packed_bytes(len(Format), ctypes.c_int64(1), ctypes.c_int64(1)) == -1
-
-
-def test_the_offset_of_q4_0_may_need_the_wide_format(native: Native) -> None:
-    data = random_blocks("Q4_0", 2, 32)
-    data[0, :2] = np.array([60000], np.float16).view(np.uint8)
-    assert Packed(native, Format.INT4, 2, 32).pack(Source.Q4_0, data) == PackError.TOO_LARGE
-    wide = Packed(native, Format.INT4_WIDE, 2, 32)
-    assert wide.pack(Source.Q4_0, data) == 0
-    assert (wide.numbers() == dequantize(data, GGMLQuantizationType.Q4_0)).all()

@@ -7,16 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inference_engine.backends.native.coding import NativeCoder
 from inference_engine.backends.native.decoders import Turns, native_decoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
-from inference_engine.errors import BackendError
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.ragged_attention import COUNT, FLOOR, HEAD_SLOTS, RING
-from inference_engine.kernels.trellis import choose, make_levels
 from inference_engine.kv.context import (
     ArchivedCodes,
     GroupAnalyser,
@@ -27,9 +24,6 @@ from inference_engine.kv.context import (
     Rotate,
 )
 from inference_engine.native.library import Identity, KVType, Matrix, Threads
-from kv_cache_proposer.f_theta.levels import LEADING
-from kv_cache_proposer.f_theta.levels import levels as spaced
-from kv_cache_proposer.f_theta.packing import Packing
 from tests.further import further
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
@@ -112,12 +106,6 @@ def in_whole_numbers(decoder: LayerDecoder, codes: list[list[int]]) -> Tensor:
     matrix = (pairs * scales[:, :, :, None, :, None]).permute(0, 1, 4, 2, 3, 5).reshape(heads, 16 * count, -1)
     units *= torch.tensor([decoder.scales[code[decoder.first_byte]] for code in codes])[:, None].double()
     return (units @ matrix[..., : units.shape[1]].mT).float()
-
-
-def exactly(decoder: LayerDecoder, codes: list[list[int]]) -> Tensor:
-    """[Hkv, n, 2 · D], as `LayerDecoder` has them, in float64."""
-    units = torch.stack([units_of(decoder, code) for code in codes]).double()
-    return (units @ decoder.make_matrix().double().mT).float() + decoder.means[:, None]
 
 
 def decode(decoder: LayerDecoder, codes: list[list[int]], identity: Identity) -> Tensor:
@@ -238,118 +226,6 @@ def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
         assert torch.equal(run(100, 371, level, threads=2), found[:, :, 97:368]), level
 
 
-def laplace_decoder(count: int, least: int, most: int, *, is_largest: bool = False) -> LayerDecoder:
-    """Codes of `least` to `most` bits that share tables by width, of levels with long tails, and a matrix whose columns
-    fall, as a latent's do. is_largest: every level and every number is as large as any."""
-    generator = torch.Generator().manual_seed(count)
-    drawn = torch.randint(least, most + 1, (count,), generator=generator, dtype=torch.int32)
-    widths = drawn.sort(descending=True).values
-    kinds = range(least, most + 1)
-    quantiles = [(torch.arange(2 << width) + 0.5) / (2 << width) - 0.5 for width in kinds]
-    tables = [-own.sign() * (1 - 2 * own.abs()).log() for own in quantiles]
-    starts = dict(zip(kinds, np.cumsum([0, *map(len, tables)]), strict=False))
-    levels = torch.cat(tables)
-    matrix = torch.randn(HKV, 2 * D, count, generator=generator) * torch.linspace(4, 0.1, count)
-    if is_largest:
-        levels, matrix = torch.full_like(levels, 3.0), torch.full_like(matrix, -0.7)
-    return LayerDecoder(
-        first_byte=5,
-        chains=-(-count // 256),
-        scales=torch.rand(256, generator=generator) + 0.5,
-        widths=widths,
-        tables=torch.tensor([starts[int(width)] for width in widths], dtype=torch.int32),
-        levels=levels,
-        means=torch.zeros(HKV, 2 * D),
-        make_matrix=lambda: matrix,
-    )
-
-
-@pytest.mark.parametrize(
-    ("count", "least", "most"), [(1, 1, 1), (63, 1, 9), (128, 4, 7), (577, 1, 6), (40, 10, 10), (70, 3, 12)]
-)
-def test_products_of_whole_numbers_lose_little(count: int, least: int, most: int) -> None:
-    """At every level of instructions to the same bit, for odd counts and tables of four levels to thousands. Those with
-    more than whole numbers can tell apart are multiplied as floats.
-    """
-    decoder = laplace_decoder(count, least, most)
-    found, expected = restored_values(decoder)
-    product = native_decoder(decoder, Identity.EXACT).product
-    assert (product.whole is None) == (most > 10) and (product.matrices is None) == (most <= 10)
-
-    assert (found[0] - expected).square().mean() < 1e-6 * expected.square().mean()
-    for other in found[1:]:
-        assert torch.equal(other, found[0])
-
-
-@pytest.mark.parametrize("leading", [[6] * 4 + [5] * 6, [8] * 2 + [7] * 6 + [6] * 10, [10] * 4 + [9] * 6 + [8] * 10])
-def test_whole_numbers_lose_less_than_a_hundredth_of_what_codes_lose(leading: list[int]) -> None:
-    """With a codec's own tables, and codes of numbers as it has them: the levels of leading numbers have long tails."""
-    widths = [*leading, *[4] * 30, *[2] * 200, *[1] * 100]
-    levels = make_levels(
-        [spaced(width, index < LEADING) for index, width in enumerate(widths)], torch.ones(len(widths))
-    )
-    generator = torch.Generator().manual_seed(3)
-    numbers = torch.randn(96, len(widths), generator=generator)
-    codes = choose(numbers, levels)
-    # A bit more is worth as much as numbers of twice the size.
-    matrix = torch.randn(HKV, 2 * D, len(widths), generator=generator) * 2.0 ** torch.tensor(widths)
-    decoder = LayerDecoder(
-        first_byte=0,
-        chains=levels.chains,
-        scales=torch.ones(256),
-        widths=torch.tensor(widths, dtype=torch.int32),
-        tables=levels.first,
-        levels=levels.values,
-        means=torch.zeros(HKV, 2 * D),
-        make_matrix=lambda: matrix,
-    )
-    packed = F.pad(Packing(tuple(widths)).pack(codes), (1, 0))
-    found, expected = restored_values(decoder, F.pad(packed, (0, packed.shape[1] % 2)))
-
-    coded = (numbers.double() @ matrix[:, D:].double().mT - expected).square().mean()
-    assert (found[0] - expected).square().mean() < 0.01 * coded
-
-
-def test_sums_of_whole_numbers_fit_where_everything_is_as_large_as_it_may_be() -> None:
-    decoder = laplace_decoder(200, 1, 6, is_largest=True)
-    found, expected = restored_values(decoder)
-
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=0)
-    for other in found[1:]:
-        assert torch.equal(other, found[0])
-
-
-def restored_values(decoder: LayerDecoder, codes: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-    """Values of tokens with these codes, by level of instructions, and as they are by definition in float64.
-
-    codes: uint8 [n, an even number]; None: any, of 37 tokens.
-    """
-    if codes is None:
-        width = decoder.first_byte + 1 - (-int(decoder.widths.sum()) // 8)
-        any_codes = torch.randint(0, 256, (37, width + width % 2), generator=torch.Generator().manual_seed(2))
-        codes = any_codes.to(torch.uint8)
-    tokens, half = len(codes), codes.shape[1] // 2
-    halves = (codes[:, :half].contiguous(), codes[:, half:].contiguous())
-    archived = ArchivedCodes(halves=halves, first=0, decoder=decoder)
-    found = []
-    for level in library().levels():
-        with library().open_threads(2) as threads:
-            keys, values = torch.full((2, HKV, tokens, D), torch.nan)
-            finite = torch.zeros(1, 2)
-            layer = RestoredLayer(codes=archived, rotary="default", keys=keys, values=values)
-            made_coder(threads, level=level).restore([layer], 0, finite)
-            assert finite.isfinite().all()
-            found.append(values)
-    return found, exactly(decoder, codes.tolist())[..., D:]
-
-
-def test_a_matrix_that_is_not_finite_is_refused() -> None:
-    decoder = make_decoder()
-    decoder.make_matrix()[1, 2, 3] = torch.inf
-    with pytest.raises(BackendError, match="not finite"):
-        native_decoder(decoder, Identity.EXACT)
-
-
 @pytest.mark.parametrize("identity", [Identity.EXACT, Identity.QUANTISED])
 def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(identity: Identity) -> None:
     """Of two layers, read where they lie: keys are rotated back first."""
@@ -399,19 +275,6 @@ def test_what_a_restore_cache_holds_changes_no_bit() -> None:
                 assert torch.equal(found, expected[turn]), (level, slots, turn)
 
 
-def test_a_token_that_stays_chosen_is_restored_once() -> None:
-    decoder = make_decoder()
-    session = Archived(decoder, slots=GONE)
-    queries, lines = session.queries(len(POSITIONS)), session.lines(POSITIONS)
-    expected = session.attend(queries, lines)
-    for half in session.halves:
-        half.random_(0, 256)
-
-    assert torch.equal(session.attend(queries, lines), expected)
-    session.open_cache()
-    assert not torch.equal(session.attend(queries, lines), expected)
-
-
 def test_what_many_tokens_chose_stays_longer_than_what_was_chosen_last() -> None:
     session = Archived(make_decoder(), slots=KEPT * 2)
     queries = session.queries(len(POSITIONS))
@@ -446,14 +309,3 @@ def test_an_entry_that_is_not_finite_is_noticed() -> None:
     session.attend(session.queries(1), session.lines(POSITIONS[:1]))
 
     assert not session.index.restored_all_finite
-
-
-def test_a_restore_cache_too_small_for_a_choice_is_noticed_and_not_overrun() -> None:
-    session = Archived(make_decoder(), slots=KEPT // 3)
-    guarded = [torch.cat([states, torch.full((64, D), 7.0)]) for states in session.buffers]
-    session.buffers = guarded
-
-    session.attend(session.queries(1), session.lines(POSITIONS[:1]))
-
-    assert not session.index.restored_all_finite
-    assert all((states[-64:] == 7.0).all() for states in guarded)

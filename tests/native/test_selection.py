@@ -173,17 +173,6 @@ def test_a_query_reads_the_tokens_that_the_reference_chooses(kind: str, softcap:
     torch.testing.assert_close(found, session.expected(queries, positions, softcap), atol=2e-4, rtol=2e-4)
 
 
-def test_slow_frequencies_as_a_series_change_few_choices() -> None:
-    session = Session(*KINDS["runs of four"])
-    positions = np.arange(650, 700)
-    queries = session.queries(len(positions))
-
-    found = session.attend(queries, session.lines(positions))
-
-    differs = (found - session.expected(queries, positions)).abs().amax(-1) > 2e-4
-    assert differs.float().mean() < 0.2
-
-
 @pytest.mark.parametrize("kind", ["runs of two", "usual codes", "usual codes of wide heads"])
 def test_other_queries_threads_and_instructions_change_no_bit(kind: str) -> None:
     session = Session(*KINDS[kind])
@@ -195,31 +184,6 @@ def test_other_queries_threads_and_instructions_change_no_bit(kind: str) -> None
     for level in library().levels():
         alone = [session.attend(queries[i : i + 1], lines[i : i + 1], level=level) for i in (0, 11, 19)]
         assert torch.equal(torch.cat(alone), together[[0, 11, 19]]), level
-
-
-def test_all_candidates_are_read_where_more_may_be() -> None:
-    session = Session(*KINDS["runs of four"], length=300, kept=200)
-    positions = np.array([170, 299])
-    queries = session.queries(len(positions))
-
-    found = session.attend(queries, session.lines(positions))
-
-    torch.testing.assert_close(found, session.expected(queries, positions), atol=1e-5, rtol=1e-4)
-
-
-def test_among_equals_the_first_tokens_are_read() -> None:
-    """All keys are alike before rotation, and nothing is rotated, so that all distant tokens weigh the same."""
-    session = Session(*KINDS["exact positions"], kept=9)
-    session.keys[:] = 0
-    queries = torch.zeros(1, HKV * session.group, D)
-    lines = session.lines(np.array([699]))
-
-    found = session.attend(queries, lines)
-
-    start = int(lines[0, LOCAL])
-    read = [*range(session.selector.sink + 9), *range(start, 700)]
-    expected = session.values[:, read].mean(1).repeat_interleave(session.group, dim=0)
-    torch.testing.assert_close(found[0], expected)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800000])

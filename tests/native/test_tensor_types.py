@@ -26,8 +26,6 @@ from tests.tiny_native import library
 
 # Inputs of every matrix, so that a row is whole blocks of any type.
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "initializer_range": 0.08}
-# One expert is chosen of two, and each has matrices of its own type.
-MIXTURE = {**WIDE, "moe_intermediate_size": 256, "num_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
 BLOCKS = [name for name, kind in BY_NAME.items() if not kind.is_float]
 # As llama.cpp mixes them: in one file, by matrix. The first one is that of the embedding, which is the head, too.
 TYPES = sorted(BY_NAME, key=lambda name: name != "IQ4_XS")
@@ -106,21 +104,6 @@ def test_one_odd_matrix_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     forward = open_backend(settings_of(path))
     assert forward.facts.backend == "native"
     assert forward.facts.weights == ("int4", "int8_pair", "q5_k")
-
-
-@pytest.mark.usefixtures("trying_no_strategies")
-def test_the_matrices_of_an_expert_may_have_different_types(tmp_path: Path) -> None:
-    types = {"ffn_gate_exps": "Q5_K", "ffn_up_exps": "Q3_K", "ffn_down_exps": "MXFP4", "ffn_gate_inp": "F32"}
-    path = tmp_path / "model.gguf"
-    write_gguf(tiny_model("qwen3moe", **MIXTURE), path, lambda name: types.get(name.split(".")[-2], "IQ4_XS"))
-    check_both_give_the_same(path)
-
-
-@pytest.mark.usefixtures("trying_no_strategies")
-def test_matrices_that_fill_no_whole_tile_run_natively(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(tiny_model("llama", intermediate_size=100), path)
-    check_both_give_the_same(path)
 
 
 @pytest.mark.usefixtures("trying_no_strategies")

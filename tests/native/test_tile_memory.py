@@ -26,18 +26,6 @@ def test_parts_begin_at_cache_lines_and_do_not_overlap() -> None:
         assert not len(part) or part.ctypes.data % 64 == 0
 
 
-def test_small_parts_lie_behind_each_other() -> None:
-    memory = TileMemory()
-    first, second = memory.take(544), memory.take(64)
-    assert second.ctypes.data == first.ctypes.data + 576
-
-
-def test_a_part_outlives_the_memory_it_was_taken_from() -> None:
-    part = TileMemory().take(100)
-    part[:] = 7
-    assert (part == 7).all()
-
-
 @pytest.mark.skipif(
     sys.platform != "linux" or not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
     reason="only Linux says what a process has asked for, and not every kernel has such pages",
@@ -70,12 +58,3 @@ def _present_pages(part: NDArray[np.uint8]) -> NDArray[np.bool_]:
         entries = np.frombuffer(file.read(8 * count), np.uint64)
     assert len(entries) == count
     return (entries >> np.uint64(63)).astype(bool)
-
-
-def test_a_system_without_so_much_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object, **__: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", refuses)
-    with pytest.raises(MemoryError, match=f"no {16 * HUGE} bytes for the weights"):
-        TileMemory().take(1)

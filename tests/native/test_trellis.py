@@ -30,12 +30,3 @@ def test_codes_are_those_of_the_reference(vectors: int, count: int) -> None:
             with library().open_threads(threads) as opened:
                 found = NativeChoice(library().kernels(level), opened)(numbers, levels)
             assert torch.equal(found, expected), (level, threads)
-
-
-def test_numbers_that_are_not_finite_end_in_some_code_of_their_table() -> None:
-    levels = make_levels([torch.linspace(-1, 1, 8)] * 20, torch.ones(20))
-    numbers = torch.full((2, 20), torch.nan)
-    numbers[1] = torch.inf
-    with library().open_threads(1) as opened:
-        found = NativeChoice(library().kernels(), opened)(numbers, levels)
-    assert ((found >= 0) & (found < 4)).all()

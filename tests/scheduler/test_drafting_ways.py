@@ -103,16 +103,6 @@ def test_a_drafter_that_proposes_nothing_yet_is_given_the_tokens() -> None:
         assert memory.tokens
 
 
-def test_copies_stay_long_where_the_network_is_hardly_ever_right() -> None:
-    drafting, talk = drafting_with(TwoWays()), Talk()
-    lengths: dict[int, list[int]] = {0: [], 1: []}
-    for turn in range(200):
-        last = turn % 2
-        lengths[last].append(step(drafting, talk, last, right=0 if last else 7))
-    assert lengths[0][-20:] == [7] * 20
-    assert sum(lengths[1][-20:]) <= 4
-
-
 def test_the_network_is_given_tokens_before_it_drafts_and_not_before_a_copy_is_taken() -> None:
     drafter = TwoWays()
     drafting, talk = drafting_with(drafter), Talk()

@@ -12,7 +12,7 @@ import pytest
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
-from inference_engine.errors import Overloaded, QuotaExceeded
+from inference_engine.errors import Overloaded
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Mode, Progress, TokenCommitted
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 from tests.further import further
@@ -104,19 +104,6 @@ def test_one_owners_generates_run_at_most_as_many_at_a_time_as_its_quota_says() 
     assert most == 2
 
 
-def test_an_owner_at_its_quota_of_waiting_generates_is_refused_and_another_is_not() -> None:
-    with engine_on(ScriptedForward(ScriptedModel()), max_running_per_owner=1, max_queued_per_owner=2) as engine:
-        with held(engine):
-            waiting = [asked(engine, "a") for _ in range(2)]
-            with pytest.raises(QuotaExceeded) as refused:
-                asked(engine, "a")
-            assert refused.value.metadata == {"quota": "max_queued_per_owner", "limit": "2"}
-            assert refused.value.retry_after_seconds
-            other = asked(engine, "b")
-        assert all(len(tokens(drain(generation))) == 20 for generation in (*waiting, other))
-        assert len(tokens(drain(asked(engine, "a")))) == 20
-
-
 def test_a_queue_that_one_owner_filled_still_takes_anothers_even_share() -> None:
     with engine_on(ScriptedForward(ScriptedModel()), max_running=1, max_queued=6) as engine:
         with held(engine):
@@ -129,18 +116,6 @@ def test_a_queue_that_one_owner_filled_still_takes_anothers_even_share() -> None
             waiting += [asked(engine, "c") for _ in range(2)]
             with pytest.raises(Overloaded):
                 asked(engine, "c")
-        assert all(len(tokens(drain(generation))) == 20 for generation in waiting)
-
-
-def test_a_queue_that_one_owner_filled_still_takes_the_first_generate_of_another() -> None:
-    with engine_on(ScriptedForward(ScriptedModel()), max_running=1, max_queued=3) as engine:
-        with held(engine):
-            waiting = [asked(engine, "a") for _ in range(3)]
-            with pytest.raises(Overloaded):
-                asked(engine, "a")
-            waiting.append(asked(engine, "b"))
-            with pytest.raises(Overloaded):
-                asked(engine, "b")
         assert all(len(tokens(drain(generation))) == 20 for generation in waiting)
 
 

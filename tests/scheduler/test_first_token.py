@@ -158,18 +158,6 @@ def test_no_generate_of_one_owner_is_lost_or_overtaken_by_its_own_whatever_a_ste
     assert served == sorted(served)
 
 
-def test_without_a_limit_nothing_is_refused_and_first_tokens_are_late() -> None:
-    simulation = played(generates(2, 10, seed=1), max_first_token_seconds=0.0)
-    assert not refused(simulation)
-    assert percentile(first_tokens(simulation, since=6), 50) > 1.5 * LIMIT
-
-
-def test_less_than_there_is_room_for_is_hardly_ever_refused() -> None:
-    simulations = [played(generates(0.6, 30, seed=seed)) for seed in (1, 2, 3)]
-    assert sum(len(refused(one)) for one in simulations) <= sum(len(one.seen) for one in simulations) / 40
-    assert all(percentile(first_tokens(one, since=0), 99) <= LIMIT for one in simulations)
-
-
 def test_an_owner_that_floods_fills_the_queue_and_owners_that_ask_for_little_are_never_refused() -> None:
     seconds, quiet = 20, [f"quiet {number}" for number in range(4)]
     arrivals = generates(5, seconds, seed=1, owners=["flood"])
@@ -187,92 +175,6 @@ def test_an_owner_that_floods_fills_the_queue_and_owners_that_ask_for_little_are
     assert simulation.tokens_per_second(6, seconds) >= 0.95 * CAPACITY
 
 
-def test_owners_that_all_ask_for_too_much_each_get_a_part_of_it() -> None:
-    seconds, owners = 20, [f"owner {number}" for number in range(4)]
-    arrivals = [one for seed, owner in enumerate(owners) for one in generates(0.8, seconds, seed=seed, owners=[owner])]
-    simulation = played(arrivals)
-    first = {owner: first_tokens(simulation, since=6, owners=[owner]) for owner in owners}
-    parts = [len(times) for times in first.values()]
-    assert min(parts) >= max(parts) / 2
-    assert percentile([at for times in first.values() for at in times], 99) <= 1.25 * LIMIT
-    assert simulation.tokens_per_second(6, seconds) >= 0.95 * CAPACITY
-
-
-def test_an_engine_without_other_work_takes_a_prompt_however_long_it_is() -> None:
-    long = [Arrival(at=0.0, max_tokens=2), Arrival(at=0.5, max_tokens=2), Arrival(at=1.0, max_tokens=2)]
-    long += [Arrival(at=10.0, prompt_tokens=1600, max_tokens=2)]
-    simulation = Simulation(SETTINGS, step_seconds=STEP_SECONDS, token_seconds=0.01)
-    seen = simulation.play(long)[-1]
-    assert not seen.is_refused
-    assert seen.first_token is not None
-    assert seen.first_token > 4 * LIMIT
-
-
-class Paused(Simulation):
-    """Stands still for eight seconds, once, at about this time."""
-
-    pause_at = 4.0
-    has_paused = False
-
-    def step(self, tokens: int) -> None:
-        super().step(tokens)
-        if not self.has_paused and self.now >= self.pause_at:
-            self.has_paused = True
-            self.now += 8.0
-
-
-def bursts(since: float, *, count: int = 8, of: int = 8) -> list[Arrival]:
-    """Of Generates that have time enough for all of them."""
-    return [Arrival(at=since + 10 * burst + 0.001 * one, max_tokens=8) for burst in range(count) for one in range(of)]
-
-
-def test_a_pause_refuses_no_call_when_it_is_long_over() -> None:
-    simulation = Paused(SETTINGS, step_seconds=STEP_SECONDS)
-    calm = [Arrival(at=60.0 + 3 * turn, max_tokens=8) for turn in range(10)]
-    seen = simulation.play([*generates(1.5, 8, seed=1), *calm, *bursts(120.0)])
-    assert simulation.has_paused
-    assert not [one for one in seen if one.is_refused and one.arrival.at >= 60.0]
-
-
-@pytest.mark.parametrize("step_seconds", [0.55, 1.7])
-def test_where_steps_are_long_no_call_is_refused_for_the_one_under_way(step_seconds: float) -> None:
-    """A large model on a CPU: two of an owner at a time, and places for all."""
-    simulation = Paused({**SETTINGS, "max_running": 128, "max_batch": 64}, step_seconds=step_seconds)
-    pairs = [
-        Arrival(at=1000.0 + 60 * turn + one * step_seconds / 2, max_tokens=8) for turn in range(20) for one in (0, 1)
-    ]
-    seen = simulation.play([*generates(1, 8, seed=1), *pairs])
-    assert not [one for one in seen if one.is_refused and one.arrival.at >= 1000.0]
-
-
-def test_where_a_piece_of_prefill_takes_long_the_limit_is_two_such_steps() -> None:
-    simulation = Simulation(SETTINGS, step_seconds=STEP_SECONDS, token_seconds=4 * LIMIT / SETTINGS["segment_tokens"])
-    calm = [Arrival(at=100.0 * turn, owner="a", prompt_tokens=4 + turn, max_tokens=2) for turn in range(8)]
-    meet = [
-        Arrival(at=1000.0 + 0.01 * number, owner=owner, prompt_tokens=SETTINGS["segment_tokens"] // 2, max_tokens=2)
-        for number, owner in enumerate("abb")
-    ]
-    assert not [one for one in simulation.play([*calm, *meet]) if one.is_refused]
-
-
-class Cold(Simulation):
-    """The first step takes half a minute: weights are read, kernels are compiled."""
-
-    is_warm = False
-
-    def step(self, tokens: int) -> None:
-        super().step(tokens)
-        if not self.is_warm:
-            self.is_warm = True
-            self.now += 30.0
-
-
-def test_a_first_step_that_loads_and_compiles_says_nothing_of_later_ones() -> None:
-    simulation = Cold({**SETTINGS, "max_running": 128, "max_batch": 64}, step_seconds=0.05)
-    warm = [Arrival(at=40.0 + turn, max_tokens=8, prompt_tokens=20) for turn in range(20)]
-    assert not [one for one in simulation.play([Arrival(at=0.0), *warm, *bursts(100.0, of=4)]) if one.is_refused]
-
-
 def test_a_few_generates_that_ask_for_much_and_end_early_make_no_other_late() -> None:
     seconds = 25.0
     honest, rng = generates(1.9, seconds, seed=1), random.Random(2)
@@ -283,16 +185,6 @@ def test_a_few_generates_that_ask_for_much_and_end_early_make_no_other_late() ->
     late = first_tokens(simulation, since=6.0)
     assert percentile(late, 99) <= 1.25 * LIMIT
     assert simulation.tokens_per_second(6.0, seconds) >= 0.95 * CAPACITY
-
-
-def test_an_owner_that_cancels_its_generates_makes_no_other_late() -> None:
-    """It asks for as many tokens as the others, whose Generates are as long as they were."""
-    seconds = 25.0
-    honest = generates(5, seconds, seed=1, owners=["honest"])
-    hasty = [Arrival(at=0.05 * number, owner="hasty", max_tokens=12, says_tokens=1) for number in range(500)]
-    simulation = played([*honest, *hasty])
-    assert percentile(first_tokens(simulation, since=6.0, owners=["honest"]), 99) <= 1.25 * LIMIT
-    assert simulation.tokens_per_second(6.0, seconds) >= 0.9 * CAPACITY
 
 
 @pytest.mark.parametrize("asks", [200, 1], ids=["that stopped early", "that asked for no more"])
@@ -312,9 +204,3 @@ def test_a_single_short_generate_is_no_promise_that_an_owners_next_are_short(ask
     with patch.object(Foresight, "predict", noted):
         played([*first, *paced, *full, Arrival(at=27.0, max_tokens=200), Arrival(at=27.5, max_tokens=200)])
     assert max(each.wait for each in predicted[:-2]) <= LIMIT < min(each.wait for each in predicted[-2:])
-
-
-def test_an_owner_that_asks_for_more_than_it_lets_be_generated_is_soon_believed() -> None:
-    simulation = played(generates(0.6, 25, seed=1, asks=256))
-    assert not [seen for seen in refused(simulation) if seen.arrival.at >= 5.0]
-    assert percentile(first_tokens(simulation, since=0.0), 99) <= LIMIT

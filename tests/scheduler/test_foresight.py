@@ -5,13 +5,10 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from inference_engine.engine.generation import Generation
 from inference_engine.scheduler import foresight
@@ -20,7 +17,6 @@ from inference_engine.scheduler.policy import admit
 from inference_engine.scheduler.request import Prediction
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script
-from tests.further import further_test
 from tests.laws.variants import drain
 from tests.lines import lines_of
 from tests.load.scripted import scripted_engine
@@ -42,24 +38,9 @@ def steps(new: Load, running: list[Load], queue: list[Load], room: Room = ROOM) 
     return ahead_of(new, running, queue, room).steps
 
 
-def test_an_idle_engine_lets_no_call_wait() -> None:
-    assert ahead_of(waiting(5), [], [], ROOM) == ahead_of(waiting(500, prefill=10_000), [], [], ROOM)
-    assert steps(waiting(5), [], []) == 0
-
-
 def test_a_place_comes_free_when_the_first_running_generate_has_all_its_tokens() -> None:
     assert steps(waiting(5), [decoding(7), decoding(30)], []) == 7
     assert steps(waiting(5), [decoding(7), decoding(30)], [waiting(4)]) == 7 + 4  # one of the four with its prefill
-
-
-def test_prefills_that_others_still_need_come_in_turn_and_no_further_than_ones_own() -> None:
-    long, short = Load("", 100, 5, 5), Load("", 20, 5, 5)
-    room = Room(max_running=8, max_running_per_owner=0, max_batch=8, segment_tokens=10)
-    assert steps(short, [long], [], room) == 1 + 2
-    assert steps(short, [Load("a", 100, 5, 5), Load("b", 10, 5, 5)], [], room) == 1 + 2 + 1
-    assert steps(long, [short], [], room) == 2
-    found = ahead_of(short, [Load("a", 100, 5, 5)], [], room)
-    assert found.prefill_tokens == 10 + 20
 
 
 def test_an_owner_that_runs_nothing_waits_for_no_place_and_owners_take_turns() -> None:
@@ -70,11 +51,6 @@ def test_an_owner_that_runs_nothing_waits_for_no_place_and_owners_take_turns() -
     assert steps(waiting(5, "b"), [*running, decoding(10, "b")], flood) < steps(
         waiting(5, "a"), [*running, decoding(10, "b")], flood
     )
-
-
-def test_more_than_fit_into_a_step_say_less_each() -> None:
-    room = Room(max_running=4, max_running_per_owner=0, max_batch=2, segment_tokens=10)
-    assert steps(waiting(5), [decoding(10)] * 4, [], room) == 20
 
 
 def test_owners_that_have_their_share_wait_for_their_own_places_as_others_go_on_asking() -> None:
@@ -136,16 +112,6 @@ def test_places_are_given_as_admission_gives_them(most_tokens: int, names: str) 
             assert found == pytest.approx(expected, abs=1e-6), (running, queue, new, room)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from("ab")), max_size=12), st.integers(0, 40))
-def test_another_call_of_the_same_owner_gets_the_estimate_that_it_would_get_alone(
-    queue: list[tuple[int, str]], prefill: int
-) -> None:
-    running, line = [decoding(5, "a"), decoding(3, "b")], [waiting(tokens, owner) for tokens, owner in queue]
-    played = foresight._Play("a", running, line, ROOM)
-    for new in (waiting(4, "a"), waiting(9, "a", prefill), waiting(4, "a")):
-        assert played.until(new) == ahead_of(new, running, line, ROOM)
-
-
 @pytest.mark.parametrize("owner", ["0", "new"])
 @pytest.mark.parametrize(("waits", "owners"), [(256, 64), (1000, 1000)])
 def test_the_longest_queue_there_may_be_is_played_in_few_lines(waits: int, owners: int, owner: str) -> None:
@@ -170,102 +136,6 @@ def test_the_lengths_of_an_owners_generates_are_known_from_its_own() -> None:
     # Of a size that no Generate had, hardly more than some times as many tokens as the owner's others.
     assert 4 * 100 <= 10_000 * lengths.share("whole", 10_000) < 6 * 100
     assert 4 * 1 <= 10_000 * lengths.share("hasty", 10_000) < 8 * 1
-
-
-def test_what_was_expected_counts_as_a_few_generates_before_an_owners_first() -> None:
-    lengths = Lengths()
-    lengths.saw("first", 1000, 1)
-    assert lengths.share("first", 1000) > 0.2
-    assert lengths.share("another", 1000) > 0.2  # for which it is all that is known
-    assert lengths.share("first", 200) > 0.2  # of a size that it never asked for
-    for number in range(2, 300):
-        before = lengths.share("first", 1000)
-        lengths.saw("first", 1000, 1)
-        assert 0.4 * before < lengths.share("first", 1000) <= before
-        if number == 6:
-            assert lengths.share("first", 1000) < 0.05, "some alike are believed"
-    assert lengths.share("first", 1000) == pytest.approx(0.01, rel=0.01)
-    # What is longer than the others' is believed at once.
-    assert lengths.share("whole", 1000) < 0.02
-    lengths.saw("whole", 1000, 1000)
-    assert lengths.share("whole", 1000) == 1.0
-
-
-def test_generates_that_ask_for_one_token_say_little_of_longer_ones_until_they_are_many() -> None:
-    lengths = Lengths()
-    for _ in range(2):
-        lengths.saw("warms up", 1, 1)
-    assert lengths.share("warms up", 500) > 0.05
-    for _ in range(100):
-        lengths.saw("warms up", 1, 1)
-    assert lengths.share("warms up", 500) < 0.02
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(0, 40)), max_size=30))
-@settings(max_examples=50)
-def test_owners_whose_lengths_are_forgotten_leave_nothing_behind(seen: list[tuple[str, int, int]]) -> None:
-    lengths = Lengths()
-    with patch.object(foresight, "MOST_OWNERS", 2):
-        for owner, asked, generated in seen:
-            lengths.saw(owner, asked, min(asked, generated))
-        see_two_owners(lengths)
-    for asked, share in shares_of_two_owners().items():
-        assert lengths.share("new", asked) == pytest.approx(share)
-    assert lengths.share("new", 64) == pytest.approx(0.5)
-
-
-def see_two_owners(lengths: Lengths) -> None:
-    for owner in ("x", "y"):
-        # What others' led to expect fades.
-        for _ in range(1500):
-            lengths.saw(owner, 64, 32)
-
-
-@cache
-def shares_of_two_owners() -> dict[int, float]:
-    """What is expected of an owner that is new where there was no other but these two."""
-    lengths = Lengths()
-    see_two_owners(lengths)
-    return {asked: lengths.share("new", asked) for asked in (20, 64, 1_000_000)}
-
-
-@further_test
-def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_in_few_lines() -> None:
-    """All that a Generate's call does on the event loop, the prediction among it."""
-    script, go_on = Script(), threading.Event()
-    params = GenerateParams(max_tokens=2)
-
-    def opened(owner: str) -> str:
-        session_id = engine.create_session(owner=owner).session_id
-        engine.append(session_id, [1, 2, 3], owner=owner)
-        return session_id
-
-    with scripted_engine(script=script, max_sessions=2000, page_tokens=16, stall_seconds=600.0) as engine:
-        # So that it is known what steps take.
-        drain(engine.generate(opened("0"), GenerateParams(max_tokens=8), owner="0"))
-        owners = [str(number) for number in range(1, 1001)]
-        sessions = {owner: opened(owner) for owner in owners}
-        in_step = threading.Event()
-
-        def hold(_step: int) -> None:
-            in_step.set()
-            assert go_on.wait(60)
-
-        script.on_step = hold
-        generations = [engine.generate(opened("a"), params, owner="a")]
-        assert in_step.wait(30)
-
-        def generate(owner: str) -> None:
-            generations.append(engine.generate(sessions[owner], params, owner=owner, refuse_late=True))
-
-        for owner in owners[:-1]:
-            generate(owner)
-        lines = lines_of(lambda: generate(owners[-1]))
-        for generation in generations:
-            generation.cancel()
-        script.on_step = None
-        go_on.set()
-    assert lines < MOST_LINES
 
 
 def test_a_wait_is_predicted_for_the_queue_as_it_is_at_each_call() -> None:

@@ -18,16 +18,15 @@ from inference_engine.backends.base import Launched, Result, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import InternalError, NonFiniteLogits, QuotaExceeded, RestorationFailed, SessionClosed
+from inference_engine.errors import InternalError, NonFiniteLogits, RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.sampling import start_drawing
 from inference_engine.kv.strategies import make_strategy
-from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampling, StopReason
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.engine.test_restoration_failures import Failing
-from tests.facade import context_of, kv_of, on_the_engines_thread, session_of
+from tests.facade import kv_of
 from tests.further import FURTHER, further
 from tests.laws.variants import drain, generate, same, text, tokens
 from tests.tiny import LATENT_BYTES, SMALL, tiny_forward_on, tiny_latent
@@ -167,14 +166,6 @@ def test_entries_that_come_back_as_nan_end_their_generate_and_no_other(well_befo
     assert same(rest, expected[len(received) :], Mode.BATCHED)
 
 
-def test_sessions_with_restored_entries_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with launches_of(monkeypatch) as launches, engine_with("on", latent=tiny_latent()) as engine:
-        session = opened(engine, 41, strategy=HOLD)
-        generate(engine, session, 6)
-
-    assert launches.seen[:3] == ["launch 0", "launch 1", "wait 0"]
-
-
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with launches_of(monkeypatch) as launches, engine_with("on") as engine:
         session = opened(engine)
@@ -186,13 +177,6 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(monkeypatch: 
     for number in range(1, steps):
         expected += [f"launch {number}", f"wait {number - 1}"]
     assert launches.seen == [*expected, f"wait {steps - 1}"]
-
-
-def test_off_launches_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with launches_of(monkeypatch) as launches, engine_with("off") as engine:
-        generate(engine, opened(engine), 6)
-
-    assert not launches.seen
 
 
 def test_a_stop_id_ends_the_generate_and_the_step_behind_it_leaves_no_trace() -> None:
@@ -263,59 +247,3 @@ def test_a_device_that_fails_a_launched_step_costs_its_generates_and_no_history(
         kept = failed(engine.generate(session, GenerateParams(max_tokens=12)), InternalError)
         assert kept == expected[: len(kept)]
         assert kept + [token for token, _ in generate(engine, session, 12 - len(kept))] == expected
-
-
-def test_a_session_that_is_closed_meanwhile_gives_all_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
-        session, beside = opened(engine), opened(engine, 31)
-        same_as_beside = opened(engine, 31)
-        alone = [token for token, _ in generate(engine, same_as_beside, 20)]
-        engine.close_session(same_as_beside)
-        launches.act[sum(word.startswith("launch") for word in launches.seen) + 3] = lambda: engine.close_session(
-            session
-        )
-        running = [engine.generate(each, GenerateParams(max_tokens=20)) for each in (session, beside)]
-        failed(running[0], SessionClosed)
-        assert [token for token, _ in tokens(drain(running[1]))] == alone
-        engine.close_session(beside)
-        on_the_engines_thread(engine)
-        assert context_of(engine).pool.reserved_bytes == 0
-
-
-def test_the_last_place_of_a_history_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another session of the owner takes it while a step runs: the Generate ends by type, and can go on later."""
-    with launches_of(monkeypatch) as launches, engine_with("on", history_tokens_per_owner=64) as engine:
-        session = opened(engine)  # 20 tokens; with the other's 10, 34 places are left
-        other = engine.create_session().session_id
-        engine.append(other, text(10))
-        launches.act[20] = lambda: engine.append(other, text(64 - 30 - 21))
-        kept = failed(engine.generate(session, GenerateParams(max_tokens=60)), QuotaExceeded)
-        assert engine.session_info(session).history_length == 20 + len(kept)
-        engine.close_session(other)
-    with engine_with("off") as engine:
-        expected = [token for token, _ in generate(engine, opened(engine), len(kept))]
-    assert kept == expected
-
-
-def test_no_memory_stays_reserved_when_all_sessions_are_closed() -> None:
-    with engine_with("on") as engine:
-        sessions = [opened(engine, length) for length in (20, 33, 64)]
-        running = [
-            engine.generate(each, GenerateParams(max_tokens=30 + 7 * place)) for place, each in enumerate(sessions)
-        ]
-        for each in running:
-            drain(each)
-        assert all(session_of(engine, each).kv.staged == 0 for each in sessions)
-        for session in sessions:
-            engine.close_session(session)
-        on_the_engines_thread(engine)
-        assert context_of(engine).pool.reserved_bytes == 0
-
-
-def test_full_strategies_and_windows_may_be_in_one_launched_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
-        sessions = [opened(engine, 20, strategy=each) for each in (Full(), SinkWindow(sink=2, window=9))]
-        running = [engine.generate(each, GenerateParams(max_tokens=12)) for each in sessions]
-        for each in running:
-            drain(each)
-    assert sum(word.startswith("launch") for word in launches.seen) >= 8

@@ -105,27 +105,6 @@ def test_prefills_are_cut_and_share_steps_that_are_no_longer_than_is_best() -> N
     assert sum(forward.steps) >= 70 + 10 + 12
 
 
-def test_a_device_to_which_it_does_not_matter_gets_whole_chunks() -> None:
-    forward = Pieces(None, windowed=False)
-    with engine_on(forward) as engine:
-        generate(engine, opened(engine, Full(), 64), 1)
-    assert forward.steps == [64]
-
-
-@pytest.mark.parametrize(("generations", "steps"), [(1, [24, 24, 13]), (2, [61])], ids=["fork", "fork of a fork"])
-def test_what_is_read_in_several_places_is_no_reason_to_cut(generations: int, steps: list[int]) -> None:
-    forward = Pieces(AT_ONCE, windowed=False)
-    with engine_on(forward) as engine:
-        session = opened(engine, Full(), 100)
-        for generation in range(generations):
-            generate(engine, session, 1)
-            session = engine.fork_session(session).session_id
-            engine.append(session, text(60, seed=generation))
-        forward.steps.clear()
-        generate(engine, session, 1)
-    assert forward.steps == steps
-
-
 class Slow(ScriptedForward):
     """Under a clock that its steps move: `token_seconds` for each token. At `stop_at` the Generate is cancelled."""
 
@@ -190,13 +169,6 @@ def test_a_cancel_in_prefill_takes_effect_within_a_chunk_of_half_a_second(token_
     assert isinstance(events[-1], Finished) and events[-1].stop_reason is StopReason.CANCELLED
     assert events[-1].generated_tokens == 0
     assert ended - forward.stop_at <= 1.05 * CHUNK_SECONDS
-
-
-def test_a_prefill_behind_a_long_history_is_not_cut() -> None:
-    forward = Pieces(AT_ONCE, windowed=False, positions=72)
-    with engine_on(forward) as engine:
-        generate(engine, opened(engine, Full(), 120), 1)
-    assert forward.steps == [24, 24, 24, 48]
 
 
 def test_a_prefill_that_keeps_the_device_busy_is_not_cut() -> None:

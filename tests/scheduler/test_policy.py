@@ -15,7 +15,6 @@ from inference_engine.scheduler.policy import (
     admit,
     choose,
     chunk_beside_decoders,
-    cut,
     places,
 )
 
@@ -97,11 +96,6 @@ def test_within_a_step_owners_share_places_equally_and_take_what_others_leave() 
     assert by_owner == {"a": 5, "b": 3, "c": 1}
 
 
-def test_decoding_requests_run_beside_one_prefill() -> None:
-    waiting = [Candidate(256, True), Candidate(1, False), Candidate(256, True), Candidate(1, False)]
-    assert choose(waiting, step_tokens=512, max_batch=8) == [1, 3, 0]
-
-
 def test_short_prefills_share_a_step_beside_decoding_requests_as_far_as_one_long_one_would_go() -> None:
     waiting = [
         Candidate(1, False),
@@ -113,11 +107,6 @@ def test_short_prefills_share_a_step_beside_decoding_requests_as_far_as_one_long
     assert choose(waiting, step_tokens=512, max_batch=8, prefill_tokens_beside=256) == [0, 1, 2, 4]
     assert choose(waiting, step_tokens=512, max_batch=3, prefill_tokens_beside=256) == [0, 1, 2]
     assert choose(waiting, step_tokens=512, max_batch=8, prefill_tokens_beside=16) == [0, 1]
-
-
-def test_prefills_share_a_step_when_no_session_decodes() -> None:
-    waiting = [Candidate(256, True), Candidate(256, True), Candidate(256, True)]
-    assert choose(waiting, step_tokens=512, max_batch=8) == [0, 1]
 
 
 # -- which begins -----------------------------------------------------------------------------------------------------
@@ -148,11 +137,6 @@ def test_admission_fills_what_is_free_keeps_the_limits_and_leaves_no_owner_out(
         assert own == sorted(own), "first come, first served, within an owner"
 
 
-def test_places_go_to_the_owner_with_the_fewest_running() -> None:
-    waiting = ["a", "a", "a", "b", "b", "c"]
-    assert admit(waiting, {"a": 2}, most=6, most_per_owner=0) == [3, 5, 4, 0]
-
-
 # -- how much ---------------------------------------------------------------------------------------------------------
 
 
@@ -171,27 +155,7 @@ def tokens(
     )
 
 
-def test_without_targets_or_before_anything_was_measured_a_chunk_is_a_segment() -> None:
-    both = Targets(first_token_seconds=1.0, inter_token_seconds=0.1)
-    assert tokens(Targets()) == 256
-    assert tokens(both, chunk=None, fit=None) == 256
-
-
 def test_a_chunk_lets_the_others_have_their_tokens_in_time_and_always_moves() -> None:
     assert tokens(Targets(inter_token_seconds=0.1), fit=64) == 64
     assert tokens(Targets(inter_token_seconds=0.1), fit=1000) == 256
     assert tokens(Targets(inter_token_seconds=0.1), fit=-5) == 16
-
-
-def test_a_prefill_that_would_be_late_hurries_but_not_at_the_others_cost() -> None:
-    in_time = Targets(first_token_seconds=3.0)
-    assert tokens(in_time, waited=0.9) == 256  # four more segments of half a second
-    assert tokens(in_time, waited=1.1) == 512
-    assert tokens(Targets(first_token_seconds=3.0, inter_token_seconds=0.1), waited=1.1, fit=300) == 300
-
-
-@given(st.integers(0, 1000), st.integers(1, 600), st.sampled_from([4, 16]))
-def test_a_piece_ends_where_pages_do_if_it_reaches_one(position: int, count: int, unit: int) -> None:
-    taken = cut(position, count, unit)
-    assert 1 <= taken <= count
-    assert (position + taken) % unit == 0 or taken == count < unit

@@ -39,37 +39,6 @@ def test_chunks_of_prefill_soon_take_the_time_they_may_and_a_pause_is_soon_forgo
         pace.saw(tokens, seconds + pause, empty_seconds=fixed_seconds)
 
 
-def test_where_a_step_without_tokens_takes_long_most_of_a_step_is_still_its_tokens_time() -> None:
-    pace = ChunkPace(least_tokens=16)
-    for _ in range(20):
-        pace.saw(pace.tokens, 0.4 + 0.01 * pace.tokens, empty_seconds=0.4)
-    assert 0.01 * pace.tokens >= 0.7 * (0.4 + 0.01 * pace.tokens)
-
-
-def test_too_few_steps_or_steps_of_one_size_predict_nothing() -> None:
-    for sizes in ([], [1, 64], [8] * 100):
-        known = pace(0.010, 0.001, sizes)
-        assert known.seconds(10) is None
-        assert known.tokens_within(1.0) is None
-
-
-def test_older_steps_count_less() -> None:
-    known = pace(0.010, 0.001, [1, 64] * 50)
-    for _ in range(300):
-        for count in (1, 64):
-            known.saw(count, 0.020 + 0.002 * count)
-    assert known.seconds(100) == pytest.approx(0.220, rel=0.01)
-
-
-def test_larger_steps_are_never_taken_to_be_faster() -> None:
-    known = pace(0.1, -0.001, [1, 64, 1, 64, 1, 64, 1, 64])
-    small, large = known.seconds(1), known.seconds(512)
-    assert small is not None
-    assert large is not None
-    assert small <= large
-    assert known.tokens_within(1.0)
-
-
 def test_a_place_comes_free_as_often_as_one_did_and_later_the_longer_none_does() -> None:
     ends = EndPace()
     assert ends.seconds_for(3, 0.0) == 1.0

@@ -42,24 +42,6 @@ def test_equal_wakes_that_are_held_back_are_made_once_at_their_release() -> None
     assert reported == ["one", "other"]
 
 
-def test_what_is_reported_while_nothing_is_held_back_is_reported_at_once() -> None:
-    wakeups, reported = Wakeups(), list[int]()
-    wakeups.hold()
-    wakeups.release()
-    for number in range(3):
-        wakeups.wake(partial(reported.append, number))
-    assert reported == [0, 1, 2]
-
-
-def test_the_engine_holds_back_no_notification_of_another_thread() -> None:
-    wakeups, reported = Wakeups(), threading.Event()
-    wakeups.hold()
-    thread = threading.Thread(target=wakeups.wake, args=(reported.set,))
-    thread.start()
-    thread.join(60)
-    assert reported.is_set()
-
-
 def test_late_ones_of_a_step_come_together_and_wake_a_thread_when_all_is_set_that_it_reads() -> None:
     waiting, made = list[Callable[[], object]](), list[str]()
     wakeups = Wakeups(waiting.append)
@@ -76,32 +58,6 @@ def test_late_ones_of_a_step_come_together_and_wake_a_thread_when_all_is_set_tha
     assert not made
     made_late()
     assert made == ["set 0", "set 1", "set 2", "wake"]
-
-
-def test_a_step_that_wakes_no_reader_is_asked_to_be_made_safe_once() -> None:
-    waiting, kicked = list[Callable[[], object]](), list[str]()
-    wakeups = Wakeups(waiting.append, lambda: kicked.append("kicked"))
-    wakeups.release()
-    assert not kicked, "there was no step"
-    wakeups.hold()
-    wakeups.release()
-    wakeups.release()
-    assert kicked == ["kicked"]
-    wakeups.hold()
-    wakeups.call(lambda: None, None)
-    wakeups.release()
-    assert len(kicked) == len(waiting) == 1, "who waits asks for it"
-
-
-def test_late_ones_that_are_not_held_back_come_when_all_is_safe_that_was_recorded() -> None:
-    waiting, made = list[Callable[[], object]](), list[str]()
-    wakeups = Wakeups(waiting.append)
-    wakeups.call(partial(made.append, "set"), partial(made.append, "wake"))
-    wakeups.call(partial(made.append, "only set"), None)
-    assert not made
-    for one in waiting:
-        one()
-    assert made == ["set", "wake", "only set"]
 
 
 def test_a_reader_receives_a_token_while_the_device_works_on_the_next_one() -> None:
@@ -212,28 +168,6 @@ def test_a_wake_up_that_fails_keeps_no_other_from_its_reader(caplog: pytest.LogC
     wakeups.wake(lambda: reported.append("one"))
     wakeups.release()
     assert reported == ["one"] and "of an embedder" in caplog.text
-
-
-def test_a_reader_gets_the_last_token_before_the_journal_is_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward = ScriptedForward(ScriptedModel(), Script())
-    journal, is_safe = sqlite_journal(tmp_path / "state"), threading.Event()
-    monkeypatch.setattr(journal, "is_behind", lambda: forward.steps >= 5)
-    config = EngineConfig(**SMALL, state_dir=str(tmp_path / "state"), hibernate="never")
-    with Engine(forward, config, journal=journal) as engine:
-        session = engine.create_session(limit_tokens=200).session_id
-        engine.append(session, text(10))
-        generation = engine.generate(session, GenerateParams(max_tokens=20))
-
-        def look() -> None:
-            if engine.session_info(session).saved_tokens == 15:
-                is_safe.set()
-
-        generation.when_readable(look)
-        assert is_safe.wait(30)
-        assert forward.steps == 5
-        generation.cancel()
 
 
 def test_generates_that_run_together_wake_their_common_reader_once_a_step() -> None:

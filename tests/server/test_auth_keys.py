@@ -1,10 +1,8 @@
 """The key file: what its lines mean, and that a server always has the keys that are in it, and no other."""
 
-import errno
 import hashlib
 import hmac
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,30 +58,6 @@ def test_a_hashed_key_opens_for_its_owner(file: Path) -> None:
     ring = KeyRing.from_file(str(file))
     assert [ring.key_of(bearer(key)).owner for key in (ALICE, BOB)] == ["alice", "bob"]
     assert not opens(ring, CAROL)
-
-
-def test_no_key_is_in_its_line() -> None:
-    assert ALICE not in Key.of(ALICE, "owner").line
-    assert ALICE not in repr(Key.of(ALICE))
-
-
-def test_several_keys_may_have_one_owner(file: Path) -> None:
-    write(file, Key.of(ALICE, "team").line, Key.of(BOB, "team").line)
-    ring = KeyRing.from_file(str(file))
-    assert {ring.key_of(bearer(key)).owner for key in (ALICE, BOB)} == {"team"}
-
-
-def test_comments_and_blank_lines_open_nothing(file: Path) -> None:
-    write(file, "# a comment of more than sixteen characters", "", "  ", Key.of(ALICE, "alice").line)
-    assert len(KeyRing.from_file(str(file))) == 1
-
-
-def test_a_key_without_an_owner_has_the_same_one_hashed_and_as_it_is(file: Path) -> None:
-    owners = set()
-    for line in (ALICE, f"sha256:{Key.of(ALICE).digest.hex()}", Key.of(ALICE).line):
-        write(file, line)
-        owners.add(KeyRing.from_file(str(file)).key_of(bearer(ALICE)).owner)
-    assert owners == {Key.of(ALICE).key_id}
 
 
 def test_a_plain_key_of_an_older_file_works_and_the_log_says_what_to_do(
@@ -163,28 +137,6 @@ def test_a_file_that_cannot_be_read_leaves_the_keys_as_they_were_and_says_so_onc
         change(file)
         assert opens(ring, ALICE) and opens(ring, BOB) and not opens(ring, CAROL)
     assert [record.levelname for record in records] == ["ERROR"]
-
-
-def test_a_file_that_could_not_be_read_for_a_moment_counts_from_the_next_call_on(
-    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def out_of_descriptors(_path: Path, **_: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    ring = KeyRing.from_file(str(file))
-    with logged(caplog) as records:
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "read_text", out_of_descriptors)
-            write(file, Key.of(BOB, "bob").line)
-            assert opens(ring, ALICE) and opens(ring, ALICE)
-        assert [opens(ring, key) for key in (ALICE, BOB)] == [False, True]
-    assert [record.levelname for record in records] == ["ERROR", "INFO"]
-
-
-def test_a_file_that_did_not_change_is_not_read_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = KeyRing.from_file(str(file))
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("it was read again"))
-    assert opens(ring, ALICE)
 
 
 def test_a_wrong_key_costs_as_much_with_ten_thousand_keys_as_with_one(

@@ -7,7 +7,6 @@ import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.kv.strategies import strategy_names
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 from tests.tiny import VOCABULARY, tiny_engine
@@ -68,15 +67,6 @@ async def test_an_append_of_more_ids_than_the_server_takes_changes_nothing(clien
     assert await client.length(session_id) == len(HISTORY)
 
 
-async def test_an_append_past_the_length_limit_changes_nothing_and_says_the_limit(client: Client) -> None:
-    session_id = await client.open(limit_tokens=20)
-    details = await refused(client.append(session_id, [1] * 13))
-    assert details.reason == "RESOURCE_EXHAUSTED HISTORY_LIMIT"
-    assert details.error_info is not None
-    assert dict(details.error_info.metadata) == {"history_length": "8", "limit_tokens": "20"}
-    assert await client.append(session_id, [1] * 12) == 20
-
-
 async def test_a_message_over_the_limit_is_refused_by_the_transport(client: Client) -> None:
     session_id = await client.open()
     message = message_with_ids(session_id, *[2**31 - 1] * 2**20)  # five bytes each
@@ -129,44 +119,11 @@ async def test_a_number_out_of_range_is_refused_by_name(client: Client, subtests
             assert await client.length(session_id) == len(HISTORY)
 
 
-SAID: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": 1e-9}, "temperature: must be 0, or from 2^-20 (about 0.000001) to 100, got 1e-09"),
-    ({"top_p": 1.1}, "top_p: must be in (0, 1], got 1.1"),
-    ({"logit_bias": {1: -1000.1}}, "logit_bias: must be finite and within ±1000, got -1000.1 for id 1"),
-]
-
-
-async def test_a_number_is_said_as_it_was_given_and_not_as_float32_holds_it(
-    client: Client, subtests: pytest.Subtests
-) -> None:
-    for fields, said in SAID:
-        with subtests.test(said):
-            details = await refused(client.generate(await client.open(), max_tokens=4, **fields))
-            assert details.text == said
-
-
 async def test_an_empty_history_is_named_and_not_the_session(client: Client) -> None:
     session_id = await client.open(history=())
     details = await refused(client.generate(session_id, 4))
     assert details.fields == ["history"]
     assert details.text == "history: it is empty; append tokens to the session before generating"
-
-
-WITHIN_RANGE: list[dict[str, Any]] = [
-    {"temperature": 1e-6},
-    {"temperature": 100.0, "top_k": 2**32 - 1},
-    {"temperature": 1.0, "top_p": 1e-45},
-    {"temperature": 1.0, "min_p": 1.0},
-    {"repetition_penalty": 100.0, "logit_bias": {0: -1000.0}},
-    {"temperature": 1.0, "seed": 2**64 - 1},
-]
-
-
-async def test_the_last_numbers_within_range_generate(client: Client, subtests: pytest.Subtests) -> None:
-    for fields in WITHIN_RANGE:
-        with subtests.test(str(fields)):
-            session_id = await client.open()
-            assert len(await client.generate(session_id, 4, **fields)) == 4
 
 
 def by_name(name: str, **options: str) -> pb.Strategy:
@@ -272,17 +229,6 @@ async def test_a_session_that_cannot_be_is_refused_by_the_name_of_the_field(
             assert engine.info().kv_reserved_bytes == before
 
 
-async def test_an_unknown_strategy_is_answered_with_the_known_ones(client: Client) -> None:
-    for strategy in (pb.Strategy(), pb.Strategy(named=pb.NamedStrategy(name="gone"))):
-        details = await refused(client.open((), strategy=strategy))
-        assert all(name in details.text for name in strategy_names())
-
-
-async def test_generate_on_an_empty_history_is_refused(client: Client) -> None:
-    details = await refused(client.generate(await client.open(())))
-    assert details.reason == "INVALID_ARGUMENT INVALID_ARGUMENT"
-
-
 @pytest.mark.parametrize("method", [*UNARY_METHODS, "Generate"])
 async def test_bytes_that_are_no_message_are_refused_without_internals(
     client: Client, method: str, subtests: pytest.Subtests
@@ -308,15 +254,6 @@ async def test_every_unknown_session_gets_the_same_bytes(
             assert details.text == "no such session; create one with CreateSession"
             assert details.error_info is not None
             assert not details.error_info.metadata
-
-
-async def test_a_closed_session_is_as_unknown_as_one_that_never_was(client: Client) -> None:
-    session_id = await client.open()
-    closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
-    assert closed.final_history_length == len(HISTORY)
-    for gone in (session_id, "never-was"):
-        details = await refused(client.call("CloseSession", pb.CloseSessionRequest(session_id=gone)))
-        assert details.text == "no such session; create one with CreateSession"
 
 
 async def test_whether_the_session_exists_is_said_before_what_is_wrong_with_the_arguments(client: Client) -> None:
@@ -349,15 +286,6 @@ async def test_a_server_without_room_says_when_to_come_back() -> None:
             assert details.reason == "RESOURCE_EXHAUSTED NO_CAPACITY"
             assert details.retry_info is not None
             assert len(await client.generate(first)) == 8
-
-
-async def test_a_session_larger_than_the_server_is_refused_for_its_bytes() -> None:
-    with tiny_engine(growth="guaranteed", kv_bytes=64 * 1024, default_limit_tokens=64) as engine:
-        async with serving(engine) as handle, connected(handle) as client:
-            details = await refused(client.open((), limit_tokens=512))
-            assert details.reason == "RESOURCE_EXHAUSTED NO_CAPACITY"
-            assert details.retry_info is None
-            assert len(await client.generate(await client.open())) == 8
 
 
 async def test_the_owner_of_an_evicted_session_learns_why() -> None:

@@ -61,37 +61,6 @@ async def test_calls_that_wait_for_one_thing_ask_once_and_go_on_when_it_is_safe(
     assert all(await asyncio.gather(*calls))
 
 
-async def test_a_call_waits_for_what_it_says_and_for_nothing_that_came_later() -> None:
-    unsafe = Unsafe()
-    first, second = unsafe.record(), unsafe.record()
-    _, (late, early) = waiting(unsafe, second, first)
-    await a_turn()
-    assert [receipt for _, receipt in unsafe.asked] == [first], "the lowest number is asked for"
-    unsafe.answer(first)
-    assert await early
-    await a_turn()
-    assert not late.done(), "what it says was recorded later"
-    assert [receipt for _, receipt in unsafe.asked] == [second]
-    unsafe.answer(second)
-    assert await late
-
-
-async def test_a_call_about_something_older_does_not_wait_for_the_answer_to_a_later_question() -> None:
-    unsafe = Unsafe()
-    older, newer = unsafe.record(), unsafe.record()
-    barrier, (first,) = waiting(unsafe, newer)
-    await a_turn()
-    second = asyncio.ensure_future(barrier.passed(older))
-    await a_turn()
-    assert [receipt for _, receipt in unsafe.asked] == [newer, older]
-    unsafe.answer(older)
-    assert await second
-    assert not first.done()
-    await a_turn()
-    unsafe.answer(newer)
-    assert await first
-
-
 async def test_what_is_safe_and_what_says_nothing_go_on_at_once() -> None:
     unsafe = Unsafe()
     _, calls = waiting(unsafe, SAFE, Receipt(7, is_safe=True))
@@ -136,36 +105,6 @@ async def test_a_list_goes_on_after_its_time_and_knows_that_not_all_is_safe() ->
     assert not stream.done()
     unsafe.answer(receipt)
     assert await stream
-
-
-async def test_a_call_that_is_over_meanwhile_holds_no_other_up() -> None:
-    unsafe = Unsafe()
-    receipt = unsafe.record()
-    _, (gone, other) = waiting(unsafe, receipt, receipt)
-    await a_turn()
-    gone.cancel()
-    await a_turn()
-    unsafe.answer(receipt)
-    assert await other
-    assert gone.cancelled()
-
-
-async def test_what_becomes_ready_while_many_go_on_does_not_wait_for_the_last_of_them() -> None:
-    unsafe, gone_on, seen = Unsafe(), list[int](), list[int]()
-    barrier, receipt = Barrier(cast(Engine, unsafe)), unsafe.record()
-    loop = asyncio.get_running_loop()
-
-    async def go_on(number: int) -> None:
-        await barrier.passed(receipt)
-        if not gone_on:
-            loop.call_soon(lambda: seen.append(len(gone_on)))
-        gone_on.append(number)
-
-    calls = [asyncio.ensure_future(go_on(number)) for number in range(4 * WOKEN_AT_ONCE)]
-    await a_turn()
-    unsafe.answer(receipt)
-    await asyncio.gather(*calls)
-    assert seen[0] <= 2 * WOKEN_AT_ONCE
 
 
 async def test_calls_of_many_commits_that_come_together_go_on_some_at_a_time_too() -> None:

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine.server.auth import NO_KEY, Key, KeyRing
+from inference_engine.server.auth import Key, KeyRing
 from inference_engine.server.barring import (
     BAR_SECONDS,
-    MEMORY_SECONDS,
     MOST_BAR_SECONDS,
     MOST_BARRED,
     OFFENCES,
-    TRUST_SECONDS,
     ListenerFilter,
     Offenders,
     filter_of,
@@ -51,29 +49,6 @@ def test_an_address_is_barred_by_its_third_offence_and_for_longer_each_time() ->
     assert seconds == [BAR_SECONDS, 2 * BAR_SECONDS, 4 * BAR_SECONDS, MOST_BAR_SECONDS, MOST_BAR_SECONDS]
 
 
-def test_offences_are_forgotten_and_so_are_bars() -> None:
-    clock = Clock()
-    offenders = Offenders(KeyRing(), clock)
-    for _ in range(2 * OFFENCES):
-        assert not offenders.offended(HERE)
-        clock.now += MEMORY_SECONDS
-    offenders.offended(HERE, offences=OFFENCES)
-    clock.now += BAR_SECONDS + MEMORY_SECONDS
-    assert offenders.offended(HERE, offences=OFFENCES)
-    clock.now += BAR_SECONDS
-    assert offenders.barred() == ()
-
-
-def test_an_address_that_owners_come_from_is_not_barred_until_they_have_been_away_for_long() -> None:
-    clock = Clock()
-    offenders = Offenders(KeyRing(), clock)
-    offenders.accepted(HERE, NO_KEY.digest)
-    assert not any(offenders.offended(address, offences=OFFENCES) for address in (HERE, "127.0.0.1", "::/64"))
-    assert offenders.offended(THERE, offences=OFFENCES)
-    clock.now += TRUST_SECONDS
-    assert offenders.offended(HERE, offences=OFFENCES)
-
-
 def test_an_address_is_trusted_no_longer_than_the_keys_that_were_accepted_from_it(tmp_path: Path) -> None:
     file, kept, removed = tmp_path / "keys", Key.of("k" * 32, "kept"), Key.of("r" * 32, "removed")
     file.write_text(f"{kept.line}\n{removed.line}\n", encoding="utf-8")
@@ -91,14 +66,6 @@ def test_an_address_is_trusted_no_longer_than_the_keys_that_were_accepted_from_i
     # A call that was let in with the key just before, and is admitted only now.
     offenders.accepted(NETWORK, removed.digest)
     assert offenders.offended(NETWORK, offences=OFFENCES)
-
-
-def test_there_are_so_many_barred_addresses_and_the_latest_count() -> None:
-    offenders = Offenders(KeyRing(), Clock())
-    addresses = [str(ipaddress.IPv4Address(number)) for number in range(1, MOST_BARRED + 10)]
-    for address in addresses:
-        offenders.offended(address, offences=OFFENCES)
-    assert offenders.barred() == tuple(addresses[9:])
 
 
 def test_a_filter_keeps_packets_of_all_other_addresses(subtests: pytest.Subtests) -> None:

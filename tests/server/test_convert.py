@@ -9,35 +9,15 @@ from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.strategies import make_strategy, strategy_kinds, strategy_names
 from inference_engine.server.convert import (
     check_strategies,
-    framer_for,
-    in_strategy,
     params_from_wire,
     strategy_from_wire,
     strategy_to_wire,
 )
-from inference_engine.types import Finished, Sampling, StopReason
 from kakeya.v1 import runtime_pb2 as pb
 from tests.laws.variants import all_strategies
 from tests.newer_strategy import NewerWindow, registered
 
 ARMS: dict[str, Any] = {arm.name: arm.message_type for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields}
-
-FINISHED = Finished(
-    stop_reason=StopReason.EOS,
-    generated_tokens=1,
-    history_length=31,
-    prefill_seconds=0.0,
-    total_seconds=0.0,
-    seed=0,
-    prefilled_tokens=30,
-    cached_tokens=0,
-    attended_positions=30,
-    evicted_positions=0,
-    restored_positions=20,
-    drafted_tokens=12,
-    accepted_tokens=7,
-    is_degraded=True,
-)
 
 
 def named(name: str, **options: str) -> pb.Strategy:
@@ -62,19 +42,6 @@ def test_a_strategy_survives_the_wire(subtests: pytest.Subtests) -> None:
             assert strategy_from_wire(message) == strategy
 
 
-def test_numbers_texts_and_lists_of_numbers_are_options() -> None:
-    layers = pb.Strategy(layer_window=pb.LayerWindowStrategy(full_layers=[5, 2], window=9))
-    assert strategy_from_wire(layers) == make_strategy("layer_window", full_layers=(5, 2), window=9)
-    source = pb.Strategy(restored=pb.RestoredStrategy(source="recompute"))
-    assert strategy_from_wire(source) == make_strategy("restored", source="recompute")
-
-
-def test_an_option_that_was_not_given_stays_absent() -> None:
-    arm = strategy_to_wire(make_strategy("sink_window")).sink_window
-    assert (arm.HasField("codec"), arm.HasField("exact_window"), list(arm.exact_layers)) == (False, False, [])
-    assert (arm.sink, arm.window) == (4, 1024)
-
-
 def test_an_arm_that_this_server_has_no_strategy_for_is_refused_by_name() -> None:
     refused = pytest.raises(InvalidArgument, match=r"in the package kakeya-restored, .* has full, sink_window")
     with registered(without="restored"), refused as refusal:
@@ -88,11 +55,6 @@ def test_a_wrong_list_is_refused_by_the_path_of_its_field(subtests: pytest.Subte
             with pytest.raises(InvalidArgument) as refusal:
                 strategy_from_wire(pb.Strategy(layer_window=pb.LayerWindowStrategy(full_layers=layers)))
             assert refusal.value.field == "strategy.layer_window.full_layers"
-
-
-def test_an_option_that_is_zero_is_not_an_option_that_is_absent() -> None:
-    message = pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=0))
-    assert strategy_from_wire(message) == make_strategy("sink_window", sink=0)
 
 
 def test_a_strategy_can_be_asked_for_by_name_and_is_reported_by_its_own_arm(subtests: pytest.Subtests) -> None:
@@ -114,29 +76,6 @@ def test_a_strategy_without_an_arm_is_asked_for_and_reported_by_name() -> None:
             "sink": "4", "window": "9", "factor": "0.001", "wide_layers": "0+2", "note": "a b",
         }  # fmt: skip
         assert strategy_from_wire(reported) == asked
-
-
-REFUSED_BY_NAME: list[tuple[pb.Strategy, str, str]] = [
-    (pb.Strategy(named=pb.NamedStrategy()), "strategy", "there is no strategy ''; there are full, sink_window"),
-    (named("gone"), "strategy", "there is no strategy 'gone'; there are full, sink_window"),
-    (named("named"), "strategy", "there is no strategy 'named'"),
-    (named("mac", rung="9"), "strategy", "mac has no option 'rung'; it has ring, band"),
-    (named("mac", ring="x"), "strategy.named.options.ring", "a whole number, got 'x'"),
-    (named("mac", ring="0"), "strategy.named.options.ring", "must be"),
-    # What fits no field of the strategy's own arm is refused before a session is made that cannot be reported.
-    (named("mac", ring=str(2**32)), "strategy.named.options.ring", "out of the range"),
-    (named("mac", ring="9" * 1000), "strategy.named.options.ring", "out of the range"),
-    (named("restored", source="latent", resident_latent_bytes=str(2**64)), "strategy.named.options.resident", ""),
-]
-
-
-def test_what_is_asked_for_by_name_is_refused_by_its_path(subtests: pytest.Subtests) -> None:
-    for given, field, said in REFUSED_BY_NAME:
-        with subtests.test(str(given)):
-            with pytest.raises(InvalidArgument) as refusal:
-                strategy_from_wire(given)
-            assert refusal.value.field.startswith(field)
-            assert said in refusal.value.description
 
 
 @pytest.mark.parametrize(
@@ -162,45 +101,6 @@ def test_an_option_that_its_arm_cannot_carry_is_found_at_start(option: str, hint
 def test_a_default_that_its_arm_has_no_room_for_is_found_at_start() -> None:
     with pytest.raises(ConfigError, match=r"strategy mac:ring=4294967296.*out of the range"):
         check_strategies(make_strategy("mac", ring=2**32))
-
-
-def test_the_arm_for_all_strategies_is_no_strategys_own() -> None:
-    with registered(named=NewerWindow), pytest.raises(ConfigError, match="cannot be named named"):
-        check_strategies(make_strategy("full"))
-
-
-def test_an_error_about_something_else_keeps_its_field() -> None:
-    error = InvalidArgument("eos_token_ids", "too many")
-    for given in (pb.Strategy(sink_window=pb.SinkWindowStrategy()), named("sink_window"), named("gone")):
-        assert in_strategy(error, given) is error
-
-
-def test_a_renamed_error_keeps_what_else_it_says() -> None:
-    given = pb.Strategy(sink_window=pb.SinkWindowStrategy())
-    error = in_strategy(InvalidArgument("window", "too wide", trained_positions=512), given)
-    assert error.field == error.metadata["field"] == "strategy.sink_window.window"
-    assert error.metadata["trained_positions"] == "512"
-
-
-def test_done_says_how_many_positions_were_read_in_another_form() -> None:
-    frame = framer_for(pb.GenerateRequest())(FINISHED)
-    assert frame is not None
-    assert (frame.done.attended_position_count, frame.done.restored_position_count) == (30, 20)
-
-
-def test_done_says_what_became_of_drafts() -> None:
-    frame = framer_for(pb.GenerateRequest())(FINISHED)
-    assert frame is not None
-    assert (frame.done.drafted_token_count, frame.done.accepted_token_count, frame.done.degraded) == (12, 7, True)
-
-
-def test_drafting_is_on_unless_it_is_switched_off() -> None:
-    assert params_from_wire(pb.GenerateRequest(max_tokens=1)).drafting
-    assert not params_from_wire(pb.GenerateRequest(max_tokens=1, drafting=False)).drafting
-
-
-def test_a_request_that_says_nothing_is_greedy_with_everything_off() -> None:
-    assert params_from_wire(pb.GenerateRequest(max_tokens=1)).sampling == Sampling()
 
 
 def test_zero_is_reported_from_absent_where_they_differ() -> None:

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from kakeya.v1 import runtime_pb2 as pb
-from tests.processes import Process, ending, run, started
+from tests.processes import Process, ending, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, Details, read_rest, refused
 
 PROGRAM = Path(__file__).with_name("serve_scripted.py")
@@ -109,12 +109,6 @@ async def test_a_generate_that_outlives_the_grace_ends_with_draining(
     assert await ended(child) == 0
 
 
-async def test_an_idle_server_ends_at_once(start: Callable[[float], Server]) -> None:
-    child, _ = await asyncio.to_thread(start, 60.0)
-    child.send_signal(signal.SIGTERM)
-    assert await ended(child) == 0
-
-
 async def test_a_second_signal_ends_a_draining_server_at_once(
     start: Callable[[float], Server], connect: Callable[[str], Client]
 ) -> None:
@@ -125,10 +119,3 @@ async def test_a_second_signal_ends_a_draining_server_at_once(
     await until_draining(client.channel)
     child.send_signal(signal.SIGTERM)
     assert await ended(child) == -signal.SIGTERM
-
-
-async def test_a_server_whose_port_is_taken_says_so_and_fails(start: Callable[[float], Server]) -> None:
-    _, target = await asyncio.to_thread(start, 1.0)
-    second = await asyncio.to_thread(run, str(PROGRAM), target, "1")
-    assert second.returncode == 1
-    assert f"{target} is already in use" in second.stderr

@@ -32,16 +32,6 @@ async def test_a_fork_says_what_it_was_promised_and_goes_on_by_itself(client: Cl
     assert await client.generate(forked.session_id, 4)
 
 
-async def test_a_fork_and_its_parent_say_the_same_until_they_are_reported_different_things(client: Client) -> None:
-    parent = await client.open()
-    await client.generate(parent, 6)
-    forked = (await fork(client, parent)).session_id
-    assert await client.generate(forked, 6) == await client.generate(parent, 6)
-    for session, word in ((parent, 7), (forked, 8)):
-        await client.append(session, [word])
-    assert await client.generate(forked, 6) != await client.generate(parent, 6)
-
-
 async def test_a_retry_gets_the_fork_that_was_made_even_when_its_parent_is_gone(client: Client) -> None:
     parent, request_id = await client.open(), os.urandom(16)
     first = await fork(client, parent, request_id=request_id)
@@ -83,8 +73,3 @@ async def test_what_is_wrong_is_said_and_nothing_is_forked(
             assert (await refused(fork(client, parent, **fields))).reason == reason
             assert engine.info().kv_reserved_bytes == reserved
             assert (await fork(client, parent, expected_history_length=len(HISTORY))).history_length == len(HISTORY)
-
-
-async def test_a_session_that_is_not_there_cannot_be_forked(client: Client) -> None:
-    for fields in ({}, {"request_id": b"short"}, {"limit_tokens": 0}):
-        assert (await refused(fork(client, "never issued", **fields))).reason == "NOT_FOUND SESSION_NOT_FOUND"

@@ -20,7 +20,7 @@ from inference_engine.session.writer import DiskFull
 from kakeya.v1 import runtime_pb2 as pb
 from tests.kept import Gated, after_a_kill, gated, keeping
 from tests.server.test_auth import ALICE, BOB, write_keys
-from tests.server.wire import HISTORY, Client, Details, connected, read_rest, refused, serving, until
+from tests.server.wire import HISTORY, Client, Details, connected, refused, serving, until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 FOREVER = 30_000
@@ -56,7 +56,6 @@ SLOW = {
     "busy": {**dict.fromkeys(CALLS, WAITS), "GetServerInfo": ANSWERS, "ListSessions": ANSWERS},
 }
 WITH_RESERVE = {who: {**READ, **dict.fromkeys(NEW, FULL), "CloseSession": ANSWERS} for who in SLOW}
-WITHOUT_RESERVE = {who: {**READ, **dict.fromkeys(NEW, FULL), "CloseSession": FULL} for who in SLOW}
 
 
 @dataclass(frozen=True)
@@ -171,25 +170,6 @@ async def test_a_full_disk_stops_what_is_new_and_nothing_else(tmp_path: Path, su
             assert kept.get(session_id, length) == length
 
 
-async def test_a_disk_that_takes_nothing_at_all_can_be_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    async with owners(tmp_path) as two:
-        session_id = two.sessions["busy", "GetSessionInfo"]
-        stream = two.clients["busy"].stream(pb.GenerateRequest(session_id=session_id, max_tokens=300))
-        got = [await stream.read()]
-        two.journal.raising = DiskFull()
-        await until_stuck(two, is_stuck=True)
-        assert await check(two, WITHOUT_RESERVE, subtests) == []
-        info = await two.clients["busy"].info(session_id)
-        assert info.history_length == info.saved_token_count >= len(HISTORY) + 1
-        closing = await refused(two.make("CloseSession", "idle"))
-        assert "reserve for closing sessions is used up" in closing.text, "to close is no way out"
-        two.journal.raising = None
-        got += await read_rest(stream)
-        assert sum(frame.HasField("token_id") for frame in got) == 300
-        assert await two.clients["busy"].length(session_id) == len(HISTORY) + 300
-        assert await outcome_of(two.make("CloseSession", "idle")) == ANSWERS
-
-
 @pytest.mark.parametrize("has_reserve", [True, False])
 async def test_a_call_that_meets_the_full_disk_is_refused_and_has_not_happened(
     tmp_path: Path, subtests: pytest.Subtests, *, has_reserve: bool
@@ -233,21 +213,6 @@ async def test_a_call_that_meets_the_full_disk_is_refused_and_has_not_happened(
     with keeping(killed) as engine:
         found = sorted(one.history_length for one in engine.list_sessions(owner="bob"))
         assert found == [0, *[len(HISTORY)] * len(CALLS), length]
-
-
-async def test_an_append_whose_session_went_on_before_the_disk_was_full_is_kept(tmp_path: Path) -> None:
-    async with owners(tmp_path) as two:
-        client, session_id = two.clients["busy"], two.sessions["busy", "AppendTokens"]
-        two.journal.gate.clear()
-        append = asyncio.ensure_future(client.append(session_id, [5, 6]))
-        await until(lambda: two.engine.session_info(session_id, owner="bob").history_length == len(HISTORY) + 2)
-        generate = asyncio.ensure_future(client.generate(session_id, 3))
-        await until(lambda: two.engine.session_info(session_id, owner="bob").history_length > len(HISTORY) + 2)
-        two.journal.is_full_disk = True
-        two.journal.gate.set()
-        assert await append == len(HISTORY) + 2
-        two.journal.is_full_disk = False
-        assert len(await generate) == 3
 
 
 async def test_a_server_that_starts_on_a_full_disk_reads_and_closes(

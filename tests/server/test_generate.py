@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving, until_free
+from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until_free
 from tests.tiny import tiny_engine
 
 FOREVER = 30_000  # tokens; minutes of work for TinyModel
@@ -63,11 +62,6 @@ async def test_richer_frames_say_the_same_tokens_with_positions_and_logprobs(cli
     assert all(token.HasField("logprob") and token.logprob <= 0.0 for token in tokens)
 
 
-async def test_logprobs_are_absent_unless_asked_for(client: Client) -> None:
-    frames = await frames_of(client, await client.open(), max_tokens=1, token_details=True)
-    assert not frames[0].token.HasField("logprob")
-
-
 async def test_an_end_token_is_sent_counted_and_kept(client: Client) -> None:
     tokens = await client.generate(await client.open(), 3)
     session_id = await client.open(eos_token_ids=[tokens[1]])
@@ -76,14 +70,6 @@ async def test_an_end_token_is_sent_counted_and_kept(client: Client) -> None:
     assert [frame.token_id for frame in frames[:-1]] == tokens[:stop]
     assert frames[-1].done.stop_reason == pb.GenerateDone.STOP_REASON_EOS
     assert await client.length(session_id) == len(HISTORY) + stop
-
-
-async def test_a_generate_at_the_length_limit_is_done_truncated(client: Client) -> None:
-    session_id = await client.open(limit_tokens=10)
-    frames = await frames_of(client, session_id, max_tokens=8)
-    assert kinds(frames) == ["token_id", "token_id", "done"]
-    assert frames[-1].done.stop_reason == pb.GenerateDone.STOP_REASON_TRUNCATED
-    assert kinds(await frames_of(client, session_id, max_tokens=8)) == ["done"]
 
 
 async def test_positions_that_are_lost_are_announced_before_the_first_token(client: Client) -> None:
@@ -151,31 +137,6 @@ async def test_a_deadline_while_decoding_is_typed_and_keeps_what_was_generated(c
     assert len(await client.generate(session_id, 4)) == 4
 
 
-async def test_a_deadline_before_the_first_step_keeps_the_session(engine: Engine, client: Client) -> None:
-    session_id = await client.open()
-    with held(engine) as release:
-        stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=8), timeout=0.1)
-        details = await refused(read_rest(stream))
-        release()
-    assert details.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until_free(engine, session_id)
-    assert await client.length(session_id) == len(HISTORY)
-    assert len(await client.generate(session_id)) == 8
-
-
-async def test_a_deadline_in_prefill_keeps_the_session(engine: Engine, client: Client) -> None:
-    """The engine is stopped at the first prefill report; by the time it goes on, the client's time is over."""
-    session_id = await client.open([1, 2, 3, 4] * 100)
-    stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=8, progress=True), timeout=1.0)
-    assert (await stream.read()).WhichOneof("payload") == "accepted"
-    with held(engine) as release:
-        details = await refused(read_rest(stream))
-        release()
-    assert details.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until_free(engine, session_id)
-    assert len(await client.generate(session_id)) == 8
-
-
 async def test_closing_a_session_ends_its_stream_with_session_closed(client: Client) -> None:
     session_id = await client.open_endless()
     stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
@@ -217,39 +178,6 @@ async def test_a_second_operation_on_a_session_waits_then_is_refused_as_busy(cli
         assert (await refused(operation)).reason == "ABORTED SESSION_BUSY"
     assert (await client.info(session_id)).generating  # and facts never wait
     stream.cancel()
-
-
-async def test_two_clients_racing_on_one_session_take_turns(engine: Engine) -> None:
-    async with serving(engine, busy_wait_seconds=60.0) as handle, connected(handle) as one, connected(handle) as other:
-        session_id = await one.open()
-        first, second = await asyncio.gather(one.generate(session_id, 20), other.generate(session_id, 20))
-        assert await one.length(session_id) == len(HISTORY) + 40
-        alone = await one.generate(await one.open(), 40)
-        assert alone in (first + second, second + first)
-
-
-async def test_of_two_racing_appends_with_the_same_precondition_one_wins(client: Client) -> None:
-    session_id = await client.open()
-    expected = {"expected_history_length": len(HISTORY)}
-    results = await asyncio.gather(
-        client.append(session_id, [1, 1], **expected),
-        client.append(session_id, [2, 2], **expected),
-        return_exceptions=True,
-    )
-    assert sorted(isinstance(result, grpc.aio.AioRpcError) for result in results) == [False, True]
-    assert await client.length(session_id) == len(HISTORY) + 2
-
-
-async def test_a_waiting_append_goes_on_as_soon_as_the_session_is_free(engine: Engine) -> None:
-    async with serving(engine, busy_wait_seconds=60.0) as handle, connected(handle) as client:
-        session_id = await client.open_endless()
-        stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
-        await stream.read()
-        waiting = asyncio.ensure_future(client.append(session_id, [1, 2]))
-        await client.info(session_id)  # the append was sent before this and answered after
-        assert not waiting.done()
-        stream.cancel()
-        assert await waiting == await client.length(session_id)
 
 
 async def test_callers_that_give_up_waiting_for_a_session_leave_nothing_behind(

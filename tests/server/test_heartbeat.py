@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -77,17 +76,6 @@ async def test_a_long_prefill_tells_how_far_it_is_and_stops_with_the_first_token
     assert names == sorted(names, key=["progress", "truncated", "token_id", "done"].index)
     reported = [frame.progress.done_token_count for frame in frames if frame.HasField("progress")]
     assert reported == sorted(reported) and {0, 16, 32, 48} <= set(reported)
-
-
-async def test_without_the_wish_there_is_no_frame_of_another_kind(client: Client, engine: Engine) -> None:
-    session_id = await client.open()
-    with held(engine) as let_go:
-        waiting = asyncio.create_task(client.call("Generate", asked(session_id, heartbeat_seconds=None)))
-        with_it = client.stream(asked(await client.open()))
-        for _ in range(SOME):
-            await with_it.read()
-        let_go()
-        assert kinds(await waiting) == ["token_id"] * 4 + ["done"]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 0.05, 1e9, float("nan"), float("inf")])

@@ -12,7 +12,7 @@ import pytest
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Script
-from tests.facade import session_of, store_of
+from tests.facade import store_of
 from tests.load.scripted import scripted_engine
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until
 from tests.tiny import tiny_engine
@@ -87,26 +87,6 @@ async def test_a_stream_that_reaches_the_quota_gives_its_tokens_and_then_ends_ty
             assert len(await client.generate(await client.open_endless(IDS), 5)) == 5
 
 
-async def test_a_stream_that_reaches_the_cap_of_its_session_is_truncated() -> None:
-    with tiny_engine(history_tokens_per_session=50) as engine:
-        async with serving(engine) as handle, connected(handle) as client:
-            session = await client.open_endless(IDS)
-            frames = await client.call("Generate", pb.GenerateRequest(session_id=session, max_tokens=30))
-            assert frames[-1].done.stop_reason == pb.GenerateDone.STOP_REASON_TRUNCATED
-            assert frames[-1].done.history_length == 50
-            assert (await refused(client.generate(session, 1))).reason == "RESOURCE_EXHAUSTED HISTORY_LIMIT"
-
-
-async def test_as_many_ids_as_one_append_takes_arrive_in_their_order() -> None:
-    with tiny_engine(max_append_tokens=50_000) as engine:
-        async with serving(engine) as handle, connected(handle) as client:
-            session = await client.open_endless([])
-            ids = [number * number % 127 for number in range(50_000)]
-            assert await client.append(session, ids) == 50_000
-            assert session_of(engine, session).history.ids().tolist() == ids
-            assert (await refused(client.append(session, [*ids[:40_000], 128]))).fields == ["token_ids"]
-
-
 async def test_ids_of_appends_that_wait_count_in_their_owners_quota(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("".join(f"{Key.of(key, owner).line}\n" for owner, key in KEYS.items()), encoding="utf-8")
@@ -132,15 +112,6 @@ async def test_ids_of_appends_that_wait_count_in_their_owners_quota(tmp_path: Pa
             await read_rest(running)
             assert await waiting == len(IDS) + 1 + 120
             assert engine.history_tokens_of("alice") == held + 121
-
-
-async def test_an_append_that_filled_the_quota_is_answered_again_when_it_is_repeated() -> None:
-    with tiny_engine(history_tokens_per_owner=50) as engine:
-        async with serving(engine) as handle, connected(handle) as client:
-            session = await client.open_endless(IDS)
-            for _ in range(2):
-                assert await client.append(session, IDS[:10], request_id=b"a" * 16) == 50
-            assert (await refused(client.append(session, IDS[:10]))).reason == "RESOURCE_EXHAUSTED QUOTA"
 
 
 def assert_came(event: threading.Event) -> None:

@@ -11,8 +11,6 @@ import pytest
 from inference_engine.config import EngineConfig
 from inference_engine.errors import ConfigError
 from inference_engine.server.watchdog import EXIT_JOURNAL, Watchdog
-from inference_engine.session.writer import DiskFull
-from inference_engine.types import Durability
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import let_leave
 from tests.kept import after_a_kill, gated, keeping
@@ -151,23 +149,6 @@ async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_
                 assert found.reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
-async def test_a_full_disk_pauses_streams_refuses_new_work_and_loses_nothing(tmp_path: Path) -> None:
-    with gated(tmp_path) as (engine, journal):
-        async with serving(engine) as server, connected(server) as client:
-            session_id = await client.open()
-            stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=300))
-            got = [await stream.read()]
-            journal.raising = DiskFull()
-            await until(lambda: journal._writer.is_full)
-            for call in (client.open(()), client.append(session_id, [1]), client.generate(session_id)):
-                details = await asyncio.wait_for(refused(call), 20)
-                assert details.reason in ("RESOURCE_EXHAUSTED JOURNAL_FULL", "ABORTED SESSION_BUSY")
-            journal.raising = None
-            got += await read_rest(stream)
-            assert len(ids_of(got)) == 300
-            assert await client.length(session_id) == len(HISTORY) + 300
-
-
 async def test_a_disk_that_fails_ends_the_process_and_nothing_more_is_sent(tmp_path: Path) -> None:
     with gated(tmp_path) as (engine, journal):
         async with serving(engine) as server, connected(server) as client:
@@ -241,21 +222,6 @@ async def test_a_call_that_waits_for_a_session_finds_it_though_it_leaves_memory_
                 assert answer.history_length == length
 
 
-async def test_a_call_that_waits_for_a_session_whose_invariant_breaks_finds_it_anew(tmp_path: Path) -> None:
-    from tests.facade import session_of
-
-    with keeping(tmp_path) as engine:
-        async with serving(engine, busy_wait_seconds=30.0) as server, connected(server) as client:
-            session_id = await client.open_endless()
-            stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
-            await stream.read()
-            append = asyncio.ensure_future(client.append(session_id, [5]))
-            await until(lambda: bool(session_of(engine, session_id).waiters))
-            session_of(engine, session_id).cached_tokens += 10_000  # so that the cache seems to have gone back
-            assert (await refused(read_rest(stream))).reason == "FAILED_PRECONDITION INV2"
-            assert await append == await client.length(session_id)
-
-
 async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(tmp_path: Path) -> None:
     with keeping(tmp_path) as engine:
         async with serving(engine) as server, connected(server) as client:
@@ -288,18 +254,6 @@ async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(tmp_
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         EngineConfig(**settings)
-
-
-def test_what_kept_sessions_are_allowed_is_said_with_a_state_folder_and_that_nothing_is_copied_without_one() -> None:
-    asked: dict[str, Any] = {"hibernate": "always", "state_bytes": 1, "kept_tokens_per_owner": 9}
-    assert EngineConfig(state_dir="somewhere", **asked).hibernate == "always"
-    assert EngineConfig(hibernate="never").kept is Durability.NONE
-
-
-def test_a_state_folder_is_for_losses_of_power_where_nothing_else_is_chosen() -> None:
-    assert EngineConfig(state_dir="somewhere").kept is Durability.POWER
-    assert EngineConfig(state_dir="somewhere", durability="process").kept is Durability.PROCESS
-    assert EngineConfig().kept is Durability.NONE
 
 
 async def test_without_a_state_folder_sessions_end_with_the_server_and_it_says_so(client: Client) -> None:

@@ -12,17 +12,15 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from grpc_health.v1 import health_pb2
 
 from inference_engine.engine import Engine
 from inference_engine.errors import EngineStalled
 from inference_engine.kv.parts.layer_entries import LayerEntries
-from inference_engine.scheduler.lifecycle import is_out_of_memory
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
 from tests.engine.sessions import Clock
-from tests.facade import end_the_thread, kv_of, nudge
+from tests.facade import kv_of, nudge
 from tests.load.scripted import scripted_engine
 from tests.processes import Process, ending, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
@@ -103,16 +101,6 @@ async def test_a_client_that_looks_at_a_session_again_and_again_does_not_keep_it
     assert (await refused(client.info(watched))).reason == "NOT_FOUND SESSION_EVICTED"
 
 
-async def test_what_is_generated_after_a_lack_of_memory_is_what_would_have_been(client: Client, script: Script) -> None:
-    history = (*HISTORY, POISON)
-    expected = await generated(client, await client.open(history))
-    session_id = await client.open(history)
-    script.faults[POISON] = (Fault.OUT_OF_MEMORY, 2)
-    for _ in range(2):
-        assert (await refused(generated(client, session_id))).reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
-    assert await generated(client, session_id) == expected
-
-
 async def test_a_lack_of_memory_in_one_step_leaves_sessions_of_other_steps_alone(
     engine: Engine, client: Client, script: Script
 ) -> None:
@@ -123,17 +111,6 @@ async def test_a_lack_of_memory_in_one_step_leaves_sessions_of_other_steps_alone
     await refused(generated(client, session_id))
     assert (await client.info(calm)).cached_token_count == len(HISTORY)
     assert engine.is_alive()
-
-
-async def test_a_lack_of_memory_again_and_again_is_not_a_sick_device(
-    engine: Engine, client: Client, script: Script
-) -> None:
-    """Else one client with too large a request would take the server away from all."""
-    session_id = await client.open((*HISTORY, POISON))
-    script.faults[POISON] = (Fault.OUT_OF_MEMORY, None)
-    for _ in range(5):
-        assert (await refused(generated(client, session_id))).reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
-        assert engine.is_alive()
 
 
 async def test_entries_that_cannot_be_zeroed_are_dropped(
@@ -156,33 +133,6 @@ async def test_entries_that_cannot_be_zeroed_are_dropped(
         assert (await refused(generated(client, session_id))).reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
     assert (await client.info(session_id)).cached_token_count == 0
     assert await generated(client, session_id) == expected
-
-
-CAUSES: list[tuple[Exception, bool]] = [
-    (MemoryError(), True),
-    (torch.OutOfMemoryError("CUDA out of memory"), True),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-    (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`"), False),
-    (RuntimeError("the device failed"), False),
-    (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
-]
-
-
-def test_out_of_memory_is_reported_from_other_errors_also_as_their_cause(subtests: pytest.Subtests) -> None:
-    for error, expected in CAUSES:
-        with subtests.test(str(error)):
-            assert is_out_of_memory(error) is expected
-            outer = RuntimeError("a step failed")
-            outer.__cause__ = error
-            assert is_out_of_memory(outer) is expected
-
-
-def test_what_the_allocator_of_the_cpu_says_is_known() -> None:
-    with pytest.raises(RuntimeError) as refusal:
-        torch.empty(2**61, dtype=torch.uint8)
-    assert is_out_of_memory(refusal.value)
 
 
 # -- nonsense -----------------------------------------------------------------------------------------------------
@@ -246,18 +196,6 @@ async def test_while_the_engine_stalls_work_is_refused_and_the_rest_answers(
     assert len(await generated(client, await client.open(HISTORY))) == 8
 
 
-async def test_health_says_so_and_takes_it_back(engine: Engine, client: Client, script: Script, clock: Clock) -> None:
-    states = health_pb2.HealthCheckResponse
-    watch = client.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
-    assert states.FromString(await watch.read()).status == states.SERVING
-    async with stalled(engine, client, script, clock) as stream:
-        assert states.FromString(await watch.read()).status == states.NOT_SERVING
-        script.let_go.set()
-        await read_rest(stream)
-        assert states.FromString(await watch.read()).status == states.SERVING
-    watch.cancel()
-
-
 async def test_the_watchdog_says_where_the_engine_hangs_and_gives_up_only_if_it_does_not_come_back(
     engine: Engine, client: Client, script: Script, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,32 +215,6 @@ async def test_the_watchdog_says_where_the_engine_hangs_and_gives_up_only_if_it_
         await read_rest(stream)
     assert not watchdog.look()
     assert "the engine has recovered" in caplog.text
-
-
-async def test_patience_begins_anew_with_every_stall(
-    engine: Engine, client: Client, script: Script, clock: Clock
-) -> None:
-    watchdog = Watchdog(engine, 10.0, clock)
-    for _ in range(2):
-        script.let_go.clear()
-        async with stalled(engine, client, script, clock) as stream:
-            assert not watchdog.look()
-            clock.now += 9.0
-            assert not watchdog.look()
-            script.let_go.set()
-            await read_rest(stream)
-        assert not watchdog.look()
-
-
-async def test_an_engine_whose_thread_has_ended_is_stalled(engine: Engine, clock: Clock) -> None:
-    end_the_thread(engine)
-    assert engine.is_stalled()
-    with pytest.raises(EngineStalled):
-        engine.create_session()
-    watchdog = Watchdog(engine, 10.0, clock)
-    assert not watchdog.look()
-    clock.now += 10.0
-    assert watchdog.look()
 
 
 async def test_calls_that_run_when_the_server_gives_up_get_the_reason(

@@ -10,16 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
 from inference_engine.server.auth import Key
 from inference_engine.server.incoming import MESSAGE_BYTES
 from inference_engine.server.limits import OWN_DESCRIPTORS, OwnerLimits, allowed_connections
-from kakeya import AsyncClient, RetryPolicy
 from kakeya.v1 import runtime_pb2 as pb
-from laboratory.commands.scripted_server import scripted_child
-from tests.further import further_test
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 
 pytestmark = pytest.mark.hostile
@@ -68,13 +64,6 @@ def test_a_refusal_says_after_how_long_the_next_call_is_taken() -> None:
     assert is_refused(limit, "a") is None
 
 
-def test_what_one_owner_does_is_not_held_against_another() -> None:
-    limit = limits(calls=1, calls_per_second=1.0)
-    with limit.call("a"):
-        assert is_refused(limit, "a") is not None
-        assert is_refused(limit, "b") is None
-
-
 def test_a_call_that_ended_however_makes_room_for_another() -> None:
     limit = limits(calls=2)
     with limit.call("a"):
@@ -115,20 +104,6 @@ async def test_calls_beyond_an_owners_share_are_refused_and_other_owners_go_on(e
     assert details.reason == "RESOURCE_EXHAUSTED OVERLOADED"
     assert details.retry_info is not None
     assert details.error_info is not None and details.error_info.metadata["max_owner_calls"] == "1"
-
-
-async def test_a_flood_of_calls_is_refused_with_the_time_to_come_back(engine: Engine) -> None:
-    async with serving(engine, owner_calls_per_second=0.01) as handle, connected(handle) as client:
-        await client.call("GetServerInfo", pb.GetServerInfoRequest())
-        details = await refused(client.call("GetServerInfo", pb.GetServerInfoRequest()))
-    assert details.reason == "RESOURCE_EXHAUSTED OVERLOADED"
-    assert details.retry_info is not None and details.retry_info.retry_delay.seconds >= 10
-
-
-async def test_health_is_answered_in_a_flood(engine: Engine) -> None:
-    async with serving(engine, owner_calls_per_second=0.01) as handle, connected(handle) as client:
-        for _ in range(5):
-            await client.channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
 
 
 async def test_a_connection_too_many_is_not_taken_and_a_place_that_is_free_again_is(engine: Engine) -> None:
@@ -184,29 +159,6 @@ async def test_a_message_of_exactly_the_limit_is_taken_and_one_byte_more_is_not(
     assert details.text == f"the message has {MESSAGE_BYTES + 1} bytes; this method takes {MESSAGE_BYTES} at most"
 
 
-async def test_a_limit_on_messages_in_the_settings_holds_for_every_method(engine: Engine) -> None:
-    async with serving(engine, max_message_bytes=20_000) as handle, connected(handle) as client:
-        assert await client.raw("CreateSession", padded(20_000))
-        assert (await refused(client.raw("CreateSession", padded(20_001)))).reason == "RESOURCE_EXHAUSTED"
-        info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
-        assert info.max_message_bytes == 20_000
-
-
-async def test_an_append_of_as_many_ids_as_are_taken_fits_whatever_the_ids_are(client: Client) -> None:
-    info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
-    ids = [2**32 - 1] * info.max_append_tokens  # five bytes each; outside the vocabulary, which is found by parsing
-    message = pb.AppendTokensRequest(session_id=await client.open(), token_ids=ids, request_id=bytes(64))
-    assert message.ByteSize() <= info.max_message_bytes
-    details = await refused(client.call("AppendTokens", message))
-    assert details.reason == "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE"
-
-
-async def test_an_append_of_twice_as_many_ids_says_how_many_are_taken(client: Client) -> None:
-    info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
-    details = await refused(client.append(await client.open(), [2**31] * (2 * info.max_append_tokens)))
-    assert details.reason == "RESOURCE_EXHAUSTED APPEND_TOO_LARGE"
-
-
 async def test_resets_by_the_thousand_leave_the_server_as_it_was(engine: Engine, client: Client) -> None:
     session_id = await client.open()
     for _ in range(20):
@@ -244,26 +196,3 @@ def test_connections_are_no_more_than_the_system_has_descriptors_for(
     if warns:
         assert f"may open {descriptors} files" in caplog.text
         assert f"ulimit -n {(wanted or 10_000) + OWN_DESCRIPTORS}" in caplog.text
-
-
-@pytest.mark.parametrize(("wanted", "allowed"), [(0, 372), (300, 300), (500, 372)])
-def test_two_ports_share_the_descriptors(monkeypatch: pytest.MonkeyPatch, wanted: int, allowed: int) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _which: (OWN_DESCRIPTORS + 744, OWN_DESCRIPTORS + 744))
-    assert allowed_connections(wanted, ports=2) == allowed
-
-
-@further_test
-async def test_more_agents_than_a_connection_takes_calls_share_one_client_without_an_error() -> None:
-    """gRPC counts calls that are over until they are freed, so it refuses some that the client's side let through."""
-    config = ServerConfig(bind="127.0.0.1:0", max_connection_calls=8)
-    with scripted_child(EngineConfig(kv_bytes=2**28), config, step_seconds=0.001) as child:
-        target = child.wait_ready()
-        async with AsyncClient(target, retry=RetryPolicy(attempts=1)) as client:
-
-            async def day() -> list[int]:
-                async with await client.create_session(limit_tokens=64) as session:
-                    await session.append([1, 2, 3])
-                    return [token async for token in session.generate(10)]
-
-            said = await asyncio.gather(*(day() for _ in range(60)))
-    assert all(tokens == said[0] and len(tokens) == 10 for tokens in said)

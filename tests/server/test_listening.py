@@ -19,9 +19,8 @@ from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, Draining
 from inference_engine.server.address import resolve_bind
 from inference_engine.server.grpc_door import GrpcDoor
-from inference_engine.server.health import Health
 from inference_engine.server.http.chat_text import ChatText
-from inference_engine.server.run import ServerHandle, start_server
+from inference_engine.server.run import start_server
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.http.client import MESSAGES, serving_http, tiny_chat
 from tests.server.wire import Client, connected, refused, serving
@@ -96,17 +95,6 @@ def test_a_name_with_one_outside_address_is_not_loopback(monkeypatch: pytest.Mon
     assert not resolve_bind("bind", "localhost:0").is_loopback
 
 
-def test_a_bind_that_is_no_address_is_refused_with_its_setting(subtests: pytest.Subtests) -> None:
-    for bind in ("", "127.0.0.1", ":50051", "127.0.0.1:", "127.0.0.1:x", "::1:50051", "127.0.0.1:65536"):
-        with subtests.test(bind), pytest.raises(ConfigError, match="metrics_bind must be host:port"):
-            resolve_bind("metrics_bind", bind)
-
-
-def test_a_name_that_does_not_resolve_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not resolve"):
-        resolve_bind("bind", "no-such-host.invalid:1")
-
-
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
 @pytest.mark.parametrize(("with_key", "with_tls"), [(False, False), (True, False), (False, True)])
 async def test_a_bind_others_can_reach_needs_key_and_tls(
@@ -151,51 +139,6 @@ async def test_a_port_in_use_stops_the_start_and_says_so(engine: Engine, taken_p
         await start_server(engine, ServerConfig(bind=f"127.0.0.1:{taken_port}"))
 
 
-async def test_a_second_server_cannot_share_the_port_of_the_first(engine: Engine, server: ServerHandle) -> None:
-    with pytest.raises(ConfigError, match="already in use"):
-        await start_server(engine, ServerConfig(bind=server.target))
-
-
-async def test_a_start_that_failed_leaves_no_metrics_port_behind(engine: Engine, taken_port: int) -> None:
-    metrics_bind = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError):
-        await start_server(engine, ServerConfig(bind=f"127.0.0.1:{taken_port}", metrics_bind=metrics_bind))
-    async with serving(engine, metrics_bind=metrics_bind) as handle:
-        assert handle.metrics_target == metrics_bind
-
-
-async def test_a_start_that_failed_early_leaves_no_process_of_chat_templates_behind(
-    engine: Engine, chat: ChatText, taken_port: int, subtests: pytest.Subtests
-) -> None:
-    for setting in ("bind", "metrics_bind", "http_bind"):
-        with subtests.test(setting):
-            binds: dict[str, Any] = {"bind": "127.0.0.1:0", setting: f"127.0.0.1:{taken_port}"}
-            with pytest.raises(ConfigError, match="already in use"):
-                await start_server(engine, ServerConfig(**binds), chat=chat)
-            with pytest.raises(Draining):
-                chat.prompt_ids(MESSAGES)
-
-
-@pytest.mark.parametrize("late", ["health", "grpc", "door"])
-async def test_a_start_that_failed_late_leaves_no_http_port_behind(
-    engine: Engine, chat: ChatText, monkeypatch: pytest.MonkeyPatch, late: str
-) -> None:
-    of: dict[str, tuple[object, str]] = {
-        "health": (Health, "follow"),
-        "grpc": (type(grpc.aio.server()), "start"),
-        "door": (GrpcDoor, "follow"),
-    }
-    http_bind = f"127.0.0.1:{free_port()}"
-    with monkeypatch.context() as patch:
-        patch.setattr(*of[late], Mock(side_effect=OSError("no more descriptors")))
-        with pytest.raises(OSError, match="no more descriptors"):
-            await start_server(engine, ServerConfig(bind="127.0.0.1:0", http_bind=http_bind), chat=chat)
-    with pytest.raises(Draining):  # its processes have ended
-        chat.prompt_ids(MESSAGES)
-    async with serving_http(engine, chat, http_bind=http_bind) as handle:
-        assert handle.http_url == f"http://{http_bind}/v1"
-
-
 @pytest.mark.parametrize("late", ["before gRPC starts", "while gRPC starts", "door"])
 async def test_a_start_that_failed_late_leaves_no_grpc_port_behind(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, late: str
@@ -233,16 +176,6 @@ async def test_a_start_without_one_of_its_ports_leaves_the_other_to_others(
         chat.prompt_ids(MESSAGES)
     async with serving_http(engine, chat, **binds) as handle:
         assert handle.target == binds["bind"]
-
-
-async def test_a_metrics_port_in_use_stops_the_start(engine: Engine, taken_port: int) -> None:
-    with pytest.raises(ConfigError, match=r"metrics_bind.*already in use"):
-        await start_server(engine, ServerConfig(bind="127.0.0.1:0", metrics_bind=f"127.0.0.1:{taken_port}"))
-
-
-async def test_metrics_are_for_this_machine_only(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="metrics_bind"):
-        await start_server(engine, ServerConfig(bind="127.0.0.1:0", metrics_bind="0.0.0.0:0"))
 
 
 async def test_metrics_count_calls_by_method_and_code_and_name_no_session(engine: Engine) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from inference_engine import logs
-from inference_engine.config import ServerConfig
-from inference_engine.errors import ConfigError
 from inference_engine.logs import FIELDS, about_request, about_session, lost_lines, name_request, tag, written
 from inference_engine.metrics import EngineMetrics
 from inference_engine.tracing import Tracing
@@ -41,13 +39,6 @@ def test_a_line_of_json_is_one_object_with_the_fields_there_are() -> None:
     (line,) = lines_of(stream)
     assert line.pop("time").endswith("Z")
     assert line == {"level": "INFO", "logger": "a.test", "message": "a Generate ended", "outcome": "eos", "tokens": 7}
-
-
-def test_a_line_of_text_says_the_same() -> None:
-    stream = io.StringIO()
-    with written("text", stream):
-        log.warning("something\x1b[31m", extra={"outcome": "eos", "tokens": 7})
-    assert stream.getvalue().endswith("WARNING a.test: something\x1b[31m outcome=eos tokens=7\n")
 
 
 def test_a_traceback_stays_within_its_object() -> None:
@@ -88,18 +79,6 @@ def test_what_is_logged_within_a_call_is_about_that_call() -> None:
     assert before.keys() == after.keys()
 
 
-def test_a_tag_can_be_computed_from_the_id() -> None:
-    assert tag("abc") == tag(b"abc") == "ba7816bf8f01"
-
-
-def test_the_root_logger_is_left_as_it_was() -> None:
-    root = logging.getLogger()
-    before = (list(root.handlers), root.level)
-    with written("text", io.StringIO()):
-        assert len(root.handlers) == len(before[0]) + 1
-    assert (list(root.handlers), root.level) == before
-
-
 def test_a_reader_that_does_not_read_stops_no_writer_and_learns_what_was_lost() -> None:
     may_write, is_writing = threading.Event(), threading.Event()
 
@@ -119,13 +98,6 @@ def test_a_reader_that_does_not_read_stops_no_writer_and_learns_what_was_lost() 
     messages = [line["message"] for line in lines_of(stream)]
     assert messages[:11] == ["the first", *(f"line {number}" for number in range(10))]
     assert messages[11:] == ["15 lines of the log were dropped: they came faster than they are read"]
-
-
-def test_a_stream_that_is_closed_ends_the_log_and_nothing_else() -> None:
-    stream = io.StringIO()
-    with written("text", stream):
-        stream.close()
-        log.info("to no reader")
 
 
 @pytest.mark.hostile
@@ -150,11 +122,6 @@ def test_writes_that_fail_lose_their_lines_only_and_are_reported_once_it_works_a
     assert lost_lines()["write"] == before + 2
     metrics.look()
     assert metrics.registry.get_sample_value("log_lost_lines_total", {"reason": "write"}) == 2
-
-
-def test_there_are_two_formats() -> None:
-    with pytest.raises(ConfigError, match="log_format must be text or json, got 'xml'"):
-        ServerConfig(log_format="xml")
 
 
 async def test_a_generate_leaves_one_line_with_the_tags_of_its_session_call_and_trace() -> None:

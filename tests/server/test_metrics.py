@@ -21,12 +21,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.errors import QuotaExceeded
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.logs import lost_lines, written
+from inference_engine.logs import written
 from inference_engine.metrics import (
     INVARIANTS,
     KV_KINDS,
@@ -466,35 +465,6 @@ def test_the_parts_of_a_step_add_up_to_the_step() -> None:
     assert value("engine_step_seconds_count") == 1
 
 
-def draft_seconds(drafter: Drafter | None) -> float:
-    ticks = count()
-    with tiny_engine(drafter=drafter, draft_tokens=2, clock=lambda: next(ticks) / 1000) as engine:
-        session = engine.create_session()
-        engine.append(session.session_id, HISTORY)
-        assert list(engine.generate(session.session_id, GenerateParams(max_tokens=40)))
-        value = engine.metrics.registry.get_sample_value
-        return value("engine_step_part_seconds_sum", {"part": "draft"}) or 0.0
-
-
-def test_only_a_drafter_takes_a_part_of_a_step_for_drafts() -> None:
-    assert draft_seconds(None) == 0
-    assert draft_seconds(Wrong()) > 0
-
-
-async def test_a_step_is_mostly_its_forward_where_the_forward_takes_long() -> None:
-    """The share outside the model can be read: here the device waits in the forward, for far longer than the rest."""
-    with scripted_engine(script=Script(step_seconds=0.05)) as engine:
-        session = engine.create_session()
-        engine.append(session.session_id, HISTORY)
-        assert list(engine.generate(session.session_id, GenerateParams(max_tokens=4)))
-    value = engine.metrics.registry.get_sample_value
-    total = value("engine_step_seconds_sum")
-    forward = value("engine_step_part_seconds_sum", {"part": "forward"})
-    assert total is not None and forward is not None
-    assert 0 < forward < total
-    assert forward >= 0.05 * (value("engine_step_seconds_count") or 0)
-
-
 async def test_states_of_sessions_follow_what_they_do() -> None:
     with tiny_engine() as engine:
         value = engine.metrics.registry.get_sample_value
@@ -526,23 +496,3 @@ async def test_server_info_the_metrics_and_the_ready_line_say_the_same(client: C
     assert set(info.strategies) == {
         sample.labels["strategy"] for family in engine.metrics.session_states.collect() for sample in family.samples
     }
-
-
-def test_what_was_lost_is_counted_once_when_several_look_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reader of the metrics port has a thread, and so has the dashboard."""
-    before = dict(lost_lines())
-    metrics, both = EngineMetrics(), threading.Barrier(2)
-
-    class Lost(dict[str, int]):
-        def items(self) -> Any:
-            yield from super().items()
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.5)  # for the other one, which has counted the same by now, or is kept out
-
-    monkeypatch.setattr("inference_engine.metrics.lost_lines", lambda: Lost({**before, "queue": before["queue"] + 3}))
-    lookers = [threading.Thread(target=metrics.look) for _ in range(2)]
-    for looker in lookers:
-        looker.start()
-    for looker in lookers:
-        looker.join(30.0)
-    assert metrics.registry.get_sample_value("log_lost_lines_total", {"reason": "queue"}) == 3

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from inference_engine.config import ModelConfig
-from inference_engine.errors import TokenOutOfRange
 from inference_engine.server.http.turn_ends import find_end_ids
 from kakeya import Client
 from kakeya.v1 import runtime_pb2 as pb
@@ -47,20 +46,6 @@ async def test_a_session_has_the_models_ends_if_it_asks_for_them_and_only_then()
                 generated = await client.generate(opened.session_id, 3, logit_bias=FORCED)
                 assert generated == [101] * (1 if 101 in ends else 3)
                 assert list((await client.info(opened.session_id)).eos_token_ids) == ends
-
-
-async def test_a_retry_is_answered_with_the_ends_of_the_first_call() -> None:
-    with tiny_engine(end_ids=[7]) as engine:
-        async with serving(engine) as server, connected(server) as client:
-            request = pb.CreateSessionRequest(model_eos_token_ids=True, request_id=b"0123456789abcdef")
-            first, again = [await client.call("CreateSession", request) for _ in range(2)]
-            assert again.replayed
-            assert (again.session_id, answer(again)) == (first.session_id, [7])
-
-
-def test_ends_beyond_the_vocabulary_are_refused_by_the_engine() -> None:
-    with pytest.raises(TokenOutOfRange, match=f"id {VOCABULARY}"):
-        tiny_engine(end_ids=[VOCABULARY])
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine.engine import Engine
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.wire import Client, connected, refused, serving
+from tests.server.wire import connected, refused, serving
 from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.hostile
@@ -26,28 +25,6 @@ def key_file(tmp_path: Path) -> str:
 
 def bearer(key: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {key}")]
-
-
-async def info(client: Client) -> pb.GetServerInfoResponse:
-    answer = await client.call("GetServerInfo", pb.GetServerInfoRequest())
-    assert isinstance(answer, pb.GetServerInfoResponse)
-    return answer
-
-
-async def test_reserved_bytes_are_the_callers_own(engine: Engine, key_file: str) -> None:
-    async with (
-        serving(engine, api_key_file=key_file) as handle,
-        connected(handle, metadata=bearer(ALICE)) as alice,
-        connected(handle, metadata=bearer(BOB)) as bob,
-    ):
-        calm = await info(bob)
-        opened = await alice.call("CreateSession", pb.CreateSessionRequest(limit_tokens=123))
-        assert await info(bob) == calm
-        own = await info(alice)
-        assert own.kv_reserved_bytes == opened.reserved_bytes > 0
-        assert own.kv_capacity_bytes == calm.kv_capacity_bytes
-        await alice.call("CloseSession", pb.CloseSessionRequest(session_id=opened.session_id))
-        assert await info(alice) == calm
 
 
 async def test_a_full_pool_says_nothing_of_how_full_it_is(key_file: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.wire import HISTORY, Client, connected, held, refused, serving
+from tests.server.wire import HISTORY, Client, connected, refused, serving
 
 ROUTE = "0123456789abcdef"
 
@@ -39,18 +39,6 @@ async def test_pages_of_a_list_have_every_session_once_though_others_come_and_go
     assert len(found) == len(set(found))
 
 
-async def test_a_list_says_of_a_session_what_its_owner_may_ask(client: Client) -> None:
-    session_id = await client.open(client_label="mine", strategy=pb.Strategy(full=pb.FullStrategy()))
-    said = await client.generate(session_id, 3)
-    (one,) = [one for one in (await listed(client)).sessions if one.session_id == session_id]
-    facts = await client.info(session_id)
-    assert (one.client_label, one.history_length, one.strategy) == ("mine", len(HISTORY) + len(said), facts.strategy)
-    assert one.resident and facts.resident and not one.generating
-    assert one.age_seconds >= one.idle_seconds >= 0
-    await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
-    assert session_id not in {one.session_id for one in (await listed(client)).sessions}
-
-
 async def test_a_history_is_read_in_pieces_with_how_each_token_came(client: Client) -> None:
     session_id = await client.open()
     said = await client.generate(session_id, 5)
@@ -65,15 +53,6 @@ async def test_a_history_is_read_in_pieces_with_how_each_token_came(client: Clie
         assert (piece.first_position, sum(piece.run_lengths)) == (first, len(piece.token_ids))
     generated = await read(client, session_id, first_position=9, max_tokens=2)
     assert list(generated.run_lengths) == [0, 2]
-
-
-async def test_a_history_is_read_while_a_generate_runs(client: Client, engine: Engine) -> None:
-    session_id = await client.open()
-    with held(engine):
-        running = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=3, progress=True))
-        await running.read()  # it was accepted
-        assert list((await read(client, session_id)).token_ids) == list(HISTORY)
-        assert [one.generating for one in (await listed(client)).sessions if one.session_id == session_id] == [True]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.facade import session_of, store_of
 from tests.further import further
 from tests.laws.variants import ROUNDING
 from tests.middle import Fate, Middle, open_middle
-from tests.server.wire import HISTORY, SERVICE, Client, connected, read_rest, refused, serving, until_free
+from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until_free
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 FOREVER = 30_000  # tokens; minutes of work for TinyModel
@@ -196,13 +195,6 @@ async def test_an_id_has_sixteen_bytes(client: Client, length: int) -> None:
     assert await client.length(session_id) == len(HISTORY)
 
 
-async def test_a_close_that_expects_another_length_closes_nothing(client: Client) -> None:
-    session_id = await client.open()
-    close = pb.CloseSessionRequest(session_id=session_id, expected_history_length=7)
-    assert (await refused(client.call("CloseSession", close))).reason == "ABORTED HISTORY_LENGTH_MISMATCH"
-    assert await client.length(session_id) == len(HISTORY)
-
-
 async def test_a_position_outside_a_generate_is_refused(
     engine: Engine, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,51 +296,6 @@ async def test_a_line_that_is_cut_in_the_middle_frees_the_engine_and_the_generat
     assert first + rest == undisturbed
 
 
-async def test_a_client_that_asks_again_at_once_need_not_wait_for_the_old_stream_to_be_noticed(
-    engine: Engine, server: ServerHandle, client: Client
-) -> None:
-    """A cancel and the same call right behind it, many times over."""
-    session_id = await client.open_endless()
-    given: list[int] = []
-    for _ in range(20):
-        request = asked(session_id, FOREVER)
-        if given:
-            request.resume_from = len(HISTORY) + len(given)
-        stream = client.stream(request)
-        given += await next_tokens(stream, 3)
-        stream.cancel()
-    await until_free(engine, session_id)
-    assert given == await client.generate(await client.open_endless(), len(given))
-
-
-async def test_a_stopped_generate_does_not_go_on_after_another_append(engine: Engine, client: Client) -> None:
-    session_id = await client.open_endless()
-    stream, _ = await started(client, session_id, 3)
-    stream.cancel()
-    await until_free(engine, session_id)
-    length = await client.append(session_id, [1])
-    details = await refused(client.call("Generate", asked(session_id, FOREVER)))
-    assert details.reason == "ABORTED HISTORY_LENGTH_MISMATCH"
-    assert details.error_info is not None
-    assert dict(details.error_info.metadata) == {"expected": str(length - 1), "actual": str(length)}
-    assert await client.length(session_id) == length
-
-
-async def test_a_deadline_in_the_middle_is_made_good_by_asking_again(client: Client) -> None:
-    session_id = await client.open_endless()
-    shown: list[Any] = []
-    stream = client.stream(asked(session_id, FOREVER), timeout=1.0)
-    with pytest.raises(grpc.aio.AioRpcError) as ended:
-        await read_rest(stream, into=shown)
-    # The server ends it a moment before; where it is late, the client's own clock does.
-    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    stream = client.stream(asked(session_id, FOREVER, resume_from=len(HISTORY) + len(shown)))
-    rest = await next_tokens(stream, 10)
-    stream.cancel()
-    undisturbed = await client.generate(await client.open_endless(), len(shown) + 10)
-    assert token_ids(shown) + rest == undisturbed
-
-
 async def test_a_client_that_did_not_read_is_reported_where_it_was_and_gets_the_rest(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,27 +320,3 @@ async def test_a_client_that_did_not_read_is_reported_where_it_was_and_gets_the_
         await until_free(engine, session_id)
         undisturbed = await client.generate(await client.open_endless(), len(shown) + 10)
         assert token_ids(shown) + rest == undisturbed
-
-
-async def test_what_a_call_without_an_id_is_answered_is_the_same_bytes_as_ever(client: Client) -> None:
-    """Frozen frames alone: a token's id in its own field, and a last one without the fields that came later."""
-    session_id = await client.open()
-
-    async def raw(message: Any, method: str) -> Sequence[bytes]:
-        if method == "Generate":
-            call = client.channel.unary_stream(SERVICE + method)(message.SerializeToString())
-            return [frame async for frame in call]
-        return [await client.raw(method, message.SerializeToString())]
-
-    tokens = await raw(pb.GenerateRequest(session_id=session_id, max_tokens=3), "Generate")
-    assert [frame[0] for frame in tokens[:-1]] == [0x08] * 3
-    assert "replayed" not in str(pb.GenerateResponse.FromString(tokens[-1]))
-    assert await raw(pb.AppendTokensRequest(session_id=session_id, token_ids=[1]), "AppendTokens") == [b"\x08\x0c"]
-    assert await raw(pb.CloseSessionRequest(session_id=session_id), "CloseSession") == [b"\x08\x0c"]
-
-
-async def test_racing_retries_of_an_append_are_one(client: Client) -> None:
-    session_id = await client.open()
-    answers = await asyncio.gather(*(client.append(session_id, [1, 2], request_id=OTHER) for _ in range(8)))
-    assert set(answers) == {len(HISTORY) + 2}
-    assert await client.length(session_id) == len(HISTORY) + 2

@@ -3,12 +3,9 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable
-
-import pytest
 
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.server.stream import WOKEN_AT_ONCE, EventQueue, Feed, LoopWaker, Stall, Wakeup
+from inference_engine.server.stream import WOKEN_AT_ONCE, EventQueue, Feed, LoopWaker, Wakeup
 from inference_engine.types import Event, Finished, GenerateParams, StopReason, TokenCommitted
 from tests.facade import session_of
 from tests.server.wire import HISTORY
@@ -64,30 +61,6 @@ async def test_many_events_cost_one_wakeup() -> None:
     assert list(queue.pop_all()) == [DONE]
 
 
-async def test_wakeups_that_were_set_are_delivered_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = asyncio.get_running_loop()
-    waker = LoopWaker(loop)
-    pending = [Wakeup(waker) for _ in range(50)]
-    waiting = [asyncio.ensure_future(wakeup.wait()) for wakeup in (*pending, Wakeup(waker))]
-    await asyncio.sleep(0)
-    wakeups = 0
-    wake_loop = loop.call_soon_threadsafe
-
-    def count(callback: Callable[[], object]) -> asyncio.Handle:
-        nonlocal wakeups
-        wakeups += 1
-        return wake_loop(callback)
-
-    monkeypatch.setattr(loop, "call_soon_threadsafe", count)
-    for wakeup in pending:
-        wakeup.set()
-        waker.wake()
-    await asyncio.wait(waiting[:-1])
-    assert not waiting[-1].done()
-    assert wakeups == 1
-    waiting[-1].cancel()
-
-
 async def test_other_calls_have_their_turn_between_many_streams_that_are_woken_together() -> None:
     loop = asyncio.get_running_loop()
     waker, woken, between = LoopWaker(loop), 0, list[int]()
@@ -111,39 +84,6 @@ async def test_other_calls_have_their_turn_between_many_streams_that_are_woken_t
     other()
     await asyncio.wait_for(asyncio.gather(*consumers), 60)
     assert max(after - before for before, after in itertools.pairwise([*between, woken])) <= WOKEN_AT_ONCE
-
-
-async def test_a_wakeup_set_while_its_consumer_reads_is_delivered_the_next_time() -> None:
-    waker = LoopWaker(asyncio.get_running_loop())
-    wakeup = Wakeup(waker)
-    wakeup.set()
-    await wakeup.wait()
-    wakeup.set()
-    waker.wake()
-    await asyncio.wait_for(wakeup.wait(), 60)
-    waiting = asyncio.ensure_future(wakeup.wait())
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not waiting.done()
-    waiting.cancel()
-
-
-def test_a_queue_whose_loop_is_gone_takes_events_without_complaint() -> None:
-    loop = asyncio.new_event_loop()
-    queue = EventQueue(loop)
-    loop.close()
-    queue.push(DONE)
-
-
-async def test_only_a_write_that_lasts_is_a_stall() -> None:
-    stalled = asyncio.Event()
-    stall = Stall(asyncio.get_running_loop(), 0.01, stalled.set)
-    stall.begin_write()
-    stall.end_write()
-    assert not stall.is_stalled
-    stall.begin_write()
-    await stalled.wait()
-    assert stall.is_stalled
 
 
 async def test_a_feed_gives_every_event_of_a_generate_once_in_order_and_says_where_it_is() -> None:

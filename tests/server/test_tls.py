@@ -110,21 +110,6 @@ async def test_without_keys_a_certificate_names_the_owner(engine: Engine, author
         assert (await refused(other.length(session_id))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
-async def test_with_keys_the_key_names_the_owner_whatever_the_certificate(
-    engine: Engine, authority: Authority, tmp_path: Path, key_file: str
-) -> None:
-    alice, bob = authority.client("alice"), authority.client("bob")
-    async with (
-        serving(engine, api_key_file=key_file, **authority.settings(tmp_path, asks_clients=True)) as handle,
-        encrypted(handle, authority.credentials(alice), KEY) as first,
-        encrypted(handle, authority.credentials(bob), KEY) as second,
-        encrypted(handle, authority.credentials(alice)) as without,
-    ):
-        session_id = await first.open()
-        assert await second.length(session_id) == len(HISTORY)
-        assert (await refused(without.length(session_id))).reason == "UNAUTHENTICATED UNAUTHENTICATED"
-
-
 async def test_a_removed_authority_lets_no_new_client_in(engine: Engine, authority: Authority, tmp_path: Path) -> None:
     credentials, newer = authority.credentials(authority.client("alice")), Authority()
     async with serving(engine, **authority.settings(tmp_path, asks_clients=True)) as handle:
@@ -133,20 +118,6 @@ async def test_a_removed_authority_lets_no_new_client_in(engine: Engine, authori
         (tmp_path / "clients.pem").write_bytes(newer.pem)
         async with encrypted(handle, credentials) as client:
             assert (await refused(client.length(session_id))).reason == "UNAVAILABLE"
-
-
-async def test_the_sdk_shows_its_certificate(engine: Engine, authority: Authority, tmp_path: Path) -> None:
-    import kakeya
-
-    key, chain = authority.client("alice")
-    (tmp_path / "client.pem").write_bytes(key + chain)
-    tls = kakeya.TLS(root_certificates=authority.pem, certificate=chain, key=tmp_path / "client.pem")
-    async with (
-        serving(engine, **authority.settings(tmp_path, asks_clients=True)) as handle,
-        kakeya.AsyncClient(handle.target, tls=tls) as client,
-    ):
-        session = await client.create_session()
-        assert await session.append(list(HISTORY)) == len(HISTORY)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
@@ -170,17 +141,3 @@ async def test_no_setting_admits_callers_without_keys_beyond_loopback(
     for settings in ({"allow_plaintext": True}, authority.settings(tmp_path)):
         with pytest.raises(ConfigError, match="can be reached from other machines"):
             await start_server(engine, ServerConfig(bind="0.0.0.0:0", **settings))
-
-
-def test_asking_clients_for_certificates_needs_one_to_show_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tls_client_ca_file"):
-        ServerConfig(tls_client_ca_file=str(tmp_path / "ca.pem"))
-
-
-async def test_an_authority_for_clients_that_is_none_stops_the_start(
-    engine: Engine, authority: Authority, tmp_path: Path
-) -> None:
-    settings = authority.settings(tmp_path, asks_clients=True)
-    (tmp_path / "clients.pem").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match=r"tls_client_ca_file .* holds no readable certificate"):
-        await start_server(engine, ServerConfig(bind="127.0.0.1:0", **settings))

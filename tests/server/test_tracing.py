@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -16,20 +15,18 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode, Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 import kakeya
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, Overloaded
-from inference_engine.kv.strategies import parse_strategy
+from inference_engine.errors import ConfigError
 from inference_engine.logs import tag
 from inference_engine.server import trace_export
 from inference_engine.server.trace_export import exported
-from inference_engine.tracing import MOST_EVENTS, OFF, Tracing
+from inference_engine.tracing import MOST_EVENTS, Tracing
 from inference_engine.types import GenerateParams, TokenCommitted
-from tests.facade import session_of
 from tests.laws.drafters import Knowing
-from tests.server.wire import HISTORY, connected, held, refused, serving
+from tests.server.wire import HISTORY, connected, refused, serving
 from tests.tiny import tiny_engine
 
 SERVICE = "kakeya.v1.RuntimeService"
@@ -119,21 +116,6 @@ async def test_one_generate_is_one_tree_under_the_clients_span(engine: Engine, r
     }
 
 
-def test_the_parts_of_a_generate_follow_each_other_without_a_gap(engine: Engine, recorded: Recorded) -> None:
-    """An idle session wakes first."""
-    session_id = engine.create_session(strategy=parse_strategy("restored:sink=4,window=16")).session_id
-    engine.append(session_id, [token % 128 for token in range(100)])
-    assert list(engine.generate(session_id, GenerateParams(max_tokens=3)))
-    assert list(engine.generate(session_id, GenerateParams(max_tokens=3)))
-    second = [span for span in recorded.spans if span.context.trace_id == recorded.spans[-1].context.trace_id]
-    parts, whole = second[:-1], second[-1]
-    assert [span.name for span in parts] == ["queue", "wake", "prefill", "decode"]
-    for earlier, later in pairwise(parts):
-        assert earlier.start_time is not None and earlier.end_time is not None and later.start_time is not None
-        assert earlier.start_time <= earlier.end_time == later.start_time
-    assert whole.name == "generate" and whole.end_time == parts[-1].end_time
-
-
 def test_chunks_and_verified_drafts_are_events_and_bounded(recorded: Recorded) -> None:
     with tiny_engine() as engine:
         said = _said(engine, 3 * MOST_EVENTS)
@@ -155,36 +137,6 @@ def _said(engine: Engine, count: int) -> list[int]:
     engine.append(session_id, HISTORY)
     events = engine.generate(session_id, GenerateParams(max_tokens=count))
     return [event.token_id for event in events if isinstance(event, TokenCommitted)]
-
-
-async def test_an_error_is_in_the_trace_by_its_reason_only(engine: Engine, recorded: Recorded) -> None:
-    async with serving(engine) as handle, connected(handle) as client:
-        await refused(client.append("no-such-session-id", [1]))
-        session_id = await client.open()
-        session_of(engine, session_id).cached_tokens = 1_000_000
-        await refused(client.generate(session_id))
-    call = recorded.spans[0]
-    assert (call.attributes or {})["error.type"] == "SESSION_NOT_FOUND"
-    assert (call.attributes or {})["rpc.grpc.status_code"] == grpc.StatusCode.NOT_FOUND.value[0]
-    assert call.status.status_code is StatusCode.ERROR
-    failed = recorded.one("generate")
-    assert (failed.attributes or {})["error.type"] == "INV2"
-    assert failed.status.status_code is StatusCode.ERROR
-    assert all(not span.events for span in recorded.spans if span.name != "prefill"), "no exception is quoted"
-
-
-def test_a_generate_that_is_not_even_queued_is_in_the_trace_as_refused(recorded: Recorded) -> None:
-    with tiny_engine(tracing=Tracing(recorded.tracer), max_running=1, max_queued=1) as engine:
-        ids = [engine.create_session().session_id for _ in range(2)]
-        for session_id in ids:
-            engine.append(session_id, HISTORY)
-        with held(engine):
-            waiting = engine.generate(ids[0], GenerateParams(max_tokens=1))
-            with pytest.raises(Overloaded):
-                engine.generate(ids[1], GenerateParams(max_tokens=1))
-        assert list(waiting)
-    (refused_one,) = (span for span in recorded.spans if (span.attributes or {}).get("kakeya.outcome") == "refused")
-    assert (refused_one.attributes or {})["error.type"] == "OVERLOADED"
 
 
 async def test_spans_hold_no_token_ids_no_session_ids_no_labels_and_no_keys(recorded: Recorded, tmp_path: Any) -> None:
@@ -222,26 +174,6 @@ async def test_a_traceparent_that_is_none_begins_a_trace_of_its_own(
     for span in recorded.spans:
         assert span.parent is None
         assert f"{span.context.trace_id:032x}" != TRACE_ID
-
-
-async def test_a_call_that_is_not_let_in_leaves_no_span(recorded: Recorded, tmp_path: Any) -> None:
-    key_file = tmp_path / "keys"
-    key_file.write_text("a-key-that-is-long-enough-0123456789\n", encoding="utf-8")
-    with tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
-        async with (
-            serving(engine, api_key_file=str(key_file)) as handle,
-            connected(handle, metadata=[("traceparent", TRACEPARENT)]) as client,
-        ):
-            assert (await refused(client.open())).reason == "UNAUTHENTICATED UNAUTHENTICATED"
-    assert recorded.spans == ()
-
-
-def test_without_a_tracer_nothing_is_made() -> None:
-    assert Tracing().generate(session="x") is OFF
-    assert not Tracing().is_on
-    with tiny_engine() as engine:
-        assert len(_said(engine, 3)) == 3
-        assert not engine.tracing.is_on
 
 
 async def test_the_python_sdk_hands_its_span_on(engine: Engine, recorded: Recorded) -> None:
@@ -311,18 +243,6 @@ def test_spans_reach_a_collector_that_speaks_otlp() -> None:
             assert len(_said(engine, 3)) == 3
         assert [span.name for span in collector.spans] == ["queue", "prefill", "decode", "generate"]
         assert collector.services == {"kakeya"}
-
-
-def test_a_collector_that_is_not_there_changes_nothing() -> None:
-    with exported("http://127.0.0.1:1") as tracing, tiny_engine(tracing=tracing) as engine:
-        assert len(_said(engine, 3)) == 3
-
-
-def test_an_endpoint_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
-    for endpoint in ("127.0.0.1:4317", "ftp://host:1", "http://", "http://host/v1/traces", "nonsense"):
-        expected = pytest.raises(ConfigError, match="trace_endpoint must be a URL like http")
-        with subtests.test(endpoint), expected, exported(endpoint):
-            pass
 
 
 def test_without_the_exporters_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

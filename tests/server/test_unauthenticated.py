@@ -13,8 +13,6 @@ from inference_engine.server.unauthenticated import (
     PATIENCE_SECONDS,
     Peer,
     UnauthenticatedPeers,
-    peer_at,
-    peer_of,
 )
 
 pytestmark = pytest.mark.hostile
@@ -61,15 +59,6 @@ def test_unauthenticated_beyond_the_few_that_are_kept_are_dropped_after_a_while(
     assert door.to_drop() == peers[:5]
 
 
-def test_an_owners_connection_is_kept_however_old() -> None:
-    clock = Clock()
-    door = door_with(clock)
-    for peer in opened(door, 1_000):
-        door.accepted(peer, digest(ALICE))
-    clock.now += 1_000 * PATIENCE_SECONDS
-    assert door.to_drop() == []
-
-
 def test_an_address_has_so_many_unauthenticated_peers_and_the_oldest_go_first() -> None:
     door = door_with(Clock())
     peers = opened(door, MOST_OF_ADDRESS + 3)
@@ -100,14 +89,6 @@ def test_beyond_the_limit_of_an_address_unauthenticated_peers_go_first_and_then_
     for peer in late:
         door.accepted(peer, digest(ALICE))
     assert door.to_drop() == [late[-1]]
-
-
-def test_an_unauthenticated_peer_is_refused_so_often_and_an_owner_without_end() -> None:
-    door = door_with(Clock())
-    unauthenticated, owner = opened(door, 2)
-    door.accepted(owner, digest(ALICE))
-    assert [door.refused(unauthenticated) for _ in range(MOST_REFUSALS)] == [False] * (MOST_REFUSALS - 1) + [True]
-    assert not any(door.refused(owner) for _ in range(10 * MOST_REFUSALS))
 
 
 def test_a_peer_whose_key_was_removed_is_unauthenticated_again(tmp_path: Path) -> None:
@@ -153,16 +134,6 @@ def test_connections_of_a_removed_key_are_dropped_like_new_ones_though_no_call_c
     assert door.to_drop() == peers[:5]
 
 
-def test_a_call_with_a_key_that_is_removed_meanwhile_authenticates_no_connection(tmp_path: Path) -> None:
-    write(tmp_path / "keys", ALICE, BOB)
-    door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
-    (peer,) = opened(door, 1)
-    write(tmp_path / "keys", BOB)
-    door.to_drop()
-    door.accepted(peer, digest(ALICE))
-    assert len(door) == 1
-
-
 @pytest.mark.parametrize("hosts", ["2001:db8:1:2::{:x}", "2001:db8:1:2:{:x}::", "fe80::{:x}%eth0"])
 def test_all_addresses_in_a_network_of_64_bits_are_one(hosts: str) -> None:
     clock = Clock()
@@ -187,14 +158,6 @@ def test_all_addresses_in_a_network_of_64_bits_are_one(hosts: str) -> None:
     assert not door.refused(("2001:db8:1:3::2", 1))
 
 
-def test_an_ipv4_address_is_one_however_it_is_written() -> None:
-    door = door_with(Clock())
-    for port in range(ADDRESS_REFUSALS + 50):
-        door.refused(("10.0.0.1", port))
-    assert door.refused(("::ffff:10.0.0.1", 60_000))
-    assert not door.refused(("::ffff:10.0.0.2", 60_000))
-
-
 def test_an_unauthenticated_peer_that_reconnects_repeatedly_is_dropped_at_once_and_others_are_not() -> None:
     clock = Clock()
     door = door_with(clock)
@@ -216,26 +179,3 @@ def test_what_is_remembered_of_addresses_is_forgotten() -> None:
     clock.now += 3_600.0
     door.to_drop()
     assert (len(door), door.here_before(clock.now), len(door._allowances)) == (0, [], 0)
-
-
-PEERS: list[tuple[str, Peer | None]] = [
-    ("ipv4:127.0.0.1:5000", ("127.0.0.1", 5000)),
-    ("ipv6:%5B::1%5D:5000", ("::1", 5000)),
-    ("ipv6:%5Bfe80::1%25eth0%5D:5000", ("fe80::1", 5000)),
-    ("ipv6:%5B::ffff:10.0.0.1%5D:5000", ("10.0.0.1", 5000)),
-    ("unix:/somewhere", None),
-    ("", None),
-]
-
-
-def test_a_peer_is_read_as_grpc_writes_it(subtests: pytest.Subtests) -> None:
-    for text, peer in PEERS:
-        with subtests.test(text):
-            assert peer_of(text) == peer
-
-
-def test_all_connections_of_an_address_hold_one_text_of_it() -> None:
-    for host in ("10.1.2.3", "::ffff:10.1.2.3", "2001:db8::1"):
-        one, other = (peer_at("".join(list(host)), port) for port in (1, 2))
-        assert one[0] is other[0] and (one[1], other[1]) == (1, 2)
-    assert peer_at("::ffff:10.1.2.3", 1) == peer_at("10.1.2.3", 1)

@@ -14,7 +14,7 @@ import pytest
 from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, ReplyRecord
+from inference_engine.session.journal import APPENDED, GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.replies import DIGEST_BYTES, REQUEST_ID_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
@@ -86,19 +86,6 @@ def test_an_answer_that_is_damaged_is_not_as_if_its_call_had_never_come(tmp_path
     journal.stop()
 
 
-def test_an_answer_that_is_damaged_while_the_server_runs_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
-    answered(tmp_path)
-    journal = open_journal(tmp_path)
-    with journal._db_lock:
-        journal._db.execute("update replies set body = 'x' where session = 1")
-    with pytest.raises(HistoryCorrupt):
-        journal.replies_to("alice", request_id(0))
-    with pytest.raises(HistoryCorrupt):
-        journal.load("session-0", "alice")
-    assert journal.replies_to("alice", request_id(1))
-    journal.stop()
-
-
 def test_a_page_of_answers_that_lost_its_last_one_is_refused_at_the_start(tmp_path: Path) -> None:
     answered(tmp_path)
     with closing(apsw.Connection(str(tmp_path / FILE))) as db:
@@ -165,33 +152,3 @@ def test_a_session_with_a_damaged_answer_is_purged_as_the_refusal_says_also_if_i
     assert journal.load("session-1", "alice") is not None
     assert not journal.check()
     journal.stop()
-
-
-@pytest.mark.parametrize("table", ["tokens", "ends", "appends", "begun", "copies"])
-def test_a_row_that_says_by_damage_that_it_is_of_a_session_to_come_is_none_of_its(tmp_path: Path, table: str) -> None:
-    answered(tmp_path)
-    journal = open_journal(tmp_path)
-    assert journal.load("session-0", "alice") is not None
-    journal.append("session-0", 4, np.ones(3000, dtype=np.uint32), Mark.APPENDED)
-    journal.put_copy(CopyRecord("session-0", "alice", "a file", 1, 2, 3))
-    journal.leave("session-0")
-    journal.stop()
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute(f"update {table} set session = 4 where session = 1")
-        assert db.changes()
-    for _ in range(2):
-        journal = open_journal(tmp_path)
-        for number in range(3):
-            id_, key = f"session-{10 + number}", request_id(number)
-            if journal.load(id_, "alice") is None:
-                journal.open(record_of(10 + number))
-                began = GenerateRecord(0, key, key[:DIGEST_BYTES], 5)
-                journal.append(id_, 0, np.ones(3000, dtype=np.uint32), Mark.GENERATED, began=began)
-            journal.leave(id_)
-        until_folded(journal)
-        assert not journal.failure
-        for number in range(3):
-            kept = journal.load(f"session-{10 + number}", "alice")
-            assert kept is not None
-            assert kept.saved.tokens == 3000
-        journal.stop()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_engine.errors import SessionClosed
 from inference_engine.session import history as histories
 from inference_engine.session.history import (
     BRANCH_TOKENS,
@@ -28,7 +25,6 @@ from inference_engine.session.history import (
 )
 from inference_engine.session.journal import MemoryJournal, SessionRecord
 from inference_engine.types import Mark
-from tests.facade import no_memory_for_histories
 
 VOCABULARY = 700
 
@@ -136,18 +132,6 @@ def counted(alive: list[History]) -> int:
     return of_branches + sum(leaf.nbytes for leaf in leaves.values())
 
 
-@given(st.integers(0, 1000), st.integers(0, 1100), st.integers(0, 1100))
-def test_any_stretch_of_a_history_can_be_read(length: int, start: int, stop: int) -> None:
-    with small_leaves():
-        history, ids = History(), some(length).tolist()
-        history.extend(array(ids), Mark.APPENDED)
-        assert history.ids(start, stop).tolist() == ids[start:stop]
-        assert history[start:stop].tolist() == ids[start:stop]
-        assert history[-start:].tolist() == ids[-start:]
-        if ids:
-            assert history[-1] == ids[-1]
-
-
 def test_what_is_counted_is_what_the_process_holds() -> None:
     holdings, leaves = Holdings(), Leaves()
     ids = some(65_536)
@@ -173,19 +157,6 @@ def test_what_is_counted_is_what_the_process_holds() -> None:
         tracemalloc.stop()
 
 
-def test_leaves_are_freed_for_half_a_millisecond_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves, readings = Leaves(), itertools.count()
-    history = History(Holdings(), leaves)
-    history.extend(some(24 * LEAF_TOKENS), Mark.APPENDED)
-    history.release()
-    going = leaves.going_bytes
-    monkeypatch.setattr(time, "perf_counter", lambda: next(readings) * 0.0003)
-    assert leaves.tidy()
-    assert leaves.going_bytes == going // 3  # two readings of the clock after eight leaves each
-    assert not leaves.tidy()
-    assert leaves.going_bytes == 0
-
-
 def test_a_fork_of_a_long_history_holds_next_to_nothing_until_it_grows() -> None:
     holdings = Holdings()
     history = History(holdings)
@@ -201,31 +172,6 @@ def test_a_fork_of_a_long_history_holds_next_to_nothing_until_it_grows() -> None
     forks[0].extend(some(1), Mark.APPENDED)
     assert (holdings.tokens, len(forks[0]), len(history)) == (before.tokens + 1, before.tokens + 1, before.tokens)
     assert holdings.nbytes - before.nbytes < 2048
-
-
-def test_memory_of_histories_that_ended_is_never_more_than_it_was_before() -> None:
-    """Without any other cleaning: each new leaf frees two old ones."""
-    holdings, leaves = Holdings(), Leaves()
-    ids, most = some(BRANCH_TOKENS), 0
-    for _ in range(5):
-        history = History(holdings, leaves)
-        for _ in range(2):
-            history.extend(ids, Mark.APPENDED)
-            most = max(most, holdings.nbytes + leaves.going_bytes)
-        history.release()
-    alone = History()
-    alone.extend(ids, Mark.APPENDED)
-    alone.extend(ids, Mark.APPENDED)
-    assert most <= 1.01 * alone.nbytes
-
-
-def test_reading_a_history_that_ended_is_an_error_and_it_holds_nothing() -> None:
-    history = History()
-    history.extend(some(BRANCH_TOKENS + 10), Mark.APPENDED)
-    history.release()
-    assert (len(history), history.nbytes, history.holdings) == (BRANCH_TOKENS + 10, 0, Holdings())
-    with pytest.raises(SessionClosed):
-        history.ids(0, 1)
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000), st.data())
@@ -248,28 +194,6 @@ def test_a_stretch_says_what_its_history_said_and_counts_until_it_is_given_up(
             stretch.give_up()
             leaves.recount()
             assert holdings == Holdings()
-
-
-def test_a_stretch_takes_no_copy_of_whole_leaves() -> None:
-    history = History()
-    history.extend(some(BRANCH_TOKENS), Mark.APPENDED)
-    tracemalloc.start()
-    stretch = Stretch(history, LEAF_TOKENS - 10, 40 * LEAF_TOKENS + 10)
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert taken < 16_384
-    assert len(stretch.ids(LEAF_TOKENS - 10, 40 * LEAF_TOKENS + 10)) == 39 * LEAF_TOKENS + 20
-
-
-def test_a_lack_of_memory_changes_nothing() -> None:
-    history = History()
-    history.extend(some(LEAF_TOKENS + 100), Mark.APPENDED)
-    before = history.ids().tolist()
-    with no_memory_for_histories(), pytest.raises(MemoryError):
-        history.extend(some(LEAF_TOKENS), Mark.APPENDED)
-    assert history.ids().tolist() == before
-    history.extend(some(LEAF_TOKENS, 1), Mark.APPENDED)
-    assert history.ids().tolist() == [*before, *some(LEAF_TOKENS, 1).tolist()]
 
 
 def record(session_id: str) -> SessionRecord:
@@ -297,15 +221,6 @@ def test_a_fork_is_in_the_journal_from_its_beginning_and_costs_it_nothing() -> N
     while journal.tidy():
         pass
     assert journal.held_bytes() == 0
-
-
-def test_tokens_that_come_one_by_one_take_no_more_than_tokens_that_come_together() -> None:
-    one_by_one, together = MemoryJournal(), MemoryJournal()
-    for journal, step in ((one_by_one, 1), (together, 8192)):
-        journal.open(record("a"))
-        for position in range(0, 8192, step):
-            journal.append("a", position, some(step), Mark.APPENDED)
-    assert one_by_one.held_bytes("a") == together.held_bytes("a") < 6 * 8192
 
 
 @pytest.mark.parametrize("kept", [0, 5, LEAF_TOKENS, LEAF_TOKENS + 1, BRANCH_TOKENS - 1, BRANCH_TOKENS])

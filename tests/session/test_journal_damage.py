@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from contextlib import closing
@@ -14,9 +13,8 @@ import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.session import wal_scan
-from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, Kept, ReplyRecord
+from inference_engine.session.journal import APPENDED, GenerateRecord, Kept, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
-from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
@@ -24,7 +22,7 @@ from tests.facade import a_checkpoint_after_each_commit, looking_for_unused_sess
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
-from tests.session.journal_files import content, damage_log, killed_after, two_sessions_killed
+from tests.session.journal_files import killed_after, two_sessions_killed
 from tests.session.talks import (
     Talk,
     flip_bits,
@@ -70,30 +68,6 @@ def test_the_checksum_of_a_page_is_that_of_the_format(order: str, subtests: pyte
                 low = (low + first + high) & 0xFFFFFFFF
                 high = (high + second + low) & 0xFFFFFFFF
             assert wal_scan._checksum(order, data, start) == (low, high)
-
-
-def test_a_damaged_log_is_refused_as_often_as_a_server_starts_with_whatever_durability(tmp_path: Path) -> None:
-    _, folder = killed_after(tmp_path / "state", Durability.POWER)
-    damage_log(folder)
-    before = content(folder)
-    for durability in (Durability.PROCESS, Durability.PROCESS, Durability.POWER, Durability.PROCESS):
-        with pytest.raises(ConfigError, match="damaged at byte"):
-            open_journal(folder, durability)
-        assert content(folder) == before
-
-
-def test_damage_that_process_allows_is_gone_from_the_log_before_the_durability_is_recorded(tmp_path: Path) -> None:
-    """Commits behind the damage would else be taken for damage when the next server is killed."""
-    talk, folder = killed_after(tmp_path / "state", Durability.PROCESS)
-    damage_log(folder)
-    journal = open_journal(folder, Durability.POWER)
-    assert not (folder / f"{FILE}-wal").stat().st_size
-    assert (folder / LOCK).read_text().split() == [str(os.getpid()), "power"]
-    journal.open(record_of(9))
-    assert journal._writer.flush(20)
-    killed = after_a_kill(folder)
-    journal.stop()
-    assert talk.check(killed, may_refuse=True) in ("last", "shorter")
 
 
 def test_what_a_server_did_not_sync_is_safe_before_one_that_does_is_ready(tmp_path: Path) -> None:
@@ -303,52 +277,6 @@ def test_a_row_that_is_not_in_its_indexes_stops_no_journal_when_it_is_used_or_de
     journal.stop()
 
 
-@pytest.mark.parametrize("change", ["sessions set id", "sessions set owner", "sessions set body", "copies set file"])
-@pytest.mark.parametrize("is_purged", [False, True], ids=["unused", "purged"])
-def test_a_session_with_bytes_that_are_no_text_is_deleted_as_others_are(
-    tmp_path: Path, change: str, *, is_purged: bool
-) -> None:
-    """Each start would try it again, and the process would end."""
-    at_rest(tmp_path, 2)
-    journal = open_journal(tmp_path)
-    journal.put_copy(CopyRecord("session-0", "alice", "a file", 1, 2, 3))
-    journal.stop()
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute(f"update {change} = cast(x'61ff' as text) where session = 1")
-        assert db.changes() == 1
-    if is_purged:
-        journal = open_journal(tmp_path)
-        damaged = next(one.record for one in journal.everyone() if one.record.session_id != "session-1")
-        journal.purge(damaged.session_id, damaged.owner)
-        assert [one.record.session_id for one in journal.everyone()] == ["session-1"]
-    else:
-        journal = open_journal(tmp_path, keep_seconds=DAY, wall_clock=lambda: time.time() + 3 * DAY)
-        looked_through(journal)
-        assert not journal.everyone()
-    assert not journal.failure
-    assert not journal.check()
-    journal.stop()
-
-
-@pytest.mark.parametrize("names_another", [False, True])
-def test_no_session_is_deleted_before_its_time_because_an_index_is_damaged(
-    tmp_path: Path, *, names_another: bool
-) -> None:
-    _, used_at, _ = at_rest(tmp_path, 3)
-    journal = open_journal(tmp_path)
-    journal.purge("session-0", "alice")
-    journal.stop()
-    data = bytearray((tmp_path / FILE).read_bytes())
-    found = struct.pack(">d", used_at) + b"\x02"  # with the session's number behind it: the index's first entry
-    entry = data.index(found)
-    data[entry : entry + len(found)] = struct.pack(">d", 1.5) + (b"\x03" if names_another else b"\x02")
-    (tmp_path / FILE).write_bytes(data)
-    journal = open_journal(tmp_path, keep_seconds=DAY)
-    looked_through(journal)
-    assert len(journal.everyone()) == 2
-    journal.stop()
-
-
 @pytest.mark.parametrize("column", ["id", "owner"])
 def test_a_session_is_purged_as_it_is_listed_whatever_its_indexes_say(tmp_path: Path, column: str) -> None:
     flip_row(tmp_path, at_rest(tmp_path, 2)[0], column)
@@ -357,39 +285,6 @@ def test_a_session_is_purged_as_it_is_listed_whatever_its_indexes_say(tmp_path: 
     journal.purge(damaged.session_id, damaged.owner)
     assert [one.record.session_id for one in journal.everyone()] == [whole.session_id]
     assert not journal.check()
-    journal.stop()
-
-
-def test_pages_of_old_records_that_cannot_be_read_end_no_journal(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What is to be deleted is deleted at no one's request, and again after each start."""
-    now = time.time()
-    journal = open_journal(tmp_path, wall_clock=lambda: now)
-    for number in range(100):
-        journal.open(record_of(number))
-        journal.append(f"session-{number}", 0, np.ones(3000, dtype=np.uint32), Mark.APPENDED)
-        journal.leave(f"session-{number}")
-    assert journal._writer.flush(20)
-    until_folded(journal)
-    now += 2 * DAY
-    journal.open(record_of(100))
-    journal.leave("session-100")
-    assert journal._writer.flush(20)
-    journal.stop()
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        pages = [page for (page,) in db.execute("select pageno from dbstat where name = 'tokens' and path != '/'")]
-    assert pages
-    data = bytearray((tmp_path / FILE).read_bytes())
-    for page in pages:
-        data[(page - 1) * PAGE_BYTES] ^= 0xFF  # the page's type
-    (tmp_path / FILE).write_bytes(data)
-    journal = open_journal(tmp_path, keep_seconds=DAY, wall_clock=lambda: now)
-    looked_through(journal)
-    assert "old records cannot be deleted" in caplog.text
-    assert journal.load("session-100", "alice") is not None
-    journal.append("session-100", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
-    assert journal._writer.flush(20), journal.failure
     journal.stop()
 
 
@@ -423,33 +318,6 @@ def test_turns_that_cannot_be_folded_stay_where_they_are_and_end_no_journal(
         journal.stop()
 
 
-def test_folding_gives_no_damaged_row_of_a_session_the_right_checksum(tmp_path: Path) -> None:
-    """A start folds what a kill left, before anyone asks for the session."""
-    killed = two_sessions_killed(tmp_path / "state")
-    with closing(apsw.Connection(str(killed / FILE))) as db:
-        db.execute("update sessions set body = replace(body, 'label 0', 'label 8') where session = 1")
-        assert db.changes() == 1
-    journal = open_journal(killed)
-    until_folded(journal)
-    with pytest.raises(HistoryCorrupt):
-        journal.load("session-0", "alice")
-    assert journal.load("session-1", "alice") is not None
-    journal.stop()
-
-
-def test_a_last_row_that_names_another_session_is_damage_of_its_own(tmp_path: Path) -> None:
-    killed = two_sessions_killed(tmp_path / "state")
-    with closing(apsw.Connection(str(killed / FILE))) as db:
-        db.execute("update tail set session = 1 where entry = (select max(entry) from tail)")
-    journal = open_journal(killed)
-    with pytest.raises(HistoryCorrupt):
-        journal.load("session-1", "alice")
-    kept = journal.load("session-0", "alice")
-    assert kept is not None
-    assert kept.saved.tokens == 3
-    journal.stop()
-
-
 def test_a_tail_whose_page_lost_its_last_row_is_refused_at_the_start(tmp_path: Path) -> None:
     killed = two_sessions_killed(tmp_path / "state")
     with closing(apsw.Connection(str(killed / FILE))) as db:
@@ -463,37 +331,6 @@ def test_a_tail_whose_page_lost_its_last_row_is_refused_at_the_start(tmp_path: P
     (killed / FILE).write_bytes(data)
     with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
         open_journal(killed)
-
-
-def test_a_table_of_copies_that_is_damaged_is_refused_by_type(tmp_path: Path) -> None:
-    """One flipped bit of the schema gives a column another name."""
-    journal = open_journal(tmp_path)
-    journal.open(record_of(0))
-    journal.put_copy(CopyRecord("session-0", "alice", "a file", 1, 2, 3))
-    journal.stop()
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        db.execute("alter table copies rename column header_crc to header_cra")
-    journal = open_journal(tmp_path)
-    with pytest.raises(ConfigError, match=r"is damaged.*from a backup"):
-        journal.copies(lambda _: None)
-    journal.stop()
-
-
-@pytest.mark.parametrize("change", ["facts set value", "sessions set owner"])
-def test_bytes_that_are_no_text_are_damage(tmp_path: Path, change: str) -> None:
-    killed = two_sessions_killed(tmp_path / "state")
-    with closing(apsw.Connection(str(killed / FILE))) as db:
-        db.execute(f"update {change} = cast(x'61ff' as text)")
-    if change.startswith("facts"):
-        with pytest.raises(ConfigError, match="cannot be opened"):
-            open_journal(killed)
-        return
-    journal = open_journal(killed)
-    assert [entry.record.label for entry in journal.everyone()] == ["", ""]
-    with pytest.raises(HistoryCorrupt):
-        journal.read("session-0")
-    assert not journal.failure
-    journal.stop()
 
 
 def test_a_session_that_is_damaged_is_listed_with_the_others_and_found_by_a_check(tmp_path: Path) -> None:

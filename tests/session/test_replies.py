@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from inference_engine.errors import InvalidArgument, RequestIdReused
-from inference_engine.session.replies import KEEP_SECONDS, MOST_ENDED_PER_OWNER, Call, Replies, ReplyBook, identify
+from inference_engine.session.replies import KEEP_SECONDS, MOST_ENDED_PER_OWNER, Call, Replies, identify
 from inference_engine.types import GenerateParams, Sampling
-from tests.lines import lines_of
 
 
 class Clock:
@@ -33,15 +31,6 @@ def call(number: int, *content: object, owner: str = "me", session_id: str = "")
 
 def replies(clock: Clock, *, most_per_session: int = 4) -> Replies[str]:
     return Replies(clock, most_per_session=most_per_session, keep_seconds=KEEP_SECONDS)
-
-
-def test_a_call_without_an_id_is_not_remembered() -> None:
-    kept = replies(Clock())
-    assert identify(b"", "content", owner="me") is None
-    kept.remember(None, "reply", session_id="s")
-    kept.forget(None)
-    assert kept.recall(None) is None
-    assert len(kept) == 0
 
 
 def test_an_id_has_sixteen_bytes(subtests: pytest.Subtests) -> None:
@@ -94,12 +83,6 @@ def test_contents_that_differ_in_anything_have_different_digests() -> None:
     assert len(digests(*others)) == len(others)
 
 
-def test_contents_that_say_the_same_have_the_same_digest() -> None:
-    one = Sampling(logit_bias={1: 0.5, 2: 1.0})
-    other = Sampling(logit_bias=MappingProxyType({2: 1.0, 1: 0.5}))
-    assert len(digests((one, [1, 2]), (other, (1, 2)))) == 1
-
-
 def test_a_field_that_a_later_version_adds_changes_no_digest_until_it_is_used() -> None:
     """A retry may come after an upgrade of the server."""
     kinds = [("first", int, 0), *_fields_of(GenerateParams), ("last", tuple, ()), ("more", Any, None)]
@@ -144,47 +127,6 @@ def test_the_replies_of_a_session_that_ended_are_kept_for_some_time() -> None:
     assert len(kept) == 0
 
 
-def test_a_reply_given_at_the_end_of_a_session_grows_old_with_it() -> None:
-    clock = Clock()
-    kept = replies(clock)
-    kept.remember(call(1), "appended", session_id="s")
-    kept.session_ended("s", "me")
-    kept.remember(call(2), "closed", session_id="s")
-    kept.session_ended("s", "me")
-    assert kept.recall(call(2)) == "closed"
-    clock.now += KEEP_SECONDS
-    kept.expire()
-    assert len(kept) == 0
-
-
-def test_the_replies_of_a_session_that_came_back_are_those_of_a_living_one() -> None:
-    clock = Clock()
-    kept = replies(clock)
-    kept.remember(call(1), "found on disk", session_id="s")
-    kept.session_ended("s", "me")
-    kept.session_came_back("s", "me")
-    kept.session_came_back("t", "you")
-    kept.remember(call(2), "found, too", session_id="s")
-    clock.now += KEEP_SECONDS
-    kept.expire()
-    assert (kept.recall(call(1)), kept.recall(call(2))) == ("found on disk", "found, too")
-    # Nor does it count among those of ended sessions.
-    for number in range(3, MOST_ENDED_PER_OWNER + 3):
-        kept.remember(call(number), "mine", session_id=f"session {number}")
-        kept.session_ended(f"session {number}", "me")
-    assert len(kept) == MOST_ENDED_PER_OWNER + 2
-
-
-def test_what_came_to_nothing_is_forgotten() -> None:
-    kept = replies(Clock())
-    kept.remember(call(1), "reply", session_id="s")
-    kept.forget(call(1))
-    kept.forget(call(1))
-    assert kept.recall(call(1)) is None
-    kept.session_ended("s", "me")
-    assert len(kept) == 0
-
-
 def test_an_owner_that_opens_and_closes_without_end_is_bounded_and_displaces_no_other() -> None:
     kept = replies(Clock())
     kept.remember(call(1, owner="you"), "yours", session_id="your session")
@@ -196,21 +138,6 @@ def test_an_owner_that_opens_and_closes_without_end_is_bounded_and_displaces_no_
     assert kept.recall(call(1, owner="you")) == "yours"
     assert kept.recall(call(49)) is None
     assert kept.recall(call(50)) == "mine"
-
-
-def test_all_pages_of_a_book_end_with_a_session() -> None:
-    clock = Clock()
-    book = ReplyBook(clock)
-    long, short = book.page(), book.page(most_per_session=1, keep_seconds=0.0)
-    for page in (long, short):
-        page.remember(call(1), "first", session_id="s")
-        page.remember(call(2), "second", session_id="s")
-    assert (len(long), len(short)) == (2, 1)
-    book.session_ended("s", "me")
-    assert (len(long), len(short)) == (2, 0)
-    clock.now += KEEP_SECONDS
-    book.expire()
-    assert len(long) == 0
 
 
 def test_owners_whose_sessions_ended_at_different_times_are_forgotten_each_in_time() -> None:
@@ -229,21 +156,3 @@ def test_owners_whose_sessions_ended_at_different_times_are_forgotten_each_in_ti
     clock.now += KEEP_SECONDS
     kept.expire()
     assert len(kept) == 0
-
-
-def test_looking_for_what_is_too_old_before_anything_is_walks_no_owners() -> None:
-    early, due = [], []
-    for owners in (3, 300):
-        clock = Clock()
-        kept = replies(clock)
-        for number in range(owners):
-            kept.remember(call(number, owner=str(number)), "reply", session_id=str(number))
-            kept.session_ended(str(number), str(number))
-        clock.now += KEEP_SECONDS - 1.0
-        early.append(lines_of(kept.expire))
-        assert len(kept) == owners
-        clock.now += 1.0
-        due.append(lines_of(kept.expire))
-        assert len(kept) == 0
-    assert early[0] == early[1] < 10, "the engine asks before every step"
-    assert due[1] > 50 * due[0], "lines are counted"

@@ -18,10 +18,8 @@ from inference_engine.session.journal_rows import ROW_BYTES, tokens_crc, unpacke
 from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.session.sqlite_journal import FILE
 from inference_engine.types import Durability, Mark
-from tests.facade import looking_for_unused_sessions_after_each_commit, no_room_to_fold
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
-from tests.session.faulty_disk import FaultyDisk
 from tests.session.journal_files import as_format_3, content, reply_crc_before, two_sessions_killed
 from tests.session.talks import (
     Talk,
@@ -89,22 +87,6 @@ def test_a_step_is_a_few_statements_and_a_turn_is_folded_by_as_many_however_long
     journal.stop()
 
 
-def test_turns_that_a_full_disk_has_no_room_to_fold_are_folded_when_it_has(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
-    with no_room_to_fold(journal) as was_full:
-        for number in range(2):
-            journal.open(record_of(number))
-            journal.append(f"session-{number}", 0, np.ones(3, dtype=np.uint32), Mark.APPENDED)
-            journal.rest(f"session-{number}")
-        assert journal._writer.flush(20)
-        assert was_full.wait(20)
-        assert len(journal._tables.tail.sessions()) == 2
-    journal.kick()
-    until_folded(journal)
-    assert not journal._tables.tail.sessions()
-    journal.stop()
-
-
 def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path: Path) -> None:
     now = 1000.0
     journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
@@ -130,21 +112,6 @@ def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path:
     assert "session-9" in kept
 
 
-@looking_for_unused_sessions_after_each_commit()
-def test_a_session_in_memory_is_not_deleted_however_long_it_is_unused(tmp_path: Path) -> None:
-    now = 1000.0
-    journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
-    for number in range(2):
-        journal.open(record_of(number))
-    journal.leave("session-0")
-    assert journal._writer.flush(20)
-    while len(journal.page("alice", after="", most=10)) > 1:  # looked through after each commit
-        now += 100  # folding a session is a use of it
-        journal.kick()
-    assert [entry.record.session_id for entry in journal.everyone()] == ["session-1"]
-    journal.stop()
-
-
 def test_a_reply_is_its_owner_s_alone(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     for number, owner in enumerate(("alice", "bob")):
@@ -154,25 +121,6 @@ def test_a_reply_is_its_owner_s_alone(tmp_path: Path) -> None:
         assert [one.session_id for one in journal.replies_to(owner, b"1" * 16)] == [f"session-{number}"]
     assert not journal.replies_to("carol", b"1" * 16)
     journal.stop()
-
-
-def test_generates_that_no_call_can_name_leave_nothing_behind_but_where_others_end(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
-    journal.open(record_of(0))
-    one = np.ones(1, dtype=np.uint32)
-    named = {5, 6, 30}
-    for position in range(60):
-        request_id = bytes([position]) * 16 if position in named else b""
-        began = GenerateRecord(position, request_id, b"", position)
-        journal.append("session-0", position, one, Mark.GENERATED, began=began)
-    journal.leave("session-0")
-    assert journal._writer.flush(20)
-    journal.stop()
-    journal = open_journal(tmp_path)
-    kept = journal.load("session-0", "alice")
-    journal.stop()
-    assert kept is not None
-    assert [record.position for record in kept.generates] == [5, 6, 7, 30, 31]
 
 
 @pytest.mark.parametrize("largest", [200, 60_000, 150_000, 2**32 - 1], ids=str)
@@ -211,22 +159,6 @@ def test_turns_of_any_size_are_read_again_as_they_were(tmp_path: Path, largest: 
         found = [np.full(len(one.token_ids), np.nan) if one.logprobs is None else one.logprobs for one in kept.tokens]
         np.testing.assert_array_equal(np.concatenate(found), values)
     journal.stop()
-
-
-def test_short_turns_fill_rows(tmp_path: Path) -> None:
-    """One id a turn: a row of its own for each would take ten times the ids."""
-    journal = open_journal(tmp_path)
-    journal.open(record_of(0))
-    one = np.full(1, 100_000, dtype=np.uint32)
-    for position in range(2000):
-        journal.append("session-0", position, one, Mark(position % 2))
-        journal.rest("session-0")
-        if position % 50 == 0:
-            assert journal._writer.flush(20)
-    journal.stop()
-    with closing(apsw.Connection(str(tmp_path / FILE))) as db:
-        rows = [next(db.execute(f"select count(*) from {table}"))[0] for table in ("tokens", "ends", "tail")]
-    assert rows == [3, 1, 0]
 
 
 def test_the_last_appends_are_remembered_in_one_row_and_after_the_session_s_end(tmp_path: Path) -> None:
@@ -359,43 +291,6 @@ def test_a_turn_that_is_damaged_in_the_format_before_is_refused_with_its_session
     journal = open_journal(folder)
     assert len(journal.everyone()) == 1 and not journal.check()
     journal.stop()
-
-
-def test_a_folder_of_the_format_before_is_refused_and_left_as_it_is_while_its_disk_is_full(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
-    for number in range(1000):
-        with journal.unit():
-            journal.open(record_of(number))
-            key = number.to_bytes(16, "big")
-            journal.reply(ReplyRecord(f"session-{number}", "alice", "opened", key, bytes(8), 0, "x" * 300))
-    journal.stop()
-    as_format_3(tmp_path)
-    before = content(tmp_path)
-    for writes in (1, 2, 20, 60):  # the first of them make the log
-        with FaultyDisk("filling") as disk:
-            disk.fill(writes)
-            with pytest.raises(ConfigError, match="its disk is full: make room"):
-                open_journal(tmp_path, vfs=disk.name)
-        assert content(tmp_path)[FILE] == before[FILE]
-    journal = open_journal(tmp_path)
-    assert len(journal.everyone()) == 1000
-    journal.stop()
-
-
-def test_a_turn_of_no_session_in_the_format_before_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path / "state")
-    journal.open(record_of(0))
-    journal.append("session-0", 0, np.ones(1, dtype=np.uint32), Mark.APPENDED)
-    assert journal._writer.flush(20)
-    folder = after_a_kill(tmp_path / "state")
-    journal.stop()
-    as_format_3(folder)
-    with closing(apsw.Connection(str(folder / FILE))) as db:
-        db.execute("update tail set session = 7, crc = 0")
-    before = content(folder)
-    with pytest.raises(ConfigError, match="of no session"):
-        open_journal(folder)
-    assert content(folder)[FILE] == before[FILE]
 
 
 def test_a_session_was_used_when_it_is_said_to_have_been_whenever_it_leaves_memory_or_is_folded(tmp_path: Path) -> None:

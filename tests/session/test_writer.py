@@ -52,35 +52,6 @@ def test_what_is_recorded_by_those_who_were_called_back_is_committed_before_anyt
     assert untidy.seen == ["commit", "called", "commit", "called again", "tidy"]
 
 
-def test_a_journal_that_is_never_quiet_is_tidied(untidy: Untidy) -> None:
-    rounds, is_over = 100, threading.Event()
-
-    def go_on() -> None:
-        nonlocal rounds
-        rounds -= 1
-        if rounds:
-            untidy.record()
-            untidy.writer.say(go_on)
-        else:
-            is_over.set()
-
-    go_on()
-    assert is_over.wait(20)
-    untidy.writer.stop()
-    commits, tidied = untidy.seen.count("commit"), untidy.seen.count("tidy")
-    assert commits == 99
-    assert 10 <= tidied < 50
-
-
-def test_a_writer_that_stops_tidies_first(untidy: Untidy) -> None:
-    done = threading.Event()
-    untidy.record()
-    untidy.writer.say(done.set)
-    assert done.wait(20)
-    untidy.writer.stop()
-    assert untidy.seen == ["commit", "tidy"]
-
-
 def test_what_is_recorded_while_the_disk_has_no_room_to_tidy_is_committed_when_the_writer_stops() -> None:
     commits: list[Sequence[Change]] = []
     has_begun, may_fail = threading.Event(), threading.Event()

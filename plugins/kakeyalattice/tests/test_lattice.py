@@ -68,42 +68,6 @@ def test_no_point_with_an_even_sum_is_nearer(size: int, reach: int) -> None:
     assert torch.allclose((found - blocks).square().sum(-1), nearest, atol=1e-5)
 
 
-def test_no_point_of_space_is_further_than_one_from_e8() -> None:
-    lattice = make_compressor("e8q31")
-    assert isinstance(lattice, E8)
-    scaled = (torch.rand(64, 500, generator=torch.Generator().manual_seed(7)) - 0.5) * 60
-    misses = (lattice._nearest(scaled) - scaled).view(8, 8, -1).square().sum(1)
-    assert misses.max() <= 1 + 1e-5
-    # The mean is that of E8's cell: 8 times 0.0717.
-    assert float(misses.mean()) == pytest.approx(8 * 0.07168, rel=0.02)
-
-
-def test_a_block_of_d4_takes_the_fewest_bits_there_can_be() -> None:
-    for reach in REACHES:
-        base = 2 * reach + 1
-        points = (base**4 + 1) // 2  # those with an even sum, of an odd number of points in all
-        assert 2 ** (D4(reach=reach).word_bits - 1) < points <= 2 ** D4(reach=reach).word_bits
-
-
-def test_half_a_block_of_e8_takes_one_bit_more() -> None:
-    for reach in REACHES:
-        # Twice the points of D4 in a half, on average: the other shift, and sums that are odd in both halves.
-        assert E8(reach=reach).word_bits == D4(reach=reach).word_bits + 1
-
-
-BITS: list[tuple[Lattice, int]] = [
-    *[(D4(reach=reach), bits) for reach, bits in ((4, 12), (9, 16), (37, 24), (75, 28), (151, 32))],
-    *[(E8(reach=reach), bits) for reach, bits in ((7, 16), (9, 17), (31, 24), (37, 25), (75, 29), (127, 32))],
-]
-
-
-def test_four_entries_take_the_bits_of_the_recipe(subtests: pytest.Subtests) -> None:
-    for lattice, bits in BITS:
-        with subtests.test(str(lattice)):
-            assert lattice.word_bits == bits
-            assert lattice.vector_bytes(64) == 2 + 16 * bits // 8
-
-
 @pytest.mark.parametrize("lattice", [D4(reach=2), D4(reach=151), E8(reach=2), E8(reach=151)], ids=str)
 def test_the_outermost_points_survive_packing(lattice: Lattice) -> None:
     corners = torch.tensor(list(itertools.product((-lattice.reach, lattice.reach), repeat=lattice.block)))

@@ -218,18 +218,6 @@ def test_an_append_whose_answers_were_lost_is_sent_again_and_arrives_once(knows_
     assert server.history == [1, 2, 3]
 
 
-def test_an_answer_that_was_lost_after_a_lagging_length_is_returned_again() -> None:
-    """The length alone would not say whether the ids arrived; the server knows the request."""
-    server = Server(["ok", "unanswered"], history=[7, 8, 9])
-    assert append(server, [1, 2, 3], Tail(length=0, may_lag=True)) == 6
-    assert server.history == [7, 8, 9, 1, 2, 3]
-
-
-def test_an_append_without_an_answer_is_asked_about_before_giving_up() -> None:
-    server = Server(["unanswered", "lost", "lost", "ok"])
-    assert append(server, [1, 2, 3], Tail()) == 3
-
-
 def test_what_cannot_be_known_is_not_claimed() -> None:
     server = Server(["unanswered", *["lost"] * 5])
     tail = Tail()
@@ -278,15 +266,6 @@ def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() 
     assert server.history == [1, 2, 3]
 
 
-def test_a_lagging_length_alone_does_not_prove_arrival() -> None:
-    """Three tokens were generated unseen; an append of three that is lost must not be taken for arrived."""
-    server = Server(["lost"], history=[7, 8, 9], knows_ids=False)
-    with pytest.raises(AppendUnresolved) as caught:
-        append(server, [1, 2, 3], Tail(length=0, may_lag=True))
-    assert caught.value.appended_tokens is None
-    assert server.history == [7, 8, 9]
-
-
 def test_a_server_that_knows_ids_proves_that_an_append_did_not_arrive() -> None:
     """The same, and the append goes to the end of the history, as it would have without the loss."""
     server = Server(["lost"], history=[7, 8, 9])
@@ -318,11 +297,6 @@ def test_after_a_drain_an_append_says_draining_and_that_nothing_arrived() -> Non
     assert isinstance(caught.value.__cause__, ConnectionFailed)
     assert any("connection refused" in note for note in caught.value.__notes__)
     assert append(server, [1, 2], Tail()) == 2
-
-
-def test_without_a_named_length_ids_go_to_the_end() -> None:
-    server = Server([], history=[7, 8])
-    assert append(server, [1], Tail(length=0, may_lag=True)) == 3
 
 
 @pytest.mark.parametrize("fate", ["ok", "lost"])
@@ -361,12 +335,6 @@ def test_an_abandoned_append_leaves_the_next_one_insisting() -> None:
     assert tail.has_open_append
 
 
-def test_requests_fit_the_servers_limits() -> None:
-    server = Server([], max_append_tokens=3)
-    assert append(server, list(range(10)), Tail()) == 10
-    assert server.appends == 4
-
-
 def test_a_small_message_limit_makes_smaller_requests() -> None:
     limit = AppendLimit()
     flow = Append(
@@ -381,11 +349,3 @@ def test_a_small_message_limit_makes_smaller_requests() -> None:
     step = flow.send(pb.GetServerInfoResponse(max_append_tokens=65_536, max_message_bytes=1024))
     assert isinstance(step, Call)
     assert 0 < step.request.ByteSize() <= 1024
-
-
-def test_what_one_request_of_an_append_waited_for_its_turn_is_no_attempt_of_the_next() -> None:
-    server = Server(["full"] * 6 + ["ok", "refused"])
-    with pytest.raises(ConnectionFailed) as caught:
-        append(server, [1, 2, 3, 4], Tail(), attempts=1)
-    assert caught.value.appended_tokens == 3
-    assert server.history == [1, 2, 3]

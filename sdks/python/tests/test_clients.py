@@ -71,12 +71,6 @@ async def test_a_call_that_a_proxy_lost_says_so_in_a_traceback_without_grpc(do: 
     await do(client.close)
 
 
-async def test_an_asyncio_generate_needs_a_running_loop(server_target: str) -> None:
-    async with kakeya.AsyncClient(server_target) as client, await client.create_session() as session:
-        with pytest.raises(kakeya.StateError, match="no event loop"):
-            await asyncio.to_thread(session.generate, 1)
-
-
 def test_an_asyncio_client_stays_with_its_loop(server_target: str) -> None:
     client = kakeya.AsyncClient(server_target)
 

@@ -134,50 +134,11 @@ def test_the_facts_of_an_error_are_attributes() -> None:
     assert argument.field == "top_p"
 
 
-def test_a_wait_beyond_all_calendars_hides_no_reason() -> None:
-    from google.rpc import error_details_pb2, status_pb2
-
-    status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="so it is")
-    status.details.add().Pack(error_details_pb2.ErrorInfo(domain="kakeya.v1", reason="DRAINING"))
-    retry = error_details_pb2.RetryInfo()
-    retry.retry_delay.seconds = 2**62
-    status.details.add().Pack(retry)
-    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
-    error = from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, "so it is", trailers), "here")
-    assert isinstance(error, kakeya.Draining)
-    assert error.retry_after_seconds == 2.0**62
-
-
 def test_the_wait_the_server_asks_for_is_kept() -> None:
     from inference_engine import errors
 
     draining = from_rpc_error(server_failure(errors.Draining()), "here")
     assert draining.retry_after_seconds == 5.0
-
-
-def test_a_status_that_contradicts_itself_counts_as_unexplained() -> None:
-    from inference_engine import errors
-
-    trailers = server_failure(errors.SessionNotFound()).trailing_metadata()
-    error = from_rpc_error(Failed(grpc.StatusCode.INTERNAL, "something else", trailers), "here")
-    assert type(error) is kakeya.TransportError
-
-
-UNEXPLAINED: list[tuple[grpc.StatusCode, type[kakeya.KakeyaError]]] = [
-    (grpc.StatusCode.UNAVAILABLE, kakeya.ConnectionFailed),
-    (grpc.StatusCode.DEADLINE_EXCEEDED, kakeya.DeadlineExceeded),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, kakeya.TransportError),
-    (grpc.StatusCode.UNIMPLEMENTED, kakeya.TransportError),
-]
-
-
-def test_an_unexplained_failure_names_the_target(subtests: pytest.Subtests) -> None:
-    for code, kind in UNEXPLAINED:
-        with subtests.test(code.name):
-            error = from_rpc_error(Failed(code, "why"), "10.1.2.3:99")
-            assert type(error) is kind
-            assert "10.1.2.3:99" in str(error)
-            assert "why" in str(error)
 
 
 def test_builtin_bases_let_plain_handlers_catch() -> None:

@@ -80,40 +80,6 @@ def test_the_agent_feeds_tool_results_back(
     assert "tool   add → 5" in capsys.readouterr().out
 
 
-TOOL_CALLS: list[tuple[str, str | None]] = [
-    ('{"tool": "add", "arguments": {"a": 1, "b": 2}}', "add"),
-    ('I will. ```json\n{"name": "add", "parameters": {"a": 1}}``` ok?', "add"),
-    ('{"function": {"name": "add", "arguments": "{}"}}', "add"),
-    ('{broken {"function": "count_words", "args": {}}', "count_words"),
-    ("The answer is {3}.", None),
-    ('{"arguments": {}}', None),
-    ("", None),
-]
-
-
-def test_the_agent_reads_tool_calls_leniently(example: Example, subtests: pytest.Subtests) -> None:
-    for text, tool in TOOL_CALLS:
-        with subtests.test(text):
-            found = example("tool_calling_agent").find_tool_call(text)
-            assert (found["tool"] if found else None) == tool
-
-
-BAD_CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"tool": "add", "arguments": {"a": 1, "b": "2"}}, "3"),
-    ({"tool": "count_words", "arguments": '{"text": "a b"}'}, "2"),
-    ({"tool": "add", "arguments": {"a": 1}}, "failed"),
-    ({"tool": "add", "arguments": [1]}, "failed"),
-    ({"tool": "add", "arguments": "{"}, "failed"),
-    ({"tool": "fly", "arguments": {}}, "no tool 'fly'"),
-]
-
-
-def test_a_bad_tool_call_is_reported_to_the_model(example: Example, subtests: pytest.Subtests) -> None:
-    for call, result in BAD_CALLS:
-        with subtests.test(str(call)):
-            assert result in example("tool_calling_agent").use_tool(call)
-
-
 def test_the_agent_reports_that_no_server_answers(
     example: Example, tmp_path: Path, unused_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,12 +97,6 @@ def test_the_hazard_shows_where_rendered_prompts_leave_the_history(
     assert hazard.text_is_encoded_differently() is not None
     assert hazard.nothing_happens() is None
     assert "part at index" in capsys.readouterr().out
-
-
-def test_the_family_tour_shows_every_family(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
-    example("tokenization_per_family").main([])
-    printed = capsys.readouterr().out
-    assert all(f"{family}: a turn ends with" in printed for family in ("ChatML", "Llama", "Gemma", "Qwen"))
 
 
 def installed_with(name: str, extras: frozenset[str]) -> set[str]:

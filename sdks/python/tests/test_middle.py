@@ -12,7 +12,7 @@ import pytest
 import kakeya
 from inference_engine.config import ServerConfig
 from tests.further import one_of_each
-from tests.middle import Fate, Middle, When, open_middle
+from tests.middle import Fate, Middle, open_middle
 
 Do = Callable[..., Awaitable[Any]]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -107,33 +107,6 @@ async def own_server(run_server: Callable[..., Any]) -> AsyncIterator[tuple[str,
     await end()
 
 
-@pytest.mark.parametrize("lost", [Fate("answer", "cut"), Fate("headers", "reset")], ids=shown)
-async def test_a_session_whose_answer_was_lost_is_made_once(
-    own_server: tuple[str, Any], flavour: str, do: Do, lost: Fate
-) -> None:
-    async with open_middle(own_server[0]) as middle:
-        client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(middle.target, retry=STUBBORN)
-        await do(client.server_info)
-        middle.fates.append(lost)
-        session = await do(client.create_session, kakeya.SinkWindow(window=64))
-        assert (await do(client.server_info)).kv_reserved_bytes == session.peak_bytes
-        await do(client.close)
-
-
-@pytest.mark.parametrize("when", ["done", "trailers"])
-async def test_an_answer_is_complete_once_it_is_done(
-    middle: Middle, connect: Callable[..., Any], do: Do, when: When
-) -> None:
-    client = connect()
-    session = await do(client.create_session)
-    await do(session.append, PROMPT)
-    middle.fates.append(Fate(when, "close"))
-    stream = session.generate(5)
-    assert len((await do(stream.result)).token_ids) == 5
-    assert stream.is_finished
-    await do(client.close)
-
-
 @pytest.mark.parametrize(
     ("fate", "reports_progress"),
     [
@@ -157,18 +130,6 @@ async def test_a_stream_that_never_gets_to_a_token_is_tried_while_patience_lasts
         await do(stream.result)
     assert 1 < middle.calls - calls <= 10  # waits of at least 0.15, 0.3, 0.6 … s; gRPC's own calls fail unsent
     assert stream.token_ids == ()
-    await do(client.close)
-
-
-async def test_an_append_that_takes_longer_than_its_timeout_is_resolved_by_its_id(
-    middle: Middle, connect: Callable[..., Any], do: Do
-) -> None:
-    client = connect()
-    session = await do(client.create_session)
-    await do(session.append, [1])
-    middle.fates.append(Fate("answer", "delay", seconds=1.0))
-    assert await do(session.append, PROMPT, timeout=0.3) == 9
-    assert (await do(session.info)).history_length == 9
     await do(client.close)
 
 

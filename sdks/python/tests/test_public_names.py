@@ -41,15 +41,6 @@ def test_the_public_names_of_tokenization_are_these() -> None:
     ]
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Sesion'"):
-        _ = kakeya.Sesion
-
-
-def test_the_version_is_the_packages_own() -> None:
-    assert str(kakeya.__version__)[0].isdigit()
-
-
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [

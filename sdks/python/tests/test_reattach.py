@@ -82,28 +82,6 @@ async def test_a_conversation_over_a_line_that_breaks_is_the_calm_one(
     await do(shaky.close)
 
 
-async def test_tokens_read_one_by_one_come_once_each_while_the_line_is_cut_again_and_again(
-    server_target: str, flavour: str, do: Do
-) -> None:
-    async with open_middle(server_target) as line:
-        client = connect(flavour, line.target)
-        session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32))
-        await do(session.append, PROMPT)
-        stream = session.generate(30_000)
-        tokens = stream.details().__anext__ if flavour == "asyncio" else stream.details().__next__
-        seen = []
-        for count in range(60):
-            if count % 25 == 10:
-                line.cut()
-            seen.append(await do(tokens))
-        stream.cancel()
-        assert [token.position for token in seen] == list(range(len(PROMPT), len(PROMPT) + 60))
-        calm = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32))
-        await do(calm.append, PROMPT)
-        assert (await do(calm.generate(60).result)).token_ids == tuple(token.token_id for token in seen)
-        await do(client.close)
-
-
 async def test_a_fork_diverges_from_its_session(server_target: str, flavour: str, do: Do) -> None:
     client = connect(flavour, server_target)
     session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32), eos_token_ids=[1])

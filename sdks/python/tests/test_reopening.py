@@ -12,7 +12,6 @@ import pytest
 
 import kakeya
 from inference_engine.config import ServerConfig
-from kakeya.v1 import runtime_pb2 as pb
 
 Do = Callable[..., Awaitable[Any]]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -73,17 +72,6 @@ async def test_a_history_comes_in_pieces_of_a_bounded_size_from_any_position(ses
     assert caught.value.field == "first_position"
 
 
-@pytest.mark.parametrize("size", [0, 16_385, 1.5])
-def test_sizes_out_of_range_are_refused_at_once(server_target: str, size: Any) -> None:
-    with kakeya.Client(server_target) as client, client.create_session() as session:
-        with pytest.raises(kakeya.InvalidArgument, match="piece_tokens"):
-            session.history(piece_tokens=size)
-        with pytest.raises(kakeya.InvalidArgument, match="page_size"):
-            client.sessions(page_size=size)
-        with pytest.raises(kakeya.InvalidArgument, match="session_id"):
-            client.session("")
-
-
 @pytest.fixture
 async def two_owners(run_server: Callable[..., Any], tmp_path: Path, flavour: str) -> AsyncIterator[tuple[Any, Any]]:
     keys = {"alice": "a" * 32, "bob": "b" * 32}
@@ -115,19 +103,3 @@ async def test_an_owner_lists_all_sessions_of_its_own_and_no_other(two_owners: t
         await do(alice.session, theirs.id)
     for closed in (alice, bob):
         await do(closed.close)
-
-
-async def test_what_a_server_says_of_durability_is_shown_and_an_older_ones_is_none(
-    scripted: Any, flavour: str, do: Do
-) -> None:
-    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target)
-    shown = []
-    for value in (pb.DURABILITY_UNSPECIFIED, pb.DURABILITY_NONE, pb.DURABILITY_PROCESS, pb.DURABILITY_POWER, 99):
-        reply = pb.CreateSessionResponse.FromString(
-            pb.CreateSessionResponse(session_id="s").SerializeToString() + b"\x98\x01" + bytes([value])
-        )
-        scripted.on("CreateSession", lambda *_, reply=reply: reply)
-        shown.append((await do(client.create_session)).durability)
-    known = kakeya.Durability
-    assert shown == [known.NONE, known.NONE, known.PROCESS, known.POWER, known.UNKNOWN]
-    await do(client.close)

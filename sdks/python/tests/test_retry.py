@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from typing import Any
 
 import pytest
@@ -52,22 +50,6 @@ def test_the_servers_own_wait_is_respected() -> None:
     assert flow.throw(draining) == Sleep(7.0)
 
 
-def test_no_wait_is_longer_than_a_timer_can_be() -> None:
-    unlimited = patience(first_delay_seconds=MAX_SECONDS, max_delay_seconds=MAX_SECONDS, patience_seconds=3.4e38)
-    for error in (LOST, Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=3e11)):
-        waits = [unlimited.wait_seconds(attempt, error) for attempt in range(1, 80)]
-        assert max(wait for wait in waits if wait is not None) <= MAX_SECONDS <= threading.TIMEOUT_MAX
-
-
-def test_an_application_that_seeds_random_neither_fixes_the_waits_nor_loses_numbers() -> None:
-    waits, states = set(), set()
-    for _ in range(8):
-        random.seed(7)
-        waits.add(Patience(RetryPolicy(), None, clock=lambda: 0.0).wait_seconds(1, LOST))
-        states.add(random.getstate())
-    assert (len(waits), len(states)) == (8, 1)
-
-
 def full() -> ConnectionFailed:
     error = ConnectionFailed("full", code="UNAVAILABLE")
     error._was_full, error._was_sent = True, False
@@ -96,43 +78,6 @@ def test_a_connection_that_stays_full_is_given_up() -> None:
     assert FULL_SECONDS <= now < FULL_SECONDS + 2.0
     brief = Patience(RetryPolicy(), 0.005, clock=lambda: 0.0, jitter=lambda: 0.0)
     assert brief.wait_seconds(1, full()) is None
-
-
-def test_what_one_request_waited_for_its_turn_is_no_attempt_of_the_next() -> None:
-    single = patience(attempts=1)
-    flow = repeatable("GetSessionInfo", INFO, single)
-    next(flow)
-    for _ in range(6):
-        flow.throw(full())
-        flow.send(None)
-    with pytest.raises(StopIteration):
-        flow.send("reply")
-    flow = repeatable("GetSessionInfo", INFO, single)
-    next(flow)
-    with pytest.raises(ConnectionFailed, match="lost"):
-        flow.throw(LOST)
-
-
-def test_a_connection_that_is_full_now_and_then_is_not_one_that_stays_full() -> None:
-    now = 0.0
-    asking = Patience(RetryPolicy(), None, clock=lambda: now, jitter=lambda: 0.0)
-    for _ in range(2):
-        flow = repeatable("GetSessionInfo", INFO, asking)
-        next(flow)
-        assert isinstance(flow.throw(full()), Sleep)
-        flow.send(None)
-        with pytest.raises(StopIteration):
-            flow.send("reply")
-        now += FULL_SECONDS + 1.0
-
-
-def test_closing_a_session_that_never_was_is_an_error_though_the_connection_was_full() -> None:
-    flow = close_session("id", patience())
-    next(flow)
-    flow.throw(full())
-    flow.send(None)
-    with pytest.raises(SessionNotFound):
-        flow.throw(SessionNotFound("no", code="NOT_FOUND", reason="SESSION_NOT_FOUND"))
 
 
 class Clock:
@@ -177,13 +122,6 @@ def test_a_server_that_was_never_there_is_given_up_soon() -> None:
     assert clock.now == pytest.approx(FIRST_CONTACT_SECONDS + RetryPolicy().patience_seconds)
 
 
-def test_an_attempt_that_the_server_worked_on_for_long_does_not_use_patience_up() -> None:
-    clock = Clock()
-    assert clock.attempts(of_clock(clock, patience_seconds=10.0), LOST, taking=40.0) > 5
-    clock = Clock()
-    assert clock.attempts(of_clock(clock, patience_seconds=10.0), unsent(), taking=40.0) == 2
-
-
 def test_with_an_answer_patience_begins_anew() -> None:
     clock = Clock()
     waiting = of_clock(clock)
@@ -192,13 +130,6 @@ def test_with_an_answer_patience_begins_anew() -> None:
         clock.attempts(waiting, unsent())
         assert clock.now - began == pytest.approx(RetryPolicy().patience_seconds)
         waiting.answered()
-
-
-def test_a_wait_that_a_server_asks_for_that_goes_may_outlast_patience_once() -> None:
-    clock = Clock()
-    draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
-    assert clock.attempts(of_clock(clock, patience_seconds=1.0), draining) == 2
-    assert clock.now == 7.0
 
 
 @pytest.mark.parametrize("asked_seconds", [0.05, 7.0])
@@ -222,11 +153,6 @@ def test_calls_that_fail_at_once_are_not_sent_in_a_busy_loop() -> None:
     assert clock.attempts(waiting, LOST) <= 102
 
 
-def test_without_patience_there_is_one_attempt() -> None:
-    clock = Clock()
-    assert clock.attempts(of_clock(clock, patience_seconds=0.0), LOST) == 1
-
-
 def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:
     flow = repeatable("GetSessionInfo", INFO, patience(5.0))
     next(flow)
@@ -235,49 +161,11 @@ def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:
         flow.throw(draining)
 
 
-def test_a_refused_connection_after_a_drain_is_reported_as_draining() -> None:
-    flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
-    next(flow)
-    draining = Draining("shutting down", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=5.0)
-    flow.throw(draining)
-    flow.send(None)
-    with pytest.raises(Draining) as caught:
-        flow.throw(LOST)
-    assert caught.value is draining
-    assert caught.value.__cause__ is LOST
-    assert caught.value.__notes__ == ["tried again since, and at last: lost [UNAVAILABLE]"]
-
-
-def test_the_last_error_of_the_server_is_reported_whatever_came_before() -> None:
-    flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
-    next(flow)
-    flow.throw(Draining("shutting down", code="UNAVAILABLE", reason="DRAINING"))
-    flow.send(None)
-    with pytest.raises(SessionNotFound):
-        flow.throw(SessionNotFound("none", code="NOT_FOUND", reason="SESSION_NOT_FOUND"))
-
-
-def test_what_a_server_said_before_it_answered_again_is_no_reason_for_what_comes() -> None:
-    waiting = patience(attempts=2)
-    waiting.wait_seconds(1, Draining("shutting down", code="UNAVAILABLE", reason="DRAINING"))
-    waiting.answered()
-    assert waiting.verdict(LOST) is LOST
-
-
 def test_no_agreement_on_tls_is_not_tried_again() -> None:
     flow = repeatable("GetSessionInfo", INFO, patience())
     next(flow)
     with pytest.raises(TLSFailed):
         flow.throw(TLSFailed("its certificate is not accepted", code="UNAVAILABLE"))
-
-
-def test_attempts_are_counted() -> None:
-    flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
-    next(flow)
-    flow.throw(LOST)
-    flow.send(None)
-    with pytest.raises(ConnectionFailed):
-        flow.throw(LOST)
 
 
 @pytest.mark.parametrize(
@@ -321,13 +209,6 @@ def test_a_session_gone_after_a_lost_close_counts_as_closed() -> None:
     with pytest.raises(StopIteration) as end:
         flow.throw(SessionNotFound("no such session", code="NOT_FOUND"))
     assert end.value.value is None
-
-
-def test_a_session_gone_before_the_first_close_is_an_error() -> None:
-    flow = close_session("id", patience())
-    next(flow)
-    with pytest.raises(SessionNotFound):
-        flow.throw(SessionNotFound("no such session", code="NOT_FOUND"))
 
 
 def test_a_deadline_covers_all_attempts() -> None:

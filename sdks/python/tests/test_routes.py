@@ -13,7 +13,6 @@ import pytest
 
 import kakeya
 from inference_engine.config import ServerConfig
-from kakeya.v1 import runtime_pb2 as pb
 from tests.router import Router, open_router
 
 Do = Callable[..., Awaitable[Any]]
@@ -59,34 +58,4 @@ async def test_every_call_of_a_session_and_of_its_forks_arrives_at_one_server(
     assert {0, 1} == {server for each in servers.values() for server in each}
     for method in LOST:
         assert sum(call.method == method for call in router.passed) > SESSIONS
-    await do(client.close)
-
-
-async def test_a_session_made_through_a_lost_answer_was_made_once(router: Router, flavour: str, do: Do) -> None:
-    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(router.target, retry=QUICK)
-    router.losses.append("CreateSession")
-    session = await do(client.create_session, kakeya.SinkWindow(window=64))
-    first, again = (call for call in router.passed if call.method == "CreateSession")
-    assert first == again
-    # In turn, since it belongs to no session: both servers.
-    reserved = [(await do(client.server_info)).kv_reserved_bytes for _ in range(2)]
-    assert sorted(reserved) == [0, session.peak_bytes]
-    await do(client.close)
-
-
-async def test_an_older_servers_session_keeps_the_route_that_it_was_made_with(
-    scripted: Any, flavour: str, do: Do
-) -> None:
-    scripted.on("CreateSession", lambda *_: pb.CreateSessionResponse(session_id="s1"))
-    scripted.on("ForkSession", lambda *_: pb.ForkSessionResponse(session_id="s2"))
-    scripted.on("GetSessionInfo", *[lambda *_: pb.GetSessionInfoResponse()] * 2)
-    scripted.on("GetServerInfo", lambda *_: pb.GetServerInfoResponse())
-    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target)
-    session = await do(client.create_session)
-    fork = await do(session.fork)
-    for each in (session, fork):
-        await do(each.info)
-    assert len({metadata["kakeya-route"] for metadata in scripted.metadata}) == 1
-    await do(client.server_info)
-    assert "kakeya-route" not in scripted.metadata[-1]
     await do(client.close)

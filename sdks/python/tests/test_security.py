@@ -169,48 +169,8 @@ def test_certificates_and_keys_that_are_none_are_refused_before_anything_is_sent
             assert wrong in str(refused.value) and refused.value.field == "tls"
 
 
-async def test_a_key_that_is_not_its_certificates_is_refused_of_files_and_reported_of_bytes(
-    authority: trustme.CA, run_grpc: Callable[..., str], tmp_path: Path, do: Do, flavour: str
-) -> None:
-    target = run_grpc(authority.issue_cert("127.0.0.1"))
-    certificate = authority.issue_cert("one").cert_chain_pems[0].bytes()
-    key = authority.issue_cert("another").private_key_pem.bytes()
-    files = {"certificate": tmp_path / "one.pem", "key": tmp_path / "another.pem"}
-    files["certificate"].write_bytes(certificate)
-    files["key"].write_bytes(key)
-    root = authority.cert_pem.bytes()
-    with pytest.raises(
-        kakeya.InvalidArgument, match=r"tls key must be that of the certificate, and .*another\.pem has"
-    ):
-        make(flavour, target, tls=kakeya.TLS(root_certificates=root, **files))
-    tls = kakeya.TLS(root_certificates=root, certificate=certificate, key=key)
-    client = make(flavour, target, tls=tls, retry=NEVER_IN_TIME)
-    with pytest.raises(kakeya.TLSFailed, match="the key in tls cannot be used, or is not its certificate's"):
-        await do(client.server_info)
-    await do(client.close)
-
-
-async def test_a_bundle_may_have_other_text_in_it(guarded: Guarded, do: Do, flavour: str) -> None:
-    bundle = "# Főtanúsítvány\n".encode() + guarded.authority.read_bytes() + b"-----BEGIN CERTIFICATE-----\nAAAA\n"
-    client = make(flavour, guarded.target, api_key=KEY, tls=kakeya.TLS(root_certificates=bundle))
-    assert (await do(client.server_info)).model_id
-    await do(client.close)
-
-
 async def test_plaintext_to_a_port_that_speaks_tls_says_so(guarded: Guarded, do: Do, flavour: str) -> None:
     client = make(flavour, guarded.target, retry=NEVER_IN_TIME)
     with pytest.raises(kakeya.TLSFailed, match="it speaks TLS, and this client does not; give tls=True"):
         await do(client.create_session)
     await do(client.close)
-
-
-async def test_tls_to_a_port_that_speaks_plaintext_says_so(server_target: str, do: Do, flavour: str) -> None:
-    client = make(flavour, server_target, tls=True, retry=NEVER_IN_TIME)
-    with pytest.raises(kakeya.TLSFailed, match="it does not speak TLS; leave out tls"):
-        await do(client.create_session)
-    await do(client.close)
-
-
-def test_a_certificate_file_that_is_not_there_is_an_os_error() -> None:
-    with pytest.raises(FileNotFoundError):
-        kakeya.Client("127.0.0.1:1", tls=kakeya.TLS(root_certificates="nowhere.pem"))

@@ -53,14 +53,6 @@ async def test_leaving_the_loop_stops_the_generation_and_keeps_what_came(endless
         await do(stream.result)
 
 
-async def test_after_a_cancelled_stream_ids_go_to_the_end_of_the_history(endless: Any, do: Do, read: Read) -> None:
-    """The server may have committed more than was read: what the SDK knows of the length lags, and the append lands."""
-    await read(endless.generate(LONG), 2)
-    length = await do(endless.append, [1, 2, 3])
-    assert length >= len(PROMPT) + 2 + 3
-    assert length == endless.history_length == (await do(endless.info)).history_length
-
-
 async def test_leaving_a_streams_with_stops_the_generation(endless: Any, do: Do, flavour: str) -> None:
     if flavour == "asyncio":
         async with endless.generate(LONG) as stream:
@@ -74,37 +66,12 @@ async def test_leaving_a_streams_with_stops_the_generation(endless: Any, do: Do,
     assert not stream.is_finished
 
 
-async def test_cancel_ends_an_iteration_quietly(endless: Any, do: Do, read: Read) -> None:
-    stream, began = long_generate(endless)
-    reading = asyncio.create_task(read(stream))
-    await began.wait()
-    stream.cancel()
-    ids = await reading
-    assert list(stream.token_ids)[: len(ids)] == ids
-    stream.cancel()
-    await do(stream.close)
-
-
 async def test_dropping_a_stream_stops_the_generation(endless: Any, do: Do) -> None:
     stream = endless.generate(LONG)
     del stream
     gc.collect()
     info = await until_idle(endless, do)
     assert info.history_length < len(PROMPT) + LONG
-
-
-async def test_cancelling_the_task_that_reads_stops_the_generation(server_target: str) -> None:
-    endless = kakeya.SinkWindow(sink=4, window=32)
-    async with kakeya.AsyncClient(server_target) as client, await client.create_session(endless) as session:
-        await session.append(PROMPT)
-        stream, began = long_generate(session)
-        reading = asyncio.create_task(stream.result())
-        await began.wait()
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        while (await session.info()).is_generating:
-            pass
 
 
 async def test_an_error_in_the_progress_callback_stops_the_generation(endless: Any, do: Do) -> None:
@@ -117,21 +84,6 @@ async def test_an_error_in_the_progress_callback_stops_the_generation(endless: A
             await do(stream.result)
     assert "failed" in repr(stream)
     assert not stream.is_finished
-    await until_idle(endless, do)
-
-
-async def test_an_error_in_the_progress_callback_of_an_iteration_is_the_streams(
-    endless: Any, do: Do, read: Read
-) -> None:
-    def refuse(progress: kakeya.Progress) -> None:
-        stream.cancel()
-        raise RuntimeError("mine")
-
-    stream = endless.generate(LONG, on_progress=refuse)
-    with pytest.raises(RuntimeError, match="mine"):
-        await read(stream)
-    with pytest.raises(RuntimeError, match="mine"):
-        await do(stream.result)
     await until_idle(endless, do)
 
 

@@ -35,21 +35,6 @@ async def test_iterating_and_result_agree_and_the_history_grows_by_what_was_gene
     await do(other.close)
 
 
-async def test_details_have_absolute_positions_and_logprobs(session: Any, do: Do, flavour: str) -> None:
-    await do(session.append, PROMPT)
-    stream = session.generate(5, logprobs=True)
-    details: list[kakeya.TokenDetail] = []
-    if flavour == "asyncio":
-        details.extend([detail async for detail in stream.details()])
-    else:
-        details.extend(await asyncio.to_thread(lambda: list(stream.details())))
-    assert [detail.position for detail in details] == list(range(len(PROMPT), len(PROMPT) + 5))
-    assert all(detail.logprob is not None and detail.logprob <= 0 for detail in details)
-    result = await do(stream.result)
-    assert result.logprobs == tuple(detail.logprob for detail in details)
-    assert result.token_ids == tuple(detail.token_id for detail in details)
-
-
 async def test_progress_is_reported_before_the_first_token(session: Any, do: Do) -> None:
     await do(session.append, PROMPT * 4)
     reports: list[kakeya.Progress] = []
@@ -101,22 +86,6 @@ async def test_a_stop_id_is_emitted_and_ends_the_stream(session: Any, client: An
     await do(other.close)
 
 
-async def test_reaching_the_limit_ends_a_generate_as_truncated(client: Any, do: Do) -> None:
-    session = await do(client.create_session, limit_tokens=20)
-    await do(session.append, PROMPT)
-    result = await do(session.generate(100).result)
-    assert result.stop_reason is kakeya.StopReason.TRUNCATED
-    assert result.history_length == 20
-    await do(session.close)
-
-
-async def test_a_result_accounts_for_every_position(session: Any, do: Do) -> None:
-    await do(session.append, PROMPT)
-    result = await do(session.generate(4).result)
-    assert (result.evicted_positions, result.restored_positions) == (0, 0)
-    assert result.attended_positions == result.history_length - 1
-
-
 async def test_a_stream_has_one_reader(session: Any, do: Do, read: Read) -> None:
     await do(session.append, PROMPT)
     stream = session.generate(2)
@@ -127,15 +96,6 @@ async def test_a_stream_has_one_reader(session: Any, do: Do, read: Read) -> None
         stream.details()
     assert (await do(stream.result)).token_ids == stream.token_ids
     assert stream.is_finished
-
-
-async def test_a_stream_read_by_result_cannot_be_iterated(session: Any, do: Do, read: Read) -> None:
-    await do(session.append, PROMPT)
-    stream = session.generate(2)
-    await do(stream.result)
-    assert (await do(stream.result)).generated_tokens == 2
-    with pytest.raises(kakeya.StateError, match="nothing left"):
-        await read(stream)
 
 
 async def test_result_reads_what_an_iteration_left(session: Any, do: Do, flavour: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -94,47 +93,6 @@ def test_a_reply_cut_short_gets_the_end_of_its_turn(reply: str) -> None:
     assert history == tokens_for_chat([user("a"), assistant(reply), user("b")], BYTE_LEVEL)
 
 
-# What finds the place after the assistant's words may be in a message all the same.
-MARKER_WORDS = ["Kqzwxjvbm", "Vhgtfyprd", "Kqzwxjvbmxx and Kqzwxjvbmx", "KqzwxjvbmKqzwxjvbm Vhgtfyprdxxxx Vhgtfyprd"]
-
-
-def test_a_message_may_hold_any_word(subtests: pytest.Subtests) -> None:
-    for words in MARKER_WORDS:
-        with subtests.test(words):
-            generated = [*encode(BYTE_LEVEL, "It is."), BYTE_LEVEL.convert_tokens_to_ids("<|im_end|>")]
-            history = tokens_for_chat([user("a")], BYTE_LEVEL) + generated
-            history += tokens_for_next_turn([user(words)], BYTE_LEVEL, after=generated)
-            assert history == tokens_for_chat([user("a"), assistant("It is."), user(words)], BYTE_LEVEL)
-
-
-def test_a_tool_and_an_option_may_hold_any_word(subtests: pytest.Subtests) -> None:
-    for words in MARKER_WORDS:
-        with subtests.test(words):
-            written = "{{ tools[0].function.name }}{{ mood }}"
-            tokenizer = byte_level_tokenizer(written + CHATML)
-            options: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": words}}], "mood": words}
-            turn = tokens_for_next_turn([user("b")], tokenizer, after=[], **options)
-            assert turn == tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[])
-            assert end_of_turn_ids(tokenizer, **options) == end_of_turn_ids(BYTE_LEVEL)
-
-
-def test_nothing_generated_is_cut_short_too() -> None:
-    turn = tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[])
-    assert BYTE_LEVEL.decode(turn).startswith("<|im_end|>\n<|im_start|>user\nb")
-
-
-def test_several_new_messages_are_one_turn() -> None:
-    turn = tokens_for_next_turn([user("b"), {"role": "tool", "content": "c"}], BYTE_LEVEL, after=[])
-    assert BYTE_LEVEL.decode(turn) == (
-        "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>tool\nc<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_without_a_generation_prompt_the_turn_ends_after_the_messages() -> None:
-    turn = tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[], add_generation_prompt=False)
-    assert BYTE_LEVEL.decode(turn) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
-
-
 @pytest.mark.parametrize("family", ["ChatML", "Llama", "Gemma", "Qwen"])
 def test_each_family_gets_its_next_turn(example: Callable[[str], ModuleType], family: str) -> None:
     chosen = example("tokenization_per_family").FAMILIES[family]
@@ -162,39 +120,6 @@ def test_a_template_that_reshapes_earlier_turns_does_not_touch_the_history(
     )
 
 
-TURN = "{{ message.role + ':' + message.content + '<|im_end|>' }}"
-
-
-NO_NEXT_TURN: list[tuple[str, str]] = [
-    ("{% for message in messages if message.role == 'user' %}" + TURN + "{% endfor %}", "0 times"),
-    ("{% for message in messages %}" + TURN + TURN + "{% endfor %}", "2 times"),
-    (
-        "{% for m in messages %}{{ m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}{% endfor %}",
-        "goes on with",
-    ),
-    (
-        "{% for message in messages %}" + TURN + "{% endfor %}{{ messages | length }}",
-        "goes on with",
-    ),
-    (
-        "{% for message in messages %}" + TURN + "{% if not loop.last %}{{ loop.index }}{% endif %}{% endfor %}",
-        "depending on what came before",
-    ),
-    (
-        "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
-        "{% for message in messages %}" + TURN + "{% endfor %}",
-        "too long",
-    ),
-    ("{{ messages.nothing.at_all }}", "refuses"),
-]
-
-
-def test_a_template_without_a_next_turn_is_named(subtests: pytest.Subtests) -> None:
-    for template, problem in NO_NEXT_TURN:
-        with subtests.test(problem), pytest.raises(kakeya.TemplateError, match=problem):
-            tokens_for_next_turn([user("b")], byte_level_tokenizer(template), after=[])
-
-
 def test_a_tokenizer_that_joins_words_and_their_end_is_named(example: Callable[[str], ModuleType]) -> None:
     template = "{% for message in messages %}{{ message.content + 'mm' }}{% endfor %}"
     tokenizer = example("small_tokenizer").small_tokenizer(
@@ -202,17 +127,6 @@ def test_a_tokenizer_that_joins_words_and_their_end_is_named(example: Callable[[
     )
     with pytest.raises(kakeya.TemplateError, match="joins"):
         tokens_for_next_turn([user("b")], tokenizer, after=[])
-
-
-def test_a_tokenizer_without_a_template_says_so() -> None:
-    with pytest.raises(kakeya.TemplateError, match="template"):
-        tokens_for_chat([user("a")], byte_level_tokenizer(None))
-
-
-def test_what_the_model_said_is_not_passed_again() -> None:
-    with pytest.raises(kakeya.InvalidMessages, match=r"messages\[0\].role") as caught:
-        tokens_for_next_turn([assistant("Yes."), user("b")], BYTE_LEVEL, after=[])
-    assert caught.value.path == "messages[0].role"
 
 
 def test_what_is_no_list_of_messages_is_refused(subtests: pytest.Subtests) -> None:
@@ -240,28 +154,10 @@ def test_text_that_is_none_is_refused_with_its_place(subtests: pytest.Subtests) 
         tokens_for_chat([user("a")], byte_level_tokenizer("{{ word }}"), word="\udcff")
 
 
-def test_what_was_generated_before_is_token_ids(subtests: pytest.Subtests) -> None:
-    wrong: list[Any] = [None, 5, "text", ["a"], [-1], [1.5]]
-    for after in wrong:
-        with subtests.test(str(after)), pytest.raises(kakeya.InvalidTokenIds, match=r"^after"):
-            tokens_for_next_turn([user("a")], BYTE_LEVEL, after=after)
-
-
 def test_end_ids_are_the_tokenizers_and_the_templates() -> None:
     tokenizer = byte_level_tokenizer(CHATML, end="<|endoftext|>")
     names = [tokenizer.decode([token_id]) for token_id in end_of_turn_ids(tokenizer)]
     assert names == ["<|endoftext|>", "<|im_end|>"]
-
-
-def test_a_turn_that_ends_in_plain_text_has_no_end_id_of_its_own() -> None:
-    tokenizer = byte_level_tokenizer("{% for message in messages %}{{ message.content + '\\n' }}{% endfor %}")
-    assert end_of_turn_ids(tokenizer) == (tokenizer.eos_token_id,)
-
-
-def test_a_tokenizer_loads_from_its_folder(tmp_path: Path) -> None:
-    BYTE_LEVEL.save_pretrained(tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    assert tokens_for_chat([user("a")], loaded) == tokens_for_chat([user("a")], BYTE_LEVEL)
 
 
 def test_a_folder_that_holds_no_tokenizer_is_named(tmp_path: Path) -> None:
@@ -337,13 +233,6 @@ def test_openai_messages_that_cannot_be_rendered_are_named_by_path(subtests: pyt
             assert caught.value.path == path
 
 
-def test_messages_of_one_role_keep_their_order() -> None:
-    names = [str(index) for index in range(5)]
-    rendered = from_openai_messages([user(name) for name in names])
-    assert [message["content"] for message in rendered] == names
-    assert all(one is not other for one, other in itertools.pairwise(rendered))
-
-
 @pytest.mark.parametrize("written", ["{{ message.content }}", "{{ message.role + message.content }}"])
 def test_content_in_parts_is_refused_by_a_template_that_takes_it_for_text(written: str) -> None:
     tokenizer = byte_level_tokenizer("{% for message in messages %}" + written + "{% endfor %}")
@@ -351,20 +240,6 @@ def test_content_in_parts_is_refused_by_a_template_that_takes_it_for_text(writte
     with pytest.raises(kakeya.TemplateError, match="list"):
         tokens_for_chat(parts, tokenizer)
     assert tokenizer.decode(tokens_for_chat(from_openai_messages(parts), tokenizer)).endswith("Hello!")
-
-
-def test_content_in_parts_is_read_by_a_template_that_knows_them() -> None:
-    template = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
-    tokenizer = byte_level_tokenizer(template)
-    assert tokenizer.decode(tokens_for_chat(parts, tokenizer)) == "Hello!"
-
-
-def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    with pytest.raises(kakeya.TokenizerError, match=r"holds no tokenizer: no tokenizer\.json") as refused:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(refused.value)
 
 
 PARTS = (

@@ -41,12 +41,6 @@ async def session(scripted: Any, client: Any, do: Do) -> Any:
     return await do(client.create_session)
 
 
-async def test_a_read_survives_a_lost_connection(scripted: Any, session: Any, do: Do, unexplained: Failure) -> None:
-    scripted.on("GetSessionInfo", unexplained(UNAVAILABLE), reply(pb.GetSessionInfoResponse(history_length=5)))
-    assert (await do(session.info)).history_length == 5
-    assert session.history_length == 5
-
-
 async def test_a_server_too_old_to_know_its_models_ends_is_named_in_the_log_once(
     scripted: Any, client: Any, do: Do, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,12 +56,6 @@ async def test_a_server_too_old_to_know_its_models_ends_is_named_in_the_log_once
     assert "nothing ends a Generate but max_tokens" in caplog.text
     asked = [(request.model_eos_token_ids, list(request.eos_token_ids)) for request in scripted.calls("CreateSession")]
     assert asked == [(True, []), (False, []), (True, []), (True, [])]
-
-
-async def test_the_key_goes_with_every_call(scripted: Any, session: Any, do: Do) -> None:
-    scripted.on("AppendTokens", reply(pb.AppendTokensResponse(history_length=1)))
-    await do(session.append, [1])
-    assert [metadata["authorization"] for metadata in scripted.metadata] == ["Bearer k1"] * 3
 
 
 async def test_every_call_that_changes_something_is_repeated_as_the_same_call(
@@ -172,22 +160,6 @@ async def test_nothing_is_generated_from_a_history_that_lost_tokens(
     assert (await do(session.generate(1).result)).history_length == 3
 
 
-async def test_a_generate_begins_at_the_end_of_a_history_that_is_longer_than_its_client_knew(
-    scripted: Any, session: Any, do: Do, explained: Failure
-) -> None:
-    history = History(explained, 4)
-    scripted.on("Generate", *[history] * 4)
-    result = await do(session.generate(1).result)
-    assert (result.token_ids, result.history_length, session.history_length) == ((104,), 5, 5)
-    refused, taken = scripted.calls("Generate")
-    assert (refused.expected_history_length, taken.expected_history_length) == (0, 4)
-    assert refused.request_id != taken.request_id  # the same id with another length would be refused
-    assert (await do(session.generate(1).result)).token_ids == (105,)
-    with pytest.raises(kakeya.HistoryLengthMismatch):
-        await do(session.generate(1, expected_history_length=5).result)
-    assert len(scripted.calls("Generate")) == 4
-
-
 def forked_at(length: int, explained: Failure) -> Answer:
     """Forks for a request that names this length, and no other."""
 
@@ -217,31 +189,6 @@ async def test_a_history_that_lost_tokens_is_not_forked(
     # After the error the caller may go on from there.
     assert (await do(session.fork)).history_length == 2
     assert len(scripted.calls("ForkSession")) == attempts_lost + 2
-
-
-async def test_a_fork_has_all_of_a_history_that_is_longer_than_its_client_knew(
-    scripted: Any, session: Any, do: Do, explained: Failure
-) -> None:
-    scripted.on("ForkSession", *[forked_at(4, explained)] * 3)
-    assert (await do(session.fork)).history_length == session.history_length == 4
-    refused, taken = scripted.calls("ForkSession")
-    assert (refused.expected_history_length, taken.expected_history_length) == (0, 4)
-    assert refused.HasField("expected_history_length")
-    assert refused.request_id != taken.request_id  # the same id with another length would be refused
-    with pytest.raises(kakeya.HistoryLengthMismatch):
-        await do(session.fork, expected_history_length=3)
-    assert len(scripted.calls("ForkSession")) == 3
-
-
-async def test_a_stopped_generate_that_is_not_the_historys_end_any_more_is_not_begun_anew(
-    scripted: Any, session: Any, do: Do, explained: Failure, unexplained: Failure
-) -> None:
-    """It had generated tokens that this client has not received, and then something else went behind them."""
-    moved = explained(grpc.StatusCode.ABORTED, "HISTORY_LENGTH_MISMATCH", expected="3", actual="9")
-    scripted.on("Generate", streamed(then=unexplained(UNAVAILABLE)), streamed(then=moved))
-    with pytest.raises(kakeya.HistoryLengthMismatch):
-        await do(session.generate(4).result)
-    assert len(scripted.calls("Generate")) == 2
 
 
 async def test_a_stream_that_gives_no_token_any_more_is_given_up(
@@ -289,15 +236,6 @@ async def test_a_cancel_while_a_stream_waits_to_go_on_ends_it(
     await do(client.close)
 
 
-async def test_a_lost_close_and_then_no_session_is_closed(
-    scripted: Any, session: Any, do: Do, unexplained: Failure, explained: Failure
-) -> None:
-    gone = explained(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
-    scripted.on("CloseSession", unexplained(UNAVAILABLE), gone)
-    assert await do(session.close) == 0
-    assert session.is_closed
-
-
 async def test_a_reason_newer_than_the_sdk_is_chosen_by_its_code(
     scripted: Any, session: Any, do: Do, explained: Failure
 ) -> None:
@@ -338,24 +276,6 @@ async def test_a_call_that_a_middlebox_ended_is_tried_again(
         await do(session.info)
 
 
-async def test_details_that_cannot_be_read_count_as_none(scripted: Any, session: Any, do: Do) -> None:
-    def garbled(request: Any, context: grpc.ServicerContext) -> None:
-        context.set_trailing_metadata((("grpc-status-details-bin", b"\xff\xff\xff"),))
-        context.abort(grpc.StatusCode.NOT_FOUND, "hm")
-
-    scripted.on("GetSessionInfo", garbled)
-    with pytest.raises(kakeya.TransportError, match="hm"):
-        await do(session.info)
-
-
-async def test_an_error_info_of_another_domain_is_not_ours(
-    scripted: Any, session: Any, do: Do, explained: Failure
-) -> None:
-    scripted.on("GetSessionInfo", explained(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND", domain="proxy.example"))
-    with pytest.raises(kakeya.TransportError):
-        await do(session.info)
-
-
 async def test_a_stream_without_its_last_frame_is_an_error(scripted: Any, session: Any, do: Do) -> None:
     def cut(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(token=pb.TokenDetail(token_id=4, position=0))
@@ -381,26 +301,6 @@ async def test_a_stream_that_breaks_keeps_what_came(scripted: Any, session: Any,
     assert session.history_length == 1
 
 
-async def test_frames_and_values_newer_than_the_sdk_are_tolerated(scripted: Any, session: Any, do: Do) -> None:
-    def newer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield pb.GenerateResponse.FromString(b"\xa2\x06\x03abc")  # field 100
-        yield pb.GenerateResponse(token=pb.TokenDetail(token_id=4, position=0))
-        done = pb.GenerateDone(generated_token_count=1, history_length=1)
-        done.MergeFromString(b"\x08\x63")  # stop_reason 99
-        yield pb.GenerateResponse(done=done)
-
-    scripted.on("Generate", newer)
-    result = await do(session.generate(2).result)
-    assert result.token_ids == (4,)
-    assert result.stop_reason is kakeya.StopReason.UNKNOWN
-
-
-async def test_a_strategy_newer_than_the_sdk_is_none(scripted: Any, client: Any, do: Do) -> None:
-    strategy = pb.Strategy.FromString(b"\xa2\x06\x00")  # an arm numbered 100
-    scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s", strategy=strategy)))
-    assert (await do(client.create_session)).strategy is None
-
-
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once a client waits between attempts, which takes ten minutes."""
@@ -412,19 +312,6 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(kakeya.RetryPolicy, "delay_seconds", long)
     return began
-
-
-async def test_closing_a_client_ends_the_wait_between_attempts(
-    scripted: Any, flavour: str, do: Do, unexplained: Failure, waiting: threading.Event
-) -> None:
-    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target)
-    scripted.on("GetServerInfo", unexplained(UNAVAILABLE))
-    asking = asyncio.ensure_future(do(client.server_info, timeout=None))
-    await asyncio.to_thread(waiting.wait)
-    await do(client.close)
-    with pytest.raises(kakeya.StateError, match="closed"):
-        await asyncio.wait_for(asking, 60)
-    assert len(scripted.calls("GetServerInfo")) == 1
 
 
 async def test_closing_a_client_ends_the_wait_of_a_stream_and_is_its_error(
@@ -466,27 +353,6 @@ async def test_an_append_under_way_when_its_client_is_closed_does_not_claim_that
     assert caught.value.appended_tokens is None
 
 
-def test_a_channel_closed_in_the_moment_of_a_call_is_reported_as_the_client_closed(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: dict[str, Callable[[kakeya.Client, kakeya.Session], Any]] = {
-        "unary": lambda client, _: client.server_info(),
-        "stream": lambda _, session: session.generate(1),
-    }
-    for call in calls.values():
-        client = kakeya.Client(scripted.target)
-        scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s1")))
-        session = client.create_session()
-
-        def metadata(_: str, client: kakeya.Client = client) -> tuple[()]:
-            client.close()  # from another thread, between the look whether it is open and the call
-            return ()
-
-        monkeypatch.setattr(client, "_metadata", metadata)
-        with pytest.raises(kakeya.StateError, match="closed while the call was running"):
-            call(client, session)
-
-
 @pytest.mark.parametrize(
     ("code", "message", "kind"),
     [
@@ -506,11 +372,6 @@ async def test_what_fails_alike_each_time_is_sent_once(
     assert caught.value.code == code
     assert message in str(caught.value)
     assert len(scripted.calls("GetSessionInfo")) == 1
-
-
-async def test_a_message_that_is_larger_than_the_server_takes_is_the_callers(client: Any, do: Do) -> None:
-    with pytest.raises(kakeya.CallerError, match="too large"):
-        await do(client.create_session, label="x" * (5 * 2**20))
 
 
 async def test_an_http_server_in_place_of_ours_is_named_as_such(flavour: str, do: Do) -> None:

@@ -13,9 +13,8 @@ from inference_engine.errors import ConfigError
 from kakeya import AsyncClient
 from laboratory.evaluation.record import load
 from laboratory.load.driver import NO_RETRIES, Driver, Phase
-from laboratory.load.phases import Part, Plan, Played, crews_of, fair_parts, play
-from laboratory.load.report import values
-from laboratory.load.samples import Samples, percentile
+from laboratory.load.phases import Plan, Played, crews_of, fair_parts, play
+from laboratory.load.samples import Samples
 from laboratory.load.schedule import Agent, Shape, Turn, schedule
 from laboratory.scripted import Script
 from tests.further import further_test
@@ -29,38 +28,10 @@ def agents(seconds: float, *, seed: int = 0, count: int = 20) -> list[Agent]:
     return list(schedule(SHAPE, agents=count, seconds=seconds, seed=seed))
 
 
-def test_a_schedule_is_the_same_every_time_and_another_for_another_seed() -> None:
-    assert agents(30.0) == agents(30.0)
-    assert agents(30.0) != agents(30.0, seed=1)
-
-
-def test_turns_come_at_the_rate_that_was_asked_for() -> None:
-    turns = sum(len(agent.turns) for agent in agents(200.0, count=50))
-    assert turns == pytest.approx(50 * 200 / SHAPE.interval_seconds, rel=0.05)
-
-
-def test_an_agent_has_its_turns_in_order_and_no_more_than_it_may() -> None:
-    for agent in agents(60.0):
-        due = [turn.due_seconds for turn in agent.turns]
-        assert due == sorted(due)
-        assert 1 <= len(due) <= SHAPE.turns
-
-
-def test_more_agents_are_the_same_agents_and_some_more() -> None:
-    """So that phases of several loads differ in the load alone."""
-    few, many = agents(3.0, count=4), agents(3.0, count=8)
-    assert {agent.turns for agent in few} <= {agent.turns for agent in many}
-
-
 @pytest.mark.parametrize("wrong", [{"turns": 0}, {"append_tokens": 0}, {"interval_seconds": 0.0}], ids=str)
 def test_a_shape_that_is_none_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Shape(**wrong)  # type: ignore[arg-type]
-
-
-def test_a_percentile_is_a_value_that_was_there() -> None:
-    for percent, value in ((50, 5.0), (90, 9.0), (99, 10.0), (1, 1.0)):
-        assert percentile([float(number) for number in range(10, 0, -1)], percent) == value
 
 
 def test_goodput_counts_tokens_in_the_seconds_they_came_and_none_before_or_after_the_phase() -> None:
@@ -102,26 +73,6 @@ def test_a_turn_is_timed_from_when_it_was_due_not_from_when_it_could_begin(targe
     assert samples.first_token[1] == pytest.approx(samples.behind[1] + samples.first_token_asked[1], abs=0.2)
 
 
-def test_turns_of_the_warm_up_are_played_and_not_counted(target: str) -> None:
-    samples = played(target, [Agent(number=0, turns=(turn(0.0), turn(0.3)))], warm_seconds=0.2)
-    assert (samples.due, samples.finished, len(samples.turn)) == (1, 1, 1)
-
-
-def test_tokens_that_come_after_the_warm_up_are_goodput_whenever_their_turn_was_due(target: str) -> None:
-    samples = played(target, [Agent(number=0, turns=(turn(0.0, tokens=250),))], warm_seconds=0.01)
-    assert samples.due == 0
-    assert samples.tokens_by_second.total() == 250
-    assert sum(samples.goodput(60.0)) == 250 - samples.tokens_by_second[-1] > 0
-
-
-def test_a_turn_may_be_tried_on_a_fork_that_changes_nothing_of_what_comes(target: str) -> None:
-    forked = Turn(due_seconds=0.0, append_tokens=6, generate_tokens=5, is_forked=True)
-    samples = played(target, [Agent(number=0, turns=(forked, turn(0.0)))])
-    assert (samples.finished, len(samples.fork), len(samples.turn)) == (2, 1, 2)
-    # The tokens of the fork count in no goodput.
-    assert sum(samples.tokens_by_second.values()) == 10
-
-
 def test_refusals_are_counted_by_reason_and_end_their_turn_alone(target: str) -> None:
     """There is room for four sessions: turns of the other agents are refused, each anew."""
     many = [Agent(number=number, turns=(turn(0.0, tokens=40), turn(0.0, tokens=40))) for number in range(12)]
@@ -131,15 +82,6 @@ def test_refusals_are_counted_by_reason_and_end_their_turn_alone(target: str) ->
     assert set(samples.refused) <= {"NO_CAPACITY", "QUOTA_EXCEEDED"}
     assert not samples.failed
     assert len(samples.refusal) == samples.refused.total()
-
-
-def test_half_of_the_agents_are_of_the_first_owner_and_the_others_have_as_many_each() -> None:
-    every = list(schedule(SHAPE, agents=20, seconds=30.0, seed=3))
-    crews = crews_of(every, 20, 5)
-    slots = [{agent.number % 20 for agent in crew} for crew in crews]
-    assert [len(own) for own in slots] == [10, 2, 2, 3, 3]
-    assert sorted(agent.number for crew in crews for agent in crew) == sorted(agent.number for agent in every)
-    assert crews_of(every, 20, 1) == [every]
 
 
 def test_parts_say_what_the_agents_of_each_owner_asked_for_and_received(target: str) -> None:
@@ -178,11 +120,6 @@ def test_a_fair_part_is_what_was_asked_for_or_as_much_as_others_have(
     assert tuple(part.fair for part in fair_parts(asked, received, 1.0)) == fair
 
 
-def test_a_phase_in_which_no_owner_received_a_token_is_in_the_record() -> None:
-    none = Played(10.0, 2, 4.0, Samples(), (Part(10.0, 0.0, 0.0), Part(20.0, 0.0, 0.0)))
-    assert values([none])["least_received_over_fair_part_10x"]["median"] == 0.0
-
-
 @further_test
 def test_the_command_plays_each_load_and_writes_a_record_with_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
@@ -202,8 +139,3 @@ def test_the_command_plays_each_load_and_writes_a_record_with_images(
     assert target not in path.read_text(encoding="utf-8")
     assert {image.name for image in path.parent.glob("*.png")} >= {"goodput.png", "turn.png"}
     assert "goodput" in capsys.readouterr().out
-
-
-def test_a_load_that_is_none_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--scripted", "--loads", "0"]) == 1
-    assert "loads" in capsys.readouterr().err

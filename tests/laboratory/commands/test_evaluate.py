@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from inference_engine.cli.main import main
 from inference_engine.models import check_model, weights_digest
 from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, save_codec
-from laboratory.commands import evaluate
-from laboratory.commands.evaluate import EXPERIMENTS, command
-from laboratory.evaluation import fidelity, record
-from laboratory.evaluation.record import ROOT, load
+from laboratory.evaluation import fidelity
+from laboratory.evaluation.record import load
 from tests.further import further_test
 from tests.tiny import LATENT_BYTES, tiny_latent
 
@@ -48,16 +45,6 @@ def test_a_run_leaves_a_record_and_a_plot(
     assert printed[-1].endswith("record.json")
 
 
-def test_a_number_of_bytes_is_printed_to_the_byte() -> None:
-    assert [evaluate.shown(value) for value in (6_635_520, 0.0131234567, 17, -0.5, 1e-9)] == [
-        "6,635,520",
-        "0.0131235",
-        "17",
-        "-0.5",
-        "1e-09",
-    ]
-
-
 def test_a_run_says_what_was_found_and_not_that_each_generate_ended(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,36 +72,6 @@ def test_the_recorded_command_runs_and_gives_the_same_values(tiny_folder: Path, 
     assert second["experiment"] == "again"
     assert second["values"] == first["values"]
     assert second["config"] == first["config"]
-
-
-@further_test
-def test_a_commit_can_be_given_where_there_is_no_repository_and_only_there(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed = ("--lengths", "337", "--commit", "0123abc")
-    monkeypatch.setattr(record, "commit", lambda: "none")
-    assert needle(tiny_folder, tmp_path, *typed) == 0
-    found = only_record(tmp_path)
-    assert found["commit"] == "0123abc"
-    assert "--commit" not in found["command"]
-    monkeypatch.setattr(record, "commit", lambda: "0123abcdef+changes")
-    assert needle(tiny_folder, tmp_path, *typed) == 0
-    assert only_record(tmp_path)["commit"] == "0123abcdef+changes"
-
-
-def test_a_command_shows_no_place_of_this_machine() -> None:
-    typed = ("--model=/some/folder", "--results", "/there", "--cache-dir=/here", "--config", "a.toml", "--trials", "3")
-    assert command("needle", typed) == "kakeya evaluate needle --model=folder --trials 3"
-    assert command("cost", ("--strategies", "a b", "--model", "/some/folder")) == (
-        "kakeya evaluate cost --strategies 'a b' --model folder"
-    )
-
-
-def test_a_latent_is_shown_unless_it_is_a_place_of_this_machine() -> None:
-    assert command("needle", ("--latent", "none", "--tier-dir", "/there")) == "kakeya evaluate needle --latent none"
-    assert command("needle", ("--latent=own/latent",)) == "kakeya evaluate needle --latent=own/latent"
-    for typed in (("--latent", "/some/latent"), ("--latent=/some/latent",), ("--latent=~/latent",)):
-        assert command("needle", (*typed, "--trials", "3")) == "kakeya evaluate needle --trials 3"
 
 
 def save_tiny_latent(model: Path, folder: Path) -> Path:
@@ -169,40 +126,6 @@ def test_a_length_that_is_done_is_on_disk_whatever_becomes_of_the_next(
     ]
 
 
-def test_a_record_is_whole_where_images_cannot_be_drawn(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert needle(tiny_folder, tmp_path, "--lengths", "337") == 0
-    assert only_record(tmp_path)["values"]
-    assert not list(tmp_path.glob("*/*/*.png"))
-    assert capsys.readouterr().out.splitlines()[-1].endswith("record.json")
-
-
-@further_test
-def test_a_second_tier_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
-    tier = ("--tier-bytes=1MiB", "--tier-dir", str(tmp_path))
-    tiered = "tiered:budget=48,block=8,sink=8,window=16,resident_tokens=16"
-    assert needle(tiny_folder, tmp_path / "results", "--lengths=337", "--strategies", tiered, *tier) == 0
-    found = only_record(tmp_path / "results")
-    assert "--tier-bytes=1MiB" in found["command"] and "--tier-dir" not in found["command"]
-    sizes = {row["strategy"]: row["tier bytes per token"] for row in found["tables"]["bytes"]}
-    assert sizes["full"] == 0 < sizes[tiered]
-
-
-@further_test
-def test_repeated_questions_are_reported(tiny_folder: Path, tmp_path: Path) -> None:
-    assert needle(tiny_folder, tmp_path, "--lengths=337", "--task=counterfactual", "--trials=25") == 0
-    (note,) = only_record(tmp_path)["tables"]["notes"]
-    assert note["note"].startswith("there are 24 questions; of 25 trials")
-
-
-def test_a_file_of_the_repository_is_named_from_its_root() -> None:
-    assert command("regime-map", ("--cost", str(ROOT / "results/x/record.json"))) == (
-        "kakeya evaluate regime-map --cost results/x/record.json"
-    )
-
-
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -224,45 +147,6 @@ def test_what_is_refused_or_void_is_one_line_and_leaves_no_record(
     assert printed.err.count("\n") == 1
     assert printed.out == ""
     assert not list(tmp_path.iterdir())
-
-
-def test_another_commit_than_is_checked_out_is_refused(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(record, "commit", lambda: "f" * 40)
-    assert needle(tiny_folder, tmp_path, "--commit=0123abc") == 1
-    assert "is checked out" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [(), ("no-such-experiment",), ("needle", "--strategies", "nothing"), ("needle", "--kinds", "poems")],
-    ids=lambda typed: " ".join(typed) or "nothing",
-)
-def test_wrong_usage_is_status_2(typed: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(("evaluate", *typed))
-    assert caught.value.code == 2
-    assert "usage: kakeya evaluate" in capsys.readouterr().err
-
-
-def test_an_unknown_strategy_is_reported_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(("evaluate", "needle", "--strategies", "nothing"))
-    assert "there is no strategy 'nothing'; there are full, sink_window" in capsys.readouterr().err
-
-
-def test_every_experiment_has_help_and_a_main(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
-    for name in EXPERIMENTS:
-        with subtests.test(name):
-            with pytest.raises(SystemExit) as caught:
-                main(("evaluate", name, "--help"))
-            assert caught.value.code == 0
-            shown = capsys.readouterr().out
-            assert f"usage: kakeya evaluate {name}" in shown
-            assert "--results DIR" in shown
-            assert callable(evaluate.module_of(EXPERIMENTS[name]).main)
 
 
 def test_report_makes_the_index(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,15 +173,3 @@ def test_report_shows_records_and_leaves_the_index(
 def test_report_refuses_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("evaluate", "report", "--results", str(tmp_path / "nowhere"))) == 1
     assert "no such folder" in capsys.readouterr().err
-
-
-@further_test
-def test_a_shape_may_stand_in_the_place_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ("evaluate", "ladder", "--random=tiny", "--device=cpu", "--lengths=40", "--quick", *SMALL)
-    assert main((*typed, "--model=tiny", "--results", str(tmp_path))) != 0
-    assert "leave --model out" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-    assert main((*typed, "--results", str(tmp_path))) == 0
-    found = only_record(tmp_path)
-    assert found["experiment"] == "ladder_tiny-random"
-    assert [row["weights"] for row in found["tables"]["ladder"]] == ["random", "random"]

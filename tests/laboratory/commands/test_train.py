@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from inference_engine.cli.main import main
@@ -47,32 +44,6 @@ def test_what_train_made_restores_sessions_of_the_same_model(tiny_folder: Path, 
         engine.append(full, text(100))
         drain(engine.generate(full, GenerateParams(max_tokens=5)))
         assert held < engine.session_info(full).kv_live_bytes
-
-
-@further_test
-def test_controls_and_refinement_are_options(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["train", "latent", "--model", str(tiny_folder), "--tokens", "2048", "--sensitivity-sequences", "1"]
-    text = tmp_path / "own.txt"
-    text.write_text("Sphinx of black quartz, judge my vow. " * 60, encoding="utf-8")
-    words += ["--bytes-per-token", str(BYTES), "--text", str(text)]
-    plain, refined = tmp_path / "plain", tmp_path / "refined"
-    resident = psutil.Process().memory_info().rss
-    options = ["--importance", "none", "--bits", "uniform", "--basis", "random"]
-    assert main([*words, *options, "--out", str(plain)]) == 0
-    recipe = json.loads((plain / "latent.json").read_text(encoding="utf-8"))["recipe"]
-    assert (recipe["importance"], recipe["bits"], recipe["basis"]) == ("none", "uniform", "random")
-    printed = capsys.readouterr()
-    assert "a latent for" in printed.err and "of memory meanwhile" in printed.err, "what it costs comes first"
-    said = re.search(r"([0-9.]+) ([kMG])B of\s+memory", printed.err)
-    assert said is not None
-    # What is imported counts, too.
-    assert float(said[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[said[2]] >= 0.95 * resident
-    assert "on text held out" in printed.out
-    assert main([*words, "--refine-steps", "1", "--out", str(refined)]) == 0
-    assert "refined: KL" in capsys.readouterr().out
-    assert find_latent(ModelConfig(model=str(tiny_folder), latent=str(refined))) is not None
 
 
 def test_a_text_that_cannot_be_read_is_refused_before_anything_is_loaded(

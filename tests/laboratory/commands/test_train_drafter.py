@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine import compose
 from inference_engine.backends.base import Forward
 from inference_engine.cli.main import main
-from inference_engine.compose import drafter_folder, drafter_identity, find_drafter, open_backend
+from inference_engine.compose import drafter_folder, find_drafter, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ModelError
@@ -20,7 +19,6 @@ from inference_engine.models import check_model
 from inference_engine.types import GenerateParams
 from laboratory.commands.train_corpus import corpus_folder
 from laboratory.evaluation import record
-from laboratory.training import corpus_prompts
 from tests.laws.variants import drain, text, tokens
 from tests.tiny_native import library
 
@@ -83,18 +81,6 @@ def test_a_trained_drafter_says_how_it_was_made_and_what_it_is_worth(tiny_folder
     assert all(value >= 1 for value in manifest["metrics"].values())
 
 
-def test_a_trained_drafter_is_reported_from_others_by_its_digest(tiny_folder: Path, made: Path, tmp_path: Path) -> None:
-    folder = drafter_folder(tiny_folder.name, made)
-    manifest = json.loads((folder / "drafter.json").read_text())
-    for named in ("auto", str(folder)):
-        reported = drafter_identity(*opened(tiny_folder, made, named))
-        assert reported["tensors_sha256"] == manifest["tensors_sha256"]
-        assert ("copies" in reported) == (named == "auto")
-    for setting in ("auto", "ngram"):
-        assert drafter_identity(*opened(tiny_folder, tmp_path, setting))["max_ngram"] == 8
-    assert drafter_identity(*opened(tiny_folder, tmp_path, "none")) == {}
-
-
 def test_a_training_can_begin_with_a_drafter_of_this_model_that_has_no_more_layers(
     tiny_folder: Path,
     made: Path,
@@ -120,66 +106,6 @@ def test_a_training_can_begin_with_a_drafter_of_this_model_that_has_no_more_laye
     assert "layers is 2, asked for is 1" in reported and "mask_token_id is 127, asked for is 126" in reported
 
 
-def test_a_training_reads_all_corpora_it_is_given(
-    tiny_folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record, "commit", lambda: "none")
-    monkeypatch.setattr(corpus_prompts, "QUESTIONS", 100)
-    shared = ("--model", str(tiny_folder), "--cache-dir", str(made))
-    first, second = corpus_folder(tiny_folder.name, made), tmp_path / "corpus"
-    few = (
-        "--tokens",
-        "1000",
-        "--texts-at-once",
-        "10",
-        "--length",
-        "160",
-        "--seed",
-        "5",
-        "--text",
-        str(made / "own.txt"),
-    )
-    assert main(["train", "corpus", *shared, *few, "--out", str(second)]) == 0
-    shape = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "2")
-    both = ("--corpus", str(first), str(second), "--out", str(tmp_path / "drafter"), "--commit", "0123abc")
-    assert main(["train", "drafter", *shared, *shape, "--mask-token-id", "127", *both]) == 0
-    manifest = json.loads((tmp_path / "drafter" / "drafter.json").read_text())
-    written = [json.loads((folder / "corpus.json").read_text())["files"] for folder in (first, second)]
-    assert manifest["recipe"]["corpus_tokens"] == sum(tokens for files in written for _, tokens in files)
-    assert manifest["seeds"] == {"training": 0, "corpus": 0, "corpus 2": 5}
-
-
-def test_without_a_trained_drafter_there_is_prompt_lookup(tiny_folder: Path, tmp_path: Path) -> None:
-    for setting, name in (("auto", "ngram"), ("ngram", "ngram"), ("none", None)):
-        found = find_drafter(*opened(tiny_folder, tmp_path, setting))
-        assert (found and found.name) == name
-    with pytest.raises(ModelError, match="has no trained drafter"):
-        find_drafter(*opened(tiny_folder, tmp_path, "trained"))
-
-
-def test_a_network_is_not_chosen_for_a_native_model_unless_it_is_asked_for(tiny_folder: Path, made: Path) -> None:
-    library()
-    for setting, name in (("auto", "ngram"), ("trained", "hybrid")):
-        model, forward = opened(tiny_folder, made, setting, "native")
-        found = find_drafter(model, forward)
-        assert found is not None and found.name == name
-        assert ("recipe" in drafter_identity(model, forward)) == (setting == "trained")
-
-
-def test_a_drafter_that_comes_with_the_package_is_found_by_its_target(
-    tiny_folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shipped = tmp_path / "checkpoints" / "whatever"
-    shutil.copytree(drafter_folder(tiny_folder.name, made), shipped)
-    monkeypatch.setattr(compose, "SHIPPED", shipped.parent)
-    found = find_drafter(*opened(tiny_folder, tmp_path / "empty", "auto"))
-    assert found is not None and found.name == "hybrid"
-    manifest = json.loads((shipped / "drafter.json").read_text())
-    (shipped / "drafter.json").write_text(json.dumps({**manifest, "target_digest": "0" * 64}))
-    found = find_drafter(*opened(tiny_folder, tmp_path / "empty", "auto"))
-    assert found is not None and found.name == "ngram"
-
-
 def test_a_folder_that_is_asked_for_must_hold_a_drafter_of_this_model(
     tiny_folder: Path, made: Path, tmp_path: Path
 ) -> None:
@@ -193,31 +119,6 @@ def test_a_folder_that_is_asked_for_must_hold_a_drafter_of_this_model(
         find_drafter(*opened(tiny_folder, tmp_path, str(folder)))
     with pytest.raises(ModelError, match="no drafter here"):
         find_drafter(*opened(tiny_folder, tmp_path, str(tmp_path / "nowhere")))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("corpus", "--length", "10"),
-        ("corpus", "--texts-at-once", "0"),
-        ("drafter", "--block-size", "1"),
-        ("drafter", "--teacher-share", "2"),
-        ("drafter", "--chain", "-1"),
-        ("drafter", "--decay", "0"),
-        ("drafter", "--corpus", "nowhere"),
-        ("drafter", "--corpus", "twice", "twice"),
-        ("drafter", "--commit", "later"),
-        ("latent", "--refine-steps", "-1"),
-        ("latent", "--group-layers", "0"),
-        ("latent", "--bytes-per-token", "-5"),
-    ],
-    ids=" ".join,
-)
-def test_settings_that_make_no_sense_are_refused_by_name(
-    tiny_folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *words, "--model", str(tiny_folder)]) == 1
-    assert words[-2].strip("-") in capsys.readouterr().err
 
 
 def test_a_drafters_contexts_are_compared_with_a_control_that_gains_nothing(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from inference_engine.errors import InvalidArgument
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode
 from laboratory.evaluation.backstop import (
@@ -17,19 +15,15 @@ from laboratory.evaluation.backstop import (
     RANKED,
     Found,
     Kept,
-    add_arguments,
     chosen_sets,
     critical_mass,
     describe,
     draw,
-    main,
     reach,
     values,
 )
 from laboratory.evaluation.layer_ranking import Windows
-from laboratory.evaluation.models import Target
 from laboratory.evaluation.record import VALUE_KEYS
-from laboratory.evaluation.trials import EvaluationVoid
 from tests.tiny import tiny_forward
 
 WINDOWS = Windows(sink=2, window=16)
@@ -101,35 +95,3 @@ def test_each_set_is_reported_beside_full(tmp_path: Path) -> None:
     assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
     draw({"tables": {"sweep": [one.row() for one in found]}}, tmp_path)
     assert {image.name for image in tmp_path.glob("*.png")} == {"backstop_recall.png", "backstop_kl.png"}
-
-
-def test_without_recall_there_is_none_to_keep() -> None:
-    with pytest.raises(EvaluationVoid, match="found none of 2 needles"):
-        describe(
-            [],
-            WINDOWS,
-            geometry(windowed=False),
-            hits={"full": [False, False]},
-            distances=[80, 60],
-            divergence=[],
-            length=400,
-        )
-
-
-def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args(["--length=400", "--window=16", "--kind=looped", *typed])
-
-
-def test_a_model_that_answers_nothing_rightly_is_not_ranked(tiny_target: Target) -> None:
-    with pytest.raises(EvaluationVoid, match="full finds none"):
-        main(arguments("--rank-prompts=2"), tiny_target)
-    assert tiny_target.engine.info().kv_reserved_bytes == 0
-
-
-def test_more_layers_than_can_be_kept_are_refused(tiny_target: Target) -> None:
-    for typed in (("--counts", "1", "3"), ("--counts", "0")):
-        with pytest.raises(InvalidArgument, match="from 1 to 2"):
-            main(arguments(*typed), tiny_target)

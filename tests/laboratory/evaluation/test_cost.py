@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from laboratory.evaluation.arguments import geometry_of
-from laboratory.evaluation.cost import Cell, add_arguments, draw, main, measure, rows, values
+from laboratory.evaluation.cost import add_arguments, draw, main, measure
 from laboratory.evaluation.models import Target
-from laboratory.evaluation.record import VALUE_KEYS, write_record
+from laboratory.evaluation.record import write_record
 from laboratory.evaluation.timing import run
 from tests.tiny import NATIVE_WINDOW, TRAINED_POSITIONS, VOCABULARY, tiny_engine
 
@@ -40,14 +39,6 @@ def test_a_run_reports_what_a_session_holds_and_reads() -> None:
     assert window.evicted_positions > full.evicted_positions == 0
 
 
-def test_a_batch_decodes_together() -> None:
-    with tiny_engine() as engine:
-        alone = run(engine, Full(), [TEXT[:50]], 9)
-        together = run(engine, Full(), [TEXT[start : start + 50] for start in range(3)], 9)
-    assert together.token_seconds > 0
-    assert together.kv_bytes == alone.kv_bytes
-
-
 def test_sessions_that_do_not_fit_leave_nothing_open() -> None:
     with tiny_engine(kv_bytes=300_000) as engine:
         with pytest.raises(NoCapacity):
@@ -55,11 +46,6 @@ def test_sessions_that_do_not_fit_leave_nothing_open() -> None:
         with pytest.raises(InvalidArgument):
             run(engine, Full(), [TEXT[: TRAINED_POSITIONS - 2]], TRAINED_POSITIONS)
         assert engine.info().kv_reserved_bytes == 0
-
-
-def test_speed_cannot_be_reported_from_one_token() -> None:
-    with tiny_engine() as engine, pytest.raises(ValueError, match="at least 2"):
-        run(engine, Full(), [TEXT[:10]], 1)
 
 
 def test_every_strategy_is_measured_beside_full_in_every_round() -> None:
@@ -75,25 +61,6 @@ def test_every_strategy_is_measured_beside_full_in_every_round() -> None:
     assert set(left_out) == {"full, at 512", "full, at 512, batch 2"}
     assert all("limit_tokens" in reason for reason in left_out.values())
     assert all(len(runs) == 3 for runs in found.values())
-
-
-def test_a_record_holds_ratios_only_where_full_was_measured() -> None:
-    with tiny_engine() as engine:
-        found, _ = measure(engine, [WINDOW], TEXT, lengths=(40, TRAINED_POSITIONS), rounds=2, tokens=4)
-    reported = values(found)
-    assert all(set(VALUE_KEYS) <= value.keys() and value["low"] <= value["median"] for value in reported.values())
-    assert f"decode speed ÷ full, {WINDOW}, at 40" in reported
-    assert not [name for name in reported if "÷ full" in name and "at 512" in name]
-    assert reported[f"K/V between Generates ÷ full, {WINDOW}, at 40"]["median"] < 1
-    (line,) = (line for line in rows(found) if line["strategy"] == "full")
-    assert (line["length"], line["batch"], line["transient_bytes"]) == (40, 1, None)
-    assert line["token_seconds"] == pytest.approx(1 / reported["decode, full, at 40"]["median"], rel=math.inf)
-    assert line["bound_sustained_bytes"] <= line["bound_peak_bytes"]
-
-
-def test_cells_are_named_for_people() -> None:
-    assert str(Cell(strategy="full", length=9, batch=1)) == "full, at 9"
-    assert str(Cell(strategy="full", length=9, batch=4)) == "full, at 9, batch 4"
 
 
 def arguments(*typed: str) -> argparse.Namespace:
@@ -116,9 +83,3 @@ def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Tar
     assert lines[str(WINDOW), 200]["bytes_read"] < lines["full", 200]["bytes_read"]
     assert not lines["full", 200]["finds"]
     assert payload["config"]["weight_bytes"] > 0
-
-
-def test_numbers_that_are_too_small_are_refused(tiny_target: Target) -> None:
-    for typed, floor in (("--rounds=0", 1), ("--tokens=1", 2), ("--batches=0", 1), ("--lengths=0", 1)):
-        with pytest.raises(InvalidArgument, match=f"at least {floor}"):
-            main(arguments(typed), tiny_target)

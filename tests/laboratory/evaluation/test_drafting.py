@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from inference_engine.backends.base import Forward
-from inference_engine.cli.main import main as kakeya
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.decode.draft import Drafter, Wanted
-from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import Mode, Sampling
 from laboratory.evaluation import draft_identity, draft_speed, drafting
 from laboratory.evaluation.asking import Asked
-from laboratory.evaluation.draft_identity import AGAIN, margin, margin_at
-from laboratory.evaluation.draft_trials import PLAIN, Cell, prompts, short_prompts
-from laboratory.evaluation.drafting import accept, acceptance_length, find, right_by_place
+from laboratory.evaluation.draft_identity import AGAIN, margin_at
+from laboratory.evaluation.draft_trials import PLAIN, Cell, short_prompts
+from laboratory.evaluation.drafting import accept, find
 from laboratory.evaluation.models import Target, open_target
-from laboratory.evaluation.record import VALUE_KEYS, load, write_record
-from laboratory.evaluation.trials import EvaluationVoid
-from laboratory.evaluation.writing import SIDE_BY_SIDE, Step, Text, write, write_all
-from tests.kernels.plain_noise import plain_key, plain_noise
+from laboratory.evaluation.record import VALUE_KEYS, write_record
+from laboratory.evaluation.writing import Text, write, write_all
 from tests.laws.drafters import Failing, Plain, Wrong
 from tests.tiny import SMALL, VOCABULARY, tiny_engine
 from tests.tiny_folder import save_tiny_chat_model
@@ -105,13 +99,6 @@ def arguments(*typed: str) -> argparse.Namespace:
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_drafts_every_step_gives_one_token(written: list[Text]) -> None:
-    for text in written:
-        assert len(text.token_ids) == LONG
-        assert {(step.drafted, step.accepted, step.tokens) for step in text.steps} == {(0, 0, 1)}
-        assert (text.drafted, text.accepted) == (0, 0)
-
-
 @pytest.mark.parametrize("errs", [10**9, 3])
 def test_the_steps_of_a_lone_session_give_all_its_tokens_but_the_first(written: list[Text], errs: int) -> None:
     with tiny_engine(drafter=reported(written, errs=errs), draft_tokens=4) as engine:
@@ -125,54 +112,7 @@ def test_the_steps_of_a_lone_session_give_all_its_tokens_but_the_first(written: 
             assert (text.accepted == text.drafted) == (errs > LONG * LONG)
 
 
-def test_steps_before_all_sessions_have_begun_do_not_count(written: list[Text]) -> None:
-    with tiny_engine(drafter=reported(written), draft_tokens=2) as engine:
-        group = write(engine, ASKED, tokens=LONG)
-        assert engine.info().kv_reserved_bytes == 0
-    assert [text.token_ids for text in group.texts] == [text.token_ids for text in written]
-    assert all(sum(step.tokens for step in text.steps) < LONG - 1 for text in group.texts[:-1])
-    assert sum(step.drafted > 0 for text in group.texts for step in text.steps) > 0.8 * sum(
-        len(text.steps) for text in group.texts
-    )
-    assert 0 < group.decode_seconds < group.seconds
-    assert group.decode_tokens < group.tokens == LONG * len(ASKED)
-
-
-def test_a_stop_id_within_a_draft_ends_the_step_there(written: list[Text]) -> None:
-    stop = next(
-        one for place, one in enumerate(written[0].token_ids) if place > 9 and one not in written[0].token_ids[:place]
-    )
-    with tiny_engine(drafter=reported(written), draft_tokens=5) as engine:
-        (text,) = write(engine, ASKED[:1], tokens=LONG, stop_ids=[stop]).texts
-    assert text.token_ids[-1] == stop
-    assert sum(step.tokens for step in text.steps) == len(text.token_ids) - 1
-    assert all(step.right <= step.tokens <= step.accepted + 1 for step in text.steps)
-
-
-def test_a_drafter_that_fails_makes_the_run_void(target: Target) -> None:
-    with pytest.raises(EvaluationVoid, match="drafter failed"):
-        drafting.main(arguments("--drafters", "failing", "--kinds=looped", "--parts=acceptance"), target)
-    assert target.engine.info().kv_reserved_bytes == 0
-
-
 # -- counting ---------------------------------------------------------------------------------------------------------
-
-
-def test_places_after_a_stop_id_are_no_misses() -> None:
-    cut = Step(drafted=5, accepted=4, tokens=2)
-    assert (cut.right, cut.judged) == (2, 2)
-    assert right_by_place([cut]) == [1.0, 1.0]
-    refused = Step(drafted=5, accepted=2, tokens=3)
-    assert refused.judged == 5
-    assert right_by_place([cut, refused]) == [1.0, 1.0, 0.0, 0.0, 0.0]
-
-
-def test_a_place_is_right_only_if_those_before_it_are() -> None:
-    steps = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(1, 1, 2), Step(0, 0, 1)]
-    assert acceptance_length(steps) == 2.0
-    assert right_by_place(steps) == [3 / 4, 1 / 3, 1 / 3]
-    assert acceptance_length([]) == 1.0
-    assert right_by_place([Step(0, 0, 1)]) == []
 
 
 def test_a_drafter_that_knows_the_text_accepts_more_than_one_that_does_not(target: Target) -> None:
@@ -213,17 +153,6 @@ def test_a_ratio_is_of_one_round() -> None:
 # -- identity ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_the_margin_says_how_close_the_other_token_was(sampling: Sampling) -> None:
-    logits = torch.tensor([0.0, 1.0, 0.5, -math.inf])
-    scores = logits.double().numpy()
-    if not sampling.is_greedy:
-        scores = scores / 0.7 + plain_noise(plain_key(3, 17), 4)
-    own = int(scores.argmax())
-    for other in range(3):
-        assert margin(logits, sampling, 17, own=own, other=other) == pytest.approx(scores[own] - scores[other])
-
-
 def test_where_texts_part_is_found_with_its_margin(written: list[Text]) -> None:
     """Two texts that really differ, as if rounding had done it."""
     one = ASKED[0]
@@ -257,19 +186,6 @@ def test_no_token_changes_where_shapes_are_fixed(tmp_path: Path) -> None:
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_question_is_asked_twice_and_texts_have_many_lengths(target: Target) -> None:
-    typed = arguments("--kinds", "chat", "--texts=256")
-    asked = prompts(target, typed)
-    assert len({one.token_ids for one in asked["chat", "greedy"]}) == 256
-    with pytest.raises(InvalidArgument, match="256 questions"):
-        prompts(target, arguments("--kinds", "chat", "--texts=257"))
-    short = short_prompts(target, arguments("--kinds", "chat", "tool_json", "--identity-prompts=20"))["at 0.7"]
-    assert len({one.token_ids for one in short}) == 20
-    assert len({len(one.token_ids) for one in short[1::2]}) > 5
-    assert len({one.sampling.seed for one in short}) == 20
-    assert SIDE_BY_SIDE < 20
-
-
 # -- a whole run ------------------------------------------------------------------------------------------------------
 
 
@@ -294,49 +210,3 @@ def test_a_run_leaves_a_record_with_every_part_and_its_plots(target: Target, tmp
     assert len(tables["speed"]) == 2 * 2 * 2 * 2
     assert payload["config"]["drafters"] == {"wrong": {"kind": "wrong", "longest": 5}}
     assert target.engine.info().kv_reserved_bytes == 0
-
-
-def test_parts_can_be_asked_for_alone(target: Target, tmp_path: Path) -> None:
-    payload = drafting.main(arguments("--parts=identity", "--kinds=looped", "--identity-prompts=2", "--quick"), target)
-    drafting.draw(payload, tmp_path)
-    assert payload["tables"].keys() == {"how to read it", "identity", "differences"}
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("typed", "field"),
-    [
-        (("--texts=0",), "texts"),
-        (("--draft-tokens=0",), "draft_tokens"),
-        (("--tokens=1",), "tokens"),
-        (("--tokens=5000",), "limit_tokens"),
-        (("--drafters", "none"), "drafters"),
-        (("--drafters", "wrong", "wrong"), "drafters"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_by_name(target: Target, typed: tuple[str, ...], field: str) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        drafting.main(arguments("--kinds=looped", *typed), target)
-    assert caught.value.field == field
-    assert target.engine.info().kv_reserved_bytes == 0
-
-
-def test_the_command_line_knows_the_drafters(tmp_path: Path) -> None:
-    folder = save_tiny_chat_model(tmp_path / "tiny")
-    typed = (
-        "--model",
-        str(folder),
-        "--results",
-        str(tmp_path / "results"),
-        "--kinds",
-        "looped",
-        "--length=40",
-        "--quick",
-    )
-    small = ("--segment-tokens=16", "--page-tokens=4", "--kv-bytes=16MiB", "--threads=1")
-    assert kakeya(("evaluate", "drafting", "--drafters", "ngram", "--parts=acceptance", *typed, *small)) == 0
-    (path,) = (tmp_path / "results").glob("*/*/record.json")
-    found = load(path)
-    assert found["config"]["drafters"] == {
-        "ngram": {"kind": "ngram", "longest": 16, "max_ngram": 8, "min_ngram": 2, "horizon": 16_384}
-    }

@@ -31,14 +31,6 @@ def test_a_family_is_listed_with_the_strategies_it_can_have() -> None:
     assert tables["faults"] == [] == tables["left out"]
 
 
-def test_a_family_that_is_not_tried_out_is_named_with_the_reason() -> None:
-    tables = run("--only", "Gemma4Assistant", "Phi4Multimodal", "SmolLM3", "--sizes", "1")
-    why = {row["family"]: str(row["why"]) for row in tables["left out"]}
-    assert set(why) == {"Gemma4AssistantForCausalLM", "Phi4MultimodalForCausalLM"}
-    assert "by default" in why["Gemma4AssistantForCausalLM"] and "a minute" in why["Phi4MultimodalForCausalLM"]
-    assert [row["family"] for row in tables["admitted"]] == ["SmolLM3ForCausalLM"]
-
-
 @pytest.mark.long
 def test_every_decoder_that_is_admitted_is_served_rightly_at_random_sizes() -> None:
     tables = run()

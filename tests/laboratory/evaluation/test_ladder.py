@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import ConfigError, InvalidArgument
-from laboratory.evaluation import bytes_and_speed, cost, ladder
+from laboratory.evaluation import cost, ladder
 from laboratory.evaluation.made_models import MadeTarget
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.record import write_record
@@ -43,19 +42,6 @@ def test_a_length_has_a_line_for_each_strategy_with_all_that_was_measured(tiny_t
         assert row["values"] in range(3) and row["first token seconds"] > 0 and row["tokens/s"] > 0
     control = payload["tables"]["control"]
     assert all(row["out of its reach"] >= 1 and row["of those found"] == 0 for row in control)
-
-
-def test_beyond_the_trained_length_there_are_bytes_and_times_only(tiny_target: Target) -> None:
-    payload = ladder.main(arguments("--lengths=200", "--trained=0"), tiny_target)
-    for row in payload["tables"]["ladder"]:
-        assert row["KL"] is None and "single" not in row
-        assert row["bytes"] > 0 and row["tokens/s"] > 0
-    assert [row["strategy"] for row in payload["tables"]["ladder"]] == ["full", WINDOW]
-
-
-def test_a_control_that_is_no_window_is_refused(tiny_target: Target) -> None:
-    with pytest.raises(InvalidArgument, match="must be a sink_window"):
-        ladder.main(arguments("--lengths=200", "--control=full"), tiny_target)
 
 
 def test_lengths_that_are_done_are_kept_when_it_is_interrupted(
@@ -111,44 +97,3 @@ def test_random_weights_give_bytes_and_times_of_all_that_fits_the_shape(
     assert {row["cell"] for row in payload["tables"]["left out"]} == {
         f"layer_window:sink=4,window=1024,full_layers=9, at {length}" for length in (200, 400)
     }
-
-
-def test_ratios_of_random_weights_are_those_of_a_round(
-    made_target: MadeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = iter((2.0, 8.0, 1.0, 1.0))  # window, full; full, window; the round before them is not counted
-    monkeypatch.setattr(bytes_and_speed, "step_seconds", lambda _times: next(taken))
-    payload = ladder.main(arguments("--lengths=40", "--rounds=2", "--prefills=1"), made_target)
-    ratio = payload["values"][f"decode speed ÷ full, {WINDOW}, at 40"]
-    assert (ratio["low"], ratio["median"], ratio["high"]) == (1.75, 2.5, 3.25)  # of 4 and 1
-
-
-def test_lengths_of_random_weights_are_kept_as_they_are_done(
-    made_target: MadeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = bytes_and_speed.measure
-
-    def measure(target: Any, strategies: Any, length: int, typed: Any) -> Any:
-        if length == 60:
-            raise KeyboardInterrupt
-        return measured(target, strategies, length, typed)
-
-    monkeypatch.setattr(bytes_and_speed, "measure", measure)
-    saved: list[dict[str, Any]] = []
-    payload = ladder.main(arguments("--lengths", "80", "60", "40", "--prefills=1"), made_target, saved.append)
-    assert [one["config"]["lengths"] for one in saved] == [[40]] == [payload["config"]["lengths"]]
-    assert [row["cell"] for row in payload["tables"]["left out"]] == ["all at 60", "all at 80"]
-
-
-@pytest.mark.parametrize("typed", ["--trained=0", "--published=loki"])
-def test_what_random_weights_cannot_say_is_refused(made_target: MadeTarget, typed: str) -> None:
-    with pytest.raises(InvalidArgument, match="no recall and no KL"):
-        ladder.main(arguments("--lengths=40", typed), made_target)
-
-
-def test_random_weights_are_for_torch() -> None:
-    with (
-        pytest.raises(ConfigError, match="made in memory, for torch"),
-        open_made_target("tiny", ModelConfig(device="cpu", backend="native"), EngineConfig(**SMALL), []),
-    ):
-        pass

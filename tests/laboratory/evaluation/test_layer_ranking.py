@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from inference_engine.errors import InvalidArgument
-from inference_engine.kv.geometry import Geometry
-from inference_engine.types import Mode
 from laboratory.evaluation.layer_ranking import (
     Damage,
     Windows,
     _other_question,
-    candidates,
     damage_to_answers,
-    evenly,
     rank,
-    right_answers,
 )
-from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage
 from laboratory.evaluation.tasks import TASKS
-from tests.tiny import VOCABULARY, tiny_engine, tiny_forward
+from tests.tiny import VOCABULARY, tiny_engine
 
 WINDOWS = Windows(sink=2, window=16)
 PASSAGE = Passage(
@@ -33,21 +25,9 @@ PASSAGE = Passage(
 )
 
 
-def geometry(*, windowed: bool) -> Geometry:
-    return tiny_forward(windowed=windowed).geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
-
-
 def needing(*groups: Sequence[int]) -> Damage:
     """Damage of 1 for each group of which no layer is kept."""
     return lambda kept: [float(sum(not set(group) & set(layers) for group in groups)) for layers in kept]
-
-
-def test_layers_that_slide_by_themselves_are_no_candidates() -> None:
-    assert candidates(geometry(windowed=True)) == (1, 2)
-    assert candidates(geometry(windowed=False)) == (0, 1, 2)
-    sliding = replace(geometry(windowed=True), layers=geometry(windowed=True).layers[:1])
-    with pytest.raises(InvalidArgument, match="all 1 layers slide"):
-        candidates(sliding)
 
 
 def test_ablation_ranks_the_layer_first_whose_loss_hurts_most() -> None:
@@ -62,15 +42,6 @@ def test_only_greedy_search_sees_that_two_layers_stand_in_for_each_other() -> No
     greedy = rank((0, 1, 2, 3), damage, is_greedy=True)
     assert set(greedy.order[:2]) == {2, 3}
     assert sorted(rank((4, 5, 9), damage, is_greedy=True).order) == [4, 5, 9]
-
-
-def test_evenly_spaced_layers_are_as_many_as_asked_for() -> None:
-    layers = tuple(range(30))
-    for count in range(31):
-        chosen = evenly(layers, count)
-        assert len(set(chosen)) == count
-        assert set(chosen) <= set(layers)
-    assert evenly((2, 5, 8), 1) == (5,)
 
 
 def test_windowing_layers_moves_answers_and_keeping_all_does_not() -> None:
@@ -88,8 +59,3 @@ def test_layers_are_ranked_by_facts_that_the_sweep_does_not_ask(subtests: pytest
             ranked = [_other_question(task, trial, 18, 5) for trial in range(6)]
             assert not swept & {question.facts for question in ranked}
             assert len({(question.facts, question.asked) for question in ranked}) == 6
-
-
-def test_a_task_with_too_few_facts_for_both_is_refused(tiny_target: Target) -> None:
-    with pytest.raises(InvalidArgument, match="has 24 questions, 6 of them to rank layers by: at most 18 trials"):
-        right_answers(tiny_target, WINDOWS, "counterfactual", "looped", 300, count=6, sweep=19, seed=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,12 +15,7 @@ import pytest
 from laboratory.evaluation.long_session import (
     HOUR_SECONDS,
     TurnSample,
-    buckets,
-    conversations,
-    perplexity,
-    slope,
     slope_by_place,
-    split,
     values,
 )
 from laboratory.evaluation.record import load
@@ -46,31 +40,10 @@ def medians(samples: list[TurnSample]) -> dict[str, float]:
     return {name: value["median"] for name, value in values(samples).items()}
 
 
-def test_parts_hold_every_turn_once_in_order() -> None:
-    for count in (1, 9, 10, 11, 205):
-        samples = [replace(SAMPLE, history_tokens=number) for number in range(count)]
-        parts = split(samples)
-        assert [sample for part in parts for sample in part] == samples
-        assert len(parts) == len(buckets(samples)) == min(10, count)
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
 def test_the_last_tenth_is_compared_with_the_first() -> None:
     samples = [replace(SAMPLE, seconds=seconds) for seconds in [2.0] * 10 + [9.0] * 80 + [3.0] * 10]
     found = medians(samples)
     assert (found["turn_first_tenth"], found["turn_last_tenth"], found["turn_last_over_first"]) == (2.0, 3.0, 1.5)
-
-
-def test_a_slower_machine_does_not_look_like_a_slower_session() -> None:
-    early = replace(SAMPLE, seconds=1.1, fresh_seconds=1.0)
-    late = replace(SAMPLE, seconds=2.2, fresh_seconds=2.0)
-    found = medians([*[early] * 50, *[late] * 50])
-    assert found["turn_last_over_first"] == pytest.approx(2.0)
-    assert found["turn_last_over_first_paired"] == pytest.approx(1.0)
-
-
-def test_turns_that_have_no_pair_say_nothing_about_pairs() -> None:
-    assert not [name for name in values([SAMPLE] * 20) if "fresh" in name or "paired" in name]
 
 
 def test_a_session_that_holds_the_same_has_a_slope_of_exactly_zero() -> None:
@@ -79,15 +52,6 @@ def test_a_session_that_holds_the_same_has_a_slope_of_exactly_zero() -> None:
     assert medians([SAMPLE] * 5 + [filling] * 5 + [full] * 90)["kv_slope_once_full"] == 0.0
     growing = [replace(full, kv_bytes=1000 + 8 * number) for number in range(50)]
     assert medians(growing)["kv_slope_once_full"] == pytest.approx(8.0)
-
-
-def test_every_violation_is_reported() -> None:
-    assert medians([SAMPLE] * 30 + [replace(SAMPLE, violations=2)] * 3)["invariant_violations"] == 2
-
-
-def test_the_slope_of_too_little_is_zero_and_perplexity_is_the_mean_loss_as_a_count_of_choices() -> None:
-    assert (slope([]), slope([5.0])) == (0.0, 0.0)
-    assert perplexity([math.log(0.5), math.log(0.125)]) == pytest.approx(4.0)
 
 
 TURNS = 20  # of a conversation
@@ -108,25 +72,6 @@ def talk(count: int, **of_place: Callable[[int], Any]) -> list[TurnSample]:
     ]
 
 
-def test_turns_of_several_conversations_are_compared_place_by_place() -> None:
-    found = values(talk(12))
-    assert found["turn_last_over_first_same_place"]["median"] == 1.0
-    assert found["turn_last_over_first_same_place"]["count"] == 24
-    slower = medians(talk(12, seconds=lambda n: (1.0 + n % TURNS) * (1.5 if n >= 200 else 1.0)))
-    assert slower["turn_last_over_first_same_place"] == pytest.approx(1.5)
-    assert (found["conversations"]["median"], found["turns_of_a_conversation"]["median"]) == (12, TURNS)
-    assert [len(part) for part in conversations(talk(12))] == [TURNS] * 12
-
-
-def test_where_a_tenth_is_less_than_a_conversation_whole_conversations_are_compared() -> None:
-    # The last tenth alone would be four turns, of places that the first tenth has not.
-    slower = values(talk(2, seconds=lambda n: (1.0 + n % TURNS) * (2.0 if n >= TURNS else 1.0)))
-    assert slower["turn_last_over_first_same_place"]["median"] == pytest.approx(2.0)
-    assert slower["turn_last_over_first_same_place"]["count"] == TURNS
-    # Nothing is compared with itself.
-    assert values(talk(2)[: TURNS + 3])["turn_last_over_first_same_place"]["count"] == 3
-
-
 def test_memory_that_follows_the_place_in_a_conversation_has_no_slope_and_a_leak_has_its_own() -> None:
     # Cut in the middle of one, so that a line through all turns would see the last ones missing.
     steady = talk(5, process_bytes=lambda n: 10**9 + 10**6 * (n % TURNS))[:-7]
@@ -140,10 +85,6 @@ def test_memory_that_follows_the_place_in_a_conversation_has_no_slope_and_a_leak
     assert found["process_growth_first_to_last_full"] == 50 * 3 * TURNS
     assert found["kv_spread_same_place"] == 4 * TURNS
     assert slope_by_place(leaky[:TURNS], lambda sample: sample.kv_bytes) is None
-
-
-def test_violations_of_every_conversation_are_added() -> None:
-    assert medians(talk(3, violations=lambda n: 2 if n % TURNS == TURNS - 1 else 0))["invariant_violations"] == 6
 
 
 @pytest.fixture(scope="module")
@@ -197,15 +138,6 @@ def test_when_a_session_is_full_the_next_conversation_begins(tiny_folder: str, t
     assert picture.stat().st_size > 0
 
 
-def test_a_turn_that_no_session_has_room_for_is_refused(
-    tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = ("--model", tiny_folder, "--kv-bytes=64MiB", "--append-tokens=600", "--strategy=full")
-    assert main((*refused, "--results", str(tmp_path))) == 1
-    assert "take fewer with --append-tokens" in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]
-
-
 def at_turn(number: int, event: Callable[[psutil.Process], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `event` happen before that turn."""
     sample = Bench._sample
@@ -228,34 +160,6 @@ def test_what_was_measured_before_sigterm_is_recorded(
     assert (status, record["errors"]) == (1, ["interrupted"])
     assert [turn["conversation"] for turn in record["turns"]] == [0] * 9 + [1] * 3
     assert record["values"]["passage_perplexity_first"]["median"] > 1
-
-
-def test_what_was_measured_before_the_server_died_is_recorded(
-    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at_turn(5, kill, monkeypatch)
-    status, record = bench(tiny_folder, tmp_path, "--seconds=600", "--pair-every=100", "--strategy=full")
-    assert status == 1
-    assert len(record["turns"]) == 5
-    assert record["values"]["errors"]["median"] == len(record["errors"]) > 0
-    assert record["errors"][0] in capsys.readouterr().err
-
-
-def kill(process: psutil.Process) -> None:
-    process.kill()
-    process.wait()
-
-
-def test_what_was_measured_before_a_mistake_of_the_bench_is_recorded(
-    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(process: psutil.Process) -> None:
-        raise ValueError("a mistake")
-
-    at_turn(3, fail, monkeypatch)
-    with pytest.raises(ValueError, match="a mistake"):
-        bench(tiny_folder, tmp_path, "--turns=20", "--strategy=full")
-    assert len((tmp_path / "turns.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.mac import Mac
 from laboratory.evaluation.mac_statistics import draw, layer_lines, overall
 from laboratory.evaluation.passages import Passage, cut
@@ -16,7 +15,6 @@ from tests.tiny import VOCABULARY, tiny_engine
 
 TEXT = [int(one) for one in np.random.default_rng(3).integers(VOCABULARY, size=400)]
 OFTEN = Mac(ring=24, band=6, threshold=1.0)
-NEVER = Mac(ring=24, band=6, threshold=0.0)
 
 
 def passages() -> list[Passage]:
@@ -33,13 +31,6 @@ def test_shares_stand_for_every_forced_token_of_every_text() -> None:
         assert 0 < line["skipped by groups"] <= line["skipped by heads"] < line["hit rate"]
         for share in ("hit rate", "skipped by heads", "skipped by groups", "band mass"):
             assert line[share] == pytest.approx((first[share] + second[share]) / 2)
-
-
-def test_without_a_match_nothing_is_skipped_and_without_mac_there_is_nothing_to_report() -> None:
-    with tiny_engine() as engine:
-        assert layer_lines(engine, Full(), passages()) == []
-        for line in layer_lines(engine, NEVER, passages()):
-            assert (line["hit rate"], line["skipped by heads"], line["reused mass"]) == (0.0, 0.0, 0.0)
 
 
 def test_a_record_holds_the_means_over_layers_and_an_image(tmp_path: Path) -> None:

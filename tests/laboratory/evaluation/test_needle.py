@@ -12,7 +12,6 @@ import pytest
 
 from inference_engine.config import ModelConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from laboratory.evaluation import needle
@@ -64,22 +63,6 @@ def test_answers_do_not_depend_on_how_many_sessions_fit(settings: dict[str, Any]
         assert answer_all(engine, prompts, answer_tokens=6, stop_ids=STOP) == alone
         assert engine.info().kv_reserved_bytes == 0
     assert all(alone)
-
-
-def test_an_answer_ends_before_the_id_it_stops_at() -> None:
-    prompts = asked(1)
-    with tiny_engine() as engine:
-        whole = answer_all(engine, prompts, answer_tokens=6, stop_ids=STOP)[0]
-        stop = whole[2]
-        assert answer_all(engine, prompts, answer_tokens=6, stop_ids=(stop,))[0] == whole[: whole.index(stop)]
-
-
-def test_a_prompt_that_fits_nowhere_is_refused_and_nothing_stays_open() -> None:
-    small, large = asked(1)[0], Asked(strategy=Full(), token_ids=(5,) * 400)
-    with tiny_engine(kv_bytes=120_000) as engine:
-        with pytest.raises(NoCapacity):
-            answer_all(engine, [small, large], answer_tokens=6, stop_ids=STOP)
-        assert engine.info().kv_reserved_bytes == 0
 
 
 # -- a whole run ------------------------------------------------------------------------------------------------------
@@ -138,36 +121,10 @@ def test_a_run_records_every_strategy_in_every_cell_with_its_interval_and_its_pa
     }
 
 
-def test_a_run_can_be_repeated(target: Target) -> None:
-    typed = arguments("--lengths", "337", "--kinds", "prose", "--trials=2")
-    assert needle.main(typed, target) == needle.main(typed, target)
-
-
-def test_quick_means_few_trials(target: Target) -> None:
-    payload = needle.main(arguments("--quick", "--trials=40", "--lengths=337", "--kinds=looped"), target)
-    assert payload["config"]["trials"] == needle.QUICK_TRIALS
-
-
 def test_a_control_that_sees_every_fact_voids_the_run_before_it_starts(target: Target) -> None:
     typed = arguments("--lengths=337", "--kinds=looped", "--trials=2", "--control=sink_window:sink=4,window=330")
     with pytest.raises(EvaluationVoid, match=r"all 2 facts are within reach of sink_window:sink=4,window=330"):
         needle.main(typed, target)
-
-
-@pytest.mark.parametrize(
-    ("typed", "field"),
-    [
-        ("--control=full", "control"),
-        ("--trials=0", "trials"),
-        ("--lengths=60", "lengths"),
-        ("--lengths=510", "limit_tokens"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_by_name(target: Target, typed: str, field: str) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        needle.main(arguments("--kinds=looped", typed), target)
-    assert caught.value.field == field
-    assert target.engine.info().kv_reserved_bytes == 0
 
 
 def cell(control: list[Grade], eligible: tuple[int, ...]) -> Cell:
@@ -179,7 +136,3 @@ def cell(control: list[Grade], eligible: tuple[int, ...]) -> Cell:
 def test_a_control_that_finds_what_it_cannot_see_voids_the_run_with_the_count() -> None:
     with pytest.raises(EvaluationVoid, match=r"found 2 of 3 facts that it cannot see; the run is void"):
         check_control(cell([Grade.EXACT, Grade.WRONG, Grade.PART, Grade.WRONG], (0, 1, 2)), str(CONTROL))
-
-
-def test_a_control_may_find_what_it_can_see() -> None:
-    check_control(cell([Grade.WRONG, Grade.OTHER_FACT, Grade.EXACT], (0, 1)), str(CONTROL))

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.kv.strategies import parse_strategy
-from inference_engine.types import Mode
-from laboratory.evaluation.arguments import bytes_per_token, tier_bytes_per_token
-from laboratory.evaluation.pareto import FACTS, KL, SINGLE, add_arguments, draw, front, main
-from laboratory.evaluation.record import VALUE_KEYS, exact, load, record_text, write_record
+from laboratory.evaluation.pareto import FACTS, KL, SINGLE, add_arguments, front, main
+from laboratory.evaluation.record import VALUE_KEYS, exact, write_record
 from laboratory.evaluation.tasks import TOOL_CALL
-from tests.tiny import PAGES, tiny_forward
 
 INT4, INT8 = "full:codec=int4,exact_window=64", "full:codec=int8,exact_window=64"
 LATENT = "restored:sink=4,window=64,source=latent,bytes_per_token=20"
@@ -113,47 +109,11 @@ def test_what_keeps_no_token_or_all_of_it_is_not_compared_and_reported(tmp_path:
     }
 
 
-def test_a_record_without_bytes_off_the_device_is_refused_only_where_there_are_some(tmp_path: Path) -> None:
-    path = fidelity(tmp_path)
-    content = load(path)
-    for row in content["tables"]["bytes"]:
-        del row["tier bytes per token"]
-    path.write_text(record_text(content), encoding="utf-8")
-    with pytest.raises(InvalidArgument, match="make it again"):
-        joined("--fidelity", path)
-    del content["tables"]["bytes"][-1]
-    path.write_text(record_text(content), encoding="utf-8")
-    assert joined("--fidelity", path)["tables"]["all"][0]["of them off the device"] == 0
-
-
-def test_all_are_compared_on_the_cells_that_each_has(tmp_path: Path) -> None:
-    payload = joined("--fidelity", fidelity(tmp_path, lengths={LATENT: (1000,)}))
-    assert payload["config"]["cells"]["kl"] == ["prose at 1,000"]
-    assert {line["strategy"]: line["kl"] for line in payload["tables"]["all"]}[INT8] == pytest.approx(0.001)
-
-
 def test_one_wins_from_its_bytes_on_if_nothing_smaller_is_as_good() -> None:
     sizes = {"a": 10, "b": 20, "c": 30, "d": 30}
     assert front(sizes, {"a": 0.5, "b": 0.5, "c": 0.2, "d": 0.1}, KL) == ["a", "d"]
     assert front(sizes, {"a": 0.5, "b": 0.6, "c": 0.6, "d": 0.9}, FACTS) == ["a", "b", "d"]
     assert front(sizes, {"a": 0.95, "b": 0.975, "c": 0.9}, FACTS) == ["a"], "one fact in forty is chance"
-
-
-def test_the_table_of_winners_says_from_where_and_until_where(tmp_path: Path) -> None:
-    payload = joined("--fidelity", fidelity(tmp_path), "--needle", needle(tmp_path))
-    facts = [line for line in payload["tables"]["winners"] if line["measure"] == "share of planted facts found"]
-    assert [(line["from bytes a token"], line["wins"], line["until"]) for line in facts] == [
-        (20, LATENT, "60 bytes a token"),
-        (60, INT4, "110 bytes a token"),
-        (110, INT8, "nothing larger was better"),
-    ]
-    assert {line["full"] for line in facts} == {39 / 40}
-
-
-def test_an_image_is_drawn_for_each_measure_there_is(tmp_path: Path) -> None:
-    payload = joined("--fidelity", fidelity(tmp_path), "--error", errors(tmp_path))
-    draw(payload, tmp_path)
-    assert {image.stem for image in tmp_path.glob("*.png")} == {"kl", "perplexity", "key_error", "value_error"}
 
 
 @pytest.mark.parametrize(
@@ -171,38 +131,3 @@ def test_records_of_different_things_are_not_joined(tmp_path: Path, changed: dic
     first, second = fidelity(tmp_path / "a"), fidelity(tmp_path / "b", **changed)
     with pytest.raises(InvalidArgument, match="not comparable"):
         joined("--fidelity", first, second)
-
-
-def test_records_that_give_nothing_to_compare_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="nothing to compare"):
-        joined()
-    path = fidelity(tmp_path)
-    content = load(path)
-    del content["tables"]["bytes"]
-    path.write_text(record_text(content), encoding="utf-8")
-    with pytest.raises(InvalidArgument, match="make it again: kakeya evaluate fidelity"):
-        joined("--fidelity", path)
-    with pytest.raises(InvalidArgument, match="no table 'recall'"):
-        joined("--needle", path)
-
-
-FURTHER: list[tuple[str, int, int]] = [
-    # Two of three layers look at everything: 2 KV heads of 16 numbers, K and V, in float32.
-    ("full", 2 * 2 * 2 * 16 * 4, 0),
-    ("full:codec=int8", 2 * 2 * 2 * (16 + 4), 0),
-    ("sink_window:window=64", 0, 0),
-    ("restored:window=64", 0, 0),
-    ("restored:window=64,source=latent,bytes_per_token=40", 40, 0),
-    ("restored:window=64,source=latent,bytes_per_token=40,resident_latent_bytes=4000", 0, 40),
-    ("layer_window:window=64,full_layers=1", 2 * 2 * 16 * 4, 0),
-    # The bounds of its blocks stay: a lowest and a highest key of 16 entries.
-    (TIERED, 2 * 2 * 2 * 16 * 4 // 16, 2 * 2 * 2 * 16 * 4),
-]
-
-
-def test_a_further_token_takes_what_the_strategy_accounts_for_it(subtests: pytest.Subtests) -> None:
-    for strategy, expected, tier in FURTHER:
-        with subtests.test(str(strategy)):
-            geometry = tiny_forward().geometry(mode=Mode.BATCHED, **PAGES)
-            assert bytes_per_token(parse_strategy(strategy), geometry) == expected
-            assert tier_bytes_per_token(parse_strategy(strategy), geometry) == tier

@@ -64,16 +64,6 @@ def test_what_was_not_measured_is_not_recommended() -> None:
     assert said[MEMORIES[1][0], FACTS] == "what is that small was not shown to serve the task"
 
 
-def test_memory_that_nothing_measured_fits_into_has_no_line() -> None:
-    assert {memory for memory, _ in table(FULL, LAYERS)} == {MEMORIES[0][0], MEMORIES[1][0]}
-
-
-def test_what_makes_later_calls_wait_is_recommended_with_that_warning() -> None:
-    recompute = replace(WINDOW, strategy="restored", differing=0, trials=40, resume_seconds=6.0)
-    rows = recommend([replace(FULL, resume_seconds=0.06), recompute])
-    assert all(row["because"].endswith("but a later Generate begins after 6 s, not 0.06") for row in rows)
-
-
 @pytest.mark.parametrize(
     ("differing", "trials", "serves"), [(1, 40, True), (2, 40, False), (3, 100, True), (1, 10, False)]
 )
@@ -81,29 +71,6 @@ def test_recall_holds_with_one_answer_in_forty_or_three_in_a_hundred_other_than_
     differing: int, trials: int, serves: bool
 ) -> None:
     assert replace(GATHER, differing=differing, trials=trials).serves(FACTS) is serves
-
-
-def test_a_strategy_that_spoils_the_text_serves_no_task() -> None:
-    spoilt = replace(GATHER, differing=0, trials=40, perplexity=1.2)
-    assert not spoilt.serves(FACTS)
-    assert not spoilt.serves(FLUENT)
-
-
-def test_equally_fast_strategies_are_reported_apart_by_their_bytes() -> None:
-    same = replace(LAYERS, tokens_per_second=146.0, differing=0, trials=40)
-    assert table(FULL, WINDOW, same)[MEMORIES[0][0], FLUENT] == "sink_window"
-    assert table(FULL, replace(WINDOW, kv_bytes=500), same)[MEMORIES[0][0], FLUENT] == "layer_window"
-
-
-def test_sessions_alone_and_together_are_recommended_for_apart() -> None:
-    batched = [replace(FULL, batch=4), replace(WINDOW, batch=4, tokens_per_second=90.0)]
-    rows = recommend([FULL, WINDOW, *batched])
-    reported = {
-        row["sessions at once"]: row["strategy"]
-        for row in rows
-        if row["task"] == FLUENT and row["memory"] == MEMORIES[0][0]
-    }
-    assert reported == {1: "sink_window", 4: "full"}
 
 
 def test_the_worst_cell_of_a_strategy_speaks_for_it() -> None:
@@ -125,7 +92,3 @@ def test_the_worst_cell_of_a_strategy_speaks_for_it() -> None:
     assert found["gather", 1000, 1].perplexity == 1.004
     assert (found["gather", 5000, 1].differing, found["gather", 5000, 1].perplexity) == (1, None)
     assert (found["gather", 100, 1].differing, found["sink_window", 1000, 1].perplexity) == (None, None)
-
-
-def test_a_length_where_full_was_not_measured_is_left_out() -> None:
-    assert recommend([replace(WINDOW, length=2000)]) == []

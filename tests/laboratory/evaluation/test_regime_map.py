@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from inference_engine.errors import InvalidArgument
 from laboratory.evaluation.recommendation import FACTS, NO_STRATEGY
 from laboratory.evaluation.record import VALUE_KEYS, exact, write_record
-from laboratory.evaluation.regime_map import add_arguments, draw, lines, main, plot, steps_of, values
+from laboratory.evaluation.regime_map import add_arguments, draw, main, steps_of, values
 
 WEIGHT_BYTES = 1_000_000
 
@@ -51,19 +50,6 @@ def test_a_record_of_the_map_holds_the_terms_and_the_held_out_error() -> None:
         assert reported[f"error on rows never fitted, {name}, largest"]["median"] < 1e-9
     assert reported["error on rows never fitted, gather"]["count"] == 5
     assert bill.finding_seconds.keys() == {"gather"}
-
-
-def test_a_cost_record_without_full_is_refused() -> None:
-    with pytest.raises(ValueError, match="no rows of full"):
-        steps_of([row for row in ROWS if row["strategy"] != "full"])
-
-
-def test_the_map_is_drawn_for_one_batch_and_for_several(tmp_path: Path) -> None:
-    for name, rows in (("one", [row for row in ROWS if row["batch"] == 1]), ("two", ROWS)):
-        dense, others = steps_of(rows)
-        bill, _ = values(dense, others, WEIGHT_BYTES)
-        plot(tmp_path / f"{name}.png", lines(bill, [*dense, *others]))
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
 def write_cost(folder: Path, **changes: Any) -> Path:
@@ -110,29 +96,3 @@ def test_what_was_measured_is_recommended_where_no_model_fits_it(tmp_path: Path)
         assert payload["values"] == {"cells measured": exact(len(rows), "cells")}
         draw(payload, tmp_path)
         assert not list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"tables": {}}, "no table 'cost'"),
-        ({"tables": {"cost": [row for row in ROWS if row["strategy"] != "full"]}}, "no rows of full"),
-    ],
-)
-def test_a_record_without_the_data_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidArgument, match=reason):
-        main(parse("--cost", str(write_cost(tmp_path, **changes))), None)
-
-
-def test_what_is_no_record_is_refused_and_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent.json", tmp_path / "broken.json"):
-        (tmp_path / "broken.json").write_text("{", encoding="utf-8")
-        with pytest.raises(InvalidArgument, match=path.name):
-            main(parse("--cost", str(path)), None)
-
-
-def test_records_of_two_models_make_no_map(tmp_path: Path) -> None:
-    config = {"model": "other", "dtype": "float32", "device": "cpu"}
-    needle = write_cost(tmp_path / "other", config=config, tables={"against full": []})
-    with pytest.raises(InvalidArgument, match="model 'tiny', another record of 'other'"):
-        main(parse("--cost", str(write_cost(tmp_path)), "--needle", str(needle)), None)

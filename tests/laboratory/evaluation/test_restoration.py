@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import InvalidArgument
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.commands.evaluate import ended_as_interrupted
-from laboratory.evaluation import fidelity, passages, restoration
-from laboratory.evaluation.arguments import geometry_of
+from laboratory.evaluation import fidelity
 from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
 from laboratory.evaluation.restoration import (
@@ -83,30 +81,6 @@ def test_every_family_gets_what_the_latent_holds_and_would_pass_it_with_one_more
         assert sustained(larger, length) > found.allowed_bytes, family
 
 
-def test_more_latent_bytes_give_the_others_longer_windows() -> None:
-    windows = [size(matched(4096, rate).strategies["window"]) for rate in (288, 576, 1152, 2304)]
-    assert windows == sorted(windows)
-    assert windows[0] > 64
-    assert size(matched(4096).strategies["int4"]) > 2 * windows[2], "coded entries are a longer window of as many bytes"
-
-
-@pytest.mark.parametrize("window", [64, 128, 300, 1024])
-def test_every_family_can_have_the_latents_window(window: int) -> None:
-    found = match(large_model(), list(FAMILIES), length=8000, rate=2304, window=window)
-    assert set(found.strategies) == {LATENT, *FAMILIES}
-
-
-def test_a_family_that_cannot_have_the_window_is_left_out_with_what_is_said_of_it() -> None:
-    found = match(large_model(), ["tiered"], length=4096, rate=1152, window=16)
-    assert found.left_out == {"tiered": "window: must hold a segment of 64 tokens, got 16"}
-
-
-def test_what_cannot_be_as_small_is_left_out_with_its_reason() -> None:
-    found = matched(300, rate=40)
-    assert "tiered" in found.left_out
-    assert "cannot hold as few as" in found.left_out["tiered"]
-
-
 def run(target: Target, *typed: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -168,35 +142,3 @@ def test_what_is_ended_early_keeps_the_lengths_that_were_done(
         write_record("restoration", {"command": "test", **payload}, results_dir=tmp_path)
         with pytest.raises(KeyboardInterrupt):
             run(target, "--lengths", "150", *words)
-
-
-def test_a_length_without_enough_text_is_refused_before_another_is_measured(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def text_passage(texts: Any, kind: str, length: int, *others: Any) -> Any:
-        if length == 150:
-            raise InvalidArgument("lengths", "there are 149 ids")
-        return passages.text_passage(texts, kind, length, *others)
-
-    monkeypatch.setattr(restoration, "text_passage", text_passage)
-    monkeypatch.setattr(fidelity, "measure", None)
-    with pytest.raises(InvalidArgument, match="there are 149 ids"):
-        run(target, "--lengths", "130", "150", "--kinds", "code", "--rates", "120", "--window", str(WINDOW))
-
-
-def test_needles_can_be_left_out(target: Target) -> None:
-    payload = run(
-        target, "--lengths", "130", "--kinds", "code", "--rates", "120", "--window", str(WINDOW), "--count", "5",
-        "--texts", "1", "--trials", "0", "--families", "window",
-    )  # fmt: skip
-    assert not [name for line in payload["tables"]["equal bytes"] for name in line if name.startswith("needles")]
-
-
-def test_a_rate_that_the_latent_does_not_have_is_refused(target: Target) -> None:
-    with pytest.raises(InvalidArgument, match="latent codec gives"):
-        run(target, "--lengths", "130", "--kinds", "prose", "--rates", "100000", "--window", str(WINDOW))
-
-
-def test_the_geometry_matched_is_that_of_the_engine(target: Target) -> None:
-    found = match(geometry_of(target), ["window"], length=300, rate=120, window=WINDOW)
-    assert size(found.strategies["window"]) > WINDOW

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from inference_engine.config import ModelConfig
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
-from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation.traffic import (
@@ -24,13 +20,8 @@ from laboratory.evaluation.traffic import (
     fit,
     fit_finding,
     leave_one_out,
-    r_squared,
     relative_errors,
-    speedups,
-    weight_bytes,
 )
-from tests.tiny import tiny_model
-from tests.tiny_folder import save_tiny_model
 
 WEIGHT_BYTES = 270_000_000
 TRUTH = Bill(
@@ -96,41 +87,10 @@ def test_gather_reads_its_selected_blocks_and_the_bounds_of_whole_blocks() -> No
     assert not finds(Full(), GEOMETRY, 100)
 
 
-def test_a_budget_for_everything_reads_every_entry_once_and_the_bounds() -> None:
-    gather = Gather(budget=400, block=8, sink=8, window=16)
-    for length in (1, 9, 23, 24, 25, 100):
-        bounds = 2 * (length // 8) * ENTRY_BYTES
-        assert bytes_read(gather, GEOMETRY, length) == bytes_read(Full(), GEOMETRY, length) + bounds
-
-
-def test_a_strategy_that_looks_for_a_match_finds_and_may_have_to_read_everything() -> None:
-    assert finds(Mac(), GEOMETRY, 100)
-    assert bytes_read(Mac(), GEOMETRY, 100) == bytes_read(Full(), GEOMETRY, 100)
-
-
-def test_a_table_of_embeddings_counts_only_where_it_is_the_head(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    model = tiny_model()
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    assert not model.config.tie_word_embeddings
-    table = model.get_input_embeddings().weight.numel()
-    assert weight_bytes(ModelConfig(model=str(tmp_path)), 2) == 2 * (everything - table)
-
-
-def test_before_anything_leaves_a_window_reads_what_full_reads() -> None:
-    for length in (1, 7, 15, 16):
-        assert bytes_read(SinkWindow(sink=4, window=8), GEOMETRY, length) == bytes_read(Full(), GEOMETRY, length)
-
-
 def test_bandwidth_and_fixed_cost_are_recovered_from_measurements_of_full() -> None:
     bill = fit(DENSE, WEIGHT_BYTES)
     assert bill.bytes_per_second == pytest.approx(TRUTH.bytes_per_second)
     assert bill.step_seconds == pytest.approx(TRUTH.step_seconds)
-
-
-def test_measurements_that_were_not_fitted_are_predicted() -> None:
-    bill = fit(DENSE[:3], WEIGHT_BYTES)
-    assert max(relative_errors(bill, [*DENSE[3:], *WINDOWED])) < 1e-9
 
 
 def test_the_cost_of_selection_is_fitted_on_one_measurement_and_predicts_the_others() -> None:
@@ -153,46 +113,3 @@ def test_what_a_session_costs_by_itself_is_recovered_where_batches_differ() -> N
     assert max(leave_one_out(dense, WEIGHT_BYTES, with_sessions=True)) < 1e-9
     without, unseen = fit_finding(fit(dense, WEIGHT_BYTES), sparse)
     assert max(relative_errors(without, unseen)) > 0.05
-
-
-def test_one_batch_size_does_not_separate_sessions_from_steps() -> None:
-    alone = [step for step in DENSE if step.batch == 1]
-    with pytest.raises(ValueError, match="two lengths and two batches"):
-        fit(alone, WEIGHT_BYTES, with_sessions=True)
-
-
-def test_leaving_a_measurement_of_full_out_shows_an_outlier_that_the_sample_hides() -> None:
-    *others, last = DENSE
-    spoilt = [*others, replace(last, seconds=2 * last.seconds)]
-    assert max(leave_one_out(DENSE, WEIGHT_BYTES)) < 1e-9
-    assert leave_one_out(spoilt, WEIGHT_BYTES)[-1] == pytest.approx(0.5)
-    assert leave_one_out(DENSE[:2], WEIGHT_BYTES) == []
-
-
-def test_speed_is_reported_against_full_at_the_same_place() -> None:
-    bill = fit(DENSE, WEIGHT_BYTES)
-    far = step("windowed", 12_345, 1, 4e6)
-    pairs = speedups(bill, DENSE, [*WINDOWED, far])
-    assert [pair[0] for pair in pairs] == WINDOWED
-    for _, measured, predicted in pairs:
-        assert measured == pytest.approx(predicted)
-        assert measured > 1
-
-
-@pytest.mark.parametrize("dense", [DENSE[:1], [], [DENSE[0], DENSE[0]]])
-def test_one_length_does_not_separate_bandwidth_from_fixed_cost(dense: Sequence[Step]) -> None:
-    with pytest.raises(ValueError, match="at least two lengths"):
-        fit(dense, WEIGHT_BYTES)
-
-
-def test_measurements_that_get_faster_as_they_read_more_are_refused() -> None:
-    steps = [
-        Step(strategy="full", length=length, batch=1, bytes_read=length, seconds=1 / length) for length in (1, 2, 3)
-    ]
-    with pytest.raises(ValueError, match="measure longer contexts"):
-        fit(steps, WEIGHT_BYTES)
-
-
-def test_r_squared_is_one_for_the_truth_and_zero_for_the_mean() -> None:
-    assert r_squared([1.0, 2.0, 6.0], [1.0, 2.0, 6.0]) == 1.0
-    assert r_squared([1.0, 2.0, 6.0], [3.0, 3.0, 3.0]) == 0.0

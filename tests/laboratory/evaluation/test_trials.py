@@ -34,18 +34,3 @@ def test_pairs_are_counted_by_which_was_right() -> None:
     paired = pair([True, True, True, False, False], [True, False, False, True, False])
     assert (paired.both, paired.only_baseline, paired.only_other, paired.neither) == (1, 2, 1, 1)
     assert paired.discordant == 3
-
-
-def test_trials_that_do_not_match_are_not_paired() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        pair([True], [True, False])
-
-
-SPLITS: list[tuple[int, int, float]] = [(6, 0, 0.03125), (1, 0, 1.0), (0, 0, 1.0), (3, 3, 1.0), (1, 9, 0.021484375)]
-
-
-def test_a_lopsided_split_is_less_likely_by_chance(subtests: pytest.Subtests) -> None:
-    for baseline, other, p in SPLITS:
-        with subtests.test(baseline=baseline, other=other, p=p):
-            ours = [True] * baseline + [False] * other
-            assert pair(ours, [not hit for hit in ours]).p_value == p

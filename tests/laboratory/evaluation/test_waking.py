@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import BackendError, InvalidArgument
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, TokenCommitted
@@ -23,7 +20,7 @@ from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
 from laboratory.evaluation.saved_entries import CAN_DROP, SavedEntries, filesystem
 from laboratory.evaluation.timing import Watch, start
-from laboratory.evaluation.waking import ANEW, CACHED, KEPT, STORED, add_arguments, draw, main, wake_all
+from laboratory.evaluation.waking import ANEW, KEPT, add_arguments, draw, main, wake_all
 from tests.tiny import SMALL, VOCABULARY, tiny_latent
 from tests.tiny_folder import save_tiny_chat_model
 
@@ -52,11 +49,6 @@ def test_idle_sessions_hold_what_they_were_promised_and_fill_their_pool(target: 
     assert restored.reported_bytes < latent.reported_bytes < full.reported_bytes
     assert restored.peak_bytes > restored.bound.sustained_bytes, "active, it has regions"
     assert target.engine.info().kv_reserved_bytes == 0
-
-
-def test_what_the_engine_refuses_is_raised(tiny_target: Target) -> None:
-    with pytest.raises(InvalidArgument, match="no latent codec"):
-        fill(tiny_target, LATENT, 150, sessions=2, appended=7, token_ids=TEXT)
 
 
 @pytest.mark.parametrize("drop_cache", [False, True] if CAN_DROP else [False])
@@ -93,23 +85,6 @@ def test_entries_added_to_a_file_are_as_if_written_with_it(target: Target, tmp_p
     )
 
 
-def test_a_file_that_was_cut_short_is_reported(target: Target, tmp_path: Path) -> None:
-    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "entries")
-    (tmp_path / "entries").write_bytes(b"x" * 100)
-    with pytest.raises(BackendError, match="ended after 100 of"):
-        saved.first_token(TEXT[50:53], drop_cache=False)
-    saved.close()
-
-
-def test_every_session_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
-    strategies = {str(one): one for one in (Full(), RESTORED)}
-    found = wake_all(target, strategies, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
-    assert set(found) == {KEPT, str(RESTORED), ANEW, CACHED, *([STORED] if CAN_DROP else [])}
-    assert all(len(own) == 3 and min(own) > 0 for own in found.values())
-    assert target.engine.info().kv_reserved_bytes == 0
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_session_that_is_given_everything_again_gets_what_full_holds(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,27 +117,6 @@ def test_a_session_that_is_given_everything_again_gets_what_full_holds(
     assert sorted(lengths) == [91, 97, 97, 103, 103, 109, 109, 115, 115]
 
 
-def test_the_cache_is_dropped_for_what_is_read_from_storage_and_only_for_that(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    first_token = SavedEntries.first_token
-
-    def dropping(*_: object) -> None:
-        events.append("dropped")
-
-    def reading(saved: SavedEntries, ids: Any, *, drop_cache: bool) -> tuple[int, float]:
-        events.append(STORED if drop_cache else CACHED)
-        return first_token(saved, ids, drop_cache=drop_cache)
-
-    monkeypatch.setattr(os, "posix_fadvise", dropping, raising=False)
-    monkeypatch.setattr(SavedEntries, "first_token", reading)
-    wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=2, appended=5, folder=tmp_path)
-    assert events.count("dropped") == events.count(STORED) == (3 if CAN_DROP else 0)
-    assert events.count(CACHED) == 3
-    assert all(after == "dropped" for event, after in itertools.pairwise([*events, ""]) if event == STORED)
-
-
 def arguments(*typed: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -183,21 +137,3 @@ def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -
     # This engine has no latent codec: the strategy that needs one is reported as left out.
     assert {one["cell"] for one in payload["tables"]["left out"]} == {f"{LATENT}, at 90", f"{LATENT}, at 203"}
     assert {line["strategy"] for line in payload["tables"]["idle"]} == {"full", str(RESTORED)}
-
-
-def test_bytes_or_seconds_can_be_left_out(target: Target) -> None:
-    few = ("--strategies", "full", "--lengths=30")
-    payload = main(arguments(*few, "--sessions=0", "--rounds=1"), target)
-    assert payload["tables"]["idle"] == []
-    payload = main(arguments(*few, "--sessions=1", "--rounds=0"), target)
-    assert payload["tables"]["time to first token"] == []
-    assert len(payload["tables"]["idle"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [(("--lengths=500",), "limit_tokens"), (("--rounds=0", "--sessions=0"), "rounds"), (("--appended=0",), "appended")],
-)
-def test_what_cannot_be_measured_is_refused(target: Target, typed: tuple[str, ...], said: str) -> None:
-    with pytest.raises(InvalidArgument, match=said):
-        main(arguments("--strategies", "full", *typed), target)

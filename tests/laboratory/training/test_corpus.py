@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kv_cache_proposer.errors import DrafterError, ForeignDrafter
-from laboratory.evaluation import self_talk
+from kv_cache_proposer.errors import DrafterError
 from laboratory.training import corpus_prompts
 from laboratory.training.corpus import CorpusPlan, write_corpus
 from laboratory.training.corpus_lockstep import ATTENTION, Written, write
@@ -24,11 +22,9 @@ from laboratory.training.corpus_store import (
     CorpusManifest,
     Text,
     add_texts,
-    id_dtype,
     read_manifest,
     read_texts,
 )
-from laboratory.training.made_text import questions
 from laboratory.training.openings import OPENINGS
 from tests.kv_cache_proposer.small_models import gemma3
 from tests.tiny import VOCABULARY, tiny_model
@@ -97,14 +93,6 @@ def test_greedy_texts_are_what_transformers_would_say(make: Callable[[], PreTrai
         assert text.answers.tolist() == [place >= len(one.token_ids) for place in range(50)]
 
 
-def test_the_same_seed_gives_the_same_texts_and_another_others() -> None:
-    prompts = [prompt(CHAT.opened, "user", 1.0)] * 2
-    first, again, other = (written(prompts, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first[0].token_ids, again[0].token_ids)
-    assert not torch.equal(first[0].token_ids, other[0].token_ids)
-    assert not torch.equal(first[0].token_ids, first[1].token_ids)
-
-
 def test_speakers_take_turns_as_the_template_has_them() -> None:
     prompts = [prompt(CHAT.opened, "user", 1.0), prompt(CHAT.asked[0], "assistant", 1.0)]
     for one, text in zip(prompts, written(prompts, length=120), strict=True):
@@ -124,15 +112,6 @@ def test_speakers_take_turns_as_the_template_has_them() -> None:
             assert not any(answers[end + 1 : end + 1 + len(head)])
             place, turns = end + 1 + len(head), turns + 1
         assert turns > 3
-
-
-def test_a_text_that_is_no_chat_ends_with_its_first_stop_id() -> None:
-    (free,) = write(model(), [prompt((9, 8, 7))], chat=None, stop_ids=(10**6,), length=40, turn_tokens=9, seed=0)
-    stop = int(free.token_ids[20])
-    (ended,) = write(model(), [prompt((9, 8, 7))], chat=None, stop_ids=(stop,), length=40, turn_tokens=9, seed=0)
-    first = free.token_ids[3:].tolist().index(stop) + 3
-    assert torch.equal(ended.token_ids, free.token_ids[: first + 1])
-    assert bool(ended.answers[-1])
 
 
 # -- how texts begin --------------------------------------------------------------------------------------------------
@@ -158,49 +137,6 @@ def test_a_template_is_read_as_it_renders_a_talk(monkeypatch: pytest.MonkeyPatch
     assert set(few) < set(chat.asked) and max(map(len, few[len(OPENINGS) :])) == len(chat.asked[100])
 
 
-def test_questions_are_of_many_kinds_and_none_is_what_is_evaluated_on() -> None:
-    some = set(islice(questions(0), 24_000))
-    assert len(some) > 10_000
-    assert some.isdisjoint(self_talk.OPENINGS) and some.isdisjoint(OPENINGS)
-    assert list(islice(questions(1), 20)) == list(islice(questions(1), 20)) != list(islice(questions(2), 20))
-    assert not any("{" in one or "}" in one for one in some)
-
-
-def test_prompts_are_a_function_of_the_seed_and_the_batch() -> None:
-    assert source().batch(3, 20) == source().batch(3, 20)
-    assert source().batch(3, 20) != source().batch(4, 20)
-    assert source().batch(3, 20) != source(1).batch(3, 20)
-
-
-def test_every_kind_begins_some_texts_and_some_texts_are_held_out() -> None:
-    prompts = source().batch(0, 600)
-    assert {one.kind for one in prompts} == {"chat", "prose", "code"}
-    assert {one.speaker for one in prompts} == {"user", "assistant", "text"}
-    held_out = {one.source for one in prompts if one.is_held_out}
-    assert held_out and held_out.isdisjoint({one.source for one in prompts if not one.is_held_out})
-
-
-def test_what_is_held_out_is_so_in_every_corpus() -> None:
-    """However many questions and documents there are, and wherever in their lists they stand."""
-    asked = tuple((1, 2, 7, number) for number in range(60))
-    documents = [[number, *range(20, 50)] for number in range(60)]
-    one = PromptSource({"prose": documents}, replace(CHAT, asked=asked), 0)
-    other = PromptSource({"code": documents[:9:-1]}, replace(CHAT, asked=asked[:9:-1]), 1)
-    first, second = ({prompt.source: prompt.is_held_out for prompt in some.batch(0, 2000)} for some in (one, other))
-    made = {prompt.source for prompt in one.batch(0, 2000) if prompt.speaker != "user"}
-    shared = made & second.keys()
-    assert len(made) == 120 and len(shared) == 100
-    assert all(first[name] == second[name] for name in shared) and 0 < sum(map(first.__getitem__, shared)) < 30
-
-
-def test_a_model_without_a_template_goes_on_with_documents() -> None:
-    silent = replace(source(), chat=None)
-    assert silent.kinds == ("code", "prose")
-    assert {one.speaker for one in silent.batch(0, 50)} == {"text"}
-    with pytest.raises(DrafterError, match="nothing to begin with"):
-        PromptSource({}, None, 0)
-
-
 # -- batches, calls and files -----------------------------------------------------------------------------------------
 
 
@@ -215,18 +151,6 @@ def test_a_corpus_written_in_several_calls_is_one_written_in_one(tmp_path: Path)
     assert [(t.token_ids.tolist(), t.answers.tolist(), t.kind, t.is_held_out) for t in texts[0]] == [
         (t.token_ids.tolist(), t.answers.tolist(), t.kind, t.is_held_out) for t in texts[1]
     ]
-
-
-def test_a_complete_corpus_is_left_as_it_is(tmp_path: Path) -> None:
-    assert corpus(tmp_path) == corpus(tmp_path)
-
-
-def test_another_models_corpus_and_other_settings_are_refused(tmp_path: Path) -> None:
-    corpus(tmp_path)
-    with pytest.raises(DrafterError, match="other settings"):
-        corpus(tmp_path, seed=1)
-    with pytest.raises(ForeignDrafter, match="this one has cd"):
-        read_manifest(tmp_path, target_digest="cd")
 
 
 def manifest(vocab_size: int = VOCABULARY) -> CorpusManifest:
@@ -255,16 +179,6 @@ def test_texts_come_back_as_they_were_in_files_of_bounded_size(tmp_path: Path, v
         assert one.is_held_out == other.is_held_out
 
 
-def test_texts_that_the_manifest_does_not_count_yet_are_not_read(tmp_path: Path) -> None:
-    """As after a call that was stopped between its file and its manifest."""
-    before = add_texts(tmp_path, manifest(), texts(4, 50))
-    stated = (tmp_path / "corpus.json").read_bytes()
-    add_texts(tmp_path, before, texts(3, 70))
-    (tmp_path / "corpus.json").write_bytes(stated)
-    assert len(list(read_texts(tmp_path, read_manifest(tmp_path, target_digest=DIGEST)))) == 4
-    assert add_texts(tmp_path, before, texts(3, 70)).texts == 7
-
-
 def test_a_corpus_that_lost_a_file_or_its_end_is_refused(tmp_path: Path) -> None:
     made = add_texts(tmp_path, manifest(), texts(4, 50))
     with pytest.raises(DrafterError, match="says 5"):
@@ -274,7 +188,3 @@ def test_a_corpus_that_lost_a_file_or_its_end_is_refused(tmp_path: Path) -> None
         list(read_texts(tmp_path, made))
     with pytest.raises(DrafterError, match="no corpus here"):
         read_manifest(tmp_path / "nowhere", target_digest=DIGEST)
-
-
-def test_ids_take_two_bytes_where_they_fit() -> None:
-    assert [id_dtype(2**16 + more).itemsize for more in (0, 1)] == [2, 4]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,17 +12,14 @@ import torch.nn.functional as F
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.errors import DrafterError
-from laboratory.training.corpus_store import Text
 from laboratory.training.drafter import DrafterPlan, read_log, train
 from laboratory.training.drafter_blocks import Texts, blocks_at, draw_blocks
-from laboratory.training.drafter_data import TextSet, text_set, unused_id
-from laboratory.training.drafter_init import config_for, deepened, new_network, take_target_layers
+from laboratory.training.drafter_data import TextSet, text_set
+from laboratory.training.drafter_init import deepened, new_network
 from laboratory.training.drafter_loss import head_loss
 from laboratory.training.drafter_measure import acceptance_length, draft_states
-from laboratory.training.drafter_state import MAX_FILE_BYTES
 from laboratory.training.drafter_taps import read_taps
-from tests.kv_cache_proposer.drafter_cases import MASK, greedy_texts, tiny_config, tiny_network
-from tests.kv_cache_proposer.small_models import gemma3
+from tests.kv_cache_proposer.drafter_cases import greedy_texts, tiny_config, tiny_network
 from tests.tiny import tiny_model
 
 PLAN = DrafterPlan(steps=6, batch=3, anchors=8, rate=3e-3)
@@ -81,15 +76,6 @@ def test_what_was_trained_can_be_trained_further_from_where_it_was(tmp_path: Pat
     assert acceptance_length(tiny_model(), network.eval(), words_of(tiny_model()), whole) > 2.5
 
 
-def test_a_chain_learns_beside_the_rest(tmp_path: Path) -> None:
-    network = new_network(tiny_config(chain=16), seed=0)
-    plan = replace(PLAN, steps=120)
-    train(tiny_model(), network, texts(), plan, tmp_path, seconds=1e9, report=lambda *_: None)
-    assert network.chain is not None and network.chain.out_proj.weight.abs().max() > 0.01
-    whole = text_set(greedy_texts()).batches(3)
-    assert acceptance_length(tiny_model(), network.eval(), words_of(tiny_model()), whole) > 2.5
-
-
 def test_training_in_two_calls_is_training_in_one(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", PLAN)
     trained(tmp_path / "parts", PLAN, seconds=5, clock=1.0)
@@ -98,13 +84,6 @@ def test_training_in_two_calls_is_training_in_one(tmp_path: Path) -> None:
     assert 0 < first < PLAN.steps
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_finished_training_goes_no_further(tmp_path: Path) -> None:
-    once = trained(tmp_path, PLAN)
-    again = trained(tmp_path, PLAN)
-    assert all(torch.equal(a, b) for a, b in zip(once.parameters(), again.parameters(), strict=True))
-    assert read_log(tmp_path)[-1].steps == PLAN.steps
 
 
 def test_a_training_ends_when_its_time_is_up(tmp_path: Path) -> None:
@@ -124,23 +103,6 @@ def test_a_training_begun_with_other_texts_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, PLAN, read=text_set(greedy_texts()[:-1]))
 
 
-def test_a_loss_that_is_not_finite_ends_the_call(tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match="lower --rate"):
-        trained(tmp_path, replace(PLAN, rate=1e30, steps=20))
-
-
-def test_state_comes_in_files_that_can_be_carried_around(tmp_path: Path) -> None:
-    trained(tmp_path, PLAN)
-    files = list(tmp_path.glob("state-*.safetensors"))
-    assert files and all(path.stat().st_size <= MAX_FILE_BYTES for path in files)
-
-
-def test_the_rate_rises_and_then_falls_to_a_tenth() -> None:
-    rates = [PLAN.rate_at(share / 100) for share in range(101)]
-    assert max(rates) == pytest.approx(PLAN.rate) and rates[-1] == pytest.approx(PLAN.rate / 10)
-    assert rates[0] < rates[2] < rates[4] and rates[50] > rates[90]
-
-
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -153,20 +115,6 @@ def test_a_block_learns_the_models_own_words_up_to_the_first_that_is_not() -> No
     blocks = blocks_at(sample(), torch.tensor([[1, 3, 6, 9]]), block_size=4)
     assert blocks.targets[0, :3].tolist() == [[52, 53, 54], [54, 55, 56], [57, 58, 59]]
     assert blocks.is_learnt[0].tolist() == [[True] * 3, [True, False, False], [True] * 3, [True, False, False]]
-
-
-def test_anchors_stand_before_the_models_own_words_and_differ() -> None:
-    generator = torch.Generator().manual_seed(0)
-    blocks = draw_blocks(sample(), count=9, block_size=4, generator=generator)
-    learning = [int(anchor) for anchor, learnt in zip(blocks.anchors[0], blocks.is_learnt[0], strict=True) if learnt[0]]
-    assert sorted(learning) == [1, 2, 3, 6, 7, 8, 9]
-
-
-def test_a_block_sees_its_window_and_itself() -> None:
-    blocks = blocks_at(sample(), torch.tensor([[0, 5]]), block_size=2)
-    seen = blocks.mask(11, window=3)[0, 0].nonzero().tolist()
-    own = [[0, 11], [0, 12], [1, 11], [1, 12], [2, 13], [2, 14], [3, 13], [3, 14]]
-    assert sorted(seen) == sorted([*own, *([query, key] for query in (2, 3) for key in (2, 3, 4))])
 
 
 def test_blocks_of_one_text_draft_as_each_would_alone() -> None:
@@ -206,30 +154,7 @@ def test_the_loss_and_its_gradient_are_those_of_plain_cross_entropy(share: float
     assert torch.equal(is_right, logits.argmax(-1) == targets)
 
 
-def test_a_head_in_bfloat16_rounds_the_gradient_and_no_more() -> None:
-    generator = torch.Generator().manual_seed(1)
-    states, head, teacher = (torch.randn(count, 32, generator=generator) for count in (64, 301, 64))
-    targets, weights = torch.randint(0, 301, (64,), generator=generator), torch.rand(64, generator=generator)
-    gradients = []
-    for dtype in (torch.float32, torch.bfloat16):
-        own = states.clone().requires_grad_()
-        loss, _ = head_loss(own, head.to(dtype), targets, weights, teacher=teacher, teacher_share=0.5)
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert own.grad is not None
-        gradients.append(own.grad)
-    exact, rounded = gradients
-    assert (rounded - exact).norm() < 0.02 * exact.norm()
-
-
 # -- what it begins with, and with what --------------------------------------------------------------------------------
-
-
-def test_layers_of_the_target_can_be_begun_with() -> None:
-    network, model = tiny_network(), tiny_model()
-    copied = take_target_layers(network, model)
-    assert copied == 2 * 7
-    last = model.state_dict()["model.layers.2.mlp.down_proj.weight"]
-    assert torch.equal(network.state_dict()["layers.1.mlp.down_proj.weight"], last)
 
 
 def test_added_layers_change_no_state_until_they_have_learnt(tmp_path: Path) -> None:
@@ -245,37 +170,3 @@ def test_added_layers_change_no_state_until_they_have_learnt(tmp_path: Path) -> 
     for layer in deeper.layers[2:]:
         for name, parameter in layer.named_parameters():
             assert not name.endswith(("o_proj.weight", "down_proj.weight")) or parameter.abs().max() > 0
-
-
-def test_a_model_that_scales_its_embeddings_and_norms_otherwise_can_be_begun_with_and_drafted_for(
-    tmp_path: Path,
-) -> None:
-    model = gemma3()
-    config = config_for(model, layers=2, taps=2, block_size=4, mask_token_id=63, context_window=16)
-    assert config.embedding_scale == pytest.approx(math.sqrt(config.hidden))
-    network = new_network(config, seed=0)
-    before = network.norm.weight.clone()
-    assert take_target_layers(network, model) == 2 * 7
-    torch.testing.assert_close(network.norm.weight, before * (1 + model.state_dict()["model.norm.weight"]))
-    answers = np.ones(40, dtype=np.bool_)
-    ids = torch.randint(1, 63, (4, 40), generator=torch.Generator().manual_seed(3)).numpy().astype(np.uint32)
-    texts = text_set(Text(one, answers, "chat", is_held_out=False) for one in ids)
-    assert train(model, network, texts, PLAN, tmp_path, seconds=1e9, report=lambda *_: None).is_finished
-
-
-def test_every_text_comes_once_an_epoch_in_another_order() -> None:
-    whole = texts()
-    epochs = [torch.cat([whole.step(index, 2, 0).token_ids for index in range(3 * e, 3 * e + 3)]) for e in range(2)]
-    batches = [sorted(map(tuple, epoch.tolist())) for epoch in epochs]
-    assert batches[0] == batches[1] and not torch.equal(*epochs)
-
-
-def test_texts_without_own_words_are_nothing_to_learn_from() -> None:
-    empty = [replace(text, answers=text.answers & False) for text in greedy_texts()]
-    with pytest.raises(DrafterError, match="no texts to learn from"):
-        text_set(empty)
-
-
-def test_the_mask_is_an_id_that_no_text_contains() -> None:
-    used = {int(token) for text in greedy_texts() for token in text.token_ids}
-    assert unused_id(greedy_texts(), MASK + 1) == min(set(range(MASK + 1)) - used)

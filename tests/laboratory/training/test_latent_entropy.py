@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from kv_cache_proposer.f_theta.errors import LatentError
 from laboratory.training.entropy import code_length
 from laboratory.training.latent import calibrate
 from tests.kv_cache_proposer.small_models import llama, tokens
@@ -22,10 +20,3 @@ def test_codes_of_like_text_can_hardly_be_shorter_and_a_constant_text_much() -> 
     assert like.packed == repeated.packed == 8 * 24
     assert 0.0 < like.saving < 0.2
     assert repeated.saving > 0.5
-
-
-def test_no_text_is_refused() -> None:
-    model = llama()
-    codec = calibrate(model, TEXTS, layers=[1, 2], bytes_per_token=24, group_layers=2)
-    with pytest.raises(LatentError, match="no text"):
-        code_length(model, codec, TEXTS, [])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kv_cache_proposer.f_theta.errors import LatentError
 from laboratory.training.capture import capture
 from laboratory.training.divergence import measure_divergence, nothing, through
 from laboratory.training.latent import calibrate
@@ -44,8 +41,3 @@ def test_coded_taps_lose_more_than_uncoded_and_uncoded_less_than_nothing() -> No
     found = measure_divergence(model, tokens(4, 40, seed=9), variants, layers=[1, 2], sink=SINK, window=WINDOW)
     assert found["uncoded"].mean < found["coded"].mean < found["nothing"].mean
     assert found["entries"].mean < found["coded"].mean
-
-
-def test_no_text_is_refused() -> None:
-    with pytest.raises(LatentError, match="no calibration text"):
-        fit_taps(llama(), [], tap_layers=[0], layers=[1])

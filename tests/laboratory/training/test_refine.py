@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.f_theta.errors import LatentError
 from laboratory.training.divergence import measure_divergence, nothing, through
 from laboratory.training.latent import calibrate
 from laboratory.training.refine import refine
@@ -72,34 +70,3 @@ def test_refining_mends_what_was_drawn_blindly_at_every_rate(make: Make) -> None
                 model, held_out, {"it": through(which.at(rate))}, layers=[1, 2], sink=SINK, window=WINDOW
             )
             assert found["it"].mean == pytest.approx(expected[rate], rel=1e-6)
-
-
-def test_the_model_is_not_trained_and_the_same_seed_refines_alike() -> None:
-    model = llama()
-    before = [parameter.clone() for parameter in model.parameters()]
-    codec = calibrated(model)
-    first, again = (
-        refine(model, codec, tokens(8, 40, 5), tokens(2, 40, 7), rates=[BYTES], steps=20, sink=SINK, window=WINDOW)[0]
-        for _ in range(2)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for a, b in zip(first.coders, again.coders, strict=True):
-        assert torch.equal(a.basis.components.entries, b.basis.components.entries)
-
-
-def test_what_never_gains_comes_back_as_it_was() -> None:
-    model = llama()
-    codec = calibrated(model)
-    training, held_out = tokens(8, 40, 5), tokens(2, 40, 7)
-    refined, reported = refine(
-        model, codec, training, held_out, rates=[BYTES], steps=80, sink=SINK, window=WINDOW, step_size=1000.0
-    )
-    assert refined is codec
-    assert (reported.steps, reported.gain, reported.best) == (0, 0.0, reported.start)
-
-
-def test_rates_beyond_the_codec_are_refused() -> None:
-    model = llama()
-    with pytest.raises(LatentError, match="at most the codec's 24"):
-        refine(model, calibrated(model), tokens(2, 40), tokens(2, 40), rates=[25], steps=1, sink=SINK, window=WINDOW)

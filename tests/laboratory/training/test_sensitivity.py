@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference_engine.errors import ModelError
-from kv_cache_proposer.f_theta.errors import LatentError
-from laboratory.training.latent import calibrate, measure
 from laboratory.training.sensitivity import measure_sensitivity
 from tests.further import further
 from tests.kv_cache_proposer.small_models import HEADS, gemma3, llama, qwen3, tokens
@@ -86,30 +83,3 @@ def adding(error: Tensor) -> Callable[[nn.Module, object, Tensor], Tensor]:
         return output
 
     return hook
-
-
-def test_entries_seen_exactly_do_not_count() -> None:
-    model = llama()
-    ids = tokens(1, 40)
-    near = measure_sensitivity(model, [ids], layers=[2], sink=SINK, window=WINDOW)[2] * (40 - SINK - WINDOW)
-    far = measure_sensitivity(model, [ids], layers=[2], sink=SINK, window=37)[2] * (40 - SINK - 37)
-    assert float(far.diagonal(dim1=-2, dim2=-1).sum()) < 0.2 * float(near.diagonal(dim1=-2, dim2=-1).sum())
-
-
-@MODELS
-def test_a_codec_can_be_made_from_them(make: Make) -> None:
-    model = make()
-    texts = [tokens(8, 64, seed) for seed in range(4)]
-    importances = measure_sensitivity(model, texts[:1], layers=[1, 2], sink=SINK, window=WINDOW)
-    codec = calibrate(model, texts, layers=[1, 2], bytes_per_token=40, group_layers=2, importances=importances)
-    assert measure(model, [tokens(4, 33, seed=9)], codec).overall < 0.5
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
-    model = llama()
-    with pytest.raises(LatentError, match="7 tokens"):
-        measure_sensitivity(model, [tokens(1, 7)], layers=[0], sink=SINK, window=WINDOW)
-    with pytest.raises(LatentError, match="no text"):
-        measure_sensitivity(model, [], layers=[0], sink=SINK, window=WINDOW)
-    with pytest.raises(ModelError, match=r"\[7\]"):
-        measure_sensitivity(model, [tokens(1, 9)], layers=[7], sink=SINK, window=WINDOW)
