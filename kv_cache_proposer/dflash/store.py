@@ -1,6 +1,7 @@
-"""A trained drafter on disk: int8 weights in safetensors, everything else in JSON beside them.
+"""A trained drafter on disk: 4-bit weights in safetensors, everything else in JSON beside them.
 
-    drafter.safetensors   each matrix in int8, with scales of its rows and of its columns; vectors in float32
+    drafter.safetensors   each matrix as numbers of levels, two in a byte, with scales of its groups of up to 64 inputs
+                          and of its columns; vectors in float32
     drafter.json          format and version, the target's digest, the network's shape, how it was made, what was
                           measured, SHA-256 of the tensors
 
@@ -10,12 +11,14 @@ It is loaded whole or not at all, and only beside the weights it was trained for
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,10 +33,13 @@ from kv_cache_proposer.errors import DrafterError, ForeignDrafter
 TENSORS = "drafter.safetensors"
 MANIFEST = "drafter.json"
 FORMAT = "kakeya-drafter"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-_ROW_SCALES, _COLUMN_SCALES = ".rows", ".columns"
-_LARGEST = 127
+_GROUP_SCALES, _COLUMN_SCALES = ".groups", ".columns"
+_GROUP = 64  # inputs that share a scale, at most
+# Those of ggml's IQ4_NL: nearer to one another where weights are many. The first is the furthest from 0.
+_LEVELS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]) / 127
+_SHRINKS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's largest number, by which its scale is tried
 _REMEDY = "train it again"
 
 
@@ -126,16 +132,30 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _rounded(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if tensor.ndim != 2:
         return {name: tensor.contiguous()}
-    # Scales of columns too: columns that read taps differ in size as the taps do, so row scales alone keep the largest
-    # only.
-    columns = tensor.abs().amax(dim=0).clamp(min=1e-12)
-    level = tensor / columns
-    row_scales = level.abs().amax(dim=1).clamp(min=1e-12) / _LARGEST
+    # Columns that read taps differ in size as the taps do, so a group's scale alone would keep the largest only.
+    columns = tensor.square().mean(dim=0).sqrt().clamp(min=1e-12)
+    groups = (tensor / columns).view(len(tensor), -1, _group_of(tensor.shape))
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    between = (_LEVELS[1:] + _LEVELS[:-1]) / 2
+    scales, codes = torch.zeros_like(largest), torch.zeros_like(groups, dtype=torch.uint8)
+    least = torch.full_like(largest, math.inf)
+    for shrink in _SHRINKS:
+        tried = (largest * shrink / _LEVELS[0]).half().float()
+        found = torch.bucketize(groups / torch.where(tried == 0, 1.0, tried), between)
+        error = (_LEVELS[found] * tried - groups).square().sum(-1, keepdim=True)
+        is_better = error < least
+        scales, least = torch.where(is_better, tried, scales), torch.where(is_better, error, least)
+        codes = torch.where(is_better, found.to(torch.uint8), codes)
+    flat = F.pad(codes.flatten(), (0, codes.numel() % 2))
     return {
-        name: (level / row_scales[:, None]).round().to(torch.int8),
-        name + _ROW_SCALES: row_scales,
+        name: flat[::2] | flat[1::2] << 4,
+        name + _GROUP_SCALES: scales[..., 0].half(),
         name + _COLUMN_SCALES: columns,
     }
+
+
+def _group_of(shape: torch.Size) -> int:
+    return math.gcd(shape[1], _GROUP)
 
 
 def _read_tensors(path: Path, stated_sha256: str) -> dict[str, Tensor]:
@@ -154,13 +174,13 @@ def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) 
     """The tensor in float32."""
     if len(shape) != 2:
         return _checked(tensors, name, shape, torch.float32, path)
-    entries = _checked(tensors, name, shape, torch.int8, path)
-    row_scales = _checked(tensors, name + _ROW_SCALES, torch.Size(shape[:1]), torch.float32, path)
-    return (
-        entries.float()
-        * row_scales[:, None]
-        * _checked(tensors, name + _COLUMN_SCALES, torch.Size(shape[1:]), torch.float32, path)
-    )
+    count, group = shape.numel(), _group_of(shape)
+    packed = _checked(tensors, name, torch.Size([(count + 1) // 2]), torch.uint8, path)
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten()[:count]
+    group_shape = torch.Size([shape[0], shape[1] // group])
+    scales = _checked(tensors, name + _GROUP_SCALES, group_shape, torch.float16, path).float()
+    columns = _checked(tensors, name + _COLUMN_SCALES, torch.Size(shape[1:]), torch.float32, path)
+    return (_LEVELS[codes.long()].view(*group_shape, group) * scales[..., None]).view(shape) * columns
 
 
 def _checked(tensors: dict[str, Tensor], name: str, shape: torch.Size, dtype: torch.dtype, path: Path) -> Tensor:

@@ -29,6 +29,8 @@ MADE = DrafterManifest(
     metrics={"acceptance_length_chat": 2.5},
 )
 
+ROUNDED = 0.1  # of a matrix: 16 levels of a normal distribution lose 0.08
+
 Edit = Callable[[dict[str, Tensor]], None]
 
 
@@ -51,7 +53,7 @@ def rewrite_tensors(folder: Path, edit: Edit) -> None:
     rewrite_manifest(folder, tensors_sha256=sha256_of(folder / TENSORS))
 
 
-def test_a_drafter_comes_back_rounded_to_its_eighth_bits(folder: Path) -> None:
+def test_a_drafter_comes_back_rounded_to_four_bits(folder: Path) -> None:
     network, (loaded, manifest) = tiny_network(), load_drafter(folder, target_digest=DIGEST)
     assert manifest == MADE and stored_target(folder) == DIGEST
     assert loaded.config == network.config
@@ -59,9 +61,16 @@ def test_a_drafter_comes_back_rounded_to_its_eighth_bits(folder: Path) -> None:
         if exact.ndim == 1:
             assert torch.equal(found, exact), name
         else:
-            level = exact / exact.abs().amax(0)
-            step = level.abs().amax(1, keepdim=True) * exact.abs().amax(0) / 127
-            assert bool(((found - exact).abs() <= 0.51 * step).all()), name
+            assert float((found - exact).norm() / exact.norm()) < ROUNDED, name
+
+
+def test_columns_of_different_size_are_rounded_alike(tmp_path: Path) -> None:
+    network = tiny_network()
+    network.fc.weight.data *= torch.logspace(-4, 4, network.fc.in_features)
+    save_drafter(network, tmp_path, MADE)
+    found = load_drafter(tmp_path, target_digest=DIGEST)[0].fc.weight
+    errors = (found - network.fc.weight).norm(dim=0) / network.fc.weight.norm(dim=0)
+    assert float(errors.max()) < 2 * ROUNDED
 
 
 def test_another_models_drafter_is_refused(folder: Path) -> None:
@@ -89,7 +98,7 @@ def spoil(name: str) -> Edit:
 
 DAMAGES: list[tuple[Edit, str]] = [
     (drop("fc.weight"), "fc.weight is missing"),
-    (drop("layers.1.mlp.up_proj.weight.rows"), "up_proj.weight.rows is missing"),
+    (drop("layers.1.mlp.up_proj.weight.groups"), "up_proj.weight.groups is missing"),
     (drop("layers.0.self_attn.q_norm.weight"), "q_norm.weight is missing"),
     (shorten("layers.0.self_attn.k_proj.weight"), "k_proj.weight is"),
     (spoil("norm.weight"), "norm.weight holds NaN"),
