@@ -49,7 +49,7 @@ def layout_in(config: Mapping[str, Any]) -> Layout | None:
     if found is None:
         return None
     if not isinstance(found, dict) or config.get("quantization") is not None:
-        raise _unread("it is no layout that is known")
+        raise _unread("the layout is not known")
     method = found.get("quant_method")
     readers = {
         "fp8": _fp8,

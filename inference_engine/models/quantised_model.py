@@ -106,7 +106,7 @@ def _matrix(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: in
     if layout.method == "fp8":
         return _read_fp8(files, layout, stem, outputs, inputs)
     if outputs % _PACKED or inputs % _PACKED:
-        raise ModelError(f"{files.path}: {stem}: {outputs} outputs of {inputs} inputs are no multiples of {_PACKED}")
+        raise ModelError(f"{files.path}: {stem}: shape [{outputs}, {inputs}] must be multiples of {_PACKED}")
     group = inputs if layout.group < 0 else layout.group
     groups = -(-inputs // group)
     if layout.method == "gptq":

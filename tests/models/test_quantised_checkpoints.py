@@ -197,7 +197,7 @@ def test_a_quantised_checkpoint_gives_the_logits_of_its_numbers(layout: str, tmp
     [
         ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"bits": 4}, "quant_method is None"),
-        ("../other", "no layout that is known"),
+        ("../other", "the layout is not known"),
         ({**GPTQ, "bits": 8}, "gptq with 8 bits"),
         ({**GPTQ, "group_size": 100}, "groups of 100"),
         ({**GPTQ, "dynamic": {"-:lm_head": {}}}, "dynamic"),

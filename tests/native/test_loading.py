@@ -135,8 +135,8 @@ def test_weights_that_do_not_fit_are_refused_by_name(case: str, folders: Folders
 
 
 SERVED_BY_TORCH: Mapping[str, tuple[str, Callable[[Tensors], Any] | None, dict[str, Any], str]] = {
-    "heads of 24": ("qwen3", None, {"head_dim": 24}, "heads of 24 numbers"),
-    "heads of 8": ("qwen3", None, {"head_dim": 8}, "heads of 8 numbers"),
+    "heads of 24": ("qwen3", None, {"head_dim": 24}, "head size 24 must"),
+    "heads of 8": ("qwen3", None, {"head_dim": 8}, "head size 8 must"),
     "float64": (
         "llama",
         lambda tensors: tensors.update({name: states.double() for name, states in tensors.items()}),

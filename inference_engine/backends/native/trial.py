@@ -82,7 +82,7 @@ def check_rotation(twin: Twin, described: Described) -> None:
                 rotate(keys[:, : len(some)], some, name) for rotate in (described.rotate, twin.seam.rotate)
             )
             if own.shape != expected.shape or not bool((own - expected).abs().max() <= TOLERANCE):
-                raise NoStepListError(f"the rotation {name} moves keys in a way of its own")
+                raise NoStepListError(f"{name} moves keys otherwise than the model's RoPE")
 
 
 @dataclass(frozen=True, slots=True)

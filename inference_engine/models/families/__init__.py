@@ -45,7 +45,7 @@ def check_family(config: Any) -> Family[Any]:
     heads = getattr(config, "num_attention_heads", None)
     dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     if dim % LANES:
-        raise NoStepListError(f"it has heads of {dim} numbers, which is no multiple of {LANES}")
+        raise NoStepListError(f"head size {dim} must be a multiple of {LANES}")
     return family
 
 

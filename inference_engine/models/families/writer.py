@@ -97,11 +97,9 @@ class Writer:
         geometry, prefix = layer.geometry, f"{layer.prefix}self_attn."
         queries, keys, dim = geometry.query_heads, geometry.kv_heads, geometry.head_dim
         if dim < 1 or dim % LANES:
-            raise NoStepListError(f"layer {layer.index} has heads of {dim} numbers, which is no multiple of {LANES}")
+            raise NoStepListError(f"layer {layer.index}: head size {dim} must be a multiple of {LANES}")
         if keys < 1 or queries < 1 or queries % keys:
-            raise NoStepListError(
-                f"layer {layer.index} has {queries} query heads, which are not as many for each of {keys}"
-            )
+            raise NoStepListError(f"layer {layer.index}: {queries} query heads must be a multiple of {keys} KV heads")
         if geometry.rotary == IMMOVABLE:
             raise NoStepListError(f"layer {layer.index} changes its keys by position in a way that is not a rotation")
         heads = self._register("heads", (queries + 2 * keys) * dim)
