@@ -1,4 +1,4 @@
-"""What a device computes before its first call.
+"""Warm-up: what a device computes before its first call.
 
 A GPU's kernels are compiled, and its libraries plan their operations, when they are first used for a shape. The first
 long prompt would wait for that, so a prompt of the same chunks is computed when the engine starts: on the engine's

@@ -1,4 +1,4 @@
-"""K and V in the dtype in which they are kept, which may have a smaller range than the one they are computed in."""
+"""The KV cache's dtype: K and V as they are kept, maybe in a smaller range than they are computed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ends of a recorded step: whole numbers come from the host, and what greedy tokens are drawn from goes to it.
+"""Input and output of a recorded step: integers come from the host, what greedy tokens are drawn from goes to it.
 
     host    numbers of the step ──▶ ids · positions · …        on top, ids that the host does not know yet
     step    logits ──▶ peaks ──▶ ids, for the next step ──▶ ids · smallest · largest        host

@@ -1,4 +1,4 @@
-"""Where the entries of alike layers lie in the pool, and which position is in which slot.
+"""The slot table of alike layers: where entries lie in the pool, and which position is in which slot.
 
 Layers that share a layout and a shape use the same slots. Their regions are reserved and given back together; writing,
 reading and wiping go by position or slot, for all of them at once.

@@ -1,4 +1,4 @@
-"""How a Generate begins and how it ends.
+"""The lifecycle of a Generate: how it begins and how it ends.
 
 It runs once its session is active; the time it waited is reported. At the end its session is checked, made idle and
 freed, and only then is the end reported to the client.

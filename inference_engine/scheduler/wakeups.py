@@ -1,4 +1,4 @@
-"""Wake-ups of readers after a step: one for all readers on a thread, and while the device is at work.
+"""Notification of stream readers after a step: one for all readers on a thread, and while the device is at work.
 
 Where a journal keeps sessions, they come once the step is safe, from the journal's thread, which is asked for a commit
 when they would be made.

@@ -1,4 +1,4 @@
-"""What is sent to a client waits here until the journal has synced what it says, and for nothing else.
+"""The durability gate: what is sent to a client waits here until the journal has synced what it says.
 
 An answer says how far one session has come, and has that session's receipt from the journal. Receipts become safe in
 the order of their numbers, a commit for many, so the journal is asked for the lowest number only.

@@ -1,4 +1,4 @@
-"""The message of a call: read after its headers are accepted, within limits on size, time and number of readers.
+"""Message limits: a call's message is read after its headers are accepted, within size, time and number of readers.
 
 The headers decide on a call: its owner, whether the owner may call now, and how large the message may be. Only then is
 the message read. While it does not arrive, the call counts among the owner's calls, for MESSAGE_SECONDS at most.

@@ -1,4 +1,4 @@
-"""Limits on connections without an accepted call: their number, their age and the cost of their refusals.
+"""Limits before authentication: the number and age of connections without an accepted call, the cost of refusals.
 
 A connection is an unauthenticated peer until a call on it is accepted. From then on it is known, and stays open until
 the client closes it. If all keys that were accepted on it are removed, it is a new unauthenticated peer again. Only

@@ -1,4 +1,4 @@
-"""How long histories may become: each of them, all of an owner's, and those of an owner that the journal keeps.
+"""Token quotas, how long histories may become: each, all of an owner's, and those of an owner that the journal keeps.
 
 Tokens that forks share count once, in memory; in the journal those of each fork count. Tokens of an ended session that
 a reader has not read yet count until it has, and ids of an append that is under way count from its arrival on. Called

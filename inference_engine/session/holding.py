@@ -1,4 +1,4 @@
-"""How a caller waits for a session that another operation holds, and holds it itself."""
+"""The lock of a session: how a caller waits for one that another operation holds, and holds it itself."""
 
 from __future__ import annotations
 

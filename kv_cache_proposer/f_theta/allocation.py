@@ -1,4 +1,4 @@
-"""How many bits each component gets: every next bit goes where it removes the most error.
+"""Bit allocation, how many bits each component gets: every next bit goes where it removes the most error.
 
 A component of variance v coded with b bits leaves an error v · D(b). D falls ever more slowly, so taking the largest
 falls over all components, until the budget is used, is optimal (Fox, Operations Research 14(2), 1966).

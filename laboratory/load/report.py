@@ -1,4 +1,4 @@
-"""What a load came to: a table for the terminal, values and images for a record."""
+"""The report of a load: a table for the terminal, values and images for a record."""
 
 from __future__ import annotations
 

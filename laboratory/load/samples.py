@@ -1,4 +1,4 @@
-"""What was seen of a phase: latencies, tokens, refusals, and the numbers that say it in short."""
+"""Samples of a load: latencies, tokens, refusals, and the numbers that say it in short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calibrating a latent will cost, said before it begins: from short trials of the model on this machine."""
+"""The estimated cost of calibrating a latent: from short trials of the model on this machine."""
 
 from __future__ import annotations
 

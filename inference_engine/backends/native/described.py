@@ -1,4 +1,4 @@
-"""What the native backend needs to know of a model besides its weights: values alone, nothing of transformers."""
+"""The model spec of the native backend, as values: sizes, layers, RoPE tables, shapes; nothing of transformers."""
 
 from __future__ import annotations
 

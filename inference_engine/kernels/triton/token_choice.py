@@ -1,4 +1,4 @@
-"""Which tokens queries read, of all that they have scores for: exactly k of the largest weights, without sorting.
+"""Top-k of tokens that queries read, of all that they have scores for: exactly k, without sorting.
 
     weigh    the group's softmax of each token, and the largest weight of each group of neighbours. These are counted
              by how far they are below the largest weight that there may be
