@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,8 +24,7 @@ from inference_engine.native.library import load
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "laboratory", "sdks/python")
 BUILT_BY = ("pyproject.toml", "setup.py", "build_backend.py")
-# The laws of what a package adds, by group of its entry points.
-LAWS = {"kakeya.compressors": ("tests/kv/test_compressors.py",)}
+PLUGINS = [path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml")]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
@@ -134,27 +134,50 @@ def test_the_runtimes_wheel_alone_gives_the_command_and_the_sdk(wheels: dict[str
     assert "--model" in help_of_serve
 
 
+def with_plugin(plugin: Path, folder: Path) -> tuple[Path, Path]:
+    """Python of a fresh environment with a package of plugins/, and the checkout of the runtime that it runs."""
+    source, checkout = folder / plugin.name, folder / "checkout"
+    copy_sources(checkout)
+    shutil.copytree(plugin, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+    shutil.copytree(ROOT / "tests", checkout / "tests", ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+    shutil.copytree(source / "tests", checkout / "plugins" / plugin.name / "tests")
+    packages = fresh_environment(folder / "fresh", source)
+    (packages / "runtime.pth").write_text(f"{checkout}\n{checkout / 'sdks/python/src'}\n", encoding="utf-8")
+    return folder / "fresh" / ("Scripts" if os.name == "nt" else "bin") / "python", checkout
+
+
+def ran(python: Path, checkout: Path, *arguments: str) -> None:
+    command = (str(python), "-m", *arguments)
+    tried = subprocess.run(
+        command, cwd=checkout, env=alone(), check=False, timeout=1200, capture_output=True, text=True
+    )
+    assert tried.returncode == 0, tried.stdout[-4000:] + tried.stderr[-2000:]
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "plugin", [path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml")], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
 def test_a_plugin_keeps_the_laws_in_an_environment_of_its_own(plugin: Path, tmp_path: Path) -> None:
     """Its own tests, and the laws of what it adds, beside a checkout of the runtime that knows nothing of it."""
-    source, copy = tmp_path / plugin.name, tmp_path / "checkout"
-    copy_sources(copy)
-    shutil.copytree(plugin, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
-    shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
-    shutil.copytree(source / "tests", copy / "plugins" / plugin.name / "tests")
-    packages = fresh_environment(tmp_path / "fresh", source)
-    (packages / "runtime.pth").write_text(f"{copy}\n{copy / 'sdks/python/src'}\n", encoding="utf-8")
-    python = tmp_path / "fresh" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    groups = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    laws = [law for group, some in LAWS.items() if group in groups for law in some]
-    tried = subprocess.run(
-        (python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"plugins/{plugin.name}/tests", *laws),
-        cwd=copy, env=alone(), check=False, timeout=1200, capture_output=True, text=True,
-    )  # fmt: skip
-    assert tried.returncode == 0, tried.stdout[-4000:] + tried.stderr[-2000:]
+    python, checkout = with_plugin(plugin, tmp_path)
+    added = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    pytest_ = ("pytest", "-q", "-x", "-p", "no:cacheprovider")
+    ran(python, checkout, *pytest_, f"plugins/{plugin.name}/tests")
+    if "kakeya.compressors" in added:
+        ran(python, checkout, *pytest_, "tests/kv/test_compressors.py")
+    if "kakeya.strategies" in added:
+        ran(python, checkout, *pytest_, "tests/laws", "--strategies", *added["kakeya.strategies"])
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(1200)
+def test_the_strategy_of_the_page_is_evaluated_on_needles(tmp_path: Path) -> None:
+    python, checkout = with_plugin(ROOT / "plugins/kakeya_tova", tmp_path)
+    kept = "tova:budget=1,window=500"  # nothing of a prompt of 512 leaves: it finds what `full` finds
+    about = ("--quick", "--lengths", "512", "--trials", "1", "--results", str(tmp_path / "results"), "--commit", "none")
+    ran(python, checkout, "inference_engine.cli.main", "evaluate", "needle", *about, "--strategies", kept)
+    (record,) = tmp_path.glob("results/*/*/record.json")
+    values = json.loads(record.read_text(encoding="utf-8"))["values"]
+    assert values["full: single"] == values[f"{kept}: single"]
 
 
 @pytest.mark.long

@@ -340,8 +340,8 @@ def _in_chunks(twin: Twin, tokens: int, *, is_alone: bool) -> Tensor:
 
 
 def _in_segments(twin: Twin, strategy: KVStrategy) -> Tensor:
-    """The logits of the text, one segment per step; between steps the session is idle. All its tokens count as
-    generated: appended ones read everything, whatever the strategy."""
+    """The logits of the text, one segment per step if it may be; between segments the session is idle. All its tokens
+    count as generated: appended ones read everything, whatever the strategy."""
     opened = twin.open()
     context = KVContext(
         geometry=opened.geometry,
@@ -368,7 +368,9 @@ def _in_segments(twin: Twin, strategy: KVStrategy) -> Tensor:
         assert session.wake(_LENGTH), "the pool of a twin is large enough"
         while session.pending_replay:
             step(session.room())
-        logits.append(step(min(_SEGMENT, _LENGTH - first)))
+        end = min(first + _SEGMENT, _LENGTH)
+        while session.length < end:
+            logits.append(step(min(session.room(), end - session.length)))
         session.idle()
     session.release()
     return torch.cat(logits)

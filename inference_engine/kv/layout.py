@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
+from inference_engine.kv.scorer import EntryScorer
 
 Positions = NDArray[np.int64]
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
@@ -136,6 +137,7 @@ class LayerRule:
     matcher: which earlier tokens' attention a generated token may reuse; appended tokens reuse none. None: none.
     resident: with a selector, how many of the last entries stay on the device. Older ones, except the selector's sink,
     go to the second tier and are fetched to be read. None: every readable entry stays on the device.
+    scorer: which entries outside the window stay, `sink` of them (`kv/scorer.py`). None: the first ones.
     """
 
     sink: int = 0
@@ -145,6 +147,11 @@ class LayerRule:
     chooser: TokenSelector | None = None
     matcher: QueryMatcher | None = None
     resident: int | None = None
+    scorer: EntryScorer | None = None
+
+    def __post_init__(self) -> None:
+        if self.scorer is not None and (self.window is None or not self.sink or self.exact is not None):
+            raise ValueError("a rule with a scorer needs a window and places, `sink`, and archives nothing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,12 +185,11 @@ class Layout:
     native_window: int | None
     segment: int
     capacity: int  # slots per KV head that can hold a position
-    spare: (
-        int  # slots beyond the capacity for sink keys rotated at their own positions, from which they are moved again
-    )
+    spare: int  # slots beyond the capacity for the sink's keys as they were rotated first, from which they are moved
     selector: BlockSelector | None = None
     chooser: TokenSelector | None = None
     matcher: QueryMatcher | None = None
+    scorer: EntryScorer | None = None
     tier: TierLayout = TierLayout()
     base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
     indexed: int = 0  # with a chooser: positions that its index has room for
@@ -201,10 +207,10 @@ class Layout:
 
         moves_sink: False for entries that are only stored, which need no second copy of the sink's keys.
         """
-        sink, window, chooser = rule.sink, rule.window, rule.chooser
-        if native_window is not None and (window is None or window >= native_window):
+        sink, window, chooser, scorer = rule.sink, rule.window, rule.chooser, rule.scorer
+        if native_window is not None and (window is None or window >= native_window or scorer is not None):
             # The model itself never looks further back than its native window, sinks included.
-            sink, window, chooser = 0, native_window, None
+            sink, window, chooser, scorer = 0, native_window, None, None
         segment = geometry.segment_tokens
         if window is None and rule.resident is not None:
             assert rule.selector is not None and limit_tokens is not None
@@ -221,10 +227,11 @@ class Layout:
             native_window=native_window,
             segment=segment,
             capacity=geometry.round_up(entries),
-            spare=0 if window is None or not moves_sink else sink,
+            spare=0 if window is None or not moves_sink or scorer is not None else sink,
             selector=rule.selector if window is None else None,
             chooser=chooser,
             matcher=rule.matcher if window is None else None,
+            scorer=scorer,
             indexed=0 if chooser is None or limit_tokens is None else geometry.round_up(limit_tokens),
         )
 

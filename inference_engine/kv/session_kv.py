@@ -89,6 +89,7 @@ class SessionKV:
         segment = context.geometry.segment_tokens
         step = self._plan.step(segment)
         self._steps = (step, segment if self._is_selective else step)
+        self._ends_alone = self._plan.ends_alone
         # Do only archived layers want steps to end with a segment?
         self._joins_segments = all(layout.step is None for _, layout in self._plan.resident)
         self._is_reserved = False
@@ -474,6 +475,8 @@ class SessionKV:
         to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - at
         step = self._steps[generated]
         to_boundary = math.inf if step is None else step - at % step
+        if self._ends_alone and to_boundary > 1:
+            to_boundary -= 1
         if not generated and self._archived and self._joins_segments and self._replayed is None:
             to_boundary += self._archived[0].room_beyond(at)
         to_replayed = math.inf if self._replayed is None else self.pending_replay

@@ -68,6 +68,12 @@ class Placement:
         return any(layout.is_selective for layout in self._layouts)
 
     @property
+    def ends_alone(self) -> bool:
+        """Is the last token of a segment a step of its own? Its query decides what stays, and the others' reads do not
+        wait for it."""
+        return any(layout.scorer is not None for layout in self._layouts)
+
+    @property
     def keeps_every_entry(self) -> bool:
         """Does each entry stay in its place, unchanged? Then forks may read it there."""
         return not self.archived and all(layout.keeps_every_entry for layout in self._layouts)

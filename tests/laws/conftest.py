@@ -1,7 +1,7 @@
 """What runs TinyModel in the laws: what serves on a CPU, EXECUTORS; and MLX, which has batched mode alone.
 
 On MLX `make test` has each law with SOME of the strategies, which take turns. `--executor mlx` runs all cases on it
-alone: `make laws-mlx`, which continuous integration runs.
+alone: `make laws-mlx`, which continuous integration runs. `--strategies` leaves the laws of the strategies it names.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wanted := config.getoption("--strategies"):
+        others = [item for item in items if getattr(_given(item).get("strategy"), "name", None) not in wanted]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     laws = [item for item in items if HERE in item.path.parents]
     on_mlx = {item for item in laws if _given(item).get("executor") == MLX}
     for item in _waiting([item for item in laws if item not in on_mlx]):

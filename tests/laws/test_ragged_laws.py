@@ -54,7 +54,7 @@ from tests.laws.variants import (
     text,
     tokens,
 )
-from tests.tiny import SMALL, tiny_components, tiny_forward_on, tiny_latent
+from tests.tiny import PAGES, SMALL, tiny_components, tiny_forward_on, tiny_latent
 from tests.tiny_native import tiny_native
 
 ON_GPU = torch.cuda.is_available()
@@ -190,6 +190,8 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     options = strategy.options()
     reads_elsewhere = strategy.name in ("mac", "tiered") or reads_chunks(strategy)
     reads_elsewhere |= options.get("scorer") == "bounds"
+    geometry = native.geometry(mode=Mode.BATCHED, **PAGES)
+    reads_elsewhere |= any(strategy.rule(layer, geometry).scorer is not None for layer in range(len(geometry.layers)))
     assert counts[0] == 1 and (counts.max() > 1) == reads_elsewhere, counts
     assert options.get("mode") != "select" or (counts[-16:] == 1).all(), counts
 

@@ -26,6 +26,7 @@ from inference_engine.kv.part import Held, Need, Part
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.scorer import Candidates
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategies.full import Full
@@ -221,35 +222,61 @@ def read_by_choice(chooser: TokenSelector, i: int, scores: Tensor, estimated: Te
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, chosen, value=True) | near
 
 
+def kept_by_hand(rule: LayerRule, layer: int, entries: Entries, length: int) -> list[Tensor]:
+    """By segment, the positions whose entries hold the places of each KV head, [Hkv, sink]."""
+    assert rule.scorer is not None and rule.window is not None
+    at = torch.arange(length)
+    q, k = (turn(states[layer], at).transpose(0, 1) for states in (entries.q, entries.k))
+    v, heads = entries.v[layer].transpose(0, 1), torch.arange(LAYERS[layer].kv_heads)
+    held = torch.arange(rule.sink).repeat(len(heads), 1)
+    kept, first = [held], rule.sink
+    for b in range(SEGMENT, length, SEGMENT):
+        if b - rule.window > first:
+            among = torch.cat((held, torch.arange(first, b - rule.window).repeat(len(heads), 1)), dim=1)
+            own = [states[among, heads[:, None]].transpose(0, 1)[None] for states in (k, v)]
+            given = Candidates(keys=own[0], values=own[1], query=q[None, b - 1], scaling=0.35, softcap=None)
+            best = rule.scorer.scores(given)[0].argsort(dim=-1, descending=True, stable=True)[:, : rule.sink]
+            held, first = among.gather(1, best.sort(dim=-1).values), b - rule.window
+        kept.append(held)
+    return kept
+
+
 @lru_cache(maxsize=64)
 def by_hand(rule: LayerRule, codec: str, layer: int, length: int) -> Tensor:
     """Attention token by token from the words of the law, with what a strategy says of this layer:
 
     sink ∪ [b(i) − window, i], the model's own window, capped sinks; entries before b(i) − exact as they are given back;
-    where appended tokens choose, of all that the choice of each KV head.
+    where appended tokens choose, of all that the choice of each KV head; where entries are scored, those of the highest
+    scores in place of the sink.
     """
     native, entries = LAYERS[layer].native_window, Entries(length)
     is_coded = rule.exact is not None and native is None
     given_back = [coded(codec, rule, states[layer]) if is_coded else states[layer] for states in (entries.k, entries.v)]
     chooser = rule.chooser if native is None and rule.chooser is not None and rule.chooser.appended else None
     indexed = None if chooser is None else as_indexed(chooser, layer, entries.k[layer])
+    scored = rule.scorer is not None and native is None
+    places = kept_by_hand(rule, layer, entries, length) if scored else []
     outs = []
     for i in range(length):
         b = i - i % SEGMENT
-        sink, window = rule.sink, i if rule.window is None else rule.window
+        sink, window = rule.sink, i if rule.window is None or rule.scorer is not None else rule.window
         seen = [j for j in range(i + 1) if (j < sink or j >= b - window) and (native is None or i - j < native)]
         old = torch.tensor([is_coded and sink <= j < b - (rule.exact or 0) for j in seen])
         raw_k, v = (
             torch.where(old[:, None], back[:, seen], states[layer][:, seen])
             for back, states in zip(given_back, (entries.k, entries.v), strict=True)
         )
-        shift = 0 if rule.window is None else max(0, b - window - sink)
+        shift = 0 if rule.window is None or rule.scorer is not None else max(0, b - window - sink)
         k = turn(raw_k, torch.tensor([j + shift if j < sink else j for j in seen]))
         q = turn(entries.q[layer][:, [i]], torch.tensor([i])).view(LAYERS[layer].kv_heads, -1, LAYERS[layer].head_dim)
         scores = q @ k.transpose(-1, -2) * 0.35
         if chooser is not None and indexed is not None:
             estimated = q @ turn(indexed[:, : i + 1], torch.arange(i + 1)).transpose(-1, -2) * 0.35
             read = read_by_choice(chooser, i, scores, estimated)
+            scores = scores.masked_fill(~read[:, None], -torch.inf)
+        if scored:
+            read = (torch.arange(i + 1) >= b - (rule.window or 0)).repeat(len(k), 1)
+            read |= torch.zeros_like(read).scatter_(1, places[b // SEGMENT].clamp_max(i), value=True)
             scores = scores.masked_fill(~read[:, None], -torch.inf)
         weights = scores.softmax(dim=-1)
         outs.append((weights @ v).reshape(-1, LAYERS[layer].head_dim))
@@ -267,6 +294,7 @@ def expected_by_hand(strategy: KVStrategy, length: int) -> list[Tensor]:
             sink=rule.sink,
             window=rule.window,
             exact=rule.exact if codec else None,
+            scorer=rule.scorer,
             chooser=rule.chooser if rule.chooser is not None and rule.chooser.appended else None,
         )
         for rule in rules
@@ -483,6 +511,9 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
                 reads |= plan.reads_offloaded
         else:
             plan = anew
+        if plan.spans[0].views and not reads_offloaded:  # what it reads may decide what stays
+            for layer, shape in enumerate(LAYERS):
+                plan.attend(layer, torch.ones(1, shape.query_heads, len(kvs), shape.head_dim), None, None, scaling=1.0)
         for kv in kvs:
             kv.commit(kv.next_position + 1)
     assert plan is not None and (followed or not plan.is_numbers_only)

@@ -1,9 +1,15 @@
-"""Every registered strategy, small enough that windows wrap and entries leave within a short test."""
+"""Every registered strategy, small enough that windows wrap and entries leave within a short test.
+
+A package that adds a strategy names its small variants by an entry point of the group `kakeya.variants` with the
+strategy's name: a tuple of dictionaries of options. `--strategies NAME …` runs the laws over these strategies alone.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cache
+from importlib.metadata import entry_points
 from itertools import combinations, product
 from typing import Any
 
@@ -80,10 +86,16 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
 LENGTH = 107
 
 
+@cache
+def _small_options() -> dict[str, Iterable[dict[str, Option]]]:
+    return _SMALL_OPTIONS | {point.name: point.load() for point in entry_points(group="kakeya.variants")}
+
+
 def all_strategies() -> list[KVStrategy]:
-    missing = set(strategy_names()) - set(_SMALL_OPTIONS)
+    small = _small_options()
+    missing = set(strategy_names()) - set(small)
     assert not missing, f"give the laws a small variant of {missing}"
-    return [make_strategy(name, **options) for name, variants in _SMALL_OPTIONS.items() for options in variants]
+    return [make_strategy(name, **options) for name, variants in small.items() for options in variants]
 
 
 def mechanism(strategy: KVStrategy) -> str:

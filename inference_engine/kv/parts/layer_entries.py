@@ -34,6 +34,7 @@ from inference_engine.kv.parts.component_index import ComponentIndex
 from inference_engine.kv.parts.layer_part import LayerPart, LayoutPart
 from inference_engine.kv.parts.offload import OffloadedBlocks
 from inference_engine.kv.parts.query_cache import QueryCache
+from inference_engine.kv.parts.scored import ScoredEntries
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
@@ -53,7 +54,13 @@ class LayerEntries(LayerSlots, Part):
     """A set of alike layers, and the mechanisms that belong to them."""
 
     # To add a mechanism of layers, add its file and its name here.
-    KINDS: ClassVar[tuple[type[LayoutPart], ...]] = (BlockIndex, ComponentIndex, OffloadedBlocks, QueryCache)
+    KINDS: ClassVar[tuple[type[LayoutPart], ...]] = (
+        BlockIndex,
+        ComponentIndex,
+        OffloadedBlocks,
+        QueryCache,
+        ScoredEntries,
+    )
 
     parts: list[LayerPart] = field(default_factory=list)
 
