@@ -297,11 +297,18 @@ class EngineMetrics:
             buckets=_PART_SECONDS,
             registry=self.registry,
         )
-        self._step_parts = {part: self.step_parts.labels(part) for part in STEP_PARTS}
+        self.seconds_of_part = {part: self.step_parts.labels(part) for part in STEP_PARTS}
         self.step_tokens = self._histogram(
             "engine_step_tokens", "Tokens in one forward, over all its sessions.", _STEP_TOKENS
         )
         self.step_sessions = self._histogram("engine_step_sessions", "Sessions in one forward.", _SESSIONS)
+        self._noted = (
+            self.inter_token_seconds,
+            self.step_seconds,
+            self.step_tokens,
+            self.step_sessions,
+            *self.seconds_of_part.values(),
+        )
         self.beat_age = self._gauge(
             "engine_beat_age_seconds", "Seconds since the engine's last iteration, if it has work; else 0."
         )
@@ -366,15 +373,14 @@ class EngineMetrics:
         for spelled in (kind.lower(), kind):
             self.invariant_violations.labels(kind=spelled).inc()
 
+    def count_steps(self) -> None:
+        """Count what was noted of steps and their tokens; call it now and then."""
+        for distribution in self._noted:
+            distribution.count()
+
     def count_transfer(self, kind: str, count: int) -> None:
         """`count` bytes moved between the device and the second tier; kind: one of TRANSFERS."""
         self._tier_transfers[kind].inc(count)
-
-    def observe_step(self, parts: Mapping[str, float]) -> None:
-        """Record a step. parts: its seconds, by STEP_PARTS."""
-        self.step_seconds.observe(sum(parts.values()))
-        for part, seconds in parts.items():
-            self._step_parts[part].observe(seconds)
 
     # -- the current state ------------------------------------------------------------------------------------------
 
@@ -435,19 +441,16 @@ class Distribution(Histogram):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._waiting: deque[float] = deque()
+        # As `observe`, in C. The caller has to `count` from time to time.
+        self.note: Callable[[float], None] = self._waiting.append
         super().__init__(*arguments, **options)
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         self._waiting.append(amount)
         if len(self._waiting) >= _COUNTED_TOGETHER:
-            self._count()
+            self.count()
 
-    def observe_all(self, amounts: Iterable[float]) -> None:
-        self._waiting.extend(amounts)
-        if len(self._waiting) >= _COUNTED_TOGETHER:
-            self._count()
-
-    def _count(self) -> None:
+    def count(self) -> None:
         amounts: list[float] = []
         with suppress(IndexError):  # another thread may count at the same time
             while self._waiting:
@@ -457,39 +460,8 @@ class Distribution(Histogram):
             self._buckets[place].inc(count)
 
     def _child_samples(self) -> Iterable[Sample]:
-        self._count()
+        self.count()
         return super()._child_samples()
-
-
-class StepTimer:
-    """Splits the time of a step into disjoint parts. Engine's thread.
-
-    On a CUDA device the host continues while the model runs: `forward` is then the time of the launches, and `sample`
-    includes the rest.
-    """
-
-    def __init__(self, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
-        self._metrics = metrics
-        self._clock = clock
-        self._at = 0.0
-        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
-
-    def begin(self) -> float:
-        """Begin a step; one that did not end is discarded. Returns the time."""
-        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
-        self._at = self._clock()
-        return self._at
-
-    def lap(self, part: str) -> None:
-        """Count the time since the last call as `part`, one of STEP_PARTS."""
-        now = self._clock()
-        self._parts[part] += now - self._at
-        self._at = now
-
-    def end(self, part: str) -> None:
-        """As `lap`, at the end of the step."""
-        self._parts[part] += self._clock() - self._at
-        self._metrics.observe_step(self._parts)
 
 
 class _Look(Collector):

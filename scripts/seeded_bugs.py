@@ -150,9 +150,8 @@ BUGS = (
     Bug(
         "a cancel commits one more token",
         "inference_engine/scheduler/commit.py",
-        "                if session.is_closed or request.stop is not None:\n"
-        "                    return tokens - block.drafted - 1, ()\n",
-        "                if session.is_closed:\n                    return tokens - block.drafted - 1, ()\n",
+        "session.is_closed or (request.stop is not None and not is_committed)\n",
+        "session.is_closed\n",
         (CANCELS,),
     ),
     Bug(

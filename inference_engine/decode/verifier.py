@@ -68,8 +68,11 @@ class Block:
         return (
             self.kv is before.kv
             and self.sampler is before.sampler
-            and self.is_decoded
-            and self.kv.next_position == position + 1
+            and not (self.drafted or self.wanted_logits)
+            and self.generated is not None
+            and len(self.token_ids) == 1
+            and bool(self.generated[0])
+            and self.kv.length == position + 1
             and self.needs_taps == before.needs_taps
         )
 
@@ -244,7 +247,7 @@ class Verifier:
     ) -> None:
         """tap_layers: the layers whose hidden states are returned to blocks that ask for them.
 
-        lap: called at the end of each part of a step; see `metrics.StepTimer`.
+        lap: called at the end of each part of a step but its last, sampling; see `scheduler.step_time.StepTimer`.
         """
         self._forward = forward
         self._is_in_step = forward.device.type == "cpu"  # is the device done with a step when the call returns?
@@ -284,7 +287,6 @@ class Verifier:
                 if launcher is not None and launcher.can_launch(planned.step):
                     return InFlight(planned, launcher.launch(planned.step))
                 result = self._forward.run(planned.step)
-                self._lap("sample")
                 if planned.checks is not None:
                     for failed in planned.checks.failures():
                         raise failed

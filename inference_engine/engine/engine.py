@@ -48,9 +48,10 @@ from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.metrics import EngineMetrics, StepTimer
+from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
+from inference_engine.scheduler.step_time import StepTimer
 from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import Journal, MemoryJournal, Receipt, SessionEntry

@@ -155,8 +155,14 @@ class SessionKV:
 
     def covers(self, tokens: int) -> bool:
         """Is memory granted for a history of `tokens`?"""
+        return tokens <= self.covered_tokens
+
+    @property
+    def covered_tokens(self) -> float:
+        """The longest history that memory is granted for."""
         granted = self.granted_tokens
-        return not self.grows or granted is None or granted >= tokens or granted >= self._most_tokens
+        is_whole = not self.grows or granted is None or granted >= self._most_tokens
+        return math.inf if is_whole or granted is None else granted
 
     def grow(self, tokens: int) -> bool:
         """Grant memory for a history of `tokens`. False, and nothing changed, if the pool has none left.

@@ -70,6 +70,9 @@ class Batching:
 
         requests: the running ones, longest unserved first; at least one.
         """
+        if len(requests) <= self._config.max_batch and all(map(_is_decoding, requests)):  # a fast path
+            self._turns.served([(request.session.owner, False) for request in requests])
+            return dict.fromkeys(requests, 1)
         turns = [_turn_of(request) for request in requests]
         prefills = [request for request, (_, is_prefilling) in zip(requests, turns, strict=True) if is_prefilling]
         decoders = len(requests) - len(prefills)
@@ -102,6 +105,8 @@ class Batching:
 
     def block(self, request: Request, tokens: int, draft: TokenIds | None = None) -> Block:
         """The next `tokens` tokens of the request that have no K/V yet, and `draft` behind them."""
+        if draft is None and request.last_ids is not None and _is_decoding(request):  # a fast path
+            return self._decoded(request, request.last_ids)
         is_last = tokens == request.pending_tokens
         is_scored = request.forced is not None
         wanted = tokens if request.has_recorded_forced else int(is_last and is_scored)
@@ -130,18 +135,18 @@ class Batching:
         which are 0 until they are known.
         """
         ids = np.zeros(len(requests), dtype=np.uint32)
-        blocks = [
-            Block(
-                kv=request.session.kv,
-                token_ids=ids[index : index + 1],
-                generated=_GENERATED,
-                sampler=request.sampler,
-                needs_logprob=request.params.logprobs,
-                needs_taps=self._speculation.has_taps and self._speculation.needs_taps(request),
-            )
-            for index, request in enumerate(requests)
-        ]
-        return blocks, ids
+        return [self._decoded(request, ids[index : index + 1]) for index, request in enumerate(requests)], ids
+
+    def _decoded(self, request: Request, token_ids: TokenIds) -> Block:
+        """Of the last token that was sampled, [1]."""
+        return Block(
+            kv=request.session.kv,
+            token_ids=token_ids,
+            generated=_GENERATED,
+            sampler=request.sampler,
+            needs_logprob=request.params.logprobs,
+            needs_taps=self._speculation.has_taps and self._speculation.needs_taps(request),
+        )
 
     def _tokens(self, request: Request, decoders: int) -> int:
         """Tokens that the request would contribute to a step in which `decoders` requests decode."""
@@ -228,6 +233,12 @@ def _is_timed(request: Request) -> bool:
     """Are its chunks sized by what steps take? A GPU has long steps at its best, or those it has recorded."""
     context = request.session.kv.context
     return context.most_tokens_at_once is None and context.device.type != "cuda"
+
+
+def _is_decoding(request: Request) -> bool:
+    """Has it one token without K/V, the last one that it sampled?"""
+    session = request.session
+    return request.last_ids is not None and session.kv.length + 1 == session.history.length
 
 
 def _turn_of(request: Request) -> Turn:

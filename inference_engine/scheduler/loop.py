@@ -7,6 +7,7 @@ ends that request only; a step's error ends the requests that were in it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -27,15 +28,15 @@ from inference_engine.errors import (
     SessionClosed,
 )
 from inference_engine.kv.plan import SpanFailed
-from inference_engine.metrics import EngineMetrics, StepTimer
+from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.batching import Batching
-from inference_engine.scheduler.commit import Settling
+from inference_engine.scheduler.commit import StepResults
 from inference_engine.scheduler.foresight import Foresight, Room
 from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
 from inference_engine.scheduler.policy import admit, may_join, places
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting, Speculation
-from inference_engine.scheduler.step_time import EndPace
+from inference_engine.scheduler.step_time import EndPace, StepTimer
 from inference_engine.scheduler.wakeups import Wakeups
 from inference_engine.session.copies import NoCopies, OpenCopies
 from inference_engine.session.journal import Journal
@@ -44,7 +45,8 @@ from inference_engine.types import Accepted, Failed
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING_SECONDS = 1.0
+_IDLE_SECONDS = 1.0  # between two rounds, if nothing asks for one
+_HOUSEKEEPING_SECONDS = 0.05
 _DRAFT_TOKENS = 16  # draft tokens that a session is granted memory for at most, if any is free
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
@@ -100,6 +102,7 @@ class Scheduler:
                 drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens, lap=timer.lap
             )
         self._journal = journal
+        self._keeps = journal.keeps
         self.wakeups = Wakeups(journal.say, journal.kick) if journal.keeps else Wakeups()
         self.copies = open_copies(self.nudge)
         self._endings = Endings(store, metrics, self._speculation, self._leave, self.copies)
@@ -113,7 +116,7 @@ class Scheduler:
             copies=self.copies,
         )
         self._batching = Batching(config, clock, self._speculation)
-        self._settling = Settling(store, metrics, clock, self._endings, self._speculation)
+        self._results = StepResults(store, metrics, clock, self._endings, self._speculation)
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._tasks: deque[Callable[[], None]] = deque()
@@ -137,6 +140,7 @@ class Scheduler:
         self._is_draining = False
         self._is_stopping = False
         self.beat_at = clock()  # when the loop last came round
+        self._tidied_at = -math.inf
         self.failed_steps = 0  # consecutive forwards that raised
         self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
 
@@ -281,22 +285,21 @@ class Scheduler:
                     self._wake.notify_all()
                     if self._is_stopping:
                         return
-                    self._wake.wait(timeout=_HOUSEKEEPING_SECONDS if is_clean else 0)
+                    self._wake.wait(timeout=_IDLE_SECONDS if is_clean else 0)
                     self._last_step = None
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
             if tasks:
                 self.wakeups.release()  # they may take a while
-            self.beat_at = self._clock()
+            self.beat_at = now = self._clock()
             try:
                 if self._flight is not None and self._has_to_land(waiting, has_tasks=tasks > 0):
                     self._land()
                     self.wakeups.release()  # no step is on the device, and what follows may take a while
-                is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
                 for _ in range(tasks):
                     self._run_task()
-                is_clean &= not self._store.expire()
-                is_clean &= not self.copies.work()
+                if not is_clean or not self._running or now - self._tidied_at >= _HOUSEKEEPING_SECONDS:
+                    is_clean, self._tidied_at = self._keep_house(), now
                 self._end_stopped()
                 if waiting:
                     self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
@@ -305,6 +308,14 @@ class Scheduler:
                 # A bug outside any request: nothing in flight can be trusted to continue.
                 self._flight = None
                 self._endings.fail_all(self.requests(), error)
+
+    def _keep_house(self) -> bool:
+        """What waits for a moment between two steps, a little of it. Is all of it done?"""
+        self._results.count_reported()
+        self._metrics.count_steps()
+        is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
+        is_clean &= not self._store.expire()
+        return is_clean & (not self.copies.work())
 
     def _run_task(self) -> None:
         """The oldest one. It counts as work until it is done, and waits for the next round if this one fails before."""
@@ -315,7 +326,7 @@ class Scheduler:
                 self._tasks.popleft()
 
     def _end_stopped(self) -> None:
-        for request in self.requests():
+        for request in (*self._queued, *self._running):
             if request.session.is_closed:
                 self._endings.end(request, Failed(SessionClosed()))
             elif request.stop is not None:
@@ -344,19 +355,23 @@ class Scheduler:
         if self._flight is not None:
             self._go_on(self._flight)
             return
-        if self._journal.is_behind():
+        if self._keeps and self._journal.is_behind():
             self.wakeups.release()  # of the step before, whose commit they ask for
             time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be sent
             self._last_step = None
             return
-        requests = [request for request in list(self._running) if self._is_secured(request)]
+        requests = [
+            request
+            for request in list(self._running)
+            if request.session.history.length <= request.secured_length or self._is_secured(request)
+        ]
         last, self._last_step = self._last_step, None
         if not requests:
             return
         step_began = self._timer.begin()
         chosen = self._batching.choose(requests)
         batch = list(chosen)
-        first = [request for request in batch if request.is_prefilling]
+        first = [request for request in batch if not request.generated]
         is_decoding = not first
         drafts: dict[Request, TokenIds] = {}
         if is_decoding:
@@ -379,8 +394,9 @@ class Scheduler:
         if isinstance(outcomes, InFlight):
             self._flight = Flight(batch, outcomes, began, None)
             return
-        seconds, tokens = self._clock() - began, sum(chosen.values()) + sum(map(len, drafts.values()))
         has_waited = self._verifier.waits(blocks)
+        self._timer.lap("sample")
+        seconds, tokens = self._clock() - began, sum(chosen.values()) + sum(map(len, drafts.values()))
         if self._note_step(batch, tokens, seconds, is_decoding=is_decoding, has_waited=has_waited):
             self._last_step = step_began, tokens
         turn = self._config.segment_tokens
@@ -409,8 +425,8 @@ class Scheduler:
         if is_known:
             took = self._batching.took if is_decoding else self._batching.took_with_prefill
             took(tokens, seconds)
-        self._metrics.step_tokens.observe(tokens)
-        self._metrics.step_sessions.observe(len(batch))
+        self._metrics.step_tokens.note(tokens)
+        self._metrics.step_sessions.note(len(batch))
         if is_decoding and is_known:
             self._speculation.took(len(batch), tokens, seconds)
         return is_known
@@ -422,16 +438,11 @@ class Scheduler:
         outcomes: Sequence[Outcome],
         *,
         first: Sequence[Request] = (),
-        ids: TokenIds | None = None,
+        is_committed: bool = False,
     ) -> None:
-        """first: those of the batch that had no token before this step. ids: of its samples, one each, if its entries
-        are committed already."""
+        """first: those of the batch that had no token before this step."""
         self.wakeups.hold()
-        if ids is None:
-            self._settling.settle_each(batch, blocks, outcomes)
-        else:
-            self._settling.settle_committed(batch, blocks, outcomes, ids)
-        self._settling.count_reported()
+        self._results.settle(batch, blocks, outcomes, is_committed=is_committed)
         if first:
             self._record_first_tokens(first)
         self._speculation.flush_if_many()
@@ -480,10 +491,13 @@ class Scheduler:
         The entries that this one wrote are committed first. An error leaves nothing staged behind them.
         """
         batch = flight.batch
-        if self._journal.is_behind():
+        if self._keeps and self._journal.is_behind():
             return None
-        # Room for the token that is being sampled, and for the one behind it.
-        if not all(map(_goes_on, batch)) or not self._store.have_room([request.session for request in batch], 2):
+        if not all(map(_goes_on, batch)):
+            return None
+        # Places for the token that is being sampled, and for the one behind it.
+        asking = [each.session for each in batch if each.session.history.length + 2 > each.session.granted_length]
+        if asking and not self._store.have_room(asking, 2):
             return None
         if not flight.step.commits_ahead:
             return None
@@ -517,7 +531,7 @@ class Scheduler:
         began = max(flight.began, self._landed_at)
         self._landed_at = now
         batch, blocks = flight.batch, flight.step.blocks
-        ids = all_ids = np.array([outcome.samples[0].token_id for outcome in outcomes], dtype=np.uint32)
+        ids = np.array([outcome.samples[0].token_id for outcome in outcomes], dtype=np.uint32)
         failures = flight.step.failures()
         for failed in failures:
             self._end_unrestored(batch[failed.index], failed)
@@ -530,17 +544,17 @@ class Scheduler:
                 if index not in broken and (flight.is_committed or block.kv.staged)
             ]
             batch, blocks = [batch[index] for index in alive], [blocks[index] for index in alive]
-            outcomes, ids = [outcomes[index] for index in alive], all_ids[alive]
+            outcomes = [outcomes[index] for index in alive]
         self._note_step(batch, len(flight.batch), now - began, is_decoding=True, has_waited=True)
         last, self._last_step = self._last_step, (began, len(flight.batch))
         self._move_back(
             [request for request in batch if request.state is RequestState.RUNNING],
             None if last is None else (last[1], began - last[0]),
         )
-        self._settle(batch, blocks, outcomes, ids=ids if flight.is_committed else None)
+        self._settle(batch, blocks, outcomes, is_committed=flight.is_committed)
         if following is not None:
             if following.ids is not None:
-                following.ids[:] = all_ids
+                following.ids[:] = ids
             self.wakeups.release()  # the device is at work
             if any(request.state is RequestState.RUNNING for request in following.batch):
                 self._flight = following
@@ -554,7 +568,8 @@ class Scheduler:
         self._fail_step([request for request in flight.batch if request.state is RequestState.RUNNING], error)
 
     def _is_secured(self, request: Request) -> bool:
-        """Is there a place for its next token, and memory for those before it? If not, it ends.
+        """Is there a place for its next token, and memory for those before it? If not, it ends. Both are granted for
+        many tokens at once, so that it need not be asked before each.
 
         Draft tokens after them get memory only if some is free: no K/V is dropped for them.
         """
@@ -565,22 +580,25 @@ class Scheduler:
             except QuotaExceeded as error:
                 self._endings.end(request, Failed(error))
                 return False
-        tokens, kv = len(session.history), session.kv
+        tokens, kv = session.history.length, session.kv
         draft_tokens = min(_DRAFT_TOKENS, self._speculation.most_draft_tokens(request))
-        if kv.covers(tokens + draft_tokens):
-            return True
-        if not (draft_tokens and kv.covers(tokens)):
-            try:
-                self._store.secure(session, tokens)
-            except RequestError as error:
-                self._endings.end(request, Failed(error))
-                return False
-        # After a refusal the next attempt is made when the next segment is granted, not at each step.
-        should_grow = (
-            draft_tokens > 0 and not kv.covers(tokens + draft_tokens) and request.refused_behind != kv.granted_tokens
-        )
-        if should_grow and not self._store.secure_if_free(session, tokens + draft_tokens):
-            request.refused_behind = kv.granted_tokens
+        if not kv.covers(tokens + draft_tokens):
+            if not (draft_tokens and kv.covers(tokens)):
+                try:
+                    self._store.secure(session, tokens)
+                except RequestError as error:
+                    self._endings.end(request, Failed(error))
+                    return False
+            # After a refusal the next attempt is made when the next segment is granted, not at each step.
+            should_grow = (
+                draft_tokens > 0
+                and not kv.covers(tokens + draft_tokens)
+                and request.refused_behind != kv.granted_tokens
+            )
+            if should_grow and not self._store.secure_if_free(session, tokens + draft_tokens):
+                request.refused_behind = kv.granted_tokens
+        if request.generated:
+            request.secured_length = min(kv.covered_tokens - draft_tokens, session.granted_length - 1)
         return True
 
     def _move_back(self, batch: list[Request], last: tuple[int, float] | None) -> None:
@@ -617,6 +635,7 @@ class Scheduler:
             self._changes += 1
 
     def _leave(self, request: Request) -> None:
+        self._results.count_reported()  # before its end is reported
         self.copies.rest(request.session)
         with self._lock:
             self._is_ending = True
@@ -632,12 +651,13 @@ class Scheduler:
 def _goes_on(request: Request) -> bool:
     """Will it decode another token after the one that is being sampled, unless that one ends it?"""
     session, kv = request.session, request.session.kv
+    length = session.history.length + 1
     return bool(
         kv.staged
         and not session.is_closed
         and request.stop is None
         and request.generated + 1 < request.params.max_tokens
-        and kv.covers(session.history.length + 1)
+        and (length <= request.secured_length or kv.covers(length))
     )
 
 

@@ -102,6 +102,8 @@ class Request:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     is_degraded: bool = False  # the drafter failed and is not used again
+    last_ids: TokenIds | None = None  # [1], the last token that it generated
+    secured_length: float = 0  # up to this length its history has places, and its entries memory, for one token more
     refused_behind: int | None = None  # tokens granted when memory for draft tokens after them was last refused
     trace: GenerateTrace = OFF
     about: Mapping[str, str] = field(default_factory=dict)  # fields of its log lines

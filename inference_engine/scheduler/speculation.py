@@ -149,7 +149,7 @@ class Drafting(Speculation):
     ) -> None:
         """draft_tokens: the fixed length of every draft; 0: the length that pays most.
 
-        lap: called before and after the drafter's parts of a step; see `metrics.StepTimer`.
+        lap: called before and after the drafter's parts of a step; see `StepTimer`.
         """
         self._drafter = drafter
         self.has_taps = bool(drafter.tap_layers)

@@ -1,10 +1,13 @@
-"""Measured durations: of a step by its tokens, of one with a chunk of prefill, of the wait for a free place."""
+"""Measured durations: of a step's parts, of a step by its tokens, of one with prefill, of the wait for a place."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from inference_engine.metrics import STEP_PARTS, EngineMetrics
 
 _MEMORY = 0.98  # decay: the weight of a step when the next one was measured
 _FEW_STEPS = 4.0
@@ -15,6 +18,41 @@ CHUNK_SECONDS = 0.5
 # But where steps without tokens take long, most of the time of a step is its tokens'.
 _TIMES_EMPTY = 4.0
 _FIRST_CHUNK_TOKENS = 64
+
+
+class StepTimer:
+    """Splits the time of a step into disjoint parts. Engine's thread.
+
+    On a CUDA device the host continues while the model runs: `forward` is then the time of the launches, and `sample`
+    includes the rest.
+    """
+
+    def __init__(self, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
+        self._seconds = metrics.step_seconds
+        self._seconds_of = metrics.seconds_of_part
+        self._clock = clock
+        self._at = 0.0
+        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
+
+    def begin(self) -> float:
+        """Begin a step; one that did not end is discarded. Returns the time."""
+        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
+        self._at = self._clock()
+        return self._at
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last call as `part`, one of STEP_PARTS."""
+        now = self._clock()
+        self._parts[part] += now - self._at
+        self._at = now
+
+    def end(self, part: str) -> None:
+        """As `lap`, at the end of the step, which is noted in the metrics."""
+        parts = self._parts
+        parts[part] += self._clock() - self._at
+        self._seconds.note(sum(parts.values()))
+        for name, seconds in parts.items():
+            self._seconds_of[name].note(seconds)
 
 
 @dataclass(slots=True)

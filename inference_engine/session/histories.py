@@ -3,10 +3,15 @@
 Tokens that forks share count once, in memory; in the journal those of each fork count. Tokens of an ended session that
 a reader has not read yet count until it has, and ids of an append that is under way count from its arrival on. Called
 with the store's lock held.
+
+A Generate is granted places for many tokens at once, and asks again when they are used up. Granted places are not
+taken: all of an owner's grants end when another of its calls adds tokens, and none is made while its quota has fewer
+places left than a grant.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from weakref import WeakValueDictionary
 
@@ -17,6 +22,7 @@ from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 
 _ID_BYTES = 4
+_GRANTED_TOKENS = 64
 
 
 class Histories:
@@ -28,6 +34,7 @@ class Histories:
         self.leaves = Leaves()  # `tidy` frees those of histories that ended
         self._holdings: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # of histories, by owner
         self._carried: Counter[str] = Counter()  # token ids of appends that are under way, by owner
+        self._granted: dict[str, set[Session]] = {}  # sessions with places that are granted, by owner
 
     def begin(self, owner: str) -> History:
         """An empty one."""
@@ -55,35 +62,41 @@ class Histories:
 
     # -- what may be added ------------------------------------------------------------------------------------------
 
-    def room(self, session: Session) -> int | None:
-        """How many more tokens the history may take; None: any number."""
-        most, longest = self._limits.history_tokens_per_owner, session.longest
-        room = None if longest is None else max(0, longest - len(session.history))
+    def room(self, session: Session, wanted: int) -> int:
+        """How many of `wanted` more tokens the history may take. Grants more places, if there are many."""
+        length = session.history.length
+        if length + wanted <= session.granted_length:
+            return wanted
+        longest = sys.maxsize if session.longest is None else session.longest
+        room = min(wanted, max(0, longest - length))
+        left = self._left(session)
+        if left is None:
+            session.granted_length = longest
+            return room
+        granted = self._granted.setdefault(session.owner, set())
+        unused = sum(max(0, each.granted_length - each.history.length) for each in granted)
+        if left - unused >= max(room, _GRANTED_TOKENS):
+            granted.add(session)
+            session.granted_length = min(longest, length + _GRANTED_TOKENS)
+        else:
+            self.end_grants(session.owner)
+        return max(0, min(room, left))
+
+    def end_grants(self, owner: str) -> None:
+        """The owner's Generates have to ask again before their next tokens."""
+        for session in self._granted.pop(owner, ()):
+            session.granted_length = 0
+
+    def _left(self, session: Session) -> int | None:
+        """Tokens that its owner's quotas leave; None: any number."""
+        left, most = sys.maxsize, self._limits.history_tokens_per_owner
         if most:
             self.leaves.recount()
-            of_owner = max(0, most - session.history.holdings.tokens)
-            room = of_owner if room is None else min(room, of_owner)
-        if (kept := self._kept_room(session)) is not None:
-            room = kept if room is None else min(room, kept)
-        return room
-
-    def has_room(self, session: Session, tokens: int) -> bool:
-        """May the history take so many more tokens?"""
-        history, longest, most = session.history, session.longest, self._limits.history_tokens_per_owner
-        if longest is not None and history.length + tokens > longest:
-            return False
-        if (kept := self._kept_room(session)) is not None and tokens > kept:
-            return False
-        if not most or history.holdings.tokens + tokens <= most:
-            return True
-        self.leaves.recount()
-        return history.holdings.tokens + tokens <= most
-
-    def _kept_room(self, session: Session) -> int | None:
-        most = self._limits.kept_tokens_per_owner
-        if not most or session.is_transient or not self._journal.keeps:
-            return None
-        return max(0, most - self._journal.kept_by(session.owner).tokens)
+            left = most - session.history.holdings.tokens
+        kept = self._limits.kept_tokens_per_owner
+        if kept and not session.is_transient and self._journal.keeps:
+            left = min(left, kept - self._journal.kept_by(session.owner).tokens)
+        return None if left == sys.maxsize else left
 
     def check(self, session: Session, adding: int) -> None:
         """Raise QuotaExceeded if `adding` more tokens are more than the session's owner may have.
@@ -96,6 +109,7 @@ class Histories:
 
     def check_owner(self, session: Session, adding: int) -> None:
         """The same, of what is in memory."""
+        self.end_grants(session.owner)
         self.leaves.recount()
         most, held = self._limits.history_tokens_per_owner, session.history.holdings.tokens
         if most and held + adding > most:

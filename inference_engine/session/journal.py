@@ -332,7 +332,8 @@ class MemoryJournal:
     ) -> None:
         with self._lock:
             history = self._sessions[session_id][1]
-            assert position == len(history), f"a record for position {position} follows one that ends at {len(history)}"
+            end = history.length
+            assert position == end, f"a record for position {position} follows one that ends at {end}"
             history.extend(token_ids, mark)
 
     def take_back(self, session_id: str, length: int) -> None:

@@ -73,6 +73,7 @@ class Session:
     journal: Journal
     saved: Saved  # how much of the history may be sent
     history: History = field(default_factory=History)
+    granted_length: int = 0  # to which a Generate may extend the history without asking: see `Histories.room`
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
     readers: set[Unread] = field(default_factory=set)  # of tokens of its Generates
@@ -165,14 +166,24 @@ class Session:
         self.live_kinds, self._published = {}, None
         self.cached_tokens = self.kv.length  # the shared prefix, which other sessions hold
 
+    def commit(self, length: int) -> None:
+        """Engine's thread: keep staged entries below `length`, and publish what other threads may read.
+
+        Raises InvariantViolated, and what `SessionKV.commit` raises.
+        """
+        self.kv.commit(length)
+        self._publish(self.kv.footprint())
+
     def refresh_facts(self) -> None:
-        """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""
+        """Engine's thread: publish what other threads may read of the entries. Raises InvariantViolated."""
+        self._publish(self.kv.footprint())
+
+    def _publish(self, footprint: Footprint) -> None:
         length, recorded = self.kv.length, self.history.length
         if length > recorded:
             raise InvariantViolated("INV1", f"{length} positions are cached of {recorded} recorded")
         if length < self.cached_tokens:
             raise InvariantViolated("INV2", f"the cache went back from {self.cached_tokens} to {length} positions")
-        footprint = self.kv.footprint()
         if footprint is not self._published:
             self._published = footprint
             self.live_bytes, self.tier_live_bytes = sum(footprint.by_kind.values()), footprint.tier_bytes

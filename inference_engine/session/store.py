@@ -320,15 +320,13 @@ class SessionStore:
     def have_room(self, sessions: Iterable[Session], tokens: int) -> bool:
         """May each history take so many more tokens?"""
         with self._lock:
-            for session in sessions:
-                if not self.histories.has_room(session, tokens):
-                    return False
-        return True
+            return all(self.histories.room(session, tokens) == tokens for session in sessions)
 
     def refuse_without_place(self, session: Session) -> None:
         """Raise QuotaExceeded if the owner's histories may not take one more token."""
         with self._lock:
-            self.histories.check(session, 1)
+            if not self.histories.room(session, 1):
+                self.histories.check(session, 1)
 
     def unpin(self, *sessions: Session) -> None:
         """Release the pins that `fork` set."""
@@ -374,8 +372,10 @@ class SessionStore:
     def free(self, session: Session) -> None:
         """The operation ended. Calls those waiting for the session, and finishes a close that came meanwhile."""
         with self._lock:
-            if session.operation is Operation.GENERATE and session.journal.keeps:
-                session.journal.rest(session.session_id)
+            if session.operation is Operation.GENERATE:
+                session.granted_length = 0
+                if session.journal.keeps:
+                    session.journal.rest(session.session_id)
             session.operation = None
             waiters, session.waiters = session.waiters, []
             self._release_if_over(session)
@@ -454,6 +454,7 @@ class SessionStore:
         Those alone leave that the journal keeps, and none for tokens that would be refused even then. Raises
         QuotaExceeded.
         """
+        self.histories.end_grants(owner)
         most, held = self._limits.history_tokens_per_owner, self.histories.tokens_of(owner)
         if not most or held + tokens <= most:
             return
@@ -555,6 +556,7 @@ class SessionStore:
 
     def _release_if_over(self, session: Session) -> None:
         if session.is_closed and session.operation is None:
+            self.histories.end_grants(session.owner)  # its readers may keep what forks still hold
             session.end_history()
             if not session.pins:
                 session.kv.release()

@@ -16,7 +16,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import MOST_PER_SESSION
-from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
+from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason, TokenCommitted
 from tests.facade import no_memory_for_histories, remembered_appends, session_of, store_of
 from tests.further import further
 from tests.laws.variants import drain, text, tokens
@@ -185,6 +185,24 @@ def test_many_generates_of_an_owner_never_pass_the_quota_together() -> None:
         assert all(isinstance(received(generation)[1], QuotaExceeded) for generation in running)
         assert engine.history_tokens_of("") == 301
         assert sum(engine.session_info(session).history_length for session in sessions) == 301
+
+
+def test_an_append_has_the_places_that_a_generate_was_granted_and_has_not_used() -> None:
+    with scripted_engine(history_tokens_per_owner=200) as engine:
+        other, session = opened(engine, 40), opened(engine, 40)
+        granted, left = list[int](), list[int]()
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, TokenCommitted) and event.position == 45:
+                granted.append(session_of(engine, session).granted_length)
+                left.append(200 - engine.history_tokens_of(""))
+                engine.append(other, text(left[0]))
+
+        running = engine.generate(session, GenerateParams(max_tokens=60), listener=on_event)
+        generated, error = received(running)
+        assert isinstance(error, QuotaExceeded)
+        assert granted[0] > 46, "the Generate had places for later tokens"
+        assert (len(generated), engine.history_tokens_of("")) == (6, 200)
 
 
 def test_a_session_that_fails_or_is_evicted_gives_its_tokens_back() -> None:

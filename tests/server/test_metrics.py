@@ -33,8 +33,8 @@ from inference_engine.metrics import (
     STEP_PARTS,
     Distribution,
     EngineMetrics,
-    StepTimer,
 )
+from inference_engine.scheduler.step_time import StepTimer
 from inference_engine.server.service import SERVICE_NAME
 from inference_engine.server.status import CODES
 from inference_engine.server.unauthenticated import FIRST_BYTES

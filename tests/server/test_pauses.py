@@ -107,7 +107,7 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
             "pending": lambda _: (session.pending_ids(512), session.pending_generated(512)),
             "report": lambda _: history.ids(end - 256, end).tolist(),
             "penalty": lambda _: history.seen(engine.info().facts.vocab_size),
-            "room": lambda _: store_of(engine).histories.room(session),
+            "room": lambda _: store_of(engine).histories.room(session, 1),
         }
         for name, step in steps.items():
             for _ in range(TRIES):

@@ -13,7 +13,7 @@ are read. Everything is computed in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -56,6 +56,8 @@ KV_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVTyp
 
 class NativeForward:
     """Implements Forward."""
+
+    inference_mode = nullcontext  # nothing has gradients, and to enter torch's takes as long as a plan
 
     def __init__(self, described: Described, facts: ModelFacts, program: Program) -> None:
         self.described = described
@@ -113,9 +115,6 @@ class NativeForward:
     @property
     def drafts_with_networks(self) -> bool:
         return False
-
-    def inference_mode(self) -> AbstractContextManager[object]:
-        return nullcontext()  # nothing has gradients, and to enter torch's takes as long as a plan
 
     @property
     def records_graphs(self) -> bool:
