@@ -46,7 +46,7 @@ endif
 # What each of several steps at once says stays together, where this make can do that.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-gpu-ops bench-gpu-latent bench-gpu-listed bench-gpu-products bench-hibernation bench-journal bench-load evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs bench-kept-sessions bench-gpu-weights
+.PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
 
@@ -152,33 +152,9 @@ docs: $(DEVELOPED) ## the documentation as a site, in site/; needs no network, a
 	@$(MKDOCS) site $(OR_SHOW)
 	@echo 'open site/index.html'
 
-bench: developed ## measure decode, prefill and the server's overhead; records in results/
-	@$(BIN)/python scripts/bench_decode.py $(ARGS)
-	@$(BIN)/python scripts/bench_server.py $(ARGS)
-
-bench-cpu: developed ## decode, append and prefill beside llama.cpp, which is compiled once, in build/; record and plots
+bench: developed ## ARGS="cpu", "decode", "server", …: how fast it is, beside something else; a record in results/
 	@$(BIN)/kakeya models fetch smollm2-135m
-	@$(BIN)/python scripts/bench_cpu.py $(ARGS)
-
-bench-gpu: ## steps and prefills of real shapes on a GPU beside transformers' compiled step; record in results/
-bench-gpu-latent: ## prefill through a latent, waking and decoding on a GPU, beside plain torch; record in results/
-bench-gpu-listed: ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
-bench-gpu-ops: ## attention, exact Top-K and MAC on a GPU beside the best kernels installed; record in results/
-bench-gpu-products: ## products of few tokens by the chosen tiles, others and torch, on a GPU; record in results/
-bench-gpu-weights: ## decode steps with weights in bfloat16, fp8 and int4, on a GPU; record in results/
-bench-journal: ## what it costs that sessions outlive the process, with each durability; record in results/
-bench-load: ## many streams at once, and up to ten times too much load; record and plots in results/
-bench-gpu: PROGRAM := bench_gpu_steps
-bench-gpu-latent: PROGRAM := bench_latent_gpu
-bench-gpu-listed: PROGRAM := bench_gpu
-bench-gpu bench-gpu-latent bench-gpu-listed bench-gpu-ops bench-gpu-products bench-gpu-weights bench-journal bench-load: developed
-	@$(BIN)/python -m scripts.$(or $(PROGRAM),$(subst -,_,$@)) $(ARGS)
-
-bench-hibernation: ## a session's first token after a restart, from a file and by a prefill; record in results/
-bench-kept-sessions: ## more sessions than a server has room for, each kept in turn; record in results/
-bench-hibernation bench-kept-sessions: developed
-	@$(BIN)/kakeya models fetch smollm2-135m
-	@$(BIN)/python scripts/$(subst -,_,$@).py $(ARGS)
+	@$(BIN)/kakeya bench $(ARGS)
 
 evaluate: developed ## greedy output against transformers; what each strategy forgets, on the CPU; the index of records
 	@$(BIN)/kakeya models fetch smollm2-135m
@@ -193,11 +169,11 @@ evaluate: developed ## greedy output against transformers; what each strategy fo
 soak: developed ## hours of turns, interleavings, cancels and random bytes (SOAK=…); one session for TURNS=200 turns
 	@$(if $(findstring --guided-seconds,$(SOAK)),$(PIP) atheris==3.0.0 >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; })
 	@$(BIN)/python scripts/soak.py $(SOAK)
-	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
+	@$(BIN)/kakeya bench long-session --turns $(TURNS) $(ARGS)
 
 soak-long: developed ## conversation after conversation for SECONDS=14400, each until its session is full; record in results/
 	@$(BIN)/kakeya models fetch smollm2-135m
-	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --seconds $(SECONDS) --name long_session_select \
+	@$(BIN)/kakeya bench long-session --seconds $(SECONDS) --name long_session_select \
 	    --strategy restored:source=latent,mode=select,sink=16,window=256,budget=912 --pair-every 20 $(ARGS)
 
 soak-kill soak-power soak-faults: $(DEVELOPED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/

@@ -21,11 +21,11 @@ LABORATORY = (
 )
 # Likewise of programs that measure and make records.
 BENCHMARKS = (
-    "tests/load/test_bench_cpu.py",
-    "tests/load/test_bench_gpu.py",
-    "tests/load/test_bench_hibernation.py",
-    "tests/load/test_bench_journal.py",
-    "tests/load/test_bench_kept_sessions.py",
+    "tests/laboratory/bench/test_cpu.py",
+    "tests/laboratory/bench/test_gpu_benches.py",
+    "tests/laboratory/bench/test_hibernation_bench.py",
+    "tests/laboratory/bench/test_journal_bench.py",
+    "tests/laboratory/bench/test_kept_sessions_bench.py",
     "tests/mlx/test_measures.py",
 )
 # Of the HTTP door, `make test-http` runs all; `make test` has what a completion is.

@@ -16,10 +16,8 @@ import importlib
 import importlib.util
 import logging
 import shlex
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
     experiment = EXPERIMENTS[args.experiment]
     _check_name(args.name)
 
+    from laboratory.evaluation.interrupts import ended_as_interrupted
     from laboratory.evaluation.record import RESULTS, running_commit, write_record
 
     results = writable(args.results or RESULTS, "--results")
@@ -203,23 +202,6 @@ def _opened(args: argparse.Namespace, model: ModelConfig, engine: EngineConfig) 
         components=find_components(model),
         components_identity=components_identity(model),
     )
-
-
-@contextmanager
-def ended_as_interrupted() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP are a KeyboardInterrupt: a job that is out of time may keep what it has."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in caught:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in caught.items():
-            signal.signal(number, handler)
 
 
 def run_report(args: argparse.Namespace) -> int:

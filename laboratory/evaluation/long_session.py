@@ -1,6 +1,6 @@
 """Long sessions: does a turn cost at the end what it cost at the beginning, in time and in bytes?
 
-Samples in, values of a record out. The driver of the session (scripts/bench_agentic) takes the samples.
+Samples in, values of a record out. `laboratory/bench/long_session.py` takes the samples.
 
 Turns are compared twice: the last tenth with the first, and some turns with the same turn on a fresh session that holds
 as much. The second comparison is the fair one: what the machine does meanwhile happens to both halves of a pair.

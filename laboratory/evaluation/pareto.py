@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="RECORD", help=words)
     parser.add_argument(
-        "--error", type=Path, metavar="RECORD", help="the record of scripts/bench_codecs.py on the same model"
+        "--error", type=Path, metavar="RECORD", help="the record of `kakeya bench codecs` on the same model"
     )
 
 

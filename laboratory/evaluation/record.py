@@ -62,10 +62,7 @@ def command_line(*, without: Sequence[str] = ()) -> str:
     """The command that is running, as typed from the root of the repository. without: options that are not shown."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None and module.name.startswith("scripts."):  # those that import others run by that name alone
-        name = f"-m {module.name}"
-    return shlex.join(("python", *name.split(), *shown(sys.argv[1:], without=without)))
+    return shlex.join(("python", name, *shown(sys.argv[1:], without=without)))
 
 
 def shown(typed: Sequence[str], *, without: Sequence[str] = (), without_absolute: Sequence[str] = ()) -> list[str]:

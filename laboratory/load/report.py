@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -12,7 +11,6 @@ from rich.table import Table
 
 from laboratory.evaluation import record
 from laboratory.load.phases import Played
-from laboratory.load.samples import percentile
 
 _SHOWN = (
     ("first_token_asked", "first token, from the call"),
@@ -82,31 +80,6 @@ def shown(played: Sequence[Played]) -> Table:
     table.add_row("refused", *(_counts(samples.refused) for _, samples, _ in each))
     table.add_row("failed", *(_counts(samples.failed) for _, samples, _ in each))
     return table
-
-
-def draw(folder: Path, played: Sequence[Played], title: str) -> None:
-    """Latencies by percentile under each load, and goodput by second."""
-    percents = [1, 5, *range(10, 100, 5), 99]
-    for kind, name in _SHOWN[:4]:
-        lines = {
-            f"{phase.load:g}×": (percents, [1e3 * percentile(getattr(phase.samples, kind), at) for at in percents])
-            for phase in played
-            if getattr(phase.samples, kind)
-        }
-        if lines:
-            record.plot_lines(
-                folder / f"{kind}.png", title=f"{title}: {name}", x_label="percentile", y_label="ms", lines=lines
-            )
-    record.plot_lines(
-        folder / "goodput.png",
-        title=f"{title}: tokens of finished turns",
-        x_label="second",
-        y_label="tokens/s",
-        lines={
-            f"{phase.load:g}×": (list(range(int(phase.seconds))), phase.samples.goodput(phase.seconds))
-            for phase in played
-        },
-    )
 
 
 def _span(percents: Mapping[str, float] | None) -> str:

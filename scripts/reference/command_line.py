@@ -16,8 +16,16 @@ INTRODUCTION = """
 """
 
 
+# Benchmarks are for developers, but for the one of a server under load.
+BENCH, SERVE = "kakeya bench ", "kakeya bench serve"
+
+
 def render() -> str:
-    parts = (part for words, one in commands() for part in _command(words, one))
+    every = dict(commands())
+    benches = [words for words in every if words.startswith(BENCH) and words != SERVE]
+    parts = [part for words, one in every.items() if words not in benches for part in _command(words, one)]
+    rows = [(code(words), every[words].description or "") for words in benches]
+    parts += [f"## {BENCH.strip()}", "Each measures, and `--help` lists its options.", table(("command", "says"), rows)]
     return page("Command line", "the command's own parsers", INTRODUCTION, *parts)
 
 

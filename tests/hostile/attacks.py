@@ -1,7 +1,7 @@
 """Attacks on a server's gRPC port, by a client without a key and by an owner.
 
 Each is bounded by a time, and goes on when it is cut off. `ATTACKS` has them by name; tests run them beside a victim,
-`scripts/bench_hostile.py` measures what the victim notices.
+`kakeya bench hostile` measures what the victim notices.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
-from laboratory.commands.scripted_server import scripted_child
+from laboratory.load.scripted_server import scripted_child
 from tests.hostile.attacks import ATTACKS, KEY
 
 VICTIM = "victim-" + "v" * 32

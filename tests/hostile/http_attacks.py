@@ -1,7 +1,7 @@
 """Attacks on a server's HTTP port, by a client without a key.
 
 Each goes on for a time on one connection after another, several of them at once, as a server closes those that it
-refuses too often. `ATTACKS` has them by name; `scripts/bench_hostile.py` measures what a victim notices.
+refuses too often. `ATTACKS` has them by name; `kakeya bench hostile` measures what a victim notices.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from inference_engine.server import incoming
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
-from laboratory.commands.scripted_server import scripted_child
+from laboratory.load.scripted_server import scripted_child
 from tests.further import further_test
 from tests.hostile.attacks import INFO, KEY, METADATA, OWN_KEY, WITH_KEY
 from tests.hostile.conftest import VICTIM, Attacked, attack, bearer

@@ -20,7 +20,7 @@ from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
-from laboratory.commands.scripted_server import scripted_child
+from laboratory.load.scripted_server import scripted_child
 from tests.further import further
 from tests.hostile import attacks
 from tests.hostile.attacks import CHECK, INFO, KEY, WITHOUT_KEY

@@ -1,6 +1,6 @@
 """How much of a matrix a program of `products.py` reads at once, and in how many parts a sum is made (split-K).
 
-The tiles were measured on an H200 with the matrices of real models; `make bench-gpu-products` measures whether others
+The tiles were measured on an H200 with the matrices of real models; `kakeya bench gpu-products` measures whether others
 are faster. What decides how a sum is made follows from the shape of the matrix and its format, and from whether there
 is one token or, in fewer bits, up to 32.
 

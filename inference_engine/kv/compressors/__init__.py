@@ -4,7 +4,7 @@
     int8  int4  int8g32          equal steps between the extremes of a head, or of each 32 elements of it
     lloyd3  lloyd4  lloyd6       steps for Gaussian numbers after a Hadamard rotation, the scale fitted
 
-What each costs and loses on real keys and values is in the records of `scripts/bench_codecs.py`.
+What each costs and loses on real keys and values is in the records of `kakeya bench codecs`.
 """
 
 from __future__ import annotations

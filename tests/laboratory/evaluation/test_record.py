@@ -12,7 +12,7 @@ from laboratory.evaluation import record
 
 def payload(**changes: Any) -> dict[str, Any]:
     return {
-        "command": "python scripts/bench_anything.py --rounds 3",
+        "command": "kakeya bench anything --rounds 3",
         "config": {"rounds": 3},
         "seeds": [1, 2],
         "values": {"latency": record.summarize([1.0, 2.0, 4.0], "ms"), "tokens": record.exact(7, "tokens")},

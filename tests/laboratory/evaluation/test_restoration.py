@@ -15,8 +15,8 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
-from laboratory.commands.evaluate import ended_as_interrupted
 from laboratory.evaluation import fidelity
+from laboratory.evaluation.interrupts import ended_as_interrupted
 from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
 from laboratory.evaluation.restoration import (
