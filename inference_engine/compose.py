@@ -267,8 +267,8 @@ def executor(config: ModelConfig) -> tuple[str, str]:
 
 def _unfit(found: FoundModel, stored: Path) -> str:
     """Why the tensors are not those of the configuration; "" if they are. Of families with a list of operations."""
-    from inference_engine.backends.native.describing import parameter_shapes
     from inference_engine.backends.native.loading import check_fits
+    from inference_engine.backends.read_model_spec import parameter_shapes
     from inference_engine.models import read_config
     from inference_engine.models.open_checkpoint import open_checkpoint
 

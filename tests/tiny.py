@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from inference_engine.backends.base import Forward, Step
-from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
@@ -96,8 +96,8 @@ def tiny_forward_on(
         device=device,
         dtype="float32",
     )
-    listed = ListedStep(seam, ops.open_fused()) if is_listed else None
-    listed = ListedStep(seam, ops.open_invariant()) if is_invariant else listed
+    listed = OpListExecutor(seam, ops.open_fused()) if is_listed else None
+    listed = OpListExecutor(seam, ops.open_invariant()) if is_invariant else listed
     return TorchForward(seam, facts, torch.device(device), ops=ops, records_graphs=records_graphs, listed=listed)
 
 

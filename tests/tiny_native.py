@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from inference_engine.backends.base import Forward
-from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.native.trial import LoadedTensors
+from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.engine import Engine
 from inference_engine.models.families import step_list
 from inference_engine.models.seam import ATTENTION, Seam
@@ -50,12 +50,12 @@ def tiny_native(
     if enlarged:
         model.get_submodule(f"model.layers.2.self_attn.{enlarged}").weight.data[0] *= 1e6
     checkpoint = LoadedTensors(model.state_dict())
-    described = describe_seam(Seam(model))
+    spec = spec_of_seam(Seam(model))
     program = Program(
         library(),
-        step_list(described.config, described.layers, checkpoint.names()),
+        step_list(spec.config, spec.layers, checkpoint.names()),
         checkpoint,
-        described.rotary_tables(),
+        spec.rotaries,
         trained_positions=TRAINED_POSITIONS,
         identity=identity,
         weights=weights,
@@ -72,7 +72,7 @@ def tiny_native(
         backend="native",
         numerics=f"{'exact' if identity is Identity.EXACT else 'int8'}, {kv_type.name.lower()} K/V",
     )
-    forward = NativeForward(described, facts, program)
+    forward = NativeForward(spec, facts, program)
     if not attends_together:
         forward._ops = replace(forward._ops, attends_together=False)
     return forward

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.recording import GraphMemory, Recording, Recordings, padded
 from inference_engine.errors import BackendError
 from inference_engine.kernels.components import ChosenBy, TokenChoice
@@ -71,7 +71,7 @@ class StepGraphs:
         *,
         tap_layers: tuple[int, ...] = (),
         memory: GraphMemory,
-        listed: ListedStep | None = None,
+        listed: OpListExecutor | None = None,
         ends: StepEnds = PLAIN_ENDS,
     ) -> None:
         """Records all steps except those that read selected blocks or tokens, so that no request waits for a recording
@@ -209,7 +209,7 @@ def _logits(size: int) -> int:
 
 def _forward(
     seam: Seam,
-    listed: ListedStep | None,
+    listed: OpListExecutor | None,
     ids: Tensor,
     positions: Tensor,
     kept: Tensor,

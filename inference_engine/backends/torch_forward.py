@@ -15,7 +15,7 @@ from torch import Tensor
 from inference_engine.backends.base import Borrower, Result, Step, T
 from inference_engine.backends.device_indexes import DeviceIndexes, can_index
 from inference_engine.backends.graphs import SIZES, StepGraphs
-from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.pinned import Landing
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recorded_compute import RecordedCompute
@@ -65,7 +65,7 @@ class TorchForward:
         *,
         ops: DeviceOps = REFERENCE,
         records_graphs: bool = False,
-        listed: ListedStep | None = None,
+        listed: OpListExecutor | None = None,
     ) -> None:
         """ops: operations of the device. records_graphs: record steps with one attention call for all sessions.
 

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.graphs import should_record_graphs
-from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
@@ -137,7 +137,7 @@ def _numerics(loaded: LoadedModel, products: str) -> str:
 
 def _listed(
     admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device, *, is_invariant: bool
-) -> tuple[ListedStep | None, str]:
+) -> tuple[OpListExecutor | None, str]:
     """What runs the steps; or None where torch's modules do, and why. The log says it, too."""
     if not ops.attends_together:
         return None, f"on {device}, sessions are attended to one by one"
@@ -146,7 +146,7 @@ def _listed(
         kind, full = type(seam.model), seam.model.config
         difference = try_listed(kind, full, admitted.traits, ops=ops, device=device, is_invariant=is_invariant)
         logger.debug("a twin's logits differ by %.3g from transformers'", difference)
-        listed = ListedStep(seam, ops.open_invariant() if is_invariant else ops.open_fused())
+        listed = OpListExecutor(seam, ops.open_invariant() if is_invariant else ops.open_fused())
         listed.check()
     except NoStepListError as reason:
         logger.info("torch's modules run all steps: %s", reason)
@@ -180,7 +180,7 @@ def try_listed(
         twin = Twin(kind, config, traits, TwinSizes())
     twin.seam.model.to(device)
     facts = replace(twin.forward.facts, device=str(device))
-    listed = ListedStep(twin.seam, ops.open_invariant() if is_invariant else ops.open_fused())
+    listed = OpListExecutor(twin.seam, ops.open_invariant() if is_invariant else ops.open_fused())
     twin.forward = TorchForward(twin.seam, facts, device, ops=ops, listed=listed)
     difference = max(twin.difference_of_chunks(tokens=1, is_alone=True), twin.difference_of_chunks())
     if not difference <= TOLERANCE:

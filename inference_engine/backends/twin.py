@@ -265,6 +265,10 @@ def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * _NOISE)
+        kept = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.is_floating_point():  # the bias of a router
+                buffer.add_(torch.randn_like(buffer) * _NOISE)
     return model.eval()
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix
+from inference_engine.kernels.routing import Router
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -51,10 +52,13 @@ class Turn:
     sin: Tensor
     rows: Tensor | None = None
 
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of each token, [N, D / 2]."""
+        return (self.cos, self.sin) if self.rows is None else (self.cos[self.rows], self.sin[self.rows])
+
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each token, float32 [N, D]."""
-        own = (self.cos, self.sin) if self.rows is None else (self.cos[self.rows], self.sin[self.rows])
-        cos, sin = (part.float().repeat(1, 2) for part in own)
+        """The same, float32 [N, D]."""
+        cos, sin = (part.float().repeat(1, 2) for part in self.halves())
         return cos, sin
 
 
@@ -107,15 +111,19 @@ class ExpertMatrices:
     """Of E experts with I inner numbers over K inputs: router [E, K], gates [E, 2 I, K], downs [E, K, I].
 
     gates: of each expert the matrix whose products are activated, and below it the one that they are multiplied with.
-    chosen: how many experts a token has. sums_to_one: are their weights divided by the sum of these?
+    routing: how a token's experts are chosen. bias: [E], of `routing`.
     """
 
     router: Tensor
     gates: Tensor
     downs: Tensor
-    chosen: int
-    sums_to_one: bool
+    routing: Router
     activation: str
+    bias: Tensor | None = None
+
+    @property
+    def chosen(self) -> int:
+        return self.routing.chosen
 
 
 class MixExperts(Protocol):
@@ -124,8 +132,8 @@ class MixExperts(Protocol):
     ) -> Tensor:
         """The mixture of experts for states [N, K], as many.
 
-        norm: applied to states first. residual: [N, K], added at the end. A token's experts are those with the largest
-        products with the router, rounded to the dtype of the states; of equal ones the first.
+        norm: applied to states first. residual: [N, K], added at the end. A token's experts are chosen by its products
+        with the router, rounded to the dtype of the states.
         """
 
 
@@ -190,14 +198,8 @@ def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Te
 
 
 def choose_experts(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
-    """The experts of each token, int64, and their weights, float32, [N, chosen] each. products: [N, E], the router's.
-
-    Of a token with a product that is not a number no weight is one.
-    """
-    wide = products.float()
-    ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, : experts.chosen]
-    weights = wide.softmax(dim=-1).gather(1, ids)
-    return ids, weights / weights.sum(dim=-1, keepdim=True) if experts.sums_to_one else weights
+    """As `Router.choose`. products: [N, E], the router's."""
+    return experts.routing.choose(products, experts.bias)
 
 
 def mix_experts(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from inference_engine.kernels.routing import Router
 from inference_engine.kv.geometry import LayerGeometry
 
 if TYPE_CHECKING:  # lists are written and read without torch
@@ -38,6 +39,11 @@ class Operation:
     def reads(self) -> tuple[str, ...]:
         """The registers that it reads, without one that it adds to."""
         return tuple(getattr(self, name) for name in ("input", "router", "gate", "register") if hasattr(self, name))
+
+    @property
+    def writes(self) -> str | None:
+        """The register that it replaces or adds to, or leaves as it is; None: the logits."""
+        return next((getattr(self, name) for name in ("output", "register", "input") if hasattr(self, name)), None)
 
     def plain(self, step: PlainStep) -> None:
         """The reference: float32 between input and output, rounded once."""
@@ -136,8 +142,8 @@ class Rotate(Operation):
         half, out = cos.shape[-1], step.registers[self.register].clone()
         heads = out[:, self.offset : self.offset + self.heads * self.width].view(len(out), self.heads, self.width)
         first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        heads[..., :half] = first * cos - second * sin
-        heads[..., half : 2 * half] = second * cos + first * sin
+        turned = first * cos - second * sin, second * cos + first * sin
+        heads[..., :half], heads[..., half : 2 * half] = turned
         step.registers[self.register] = out
 
 
@@ -184,19 +190,32 @@ class Gated(Operation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Experts(Operation):
-    """output = the gated products of each token's `chosen` experts, weighted by the softmax of `router`.
+class SigmoidGate(Operation):
+    """output = input · sigmoid(gate), which has one number or as many as input."""
 
-    matrices: gate, up and down of each expert. sums_to_one: are the weights of the chosen ones divided by their sum?
+    input: str
+    gate: str
+    output: str
+
+    def plain(self, step: PlainStep) -> None:
+        states, gate = step.registers[self.input], step.registers[self.gate]
+        step.registers[self.output] = (states.float() * gate.float().sigmoid()).to(states.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts(Operation):
+    """output = the gated products of the experts that each token is routed to, times their weights.
+
+    router: the register of its logits. matrices: gate, up and down of each expert. bias: a tensor, of `routing`.
     """
 
     input: str
     router: str
     output: str
     matrices: tuple[tuple[str, str, str], ...]
-    chosen: int
-    sums_to_one: bool
+    routing: Router
     activation: str
+    bias: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

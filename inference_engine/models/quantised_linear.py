@@ -1,7 +1,8 @@
 """Linear layers over matrices in fewer bits, for whatever of a model runs as torch's modules.
 
-A listed step reads the codes themselves (`backends/listed.py`). The module makes the numbers for each product and
-forgets them: calibration, drafters that share layers, and families without a list pay for that in time, not in memory.
+The list's executor reads the codes themselves (`backends/op_list_executor.py`). The module makes the numbers for each
+product and forgets them: calibration, drafters that share layers, and families without a list pay for that in time, not
+in memory.
 """
 
 from __future__ import annotations

@@ -103,6 +103,32 @@ class KVType(enum.IntEnum):
     BFLOAT16 = 2
 
 
+class Kind(enum.IntEnum):
+    """An operation of a step, by the name of its class."""
+
+    EMBED = 0
+    NORM = 1
+    PRODUCT = 2
+    ROTATE = 3
+    ATTEND = 4
+    ADD = 5
+    GATED = 6
+    TAP = 7
+    SELECT = 8
+    SOFTCAP = 9
+    EXPERTS = 10
+    GIVEN = 11
+    WRITE = 12
+    SIGMOID_GATE = 13
+
+
+class Routing(enum.IntFlag):
+    """Bits of the flag of a mixture of experts."""
+
+    SUMS_TO_ONE = 1
+    SIGMOID_SCORES = 2
+
+
 class Matrix(ctypes.Structure):
     """A packed matrix. The caller keeps the array of `tiles` alive."""
 
@@ -270,6 +296,7 @@ class Operation(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("kind", "input", "second", "output", "matrix", "vector", "table")),
         *((name, ctypes.c_int32) for name in ("layer", "offset", "heads", "width", "activation", "flag")),
+        *((name, ctypes.c_int32) for name in ("groups", "chosen_groups")),
         ("number", ctypes.c_float),
         ("other", ctypes.c_float),
     )
@@ -286,6 +313,8 @@ class Operation(ctypes.Structure):
     width: int
     activation: int
     flag: int
+    groups: int
+    chosen_groups: int
     number: float
     other: float
 

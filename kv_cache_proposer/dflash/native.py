@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.native.program import Program, RotaryTable
+from inference_engine.backends.model_spec import RotaryTable
+from inference_engine.backends.native.program import Program
 from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.errors import NotNative
 from inference_engine.kernels.ragged_attention import (
@@ -74,7 +75,7 @@ class NativeDrafter(BlockDrafter):
         head = _head_of(steps)
         stored = LoadedTensors(network.state_dict())
         turns = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-        rotaries = {ROTARY: RotaryTable((config.rope_theta**-turns).astype(np.float32), 1.0)}
+        rotaries = {ROTARY: RotaryTable(angles=tuple((config.rope_theta**-turns).tolist()), factor=1.0)}
 
         def program(own: StepList, formats: str, tables: Mapping[str, RotaryTable] = rotaries) -> Program:
             # No position counts as trained: angles are computed in float64, as the network's are.

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from inference_engine.backends.base import Forward, Result, Step
-from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
@@ -113,7 +113,7 @@ def all_engines(
         device,
         ops=replace(ops, attend_ragged=ops.attend_invariant),
         records_graphs=listed.records_graphs,
-        listed=ListedStep(listed.seam, ops.open_invariant()),
+        listed=OpListExecutor(listed.seam, ops.open_invariant()),
     )
     kv_bytes = arguments.kv_bytes or int(SHARE_OF_MEMORY * listed.free_bytes())
     settings = EngineConfig(kv_bytes=kv_bytes, max_batch=max(arguments.sessions), overlap="off")

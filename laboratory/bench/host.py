@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
     config = resolve(ModelConfig, {"threads": arguments.threads, "backend": "native"})
     opened = cast(NativeForward, open_backend(config))
     watched = Watched(opened.program)
-    forward = NativeForward(opened.described, opened.facts, watched)
+    forward = NativeForward(opened.spec, opened.facts, watched)
     tokenizer = load_tokenizer(tokenizer_folder(config.model, config.cache_path))
     text = list(tokenizer.encode((record.ROOT / TEXT).read_text(encoding="utf-8")[:20_000]))
     engines = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends import listed, torch_loading
+from inference_engine.backends import op_list_executor, torch_loading
 from inference_engine.backends.base import Forward
-from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.op_list_executor import OpListExecutor, fuse
 from inference_engine.backends.torch_loading import try_listed
 from inference_engine.backends.twin import Twin, TwinSizes, text_generator
 from inference_engine.compose import open_backend
@@ -24,7 +24,7 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.models.operations import NoStepListError
+from inference_engine.models.operations import Given, NoStepListError, Product, Write
 from inference_engine.models.seam import Seam
 from inference_engine.types import GenerateParams
 from tests.admissions import traits_of
@@ -41,17 +41,18 @@ def listed_ops() -> DeviceOps:
 
 
 @pytest.mark.parametrize(
-    "family", [further("llama"), further("qwen2"), "smollm3", further("gemma2"), "gemma3", "qwen3_moe"]
+    "family",
+    [further("llama"), further("qwen2"), "smollm3", further("gemma2"), "gemma3", "qwen3_moe", "qwen2_moe", "glm4_moe"],
 )
 def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
-    run = ListedStep.run
+    run = OpListExecutor.run
 
-    def counted(self: ListedStep, *arguments: Any) -> Any:
+    def counted(self: OpListExecutor, *arguments: Any) -> Any:
         ran.append(len(arguments[0]))
         return run(self, *arguments)
 
-    monkeypatch.setattr(ListedStep, "run", counted)
+    monkeypatch.setattr(OpListExecutor, "run", counted)
     config, kind = text_generator(FAMILIES[family])
     traits = traits_of(config, kind)
 
@@ -142,6 +143,21 @@ def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monk
         opened_as("qwen3", DeviceOps())
 
 
+def test_what_there_is_no_kernel_for_is_refused_by_name() -> None:
+    forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
+    assert forward.listed is not None
+    steps = forward.listed.steps
+    place, product = next((at, one) for at, one in enumerate(steps.operations) if isinstance(one, Product))
+    part = replace(product, offset=16, count=16)
+    operations = [*steps.operations[:place], part, *steps.operations[place + 1 :]]
+
+    with pytest.raises(NoStepListError, match="give a part of heads"):
+        fuse(replace(steps, operations=tuple(operations)), {"default": 16})
+    missing = (Given(output="hidden"), Write(input="heads", layer=0), *steps.operations)
+    with pytest.raises(NoStepListError, match="no kernel for Given, Write"):
+        fuse(replace(steps, operations=missing), {"default": 16})
+
+
 def test_products_that_are_wrong_on_a_device_are_found_before_the_model_serves() -> None:
     """One output of a few tokens is left out, as by a tile that does not fit."""
 
@@ -152,10 +168,10 @@ def test_products_that_are_wrong_on_a_device_are_found_before_the_model_serves()
         return found
 
     seam = tiny_forward_on("cpu").seam
-    ListedStep(seam, PLAIN).check()
+    OpListExecutor(seam, PLAIN).check()
 
     with pytest.raises(NoStepListError, match="products of 2 tokens differ"):
-        ListedStep(seam, replace(PLAIN, product=leaves_one_out)).check()
+        OpListExecutor(seam, replace(PLAIN, product=leaves_one_out)).check()
 
 
 def mixed_twin() -> Seam:
@@ -171,7 +187,7 @@ def test_experts_in_other_numbers_are_refused_and_the_model_stays_as_it_is() -> 
     experts.gate_up_proj.data = experts.gate_up_proj.data.half()
 
     with pytest.raises(NoStepListError, match=r"layers\.0\.mlp\.gate\.weight or the experts.*not torch\.float32"):
-        ListedStep(seam, PLAIN)
+        OpListExecutor(seam, PLAIN)
     assert attention.q_proj.weight.data_ptr() == query
 
 
@@ -197,7 +213,7 @@ def test_turns_from_a_table_are_those_that_a_step_works_out(monkeypatch: pytest.
         return turns(self, like, positions, name)
 
     for most_bytes in (2**28, 0):
-        monkeypatch.setattr(listed, "MOST_TURN_BYTES", most_bytes)
+        monkeypatch.setattr(op_list_executor, "MOST_TURN_BYTES", most_bytes)
         forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
         worked_out.append(0)
         with monkeypatch.context() as patched, Engine(forward, EngineConfig(**SMALL)) as engine:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, PretrainedConfig
 
-from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.torch_coder import TorchCoder
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
@@ -58,7 +58,7 @@ def made_forward(
         model_id="tiny", vocab_size=64, trained_positions=512, device=device, dtype="float32", numerics="torch",
     )  # fmt: skip
     is_gpu = device != "cpu"
-    listed = ListedStep(seam, ops.open_fused()) if is_gpu else None
+    listed = OpListExecutor(seam, ops.open_fused()) if is_gpu else None
     forward = kind(seam, facts, torch.device(device), ops=ops, records_graphs=is_gpu, listed=listed)
     return forward, codec.to(torch.device(device))
 

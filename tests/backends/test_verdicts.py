@@ -14,10 +14,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from inference_engine.backends import read_model_spec as reading
 from inference_engine.backends import twin
-from inference_engine.backends.native import describing
-from inference_engine.backends.native.describing import describe
 from inference_engine.backends.native.forward import NativeForward
+from inference_engine.backends.read_model_spec import read_model_spec
 from inference_engine.backends.twin import text_generator
 from inference_engine.backends.verdicts import BROUGHT, brought_key
 from inference_engine.compose import admit, forget_admission, open_backend, try_out
@@ -75,7 +75,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, function, watched)
 
     watch("admitted", twin, "admit_config", own=admitted_once)
-    watch("native", describing, "describe", own=describe)
+    watch("native", reading, "read_model_spec", own=read_model_spec)
     return tried
 
 
@@ -104,7 +104,7 @@ def test_a_second_start_gives_what_the_first_gave_and_tries_nothing(model: Model
     assert first[0] == second[0]
     assert first[1].facts == second[1].facts
     assert isinstance(first[1], NativeForward) and isinstance(second[1], NativeForward)
-    assert first[1].described == second[1].described
+    assert first[1].spec == second[1].spec
     assert trials == ["admitted", "native"]
 
 
@@ -178,13 +178,13 @@ def test_keys_are_moved_to_the_bit_as_the_models_own_rotation_moves_them(
 ) -> None:
     monkeypatch.setattr(twin, "strategy_kinds", dict)  # traits come before any is tried
     config, kind = text_generator(FAMILIES[family]())
-    described = describe(config, kind, twin.admit_config(config, kind).traits)
+    spec = read_model_spec(config, kind, twin.admit_config(config, kind).traits)
     seam = Seam(kind(config).eval())
-    for name in described.rotaries:
-        keys = torch.randn(2, 4, described.layers[0].head_dim)
+    for name in spec.rotaries:
+        keys = torch.randn(2, 4, spec.layers[0].head_dim)
         for sign in (1, -1):
-            shifts = sign * torch.tensor([0, 1, 300, described.trained_positions + 5])
-            assert torch.equal(described.rotate(keys, shifts, name), seam.rotate(keys, shifts, name))
+            shifts = sign * torch.tensor([0, 1, 300, spec.trained_positions + 5])
+            assert torch.equal(spec.rotate(keys, shifts, name), seam.rotate(keys, shifts, name))
 
 
 @pytest.fixture(scope="module")

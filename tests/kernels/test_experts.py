@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from inference_engine.kernels.fused import PLAIN, ExpertMatrices, RowNorm, choose_experts
+from inference_engine.kernels.routing import Router
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_fused import device_of_kernels, is_close, moved, numbers
@@ -34,14 +35,15 @@ def made(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torc
         router=router.to(device, dtype),
         gates=(numbers(experts, 2 * inner, inputs, seed=1) * inputs**-0.5).to(device, dtype),
         downs=(numbers(experts, inputs, inner, seed=2) * inner**-0.5).to(device, dtype),
-        chosen=chosen,
-        sums_to_one=bool(chosen % 2),
+        routing=Router(chosen=chosen, sums_to_one=bool(chosen % 2)),
         activation="silu" if chosen % 3 else "gelu_tanh",
     )
 
 
 def on_cpu(experts: ExpertMatrices) -> ExpertMatrices:
-    return replace(experts, router=experts.router.cpu(), gates=experts.gates.cpu(), downs=experts.downs.cpu())
+    bias = None if experts.bias is None else experts.bias.cpu()
+    matrices = {name: getattr(experts, name).cpu() for name in ("router", "gates", "downs")}
+    return replace(experts, bias=bias, **matrices)
 
 
 def compare_mixtures() -> None:
@@ -52,6 +54,9 @@ def compare_mixtures() -> None:
     for shape in SHAPES:
         for dtype in (torch.float32, half):
             experts = made(shape, dtype, device)
+            if shape[3] % 2:  # a router of another kind, whose choice is torch's
+                routing = replace(experts.routing, scores="sigmoid", factor=1.5)
+                experts = replace(experts, routing=routing, bias=numbers(shape[3], seed=5))
             states = numbers(shape[0], shape[1], dtype=dtype)
             norm = RowNorm(weights=numbers(shape[1], seed=3, dtype=dtype).abs() + 0.5, epsilon=1e-5)
             for by, residual in ((norm, states.flip(0)), (None, None)):
@@ -92,7 +97,8 @@ def compare_weights() -> None:
     device = device_of_kernels()
     for number, chosen in ((64, 8), (128, 8), (60, 4), (130, 7)):
         for sums_to_one in (True, False):
-            experts = replace(made((1, 8, 8, number, chosen), torch.float32, device), sums_to_one=sums_to_one)
+            routing = Router(chosen=chosen, sums_to_one=sums_to_one)
+            experts = replace(made((1, 8, 8, number, chosen), torch.float32, device), routing=routing)
             products = numbers(70, number).to(device)
             _, weights = choose(products, experts)
             assert is_close(weights, choose_experts(products.cpu(), experts)[1])

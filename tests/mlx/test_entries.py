@@ -27,7 +27,7 @@ from tests.mlx.test_laws import READS
 
 @dataclass(frozen=True)
 class Layers:
-    """Of Described, what attention reads."""
+    """Of ModelSpec, what attention reads."""
 
     layers: tuple[LayerGeometry, ...] = laws.LAYERS
 

@@ -12,8 +12,8 @@ from inference_engine.backends.base import Forward
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
-from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.trial import LoadedTensors
+from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.config import multiply_float32_in_full
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
@@ -36,8 +36,8 @@ def tiny_mlx(
 ) -> MlxForward:
     model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
     checkpoint = LoadedTensors(model.state_dict())
-    described = describe_seam(Seam(model))
-    program = Program(described, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
+    spec = spec_of_seam(Seam(model))
+    program = Program(spec, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
     facts = ModelFacts(
         model_id="tiny",
         vocab_size=VOCABULARY,
@@ -47,4 +47,4 @@ def tiny_mlx(
         backend="mlx",
         numerics="tiny",
     )
-    return MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)
+    return MlxForward(spec, facts, program, dtype=dtype, uses_metal=uses_metal)

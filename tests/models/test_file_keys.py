@@ -200,16 +200,37 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "compression_config": ("llama", {}, {"format": "dense"}),
     "transformers_weights": ("llama", {}, "other.safetensors"),
     "configuration_files": ("llama", {}, ["config.4.0.0.json"]),
+    "n_routed_experts": ("glm4_moe", {}, 5),
+    "n_shared_experts": ("glm4_moe", {}, 2),
+    "n_group": ("glm4_moe", {}, 2),
+    "topk_group": ("glm4_moe", {"n_group": 2, "topk_group": 2}, 1),
+    "routed_scaling_factor": ("glm4_moe", {}, 2.0),
+    "first_k_dense_replace": ("glm4_moe", {}, 0),
+    "use_qk_norm": ("glm4_moe", {}, True),
+    "shared_expert_intermediate_size": ("qwen2_moe", {}, 8),
+    "qkv_bias": ("qwen2_moe", {}, False),
     "no_rope_layers": ("smollm3", {}, [1, 1]),
     "no_rope_layer_interval": ("smollm3", {"no_rope_layers": None}, 1),
 }
 
 
+# Families of which there are no GGUF files here.
+OTHERS = {
+    "smollm3": configured("SmolLM3", no_rope_layers=[0, 1]),
+    "glm4_moe": configured(
+        "Glm4Moe", n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16
+    ),
+    "qwen2_moe": configured(
+        "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
+}
+
+
 def folder(path: Path, family: str, changes: Changes) -> Path:
-    if family != "smollm3":
+    if family not in OTHERS:
         saved(path, family, config=dict(changes))
         return path
-    configured("SmolLM3", no_rope_layers=[0, 1])().save_pretrained(path)
+    OTHERS[family]().save_pretrained(path)
     edit(path, changes)
     return path
 

@@ -15,6 +15,7 @@ import torch
 from inference_engine.backends.native.program import Program
 from inference_engine.config import child_environment
 from inference_engine.errors import BackendError, Overloaded
+from inference_engine.kernels.routing import Router
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.operations import Embed, Experts, Product, Select, StepList
 from inference_engine.native import build
@@ -47,9 +48,11 @@ class _Tensors:
         return self._tensors[name]
 
 
-def logits_of(steps: StepList, tensors: _Tensors, ids: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def logits_of(
+    steps: StepList, tensors: _Tensors, ids: list[int], *, threads: int = 1
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Of a program that has no attention."""
-    program = Program(library(), steps, tensors, {}, trained_positions=8, identity=Identity.EXACT, threads=1)
+    program = Program(library(), steps, tensors, {}, trained_positions=8, identity=Identity.EXACT, threads=threads)
     tokens, asked = np.array(ids, np.int64), np.arange(len(ids))
     logits = np.empty((len(ids), steps.vocabulary), np.float32)
     step = Step(
@@ -81,8 +84,7 @@ def test_a_router_that_is_not_a_number_gives_none(spoilt: float) -> None:
             router="router",
             output="delta",
             matrices=tuple((f"g{expert}", f"u{expert}", f"d{expert}") for expert in range(3)),
-            chosen=2,
-            sums_to_one=True,
+            routing=Router(chosen=2, sums_to_one=True),
             activation="silu",
         ),
         Select(input="delta", output="last"),

@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import CohereConfig, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.mixtral import MixtralConfig
+from transformers.models.phi3 import Phi3Config
+from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.smollm3 import SmolLM3Config
 
@@ -41,7 +45,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "smollm3": SmolLM3Config(num_hidden_layers=8),
     "gemma2": Gemma2Config(num_hidden_layers=4),
     "gemma3": Gemma3TextConfig(num_hidden_layers=7),
+    "phi3": Phi3Config(num_hidden_layers=2, pad_token_id=None),
     "qwen3_moe": Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen2_moe": Qwen2MoeConfig(num_hidden_layers=2),
+    "mixtral": MixtralConfig(num_hidden_layers=2),
+    "glm4_moe": Glm4MoeConfig(num_hidden_layers=3, routed_scaling_factor=1.5, use_qk_norm=True),
 }
 KINDS = [
     (Identity.EXACT, "auto"),

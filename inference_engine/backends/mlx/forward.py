@@ -30,7 +30,7 @@ from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
 from inference_engine.backends.mlx.device import usable_bytes
 from inference_engine.backends.mlx.program import Program
 from inference_engine.backends.mlx.reading import readings
-from inference_engine.backends.native.described import Described
+from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.errors import BackendError
 from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.mlx.ragged_attention import FEW_QUERIES, attend_ragged, lines_of, parts_of
@@ -54,10 +54,10 @@ class MlxForward:
     has_address_space = False  # what MLX allocates is memory at once
 
     def __init__(
-        self, described: Described, facts: ModelFacts, program: Program, *, dtype: torch.dtype, uses_metal: bool = False
+        self, spec: ModelSpec, facts: ModelFacts, program: Program, *, dtype: torch.dtype, uses_metal: bool = False
     ) -> None:
         """dtype: of activations, and of K and V. uses_metal: few queries of a session are served by our own kernel."""
-        self.described = described
+        self.spec = spec
         self.facts = facts
         self.compute_dtype = dtype
         self.device = torch.device("cpu")  # where torch works on what MLX computes: the memory is that of both
@@ -83,9 +83,9 @@ class MlxForward:
                 "depends on the shape. Start with --mode batched, or with --device cpu"
             )
         return Geometry(
-            layers=self.described.layers,
+            layers=self.spec.layers,
             itemsize=self.compute_dtype.itemsize,
-            trained_positions=self.described.trained_positions,
+            trained_positions=self.spec.trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
         )
@@ -114,13 +114,13 @@ class MlxForward:
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
-        return self.described.rotate(keys.float(), shifts, name)
+        return self.spec.rotate(keys.float(), shifts, name)
 
     def run(self, step: Step) -> Result:
         plan = step.plan
         attention: _Together | _ByPlan = _ByPlan(plan)
         if plan.is_numbers_only and not plan.selects:
-            attention = _Together(plan, self.described, self._pools[_address_of(plan.pool)], self._uses_metal)
+            attention = _Together(plan, self.spec, self._pools[_address_of(plan.pool)], self._uses_metal)
         try:
             logits, tapped = self._program.run(
                 step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
@@ -150,11 +150,11 @@ class _Together:
     """Implements Attention: all sessions in one graph. Its K and V are written when it is computed."""
 
     def __init__(
-        self, plan: StepPlan, described: Described, pool: tuple[mx.array, mx.array], uses_metal: bool = False
+        self, plan: StepPlan, spec: ModelSpec, pool: tuple[mx.array, mx.array], uses_metal: bool = False
     ) -> None:
         self._plan = plan
-        self._layers = described.layers
-        dims = {layer.head_dim for layer in described.layers}
+        self._layers = spec.layers
+        dims = {layer.head_dim for layer in spec.layers}
         self._pool = {dim: (pool[0].reshape(-1, dim), pool[1].reshape(-1, dim)) for dim in dims}
         few: list[StagedQueries] = []
         others: list[StagedQueries] = []

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
 from inference_engine.backends.base import Admitted, use_threads
+from inference_engine.backends.mlx import trial
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.device import describe, kind, multiplies_in_full, runs_metal
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
-from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.loading import check_fits, text_names
-from inference_engine.backends.verdicts import Verdicts
+from inference_engine.backends.tried_spec import tried_spec
 from inference_engine.config import ModelConfig, multiply_float32_in_full
 from inference_engine.errors import NotOnMlx
-from inference_engine.models import CheckedFolder, check_model, log_remarks
+from inference_engine.models import check_model, log_remarks
 from inference_engine.models.folder import grouping_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
@@ -39,12 +40,19 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     checked = check_model(config.model, cache=config.cache_path)
     dtype: torch.dtype = getattr(torch, config.dtype)
     try:
-        described = _described(config, checked, admitted)
+        spec = tried_spec(
+            config,
+            checked,
+            admitted.traits,
+            executor="mlx",
+            depends=f"{describe()} {config.kernels}",
+            try_list=partial(trial.try_list, traits=admitted.traits, uses_metal=uses_metal),
+        )
         # The safetensors where there are both: MLX has no use for a GGUF file's blocks.
         checkpoint = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
-        check_fits(checkpoint, described.parameters)
-        names = text_names(checkpoint, described.parameters)
-        program = Program(described, checkpoint, names, MLX_DTYPES[dtype])
+        check_fits(checkpoint, spec.parameters)
+        names = text_names(checkpoint, spec.parameters)
+        program = Program(spec, checkpoint, names, MLX_DTYPES[dtype])
     except NoStepListError as error:
         raise NotOnMlx(str(error)) from error
     checkpoint.warn_of_unpacking("mlx", config.dtype, dtype.itemsize)
@@ -52,7 +60,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     facts = ModelFacts(
         model_id=checked.model_id,
         vocab_size=program.steps.vocabulary,
-        trained_positions=described.trained_positions,
+        trained_positions=spec.trained_positions,
         layers=len(program.steps.layers),
         hidden_size=program.steps.hidden,
         device="mlx",
@@ -63,25 +71,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     )
     log_remarks(checked)
     logger.debug("%s runs on %s: %d MiB of weights", checked.model_id, describe(), program.weight_bytes >> 20)
-    return MlxForward(described, facts, program, dtype=dtype, uses_metal=uses_metal)
-
-
-def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted) -> Described:
-    """Kept from an earlier start, or tried on a small twin now. Raises as `describe` and `try_list` do."""
-    verdicts, depends = Verdicts(checked, config.cache_path), f"{describe()} {config.kernels} {admitted.traits}"
-    if (kept := verdicts.read(Described, "mlx", depends)) is not None:
-        return kept
-    from inference_engine.backends.mlx.trial import try_list
-    from inference_engine.backends.native.describing import describe as describe_model
-    from inference_engine.backends.twin import text_generator
-    from inference_engine.models import read_config
-
-    full, model_class = text_generator(read_config(checked))
-    described = describe_model(full, model_class, admitted.traits)
-    difference = try_list(model_class, full, admitted.traits, uses_metal=config.kernels == "metal")
-    logger.debug("a twin's logits differ by %.3g from transformers'", difference)
-    verdicts.keep(described, "mlx", depends)
-    return described
+    return MlxForward(spec, facts, program, dtype=dtype, uses_metal=uses_metal)
 
 
 def _check_settings(config: ModelConfig) -> None:

@@ -6,7 +6,7 @@ Queries, keys and values of a token are three registers of heads here, so that n
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from inference_engine.backends.mlx.device import Limits
 from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
-from inference_engine.backends.native.described import Described
+from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.program import Checkpoint
 from inference_engine.errors import ModelError
+from inference_engine.kernels.routing import Router
 from inference_engine.models.families import step_list
 from inference_engine.models.operations import (
     Add,
@@ -28,12 +29,13 @@ from inference_engine.models.operations import (
     Embed,
     Experts,
     Gated,
+    Kernels,
     Norm,
     NoStepListError,
-    Operation,
     Product,
     Rotate,
     Select,
+    SigmoidGate,
     Softcap,
     Tap,
 )
@@ -48,26 +50,25 @@ class Attention(Protocol):
 class Program:
     """The list of a model, with its weights."""
 
-    def __init__(self, described: Described, checkpoint: Checkpoint, names: Sequence[str], dtype: mx.Dtype) -> None:
+    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, names: Sequence[str], dtype: mx.Dtype) -> None:
         """names: of the checkpoint's tensors, those of this model. dtype: of activations.
 
         Raises NoStepListError for a list that is not one of a model, ModelError for weights that do not fit it.
         """
-        self.steps = steps = step_list(described.config, described.layers, names)
+        self.steps = steps = step_list(spec.config, spec.layers, names)
         self.dtype = dtype
-        self._trained = described.trained_positions
-        self._rotaries = {
-            name: (np.array(table.angles, np.float32), table.factor) for name, table in described.rotaries.items()
-        }
+        self._trained = spec.trained_positions
+        self._rotaries = {name: (table.frequencies, table.factor) for name, table in spec.rotaries.items()}
         limits = Limits()  # before the weights: what they are made of is let go one by one
         self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
         self._arrays: list[mx.array] = []
-        self._weights = CheckpointWeights(checkpoint, dtype)
-        self._operations = [(one, self._ready(one, index)) for index, one in enumerate(steps.operations)]
+        self.weights = CheckpointWeights(checkpoint, dtype)
+        KERNELS.check(steps.operations)
+        self._operations = [(one.writes, KERNELS[one](self, one, at)) for at, one in enumerate(steps.operations)]
         self._embedding = next(one.matrix for one in steps.operations if isinstance(one, Embed))
         self._before_head = next(index for index, one in enumerate(steps.operations) if isinstance(one, Select))
         self._head = next(one for one in steps.operations if isinstance(one, Product) and one.output is None)
-        del self._weights
+        del self.weights
         # Computed here: an array belongs to the thread that first computes it.
         mx.eval(self._arrays)
         self._limits = limits  # set last, so that it goes last: the weights are freed within the limits
@@ -106,9 +107,9 @@ class Program:
             tap_layers=frozenset(tap_layers),
         )
         # Not every operation of MLX can be asked for no rows.
-        for operation, ready in self._operations if len(logit_queries) else self._operations[: self._before_head]:
-            step.do(operation, ready)
-        logits = mx.zeros((0, self.steps.vocabulary)) if step.logits is None else step.logits
+        for register, compute in self._operations if len(logit_queries) else self._operations[: self._before_head]:
+            step.registers[register] = compute(step)
+        logits = step.registers.get(None, mx.zeros((0, self.steps.vocabulary)))
         return logits, mx.stack([step.taps[layer] for layer in tap_layers], axis=1) if tap_layers else None
 
     def _turns(self, name: str, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
@@ -122,76 +123,26 @@ class Program:
         scale = np.float32(factor)
         return tuple(mx.array(part * scale).astype(self.dtype)[:, None] for part in (cos, sin))  # type: ignore[return-value]
 
-    # -- from operations to functions --------------------------------------------------------------------------------
-
-    def _ready(self, operation: Operation, index: int) -> Any:
-        """What `_Step.do` needs beside the operation. Raises NoStepListError for one that is not of a model."""
-        match operation:
-            case Embed():
-                return self._product([operation.matrix])[0], self._factor(operation.factor)
-            case Norm():
-                vector = self._weights.vector(operation.weights, added=1.0 if operation.plus_one else 0.0)
-                return self._checked(operation.weights, vector, operation.width), self._part_of(operation, index)
-            case Product():
-                return self._ready_product(operation, index)
-            case Rotate():
-                layer = self._layer_of(operation.register, index)
-                if (operation.heads, operation.offset) != (layer.query_heads + layer.kv_heads, 0):
-                    raise NoStepListError("a layer rotates something else than its queries and keys")
-            case Add():
-                return self._factor(operation.factor)
-            case Experts():
-                gates, ups, downs = (
-                    self._weights.experts([names[place] for names in operation.matrices]) for place in range(3)
-                )
-                is_alike = gates.format == ups.format
-                matrices = [Matrix.below_each_other([gates, ups])] if is_alike else [gates, ups]
-                return self._computed(matrices), self._computed([downs])[0]
-            case Attend() | Gated() | Tap() | Select() | Softcap():
-                pass
-            case _:
-                raise NoStepListError(f"{type(operation).__name__} is not an operation of a model")
-        return None
-
-    def _ready_product(self, operation: Product, index: int) -> Any:
-        if operation.offset or operation.count is not None:
-            raise NoStepListError("a product of a model writes its whole register")
-        matrices = self._product(operation.matrices)
-        width = self.steps.vocabulary if operation.output is None else self.steps.widths[operation.output]
-        outputs = sum(matrix.numbers.shape[-2] for matrix in matrices)
-        if outputs != width:
-            raise ModelError(
-                f"{', '.join(operation.matrices)} have {outputs} outputs, the configuration asks for {width}; the "
-                "weights do not fit config.json"
-            )
-        biases = [self._weights.vector(name) for name in operation.biases]
-        bias = self._checked(operation.biases[0], mx.concatenate(biases), width) if biases else None
-        heads = None
-        if operation.output is not None and self._is_read_by_attention(operation.output):
-            layer = self._layer_of(operation.output, index)
-            heads = layer.query_heads, layer.kv_heads, layer.head_dim
-        return matrices, bias, heads
-
-    def _product(self, names: Sequence[str]) -> list[Matrix]:
+    def product(self, names: Sequence[str]) -> list[Matrix]:
         """The matrices, neighbours of one format as one. Each is kept once, whatever uses it."""
         if (found := self._matrices.get(tuple(names))) is not None:
             return found
-        groups = groupby([self._weights.matrix(name) for name in names], key=lambda matrix: matrix.format)
-        found = self._computed([Matrix.below_each_other(list(group)) for _, group in groups])
+        groups = groupby([self.weights.matrix(name) for name in names], key=lambda matrix: matrix.format)
+        found = self.computed([Matrix.below_each_other(list(group)) for _, group in groups])
         self._matrices[tuple(names)] = found
         return found
 
-    def _computed(self, matrices: list[Matrix]) -> list[Matrix]:
+    def computed(self, matrices: list[Matrix]) -> list[Matrix]:
         """At once, so that what they are made of is let go layer by layer."""
         arrays = [array for matrix in matrices for array in matrix.arrays]
         mx.eval(arrays)
         self._arrays += arrays
         return matrices
 
-    def _factor(self, factor: float) -> mx.array | None:
+    def factor(self, factor: float) -> mx.array | None:
         return None if factor == 1.0 else mx.array(factor, dtype=self.dtype)
 
-    def _checked(self, name: str, vector: mx.array, width: int) -> mx.array:
+    def checked(self, name: str, vector: mx.array, width: int) -> mx.array:
         if vector.shape != (width,):
             raise ModelError(
                 f"{name} has the shape {tuple(vector.shape)}, the configuration asks for {width} numbers; the weights "
@@ -204,10 +155,10 @@ class Program:
         (matrix,) = self._matrices[names]
         return matrix.rows(mx.arange(matrix.numbers.shape[-2])) if matrix.bits else matrix.numbers
 
-    def _is_read_by_attention(self, register: str) -> bool:
+    def is_read_by_attention(self, register: str) -> bool:
         return any(isinstance(one, Attend) and one.input == register for one in self.steps.operations)
 
-    def _layer_of(self, register: str, index: int) -> Any:
+    def layer_of(self, register: str, index: int) -> Any:
         """The layer whose attention reads the register next."""
         rest = self.steps.operations[index:]
         found = next((one for one in rest if isinstance(one, Attend) and one.input == register), None)
@@ -215,13 +166,13 @@ class Program:
             raise NoStepListError(f"no attention reads {register}")
         return self.steps.layers[found.layer]
 
-    def _part_of(self, norm: Norm, index: int) -> int | None:
+    def part_of(self, norm: Norm, index: int) -> int | None:
         """Which of queries (0) and keys (1) a norm is about; None: it is about a whole register."""
-        if not self._is_read_by_attention(norm.input):
+        if not self.is_read_by_attention(norm.input):
             if norm.heads != 1 or norm.offset:
                 raise NoStepListError(f"{norm.weights} cannot normalise a slice of {norm.input}")
             return None
-        layer = self._layer_of(norm.input, index)
+        layer = self.layer_of(norm.input, index)
         parts = {(0, layer.query_heads): 0, (layer.query_heads * layer.head_dim, layer.kv_heads): 1}
         if norm.input != norm.output or (norm.offset, norm.heads) not in parts or norm.width != layer.head_dim:
             raise NoStepListError(f"{norm.weights} is about neither the queries nor the keys of a layer")
@@ -248,7 +199,7 @@ _streams = _Streams()
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """The graph of one step while it is built. registers: of attention, queries, keys and values apart."""
+    """The graph of one step while it is built. registers: of attention, queries, keys, values apart. None: logits."""
 
     ids: mx.array
     turns: Mapping[str, tuple[mx.array, mx.array]]
@@ -256,64 +207,141 @@ class _Step:
     logit_queries: mx.array
     tap_layers: frozenset[int]
     taps: dict[int, mx.array] = field(default_factory=dict)
-    registers: dict[str, Any] = field(default_factory=dict)
-    logits: mx.array | None = None
+    registers: dict[str | None, Any] = field(default_factory=dict)
 
-    def do(self, operation: Operation, ready: Any) -> None:
-        """ready: of `Program._ready`."""
-        held = self.registers
-        match operation:
-            case Embed():
-                matrix, factor = ready
-                held[operation.output] = _times(matrix.rows(self.ids), factor)
-            case Norm():
-                vector, part = ready
-                if part is None:
-                    held[operation.output] = mx.fast.rms_norm(held[operation.input], vector, operation.epsilon)
-                else:
-                    heads = list(held[operation.input])
-                    heads[part] = mx.fast.rms_norm(heads[part], vector, operation.epsilon)
-                    held[operation.output] = heads
-            case Product():
-                self._multiply(operation, *ready)
-            case Rotate():
-                queries, keys, values = held[operation.register]
-                turn = self.turns[operation.rotary]
-                held[operation.register] = [_turned(queries, *turn), _turned(keys, *turn), values]
-            case Attend():
-                held[operation.output] = self.attend(operation, *held[operation.input])
-            case Add():
-                held[operation.output] = held[operation.output] + _times(held[operation.input], ready)
-            case Gated():
-                gates, ups = mx.split(held[operation.input], 2, axis=-1)
-                held[operation.output] = _ACTIVATIONS[operation.activation](gates, ups)
-            case Experts():
-                states, router = held[operation.input], held[operation.router]
-                held[operation.output] = _mixed(operation, ready[0], ready[1], states, router)
-            case Tap():
-                if operation.layer in self.tap_layers:
-                    self.taps[operation.layer] = held[operation.input]
-            case Select():
-                held[operation.output] = held[operation.input][self.logit_queries]
-            case Softcap():
-                assert self.logits is not None, "the head comes before it"
-                self.logits = mx.tanh(self.logits / operation.limit) * operation.limit
 
-    def _multiply(
-        self, operation: Product, matrices: list[Matrix], bias: mx.array | None, heads: tuple[int, int, int] | None
-    ) -> None:
-        parts = [matrix.times(self.registers[operation.input]) for matrix in matrices]
+# -- from operations to functions --------------------------------------------------------------------------------------
+
+Compute = Callable[[_Step], Any]
+# Prepares an operation, by its number in the list, and returns what computes the register that it writes.
+KERNELS: Kernels[Callable[[Program, Any, int], Compute]] = Kernels("MLX")
+
+
+@KERNELS.of(Embed)
+def _embed(program: Program, operation: Embed, _: int) -> Compute:
+    matrix, factor = program.product([operation.matrix])[0], program.factor(operation.factor)
+    return lambda step: _times(matrix.rows(step.ids), factor)
+
+
+@KERNELS.of(Norm)
+def _norm(program: Program, operation: Norm, index: int) -> Compute:
+    vector = program.weights.vector(operation.weights, added=1.0 if operation.plus_one else 0.0)
+    vector = program.checked(operation.weights, vector, operation.width)
+    part = program.part_of(operation, index)
+
+    def compute(step: _Step) -> Any:
+        states = step.registers[operation.input]
+        if part is None:
+            return mx.fast.rms_norm(states, vector, operation.epsilon)
+        return [
+            mx.fast.rms_norm(each, vector, operation.epsilon) if place == part else each
+            for place, each in enumerate(states)
+        ]
+
+    return compute
+
+
+@KERNELS.of(Product)
+def _product(program: Program, operation: Product, index: int) -> Compute:
+    if operation.offset or operation.count is not None:
+        raise NoStepListError("a product of a model writes its whole register")
+    matrices, output = program.product(operation.matrices), operation.output
+    width = program.steps.vocabulary if output is None else program.steps.widths[output]
+    outputs = sum(matrix.numbers.shape[-2] for matrix in matrices)
+    if outputs != width:
+        raise ModelError(
+            f"{', '.join(operation.matrices)} have {outputs} outputs, the configuration asks for {width}; the weights "
+            "do not fit config.json"
+        )
+    biases = [program.weights.vector(name) for name in operation.biases]
+    bias = program.checked(operation.biases[0], mx.concatenate(biases), width) if biases else None
+    layer = program.layer_of(output, index) if output is not None and program.is_read_by_attention(output) else None
+
+    def compute(step: _Step) -> Any:
+        parts = [matrix.times(step.registers[operation.input]) for matrix in matrices]
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-        if bias is not None:
-            out = out + bias
-        if operation.output is None:
-            self.logits = out.astype(mx.float32)
-        elif heads is None:
-            self.registers[operation.output] = out
-        else:
-            queries, keys, dim = heads
-            by_head = out.reshape(len(out), queries + 2 * keys, dim)
-            self.registers[operation.output] = mx.split(by_head, [queries, queries + keys], axis=1)
+        out = out if bias is None else out + bias
+        if layer is None:
+            return out.astype(mx.float32) if output is None else out
+        queries, keys = layer.query_heads, layer.kv_heads
+        return mx.split(out.reshape(len(out), -1, layer.head_dim), [queries, queries + keys], axis=1)
+
+    return compute
+
+
+@KERNELS.of(Rotate)
+def _rotate(program: Program, operation: Rotate, index: int) -> Compute:
+    layer = program.layer_of(operation.register, index)
+    if (operation.heads, operation.offset) != (layer.query_heads + layer.kv_heads, 0):
+        raise NoStepListError("a layer rotates something else than its queries and keys")
+
+    def compute(step: _Step) -> Any:
+        queries, keys, values = step.registers[operation.register]
+        turn = step.turns[operation.rotary]
+        return [_turned(queries, *turn), _turned(keys, *turn), values]
+
+    return compute
+
+
+@KERNELS.of(Attend)
+def _attend(_: Program, operation: Attend, __: int) -> Compute:
+    return lambda step: step.attend(operation, *step.registers[operation.input])
+
+
+@KERNELS.of(Add)
+def _add(program: Program, operation: Add, _: int) -> Compute:
+    factor = program.factor(operation.factor)
+    return lambda step: step.registers[operation.output] + _times(step.registers[operation.input], factor)
+
+
+@KERNELS.of(Gated)
+def _gated(_: Program, operation: Gated, __: int) -> Compute:
+    gated = _ACTIVATIONS[operation.activation]
+    return lambda step: gated(*mx.split(step.registers[operation.input], 2, axis=-1))
+
+
+@KERNELS.of(SigmoidGate)
+def _sigmoid_gate(_: Program, operation: SigmoidGate, __: int) -> Compute:
+    return lambda step: step.registers[operation.input] * mx.sigmoid(step.registers[operation.gate])
+
+
+@KERNELS.of(Experts)
+def _experts(program: Program, operation: Experts, _: int) -> Compute:
+    gates, ups, downs = (program.weights.experts([names[at] for names in operation.matrices]) for at in range(3))
+    both = program.computed([Matrix.below_each_other([gates, ups])] if gates.format == ups.format else [gates, ups])
+    (down,) = program.computed([downs])
+    bias = None if operation.bias is None else program.weights.vector(operation.bias, dtype=mx.float32)
+
+    def compute(step: _Step) -> Any:
+        states = step.registers[operation.input]
+        experts, weights = _routed(operation.routing, step.registers[operation.router], bias)
+        parts = [matrix.times_chosen(states[:, None, None], experts) for matrix in both]
+        gates, ups = parts if len(parts) == 2 else mx.split(parts[0], 2, axis=-1)
+        outs = down.times_chosen(_ACTIVATIONS[operation.activation](gates, ups), experts)[:, :, 0]
+        return (outs * weights[..., None].astype(outs.dtype)).sum(axis=1)
+
+    return compute
+
+
+@KERNELS.of(Tap)
+def _tap(_: Program, operation: Tap, __: int) -> Compute:
+    def compute(step: _Step) -> Any:
+        states = step.registers[operation.input]
+        if operation.layer in step.tap_layers:
+            step.taps[operation.layer] = states
+        return states
+
+    return compute
+
+
+@KERNELS.of(Select)
+def _select(_: Program, operation: Select, __: int) -> Compute:
+    return lambda step: step.registers[operation.input][step.logit_queries]
+
+
+@KERNELS.of(Softcap)
+def _softcap(_: Program, operation: Softcap, __: int) -> Compute:
+    return lambda step: mx.tanh(step.registers[None] / operation.limit) * operation.limit
 
 
 def _times(states: mx.array, factor: mx.array | None) -> mx.array:
@@ -328,17 +356,21 @@ def _turned(states: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return mx.concatenate([*turned, *rest], axis=-1)
 
 
-def _mixed(operation: Experts, both: list[Matrix], downs: Matrix, states: mx.array, router: mx.array) -> mx.array:
-    """The chosen experts' products of each token, by the softmax of all."""
-    weights = mx.softmax(router.astype(mx.float32), axis=-1)
-    experts = mx.argpartition(-weights, kth=operation.chosen - 1, axis=-1)[:, : operation.chosen]
-    weights = mx.take_along_axis(weights, experts, axis=-1)
-    if operation.sums_to_one:
+def _routed(routing: Router, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
+    """As `Router.choose`."""
+    wide = logits.astype(mx.float32)
+    scores = mx.softmax(wide, axis=-1) if routing.scores == "softmax" else mx.sigmoid(wide)
+    ranks = scores if bias is None else scores + bias
+    if routing.groups > routing.chosen_groups:
+        by_group = ranks.reshape(len(ranks), routing.groups, -1)
+        best = mx.topk(by_group, min(2, by_group.shape[-1]), axis=-1).sum(axis=-1)
+        left_out = mx.argsort(mx.argsort(-best, axis=-1), axis=-1) >= routing.chosen_groups
+        ranks = mx.where(left_out[..., None], -mx.inf, by_group).reshape(ranks.shape)
+    experts = mx.argpartition(-ranks, kth=routing.chosen - 1, axis=-1)[:, : routing.chosen]
+    weights = mx.take_along_axis(scores, experts, axis=-1)
+    if routing.sums_to_one:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    parts = [matrix.times_chosen(states[:, None, None], experts) for matrix in both]
-    gates, ups = parts if len(parts) == 2 else mx.split(parts[0], 2, axis=-1)
-    outs = downs.times_chosen(_ACTIVATIONS[operation.activation](gates, ups), experts)[:, :, 0]
-    return (outs * weights[..., None].astype(outs.dtype)).sum(axis=1)
+    return experts, weights if routing.factor == 1.0 else weights * routing.factor
 
 
 @partial(mx.compile, shapeless=True)

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import Program
-from inference_engine.backends.native.describing import describe_seam
 from inference_engine.backends.native.trial import LoadedTensors, check_rotation, checked
+from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.backends.twin import Twin, TwinSizes
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.types import Mode
@@ -31,10 +31,10 @@ def try_list(
         torch.manual_seed(seed)
         twin = Twin(kind, config, traits, sizes or TwinSizes())
     checkpoint = LoadedTensors(twin.tensors)
-    described = describe_seam(twin.seam)
-    check_rotation(twin, described)
-    program = Program(described, checkpoint, checkpoint.names(), mx.float32)
-    twin.forward = MlxForward(described, twin.forward.facts, program, dtype=torch.float32, uses_metal=uses_metal)
+    spec = spec_of_seam(twin.seam)
+    check_rotation(twin, spec)
+    program = Program(spec, checkpoint, checkpoint.names(), mx.float32)
+    twin.forward = MlxForward(spec, twin.forward.facts, program, dtype=torch.float32, uses_metal=uses_metal)
     twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
     found = [twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)]
     if uses_metal:

@@ -92,9 +92,9 @@ class CheckpointWeights:
         mx.eval(stacked)
         return Matrix(stacked)
 
-    def vector(self, name: str, *, added: float = 0.0) -> mx.array:
-        """The numbers of a norm or a bias, `added` to in float32."""
-        return mx.array(self._checkpoint.tensor(name).as_float32() + np.float32(added)).astype(self._dtype)
+    def vector(self, name: str, *, added: float = 0.0, dtype: mx.Dtype | None = None) -> mx.array:
+        """The numbers of a norm or a bias, `added` to in float32. dtype: None means that of the activations."""
+        return mx.array(self._checkpoint.tensor(name).as_float32() + np.float32(added)).astype(dtype or self._dtype)
 
     def _of_groups(self, grouped: Grouped) -> Matrix:
         scales, offsets = (self._numbers(tensor) for tensor in (grouped.scales, grouped.offsets))

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Borrower, Result, Step, T
+from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.coding import NativeChoice, NativeCoder
 from inference_engine.backends.native.decoders import Turns
-from inference_engine.backends.native.described import Described
 from inference_engine.backends.native.key_indexes import NativeIndexes
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
@@ -59,13 +59,13 @@ class NativeForward:
 
     inference_mode = nullcontext  # nothing has gradients, and to enter torch's takes as long as a plan
 
-    def __init__(self, described: Described, facts: ModelFacts, program: Program) -> None:
-        self.described = described
+    def __init__(self, spec: ModelSpec, facts: ModelFacts, program: Program) -> None:
+        self.spec = spec
         self.program = program
         self._facts = facts
         self._device = torch.device("cpu")
         self._kv_dtype = KV_DTYPES[program.kv_type]
-        layers = described.layers
+        layers = spec.layers
         attention = NativeAttention(program.kernels, program.threads)
         trellis = Trellis(NativeChoice(program.kernels, program.threads), levels_of, scale, pack)
         self._ops = replace(
@@ -78,8 +78,8 @@ class NativeForward:
             attends_in_one_order=True,
             attend_generated=attention,
         )
-        tables = described.rotary_tables()
-        turns = {name: Turns.of(table.frequencies, described.trained_positions) for name, table in tables.items()}
+        tables = spec.rotaries
+        turns = {name: Turns.of(table.frequencies, spec.trained_positions) for name, table in tables.items()}
         self._coder = NativeCoder(
             kernels=program.kernels,
             threads=program.threads,
@@ -134,7 +134,7 @@ class NativeForward:
     @cached_property
     def _quanta(self) -> tuple[int, int]:
         """Found once for all engines over this model."""
-        return probe_attention(self.described.layers, self._device, self.compute_dtype)
+        return probe_attention(self.spec.layers, self._device, self.compute_dtype)
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
         # Products and attention by numbers have one order for any number of tokens; attention by views has not.
@@ -142,9 +142,9 @@ class NativeForward:
         if mode is Mode.FIXED_SHAPE:
             token_quantum, key_quantum = self._quanta
         return Geometry(
-            layers=self.described.layers,
+            layers=self.spec.layers,
             itemsize=self._kv_dtype.itemsize,
-            trained_positions=self.described.trained_positions,
+            trained_positions=self.spec.trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
@@ -168,7 +168,7 @@ class NativeForward:
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
-        return self.described.rotate(keys.float(), shifts, name)
+        return self.spec.rotate(keys.float(), shifts, name)
 
     def run(self, step: Step) -> Result:
         with self.program.threads.lock:  # several engines may run one model

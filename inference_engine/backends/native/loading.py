@@ -6,12 +6,13 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inference_engine.backends.base import Admitted
-from inference_engine.backends.native.described import Described
+from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program, packed_format
-from inference_engine.backends.verdicts import Verdicts
+from inference_engine.backends.tried_spec import tried_spec
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.models import CheckedFolder, check_model, log_remarks
@@ -24,6 +25,9 @@ from inference_engine.models.operations import NoStepListError
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library
 from inference_engine.types import ModelFacts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +55,16 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     library = open_library(config)
     checked = _checked(config)
     try:
-        described = _described(config, checked, admitted, library)
+        spec = _tried(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
-        check_fits(checkpoint, described.parameters)
-        steps = step_list(described.config, described.layers, text_names(checkpoint, described.parameters))
+        check_fits(checkpoint, spec.parameters)
+        steps = step_list(spec.config, spec.layers, text_names(checkpoint, spec.parameters))
         program = Program(
             library,
             steps,
             checkpoint,
-            described.rotary_tables(),
-            trained_positions=described.trained_positions,
+            spec.rotaries,
+            trained_positions=spec.trained_positions,
             identity=_IDENTITIES[config.numerics],
             weights=config.weights,
             kv_type=_KV_TYPES[config.kv_dtype],
@@ -74,7 +78,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     facts = ModelFacts(
         model_id=checked.model_id,
         vocab_size=steps.vocabulary,
-        trained_positions=described.trained_positions,
+        trained_positions=spec.trained_positions,
         layers=len(steps.layers),
         hidden_size=steps.hidden,
         kv_dtype=program.kv_type.name.lower(),
@@ -94,14 +98,14 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         facts.numerics,
         ", ".join(f"{form.name.lower()} {count >> 20} MiB" for form, count in formats.items()),
     )
-    return NativeForward(described, facts, program)
+    return NativeForward(spec, facts, program)
 
 
 def try_native(config: ModelConfig, admitted: Admitted) -> None:
     """All of `open_native` that a later start need not do again. Raises NotNative or ModelError."""
     library = open_library(config)
     try:
-        _described(config, _checked(config), admitted, library)
+        _tried(config, _checked(config), admitted, library)
     except NoStepListError as error:
         raise NotNative(str(error)) from error
 
@@ -113,25 +117,16 @@ def _checked(config: ModelConfig) -> CheckedFolder:
     return checked
 
 
-def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, library: Library) -> Described:
-    """What the list of operations is made from, kept from an earlier start or tried on a small twin now.
+def _tried(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, library: Library) -> ModelSpec:
+    """As `tried_spec`."""
 
-    Raises as `describe` and `try_list` do.
-    """
-    verdicts, depends = Verdicts(checked, config.cache_path), f"{library.kernels().level} {admitted.traits}"
-    if (kept := verdicts.read(Described, "native", depends)) is not None:
-        return kept
-    from inference_engine.backends.native.describing import describe
-    from inference_engine.backends.native.trial import try_list
-    from inference_engine.backends.twin import text_generator
-    from inference_engine.models import read_config
+    def try_list(kind: type[PreTrainedModel], full: PretrainedConfig) -> float:
+        from inference_engine.backends.native import trial
 
-    full, kind = text_generator(read_config(checked))
-    described = describe(full, kind, admitted.traits)
-    difference = try_list(library, kind, full, admitted.traits)
-    logger.debug("a twin's logits differ by %.3g from transformers'", difference)
-    verdicts.keep(described, "native", depends)
-    return described
+        return trial.try_list(library, kind, full, admitted.traits)
+
+    level = library.kernels().level
+    return tried_spec(config, checked, admitted.traits, executor="native", depends=level, try_list=try_list)
 
 
 def check_stored(stored: Path) -> None:

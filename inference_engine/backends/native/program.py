@@ -7,16 +7,18 @@ to be quantised (`weights`) is quantised here, 32 inputs to a scale.
 from __future__ import annotations
 
 import ctypes
+import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import fields
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_engine.backends.model_spec import RotaryTable
 from inference_engine.backends.native.tile_memory import TileMemory
 from inference_engine.errors import BackendError, ModelError, NotNative, Overloaded
 from inference_engine.models.checkpoint import unpacked
@@ -29,11 +31,13 @@ from inference_engine.models.operations import (
     Experts,
     Gated,
     Given,
+    Kernels,
     Norm,
     Operation,
     Product,
     Rotate,
     Select,
+    SigmoidGate,
     Softcap,
     StepList,
     Tap,
@@ -43,16 +47,18 @@ from inference_engine.native.cores import usable_cores
 from inference_engine.native.library import (
     Format,
     Identity,
-    Kernels,
+    Kind,
     KVType,
     Layer,
     Library,
     Matrix,
     PackError,
     Rotary,
+    Routing,
     Source,
     Threads,
 )
+from inference_engine.native.library import Kernels as NativeKernels
 from inference_engine.native.library import Operation as NativeOperation
 from inference_engine.native.library import Step as NativeStep
 
@@ -60,7 +66,6 @@ _LANES = 16
 _NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 _PACKED_AT_ONCE = 2**20  # numbers
 # Their places are the numbers of types.h.
-_KINDS = (Embed, Norm, Product, Rotate, Attend, Add, Gated, Tap, Select, Softcap, Experts, Given, Write)
 _ACTIVATIONS = ("silu", "gelu_tanh")
 _WHY = {
     PackError.NO_SUCH_FORMAT: "{name} is stored as {encoding}, which cannot be packed as {wanted}",
@@ -102,14 +107,6 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> StoredTensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """frequencies: float32 [turned / 2], angles per position. factor: of cosine and sine."""
-
-    frequencies: NDArray[np.float32]
-    factor: float
-
-
 class Program:
     """A model that is ready to run, one step at a time. To be closed."""
 
@@ -135,19 +132,20 @@ class Program:
         Raises BackendError for weights that cannot be packed as asked for, NotNative for those that cannot be packed at
         all, ModelError for those that do not fit the list.
         """
+        KERNELS.check(steps.operations)
         self.steps = steps
-        self.kernels: Kernels = library.kernels(level)
+        self.kernels: NativeKernels = library.kernels(level)
         self.kv_type = kv_type
         self.library = library
-        self._registers = {name: index for index, name in enumerate(steps.widths)}
-        self._packed: _Packed = _Packed(library, checkpoint, weights, None if shares is None else shares._packed)
+        self.registers = {name: index for index, name in enumerate(steps.widths)}
+        self.packed: _Packed = _Packed(library, checkpoint, weights, None if shares is None else shares.packed)
         self._vectors: list[NDArray[np.float32]] = []
-        self._tables = {name: index for index, name in enumerate(rotaries)}
-        self._turned = {name: 2 * len(table.frequencies) for name, table in rotaries.items()}
-        with self._packed.packing(threads or usable_cores()):
-            self._operations = [one for operation in steps.operations for one in self._lowered(operation, checkpoint)]
+        self.tables = {name: index for index, name in enumerate(rotaries)}
+        self.turned = {name: 2 * len(table.angles) for name, table in rotaries.items()}
+        with self.packed.packing(threads or usable_cores()):
+            self._operations = [one for each in steps.operations for one in KERNELS[each](self, each)]
         self.count = len(self._operations)
-        self.attends = [index for index, one in enumerate(self._operations) if one.kind == _KINDS.index(Attend)]
+        self.attends = [index for index, one in enumerate(self._operations) if one.kind == Kind.ATTEND]
         self._shares = shares
         self.threads: Threads = library.open_threads(threads) if shares is None else shares.threads
         self.identity = identity
@@ -158,11 +156,11 @@ class Program:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights, without those of another program."""
-        return self._packed.nbytes + sum(vector.nbytes for vector in self._vectors)
+        return self.packed.nbytes + sum(vector.nbytes for vector in self._vectors)
 
     def formats(self) -> dict[Format, int]:
         """Bytes of the packed matrices by format."""
-        return self._packed.by_format()
+        return self.packed.by_format()
 
     def run(self, step: NativeStep, first: int = 0, end: int | None = None) -> None:
         """The operations [first, end) of a step; a run begins with operation 0. Raises Overloaded without memory."""
@@ -177,7 +175,7 @@ class Program:
         """[tokens, width], a view that is valid until the next step."""
         assert self._end.alive, "the program is closed"
         width = self.steps.widths[name]
-        return self.library.register(self._address, self._registers[name], tokens * width).reshape(tokens, width)
+        return self.library.register(self._address, self.registers[name], tokens * width).reshape(tokens, width)
 
     def close(self) -> None:
         """End its threads and free its memory, after the step that runs. Does nothing the second time.
@@ -193,12 +191,12 @@ class Program:
 
     def _open(self, rotaries: Mapping[str, RotaryTable], trained: int, identity: Identity) -> int:
         operations = (NativeOperation * self.count)(*self._operations)
-        matrices = (Matrix * len(self._packed.matrices))(*self._packed.matrices)
+        matrices = (Matrix * len(self.packed.matrices))(*self.packed.matrices)
         vectors = (ctypes.c_void_p * len(self._vectors))(*(vector.ctypes.data for vector in self._vectors))
         layers = (Layer * len(self.steps.layers))(
             *(Layer(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in self.steps.layers)
         )
-        self._frequencies = [np.ascontiguousarray(table.frequencies, np.float32) for table in rotaries.values()]
+        self._frequencies = [table.frequencies for table in rotaries.values()]
         tables = (Rotary * len(rotaries))(
             *(
                 Rotary(frequencies.ctypes.data, 2 * len(frequencies), trained, table.factor)
@@ -210,67 +208,19 @@ class Program:
             self.kernels, self.threads, identity, self.kv_type, operations, matrices, vectors, layers, tables, widths
         )
 
-    def _lowered(self, operation: Operation, checkpoint: Checkpoint) -> Iterator[NativeOperation]:
-        """The structures of one operation: several for a product whose matrices are stored in several formats."""
-        one = NativeOperation(kind=_KINDS.index(type(operation)))
-        one.second = one.matrix = one.vector = one.table = one.layer = -1
-        one.input, one.output = -1, -1
+    def lowered(self, operation: Operation) -> NativeOperation:
+        """The structure of an operation, of all that is not weights."""
+        one = NativeOperation(kind=Kind[re.sub("(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__).upper()])
+        one.input = one.second = one.output = one.matrix = one.vector = one.table = one.layer = -1
         one.number = 1.0
-        for name in ("input", "output", "register"):
-            if (register := getattr(operation, name, None)) is not None:
-                setattr(one, "input" if name == "register" else name, self._registers[register])
-        match operation:
-            case Product():
-                yield from self._products(operation, checkpoint)
-                return
-            case Embed():
-                shape = (self.steps.vocabulary, self.steps.hidden)
-                one.matrix, one.number = self._packed.add([operation.matrix], shape), operation.factor
-            case Norm():
-                weights = _sized(checkpoint.tensor(operation.weights), operation.weights, operation.width)
-                one.vector = self._vector(weights + np.float32(1) if operation.plus_one else weights)
-                one.number, one.width = operation.epsilon, operation.width
-                one.heads, one.offset = operation.heads, operation.offset
-            case Rotate():
-                one.table, turned = self._tables[operation.rotary], self._turned[operation.rotary]
-                if turned > operation.width:
-                    raise NotNative(f"{turned} numbers are rotated of heads that have {operation.width}")
-                one.heads, one.width, one.offset = operation.heads, operation.width, operation.offset
-            case Write():
-                one.layer = operation.layer
-            case Attend():
-                one.layer, one.number, one.other = operation.layer, operation.scaling, operation.softcap or 0.0
-            case Add():
-                one.number = operation.factor
-            case Gated():
-                one.activation = _ACTIVATIONS.index(operation.activation)
-            case Experts():
-                one.second = self._registers[operation.router]
-                one.heads, one.flag = operation.chosen, operation.sums_to_one
-                one.activation = _ACTIVATIONS.index(operation.activation)
-                one.matrix = len(self._packed.matrices)
-                hidden = self.steps.hidden
-                together = all(len([*self._packed.alike([gate, up])]) == 1 for gate, up, _ in operation.matrices)
-                one.width = 2 if together else 3  # matrices of an expert
-                for gate, up, down in operation.matrices:
-                    inner = self._packed.rows(gate)
-                    if self._packed.rows(up) != inner:
-                        raise ModelError(f"{gate} and {up} differ in their outputs; the weights do not fit config.json")
-                    if together:
-                        self._packed.add([gate, up], (2 * inner, hidden))
-                    else:
-                        self._packed.add([gate], (inner, hidden))
-                        self._packed.add([up], (inner, hidden))
-                    self._packed.add([down], (hidden, inner))
-            case Tap():
-                one.layer = operation.layer
-            case Softcap():
-                one.number = operation.limit
-            case Select() | Given():
-                pass
-        yield one
+        for each in fields(operation):  # type: ignore[arg-type]  # all operations are dataclasses
+            value = getattr(operation, each.name)
+            if value is not None and (place := _PLACES.get(each.name)) is not None:
+                name, convert = place
+                setattr(one, name, convert(self, value))
+        return one
 
-    def _products(self, operation: Product, checkpoint: Checkpoint) -> Iterator[NativeOperation]:
+    def products(self, operation: Product) -> Iterator[NativeOperation]:
         """One structure for each run of matrices that are stored alike; their outputs lie one behind the other."""
         inputs = self.steps.widths[operation.input]
         width = self.steps.vocabulary if operation.output is None else self.steps.widths[operation.output]
@@ -278,19 +228,12 @@ class Program:
         assert 0 <= operation.offset <= width - outputs, "a product writes within its register"
         biases = dict(zip(operation.matrices, operation.biases, strict=False))
         offset = 0
-        for names in self._packed.alike(operation.matrices):
-            one = NativeOperation(kind=_KINDS.index(Product))
-            one.second = one.table = one.layer = -1
-            one.input = self._registers[operation.input]
-            one.output = -1 if operation.output is None else self._registers[operation.output]
-            sizes = [self._packed.rows(name) for name in names]
-            one.matrix = self._packed.add(names, (sum(sizes), inputs))
-            own = [
-                _sized(checkpoint.tensor(biases[name]), biases[name], size)
-                for name, size in zip(names, sizes, strict=True)
-                if name in biases
-            ]
-            one.vector = self._vector(np.concatenate(own)) if own else -1
+        for names in self.packed.alike(operation.matrices):
+            one = self.lowered(operation)
+            sizes = [self.packed.rows(name) for name in names]
+            one.matrix = self.packed.add(names, (sum(sizes), inputs))
+            own = [self.numbers(biases[name], size) for name, size in zip(names, sizes, strict=True) if name in biases]
+            one.vector = self.vector(np.concatenate(own)) if own else -1
             one.offset = operation.offset + offset
             offset += sum(sizes)
             yield one
@@ -300,11 +243,89 @@ class Program:
                 "weights do not fit config.json"
             )
 
-    def _vector(self, numbers: NDArray[np.float32]) -> int:
+    def numbers(self, name: str, width: int) -> NDArray[np.float32]:
+        """Of a norm or a bias. Raises ModelError if they are not `width`."""
+        return _sized(self.packed.checkpoint.tensor(name), name, width)
+
+    def vector(self, numbers: NDArray[np.float32]) -> int:
+        """The number of a vector, padded with zeros."""
         padded = np.zeros(-(-len(numbers) // _LANES) * _LANES, np.float32)
         padded[: len(numbers)] = numbers
         self._vectors.append(padded)
         return len(self._vectors) - 1
+
+
+# -- from operations to structures -------------------------------------------------------------------------------------
+
+# Where the kernels look for the fields of operations.
+_PLACES: Mapping[str, tuple[str, Callable[[Program, Any], int | float]]] = {
+    **{name: (name, lambda program, name: program.registers[name]) for name in ("input", "output")},
+    "register": ("input", lambda program, name: program.registers[name]),
+    **{name: ("second", lambda program, name: program.registers[name]) for name in ("router", "gate")},
+    **{name: (name, lambda _, number: number) for name in ("layer", "heads", "width", "offset")},
+    **{name: ("number", lambda _, number: number) for name in ("epsilon", "factor", "scaling", "limit")},
+    "softcap": ("other", lambda _, number: number),
+    "activation": ("activation", lambda _, name: _ACTIVATIONS.index(name)),
+    "rotary": ("table", lambda program, name: program.tables[name]),
+}
+Lower = Callable[[Program, Any], Iterable[NativeOperation]]
+KERNELS: Kernels[Lower] = Kernels("the native backend")
+
+
+@KERNELS.of(Attend, Add, Gated, Given, Select, SigmoidGate, Softcap, Tap, Write)
+def _plain(program: Program, operation: Operation) -> Iterable[NativeOperation]:
+    yield program.lowered(operation)
+
+
+@KERNELS.of(Product)
+def _product(program: Program, operation: Product) -> Iterable[NativeOperation]:
+    return program.products(operation)
+
+
+@KERNELS.of(Embed)
+def _embed(program: Program, operation: Embed) -> Iterable[NativeOperation]:
+    one = program.lowered(operation)
+    one.matrix = program.packed.add([operation.matrix], (program.steps.vocabulary, program.steps.hidden))
+    yield one
+
+
+@KERNELS.of(Norm)
+def _norm(program: Program, operation: Norm) -> Iterable[NativeOperation]:
+    one, weights = program.lowered(operation), program.numbers(operation.weights, operation.width)
+    one.vector = program.vector(weights + np.float32(1) if operation.plus_one else weights)
+    yield one
+
+
+@KERNELS.of(Rotate)
+def _rotate(program: Program, operation: Rotate) -> Iterable[NativeOperation]:
+    if (turned := program.turned[operation.rotary]) > operation.width:
+        raise NotNative(f"{turned} numbers are rotated of heads that have {operation.width}")
+    yield program.lowered(operation)
+
+
+@KERNELS.of(Experts)
+def _experts(program: Program, operation: Experts) -> Iterable[NativeOperation]:
+    one, packed, hidden = program.lowered(operation), program.packed, program.steps.hidden
+    routing = operation.routing
+    one.heads, one.groups, one.chosen_groups = routing.chosen, routing.groups, routing.chosen_groups
+    one.flag = routing.sums_to_one * Routing.SUMS_TO_ONE | (routing.scores == "sigmoid") * Routing.SIGMOID_SCORES
+    one.number = routing.factor
+    if operation.bias is not None:
+        one.vector = program.vector(program.numbers(operation.bias, len(operation.matrices)))
+    one.matrix = len(packed.matrices)
+    together = all(len([*packed.alike([gate, up])]) == 1 for gate, up, _ in operation.matrices)
+    one.width = 2 if together else 3  # matrices of an expert
+    for gate, up, down in operation.matrices:
+        inner = packed.rows(gate)
+        if packed.rows(up) != inner:
+            raise ModelError(f"{gate} and {up} differ in their outputs; the weights do not fit config.json")
+        for names in ([gate, up],) if together else ([gate], [up]):
+            packed.add(names, (inner * len(names), hidden))
+        packed.add([down], (hidden, inner))
+    yield one
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 class _Job(NamedTuple):
@@ -333,7 +354,7 @@ class _Packed:
     ) -> None:
         self.matrices: list[Matrix] = []
         self._library = library
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._weights = weights
         self._tiles: list[NDArray[np.uint8]] = []
         self._memory = TileMemory()
@@ -358,7 +379,7 @@ class _Packed:
                     wanted = job.wanted.name.lower()
                     raise kind(_WHY[error].format(name=job.name, encoding=job.encoding, wanted=wanted))
         self._workers, self._jobs = None, []
-        del self._checkpoint
+        del self.checkpoint
 
     @property
     def nbytes(self) -> int:
@@ -393,7 +414,7 @@ class _Packed:
                     f"expected [{shape[0]}, {inputs}]"
                 )
             return self._keep(names, matrix, None)
-        tensors = [self._checkpoint.tensor(name) for name in names]
+        tensors = [self.checkpoint.tensor(name) for name in names]
         wanted = self._format(names[0])
         if any(tensor.shape[1:] != (inputs,) for tensor in tensors) or (
             sum(tensor.shape[0] for tensor in tensors) != shape[0]
@@ -449,7 +470,7 @@ class _Packed:
         """The outputs of a matrix. Raises ModelError for anything else."""
         if (matrix := self._of_another([name])) is not None:
             return matrix.outputs
-        shape = self._checkpoint.tensor(name).shape
+        shape = self.checkpoint.tensor(name).shape
         if len(shape) != 2:
             raise ModelError(f"{name} has the shape {shape}, not that of a matrix; the weights do not fit config.json")
         return shape[0]
@@ -469,7 +490,7 @@ class _Packed:
     def _format(self, name: str) -> Format:
         if (matrix := self._of_another([name])) is not None:
             return Format(matrix.format)
-        return packed_format(name, self._checkpoint.tensor(name), self._weights)
+        return packed_format(name, self.checkpoint.tensor(name), self._weights)
 
 
 def pairs_of(numbers: NDArray[np.float32], levels: Sequence[int]) -> NDArray[np.uint8] | None:
@@ -535,7 +556,7 @@ def packed_format(name: str, tensor: StoredTensor, weights: str) -> Format:
             "Start with weights=auto, which keeps the numbers of the file"
         )
     # Routers are tiny and choose; embeddings and heads lose most in four bits.
-    if name.endswith("mlp.gate.weight"):
+    if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
         return Format[stored.tile]
     if wanted is Format.INT4 and ("embed_tokens" in name or "lm_head" in name):
         return Format.INT8

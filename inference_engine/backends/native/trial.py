@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.native.described import Described
-from inference_engine.backends.native.describing import describe_seam
+from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
+from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models.families import step_list
@@ -40,20 +40,20 @@ def try_list(
         torch.manual_seed(seed)
         twin = Twin(kind, config, traits, sizes or TwinSizes())
     checkpoint = LoadedTensors(twin.tensors)
-    described = describe_seam(twin.seam)
-    steps = step_list(described.config, described.layers, checkpoint.names())
-    check_rotation(twin, described)
+    spec = spec_of_seam(twin.seam)
+    steps = step_list(spec.config, spec.layers, checkpoint.names())
+    check_rotation(twin, spec)
     program = Program(
         library,
         steps,
         checkpoint,
-        described.rotary_tables(),
+        spec.rotaries,
         trained_positions=twin.seam.trained_positions,
         identity=Identity.EXACT,
         threads=1,
     )
     try:
-        twin.forward = NativeForward(described, twin.forward.facts, program)
+        twin.forward = NativeForward(spec, twin.forward.facts, program)
         twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
         difference = twin.difference_of_chunks()
     finally:
@@ -71,16 +71,14 @@ def checked(difference: float, kind: type[PreTrainedModel]) -> float:
     return difference
 
 
-def check_rotation(twin: Twin, described: Described) -> None:
+def check_rotation(twin: Twin, spec: ModelSpec) -> None:
     """Raise NoStepListError unless keys are moved as the model itself moves them."""
-    shifts = torch.tensor([0, 1, 7, -1, -5, described.trained_positions + 3])
-    for name in described.rotaries:
-        head_dim = next(layer.head_dim for layer in described.layers if layer.rotary == name)
+    shifts = torch.tensor([0, 1, 7, -1, -5, spec.trained_positions + 3])
+    for name in spec.rotaries:
+        head_dim = next(layer.head_dim for layer in spec.layers if layer.rotary == name)
         keys = torch.from_numpy(np.random.default_rng(0).standard_normal((2, len(shifts), head_dim), np.float32))
         for some in (shifts[shifts >= 0], shifts[shifts <= 0]):
-            own, expected = (
-                rotate(keys[:, : len(some)], some, name) for rotate in (described.rotate, twin.seam.rotate)
-            )
+            own, expected = (rotate(keys[:, : len(some)], some, name) for rotate in (spec.rotate, twin.seam.rotate))
             if own.shape != expected.shape or not bool((own - expected).abs().max() <= TOLERANCE):
                 raise NoStepListError(f"{name} moves keys otherwise than the model's RoPE")
 

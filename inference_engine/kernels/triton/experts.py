@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.fused import ExpertMatrices, RowNorm
+from inference_engine.kernels.fused import ExpertMatrices, RowNorm, choose_experts
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.products import (
     ACTIVATIONS,
@@ -52,18 +52,23 @@ class MixtureOfExperts:
     def __call__(
         self, states: Tensor, experts: ExpertMatrices, *, norm: RowNorm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """See `MixExperts`."""
-        if len(states) == 1 and not self._is_invariant:
+        """See `MixExperts`. Routers other than a softmax of all choose by operations of torch."""
+        is_one, chooses = len(states) == 1 and not self._is_invariant, experts.routing.is_softmax_alone
+        if is_one and chooses and experts.bias is None:
             ids, weights = choose(self._products(states, experts.router, norm=norm), experts)
             inner = _inner_of_one(states, experts, ids, norm)
             return _down_of_one(inner, experts, ids, weights, residual)
         normed = states if norm is None else norm_of(states, norm)
         products = self._products(normed, experts.router)
-        if len(states) <= FEW:
+        if not chooses or experts.bias is not None:
+            found, weights = choose_experts(products, experts)
+            ids = found.int()
+        elif len(states) <= FEW:
             weights, blocks = choose_in_blocks(products, experts)
             return _added_up(_by_blocks(normed, experts, blocks), None, weights, states, residual)
-        ids, weights = choose(products, experts)
-        if not self._is_invariant and _has_grouped_products(states, experts):
+        else:
+            ids, weights = choose(products, experts)
+        if len(states) > FEW and not self._is_invariant and _has_grouped_products(states, experts):
             outputs, places = _by_library(normed, experts, ids)
             return _added_up(outputs, places, weights, states, residual)
         blocks = sort_in_blocks(ids, len(experts.gates))
@@ -97,7 +102,7 @@ def choose(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
         weights,
         EXPERTS=products.shape[1],
         CHOSEN=experts.chosen,
-        SUMS_TO_ONE=experts.sums_to_one,
+        SUMS_TO_ONE=experts.routing.sums_to_one,
         BLOCK=block,
         HALVINGS=block.bit_length() - 1,
         PLACES=triton.next_power_of_2(experts.chosen),
@@ -191,7 +196,7 @@ def choose_in_blocks(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor,
         most,
         EXPERTS=number,
         CHOSEN=experts.chosen,
-        SUMS_TO_ONE=experts.sums_to_one,
+        SUMS_TO_ONE=experts.routing.sums_to_one,
         TOKENS=tokens,
         BLOCK=block,
         HALVINGS=block.bit_length() - 1,

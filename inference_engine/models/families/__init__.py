@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.models.families import gemma, llama, qwen_moe
+from inference_engine.models.families import gemma, llama, mixtures
 from inference_engine.models.families.family import Family, Scalar
 from inference_engine.models.families.writer import LANES, Writer
 from inference_engine.models.operations import NoStepListError, StepList
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
-    {kind: module.FAMILY for module in (llama, gemma, qwen_moe) for kind in module.FAMILY.model_types}
+    {kind: each for module in (llama, gemma, mixtures) for each in module.FAMILIES for kind in each.model_types}
 )
 
 

@@ -36,4 +36,4 @@ def write(step: Writer, config: GemmaConfig) -> None:
     step.head(softcap=config.final_logit_softcapping)
 
 
-FAMILY = Family(model_types=("gemma2", "gemma3_text"), config=GemmaConfig, write=write)
+FAMILIES = (Family(model_types=("gemma2", "gemma3_text"), config=GemmaConfig, write=write),)

@@ -1,7 +1,7 @@
-"""Llama (Touvron et al., arXiv 2302.13971), and what has its layers: Mistral, Qwen 2 and 3, SmolLM3.
+"""Llama (Touvron et al., arXiv 2302.13971), and what has its layers: Mistral, Phi-3, Qwen 2 and 3, SmolLM3.
 
-What tells them apart is in the configuration and the checkpoint: biases, norms of heads (Qwen 3), layers with a window
-(Mistral, Qwen 2) or without rotation (SmolLM3).
+What tells them apart is in the configuration and the checkpoint: biases (Qwen 2), norms of heads (Qwen 3), layers with
+a window (Mistral, Qwen 2) or without rotation (SmolLM3), projections that lie in one matrix (Phi-3).
 """
 
 from __future__ import annotations
@@ -30,4 +30,6 @@ def write(step: Writer, config: LlamaConfig) -> None:
     step.head()
 
 
-FAMILY = Family(model_types=("llama", "mistral", "qwen2", "qwen3", "smollm3"), config=LlamaConfig, write=write)
+FAMILIES = (
+    Family(model_types=("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"), config=LlamaConfig, write=write),
+)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from inference_engine.errors import ConfigError
+from inference_engine.kernels.routing import Router
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
 from inference_engine.models.operations import (
     Add,
@@ -22,6 +24,7 @@ from inference_engine.models.operations import (
     Product,
     Rotate,
     Select,
+    SigmoidGate,
     Softcap,
     StepList,
     Tap,
@@ -102,8 +105,8 @@ class Writer:
             raise NoStepListError(f"layer {layer.index}: {queries} query heads must be a multiple of {keys} KV heads")
         if geometry.rotary == IMMOVABLE:
             raise NoStepListError(f"layer {layer.index} changes its keys by position in a way that is not a rotation")
-        heads = self._register("heads", (queries + 2 * keys) * dim)
-        mixed = self._register("mixed", queries * dim)
+        heads = self.register("heads", (queries + 2 * keys) * dim)
+        mixed = self.register("mixed", queries * dim)
         is_one = self.has(f"{prefix}qkv_proj.weight")
         self.product("normed", heads, *([f"{prefix}qkv_proj"] if is_one else [f"{prefix}{one}_proj" for one in "qkv"]))
         for name, count, offset in (("q_norm", queries, 0), ("k_norm", keys, queries * dim)):
@@ -121,32 +124,47 @@ class Writer:
         inner: the width between them. activation: under transformers' name.
         """
         inner = inner or 0
-        gates, between = self._register("gates", 2 * inner), self._register("inner", inner)
+        gates, between = self.register("gates", 2 * inner), self.register("inner", inner)
         is_one = self.has(f"{prefix}gate_up_proj.weight")
         both = [f"{prefix}gate_up_proj"] if is_one else [f"{prefix}gate_proj", f"{prefix}up_proj"]
         self.product("normed", gates, *both)
         self.operations.append(Gated(input=gates, output=between, activation=_activation(activation)))
         self.product(between, output, f"{prefix}down_proj")
 
-    def experts(self, prefix: str, *, count: int, chosen: int, sums_to_one: bool, activation: str) -> None:
-        """delta = the mixture of the `chosen` of `count` experts of each token, which `gate` names."""
-        if not 1 <= chosen <= count:
-            raise NoStepListError(f"{chosen} of {count} experts are chosen")
-        router = self._register("router", count)
-        self.product("normed", router, f"{prefix}gate")
+    def experts(self, prefix: str, router: Router, *, count: int, activation: str, bias: str | None = None) -> None:
+        """delta = the mixture of `count` experts of normed, which `router` chooses by the logits of `gate`.
+
+        bias: the tensor that the router adds to scores.
+        """
+        try:
+            router.check(count)
+        except ConfigError as error:
+            raise NoStepListError(str(error)) from error
+        logits = self.register("router", count)
+        self.product("normed", logits, f"{prefix}gate")
         parts = ("gate_proj", "up_proj", "down_proj")
         matrices = ([self._own(f"{prefix}experts.{expert}.{part}.weight") for part in parts] for expert in range(count))
         self.operations.append(
             Experts(
                 input="normed",
-                router=router,
+                router=logits,
                 output="delta",
                 matrices=tuple((gate, up, down) for gate, up, down in matrices),
-                chosen=chosen,
-                sums_to_one=sums_to_one,
+                routing=router,
+                bias=None if bias is None else self._own(bias),
                 activation=_activation(activation),
             )
         )
+
+    def shared_expert(self, prefix: str, *, inner: int, activation: str, gate: str | None = None) -> None:
+        """delta += a gated product that all tokens have. gate: the module whose sigmoid it is multiplied by."""
+        output = self.register("shared", self.hidden)
+        self.gated(prefix, inner=inner, activation=activation, output=output)
+        if gate is not None:
+            opens = self.register("shared gate", 1)
+            self.product("normed", opens, gate)
+            self.operations.append(SigmoidGate(input=output, gate=opens, output=output))
+        self.add(output, "delta")
 
     def add(self, register: str, output: str) -> None:
         """output += register."""
@@ -184,7 +202,7 @@ class Writer:
             )
         )
 
-    def _register(self, name: str, width: int) -> str:
+    def register(self, name: str, width: int) -> str:
         """A register of this name and width. Layers of other sizes have another one."""
         if width < 1:
             raise NoStepListError(f"{name}: {width} numbers")

@@ -1,4 +1,4 @@
-// A step of a model: a list of operations over registers, run by one call (`inference_engine/models/step_list.py` makes it).
+// A step of a model: a list of operations over registers, run by one call (`inference_engine/models/operations.py`).
 //
 // A register holds one vector for each token of the step. What an operation does to one token depends on that token
 // alone, attention apart, and sums run in one order: so a token's logits do not depend on what else is in the step.
@@ -58,11 +58,16 @@ class Run {
   // body(token) for each token, on all threads if there are enough of them.
   template <class Body>
   void each(int64_t count, const Body& body) {
+    each(*p_.threads, count, body);
+  }
+
+  template <class Body>
+  static void each(Threads& threads, int64_t count, const Body& body) {
     auto part = [&](int64_t first, int64_t end) {
       for (int64_t token = first; token < end; token++) body(token);
     };
     if (count < 8) part(0, count);
-    else p_.threads->split(count, 1, part);
+    else threads.split(count, 1, part);
   }
 
   void prepare() {
@@ -95,7 +100,7 @@ class Run {
     switch (o.kind) {
       case EMBED: return embed(o);
       case NORM: return norms(o);
-      case LINEAR: return product(o);
+      case PRODUCT: return product(o);
       case ROTATE: return turn(o);
       case ATTEND: return attention(o);
       case ADD: return sum_up(o);
@@ -105,6 +110,7 @@ class Run {
       case SOFTCAP: return cap(o);
       case EXPERTS: return experts(o);
       case GIVEN: return given(o);
+      case SIGMOID_GATE: return sigmoid_gate(o);
       case WRITE: return write(p_.layers[o.layer], o.layer, at(o.input), width(o.input));
     }
   }
@@ -214,7 +220,7 @@ class Run {
     });
   }
 
-  void gate(const float* x, float* y, int64_t count, int32_t activation) {
+  static void gate(const float* x, float* y, int64_t count, int32_t activation) {
     for (int64_t i = 0; i < count; i += LANES) {
       int64_t left = count - i;
       store_some(y + i, mul(activated(load_some(x + i, left), activation), load_some(x + count + i, left)), left);
@@ -262,63 +268,147 @@ class Run {
     });
   }
 
-  // A mixture of experts: `second` has the router's logits. An expert has `width` matrices: gate and up below each other,
-  // and down, or all three. A token's experts are added up in the order of their numbers.
+  // output = input · sigmoid(second), which has one number or as many as they.
+  void sigmoid_gate(const Operation& o) {
+    int64_t count = width(o.output), step = width(o.second) == 1 ? 0 : LANES;
+    each(tokens_, [&](int64_t token) {
+      const float *x = at(o.input) + token * count, *gates = at(o.second) + token * width(o.second);
+      float* y = at(o.output) + token * count;
+      for (int64_t i = 0; i < count; i += LANES) {
+        int64_t left = count - i;
+        F g = step ? load_some(gates + i, left) : all(gates[0]);
+        F share = add(all(1.0f), exponential(sub(all(0.0f), g)));
+        store_some(y + i, divide(load_some(x + i, left), share), left);
+      }
+    });
+  }
+
+  // A mixture of experts. All pairs of token and expert are known before the first product, so threads take experts where
+  // there are enough, and else share out each product. A token's experts are added up in the order of their numbers.
   void experts(const Operation& o) {
-    int64_t count = width(o.second), chosen = o.heads, hidden = width(o.input);
-    std::vector<float> shares((size_t)(tokens_ * count), 0.0f);
-    const float* router = at(o.second);
-    for (int64_t token = 0; token < tokens_; token++) share(router + token * count, count, chosen, o.flag, &shares[(size_t)(token * count)]);
-    float* out = at(o.output);
-    std::fill(out, out + tokens_ * hidden, 0.0f);
-    std::vector<int64_t> mine;
-    std::vector<float> inputs, gates, inner, outputs;
-    for (int64_t expert = 0; expert < count; expert++) {
-      mine.clear();
-      for (int64_t token = 0; token < tokens_; token++)
-        if (shares[(size_t)(token * count + expert)] != 0.0f) mine.push_back(token);
-      if (mine.empty()) continue;
-      const Matrix *first = &p_.matrices[o.matrix + o.width * expert], &down = first[o.width - 1];
-      int64_t n = (int64_t)mine.size(), middle = o.width == 2 ? first->outputs / 2 : first->outputs;
-      inputs.resize((size_t)(n * hidden) + LANES);
-      gates.resize((size_t)(n * 2 * middle) + LANES);
-      inner.resize((size_t)(n * middle) + LANES);
-      outputs.resize((size_t)(n * hidden) + LANES);
-      for (int64_t i = 0; i < n; i++)
-        memcpy(&inputs[(size_t)(i * hidden)], at(o.input) + mine[(size_t)i] * hidden, (size_t)hidden * sizeof(float));
-      Identity identity = (Identity)p_.identity;
-      for (const Matrix* own = first; own < &down; own++)
-        linear(*p_.threads, *own, identity, inputs.data(), hidden, n, gates.data() + (own - first) * middle, 2 * middle);
-      each(n, [&](int64_t i) { gate(&gates[(size_t)(i * 2 * middle)], &inner[(size_t)(i * middle)], middle, o.activation); });
-      linear(*p_.threads, down, identity, inner.data(), middle, n, outputs.data(), hidden);
-      each(n, [&](int64_t i) {
-        float share = shares[(size_t)(mine[(size_t)i] * count + expert)];
-        float* y = out + mine[(size_t)i] * hidden;
-        const float* x = &outputs[(size_t)(i * hidden)];
-        for (int64_t d = 0; d < hidden; d++) y[d] += x[d] * share;
+    int64_t count = width(o.second), chosen = o.heads, hidden = width(o.input), pairs = tokens_ * chosen;
+    Mixture& m = p_.mixture;
+    m.experts.resize((size_t)pairs), m.places.resize((size_t)pairs), m.tokens.resize((size_t)pairs);
+    m.weights.resize((size_t)pairs), m.first.resize((size_t)count + 2);
+    if (m.outputs.size() < (size_t)(pairs * hidden)) m.outputs.resize((size_t)(pairs * hidden));
+    const float* bias = o.vector < 0 ? nullptr : p_.vectors[o.vector];
+    each(tokens_, [&](int64_t token) {
+      choose(o, bias, at(o.second) + token * count, count, &m.experts[(size_t)(token * chosen)],
+             &m.weights[(size_t)(token * chosen)]);
+    });
+    sort_pairs(count, chosen, pairs);
+    int64_t used = 0;
+    for (int64_t expert = 0; expert < count; expert++) used += m.first[(size_t)expert] != m.first[(size_t)expert + 1];
+    if (used >= 2 * p_.threads->count()) {
+      p_.threads->split(count, 1, [&](int64_t first, int64_t end) {
+        static thread_local Threads alone(1);
+        for (int64_t expert = first; expert < end; expert++) products_of(alone, o, expert);
       });
+    } else {
+      for (int64_t expert = 0; expert < count; expert++) products_of(*p_.threads, o, expert);
+    }
+    each(tokens_, [&](int64_t token) {
+      float* y = at(o.output) + token * hidden;
+      std::fill(y, y + hidden, 0.0f);
+      for (int64_t pair = token * chosen; pair < (token + 1) * chosen; pair++) {
+        float share = m.weights[(size_t)pair];
+        if (share == 0.0f) continue;
+        const float* x = &m.outputs[(size_t)(m.places[(size_t)pair] * hidden)];
+        for (int64_t d = 0; d < hidden; d++) y[d] += x[d] * share;
+      }
+    });
+  }
+
+  // Where each pair's output lies: by expert, then by token. Pairs without a weight are left out.
+  void sort_pairs(int64_t count, int64_t chosen, int64_t pairs) {
+    Mixture& m = p_.mixture;
+    std::fill(m.first.begin(), m.first.end(), 0);
+    for (size_t pair = 0; pair < (size_t)pairs; pair++)
+      if (m.weights[pair] != 0.0f) m.first[(size_t)m.experts[pair] + 2]++;
+    for (size_t expert = 2; expert < (size_t)count + 2; expert++) m.first[expert] += m.first[expert - 1];
+    for (size_t pair = 0; pair < (size_t)pairs; pair++) {
+      if (m.weights[pair] == 0.0f) continue;
+      m.places[pair] = m.first[(size_t)m.experts[pair] + 1]++;
+      m.tokens[(size_t)m.places[pair]] = (int32_t)((int64_t)pair / chosen);
     }
   }
 
-  // Softmax over all experts; the `chosen` largest keep their share, the lower number first among equals. If a logit is
-  // not a number, no share is one.
-  static void share(const float* logits, int64_t count, int64_t chosen, bool sums_to_one, float* shares) {
-    float most = logits[0], total = 0.0f;
+  // What one expert gives its tokens.
+  void products_of(Threads& threads, const Operation& o, int64_t expert) {
+    static thread_local Scratch input_memory, gate_memory, inner_memory;
+    const Mixture& m = p_.mixture;
+    int64_t begin = m.first[(size_t)expert], n = m.first[(size_t)expert + 1] - begin, hidden = width(o.input);
+    if (!n) return;
+    const Matrix *first = &p_.matrices[o.matrix + o.width * expert], &down = first[o.width - 1];
+    int64_t middle = o.width == 2 ? first->outputs / 2 : first->outputs;
+    float* inputs = input_memory.of<float>(n * hidden + LANES);
+    float* gates = gate_memory.of<float>(n * 2 * middle + LANES);
+    float* inner = inner_memory.of<float>(n * middle + LANES);
+    for (int64_t i = 0; i < n; i++)
+      memcpy(inputs + i * hidden, at(o.input) + m.tokens[(size_t)(begin + i)] * hidden, (size_t)hidden * sizeof(float));
+    Identity identity = (Identity)p_.identity;
+    for (const Matrix* own = first; own < &down; own++)
+      linear(threads, *own, identity, inputs, hidden, n, gates + (own - first) * middle, 2 * middle);
+    each(threads, n, [&](int64_t i) { gate(gates + i * 2 * middle, inner + i * middle, middle, o.activation); });
+    linear(threads, down, identity, inner, middle, n, &p_.mixture.outputs[(size_t)(begin * hidden)], hidden);
+  }
+
+  // The experts of one token, ascending, and their weights; see `Router` of `inference_engine/kernels/routing.py`. If a
+  // logit is not a number, no weight is one. Of equal scores the lower number comes first.
+  static void choose(const Operation& o, const float* bias, const float* logits, int64_t count, int32_t* experts,
+                     float* weights) {
+    static thread_local Scratch score_memory, rank_memory;
+    float *scores = score_memory.of<float>(count), *ranks = rank_memory.of<float>(count);
+    int chosen = o.heads;
+    float total = 0.0f, kept = 0.0f;
+    bool is_sigmoid = o.flag & SIGMOID_SCORES;
+    float most = logits[0];
     for (int64_t i = 1; i < count; i++) most = std::max(most, logits[i]);
-    std::vector<float> weights((size_t)count);
-    for (int64_t i = 0; i < count; i++) total += weights[(size_t)i] = std::exp(logits[i] - most);
+    for (int64_t i = 0; i < count; i++)
+      total += scores[i] = is_sigmoid ? 1.0f / (1.0f + std::exp(-logits[i])) : std::exp(logits[i] - most);
     if (!std::isfinite(total)) {
-      std::fill(shares, shares + count, total - total);
+      for (int i = 0; i < chosen; i++) experts[i] = i, weights[i] = total - total;
       return;
     }
-    std::vector<int64_t> order((size_t)count);
-    for (int64_t i = 0; i < count; i++) order[(size_t)i] = i;
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logits[a] > logits[b]; });
-    float kept = 0.0f;
-    for (int64_t i = 0; i < chosen; i++) kept += weights[(size_t)order[(size_t)i]] / total;
-    for (int64_t i = 0; i < chosen; i++) {
-      int64_t expert = order[(size_t)i];
-      shares[expert] = weights[(size_t)expert] / total / (sums_to_one ? kept : 1.0f);
+    if (is_sigmoid) total = 1.0f;
+    bool is_grouped = o.chosen_groups < o.groups;
+    memcpy(ranks, logits, (size_t)count * sizeof(float));
+    if (bias || is_grouped)
+      for (int64_t i = 0; i < count; i++) ranks[i] = scores[i] / total + (bias ? bias[i] : 0.0f);
+    if (is_grouped) keep_groups(ranks, count / o.groups, o.groups, o.chosen_groups);
+    for (int i = 0; i < chosen; i++) {
+      int64_t best = 0;
+      for (int64_t e = 1; e < count; e++) if (ranks[e] > ranks[best]) best = e;
+      ranks[best] = -INFINITY;
+      float weight = scores[best] / total;
+      kept += weight;
+      int at = i;  // among those before it, which are in ascending order
+      for (; at > 0 && experts[at - 1] > best; at--) experts[at] = experts[at - 1], weights[at] = weights[at - 1];
+      experts[at] = (int32_t)best, weights[at] = weight;
+    }
+    float whole = o.flag & SUMS_TO_ONE ? kept + 1e-20f : 1.0f;
+    for (int i = 0; i < chosen; i++) weights[i] = weights[i] / whole * o.number;
+  }
+
+  // Leaves those groups whose two best ranks have the largest sums.
+  static void keep_groups(float* ranks, int64_t size, int groups, int chosen) {
+    static thread_local Scratch memory;
+    float* sums = memory.of<float>(groups);
+    for (int g = 0; g < groups; g++) {
+      float first = -INFINITY, second = -INFINITY;
+      for (int64_t i = 0; i < size; i++) {
+        float rank = ranks[g * size + i];
+        if (rank > first) second = first, first = rank;
+        else second = std::max(second, rank);
+      }
+      sums[g] = size > 1 ? first + second : first;
+    }
+    for (int left = groups - chosen; left > 0; left--) {
+      int worst = -1;
+      for (int g = 0; g < groups; g++)
+        if (sums[g] != INFINITY && (worst < 0 || sums[g] <= sums[worst])) worst = g;
+      sums[worst] = INFINITY;
+      std::fill(ranks + worst * size, ranks + (worst + 1) * size, -INFINITY);
     }
   }
 };

@@ -222,15 +222,22 @@ struct CodedEntries {
 
 // -- a step of a model --------------------------------------------------------------------------------------------------
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE };
+// Named as the classes of `inference_engine/models/operations.py`.
+enum Kind : int32_t {
+  EMBED, NORM, PRODUCT, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE, SIGMOID_GATE
+};
 enum Activation : int32_t { SILU, GELU_TANH };
+enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2 };  // bits of an EXPERTS' flag
 
 // input, second, output: registers; an output of -1 is the logits. matrix, vector, table, layer: indexes, or -1.
 // [offset, offset + heads · width): the part of a register that a norm or a rotation is about.
+// EXPERTS: `second` has the router's logits, `heads` experts are chosen; `width` matrices of each: gate and up below each
+// other, and down, or all three; `vector`: what is added to scores before they are compared.
 struct Operation {
   int32_t kind, input, second, output, matrix, vector, table, layer;
   int32_t offset, heads, width, activation, flag;
-  float number;  // NORM: epsilon; ATTEND: scaling; EMBED, ADD: factor; SOFTCAP: limit
+  int32_t groups, chosen_groups;  // EXPERTS
+  float number;  // NORM: epsilon; ATTEND: scaling; EMBED, ADD, EXPERTS: factor; SOFTCAP: limit
   float other;   // ATTEND: softcap
 };
 
@@ -263,6 +270,13 @@ struct Step {
 
 struct Kernels;
 
+// Of a mixture of experts: by token, its experts in ascending order, their weights, and where their outputs lie; those of
+// one expert, whose pairs of token and place begin at `first`, lie together.
+struct Mixture {
+  std::vector<int32_t> experts, places, tokens, first;
+  std::vector<float> weights, outputs;
+};
+
 // A model that is ready to run. One thread at a time.
 struct Program {
   const Kernels* kernels;
@@ -275,6 +289,7 @@ struct Program {
   std::vector<int64_t> widths;
   int32_t identity, kv_type;
   std::vector<std::vector<float>> registers, turns;
+  Mixture mixture;
 };
 
 // What one level of instructions computes with.

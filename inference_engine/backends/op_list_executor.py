@@ -14,7 +14,7 @@ What the list means is said in `models/operations.py`; that it is right for a mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from inference_engine.kernels.fused import ExpertMatrices, Fused, RowNorm, Turn, gated
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
-from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
+from inference_engine.kv.geometry import UNROTATED
 from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
@@ -39,12 +39,15 @@ from inference_engine.models.operations import (
     Embed,
     Experts,
     Gated,
+    Kernels,
     Norm,
     NoStepListError,
     Operation,
+    PlainStep,
     Product,
     Rotate,
     Select,
+    SigmoidGate,
     Softcap,
     StepList,
     Tap,
@@ -63,18 +66,12 @@ _OF_EXPERTS = ("{}.gate_proj.weight", "{}.up_proj.weight", "{}.down_proj.weight"
 _MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory that a model was given
 
 
-@dataclass(slots=True)
-class _State:
-    """A step on its way through the list. registers: [N, width] each, replaced and never written to."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _State(PlainStep):
+    """A step on its way through the list. turns: of the rotation tables. plan: tables, if all queries read regions."""
 
-    ids: Tensor
     turns: Mapping[str, Turn]
-    kept: Tensor
     plan: StepTables | StepPlan
-    tap_layers: tuple[int, ...]
-    registers: dict[str, Tensor]
-    taps: list[Tensor]
-    logits: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,64 +109,66 @@ class FusedExperts:
 
     experts: Experts
     router: Product
-    norm: Norm
+    norm: Norm | None
     output: str
     adds: bool = False
 
 
-FusedOperation = Embed | FusedProduct | FusedNorm | FusedAttend | FusedExperts | Tap | Select | Softcap
+FusedOperation = Operation | FusedProduct | FusedNorm | FusedAttend | FusedExperts
 
 
-def fuse(steps: StepList) -> tuple[FusedOperation, ...]:
-    """The operations, neighbours joined. Raises NoStepListError for one that is not joined with any."""
+def fuse(steps: StepList, turned: Mapping[str, int]) -> tuple[FusedOperation, ...]:
+    """The operations, neighbours joined where one kernel does both. turned: the numbers that each table rotates.
+
+    Raises NoStepListError for what there is no kernel for.
+    """
     found: list[FusedOperation] = []
     left = list(steps.operations)
     while left:
         operation = left.pop(0)
         match operation:
-            case Embed() | Tap() | Select() | Softcap():
-                found.append(operation)
             case Norm(heads=1, offset=0) if operation.width == steps.widths[operation.input]:
                 found.append(_fused_norm(operation, left))
             case Norm() | Rotate() | Attend():
-                found.append(_fused_attend(operation, left, steps))
+                found += _fused_attend(operation, left, steps, turned)
+            case Product() if left and isinstance(left[0], Experts):
+                found.append(_fused_experts(None, operation, left))
             case Product():
                 found.append(_fused_product(operation, None, left))
             case _:
-                raise NoStepListError(f"{type(operation).__name__} has no fused operation")
+                found.append(operation)
+    KERNELS.check(found)
     return tuple(found)
 
 
 def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | FusedNorm | FusedExperts:
     following = left[0] if left else None
-    if isinstance(following, Product) and len(left) > 1 and isinstance(left[1], Experts):
-        return _fused_experts(norm, left)
-    if (
-        isinstance(following, Product)
-        and following.input == norm.output
-        and not any(_reads(later, norm.output) for later in _until_written(left[1:], norm.output))
-    ):
-        left.pop(0)
-        return _fused_product(following, norm, left)
+    if isinstance(following, Product) and following.input == norm.output:
+        is_mixture = len(left) > 1 and isinstance(left[1], Experts)
+        if not any(norm.output in later.reads for later in _until_written(left[1 + is_mixture :], norm.output)):
+            left.pop(0)
+            return (_fused_experts if is_mixture else _fused_product_behind)(norm, following, left)
     if isinstance(following, Add) and following.input == norm.output and following.factor == 1.0:
         left.pop(0)
         return FusedNorm(norm=norm, output=following.output, residual=following.output)
     return FusedNorm(norm=norm, output=norm.output)
 
 
-def _fused_experts(norm: Norm, left: list[Operation]) -> FusedExperts:
-    router, experts = left.pop(0), left.pop(0)
-    assert isinstance(router, Product) and isinstance(experts, Experts)
-    reads = (router.input, experts.input, experts.router) == (norm.output, norm.output, router.output)
-    is_read_later = any(_reads(later, norm.output) for later in _until_written(left, norm.output))
+def _fused_experts(norm: Norm | None, router: Product, left: list[Operation]) -> FusedExperts:
+    experts = left.pop(0)
+    assert isinstance(experts, Experts)
     is_one = len(router.matrices) == 1 and not (router.biases or router.offset) and router.count is None
-    if not reads or is_read_later or not is_one:
-        raise NoStepListError(f"{', '.join(router.matrices)} choose experts in another way than one product of a norm")
+    if (router.input, router.output) != (experts.input, experts.router) or not is_one:
+        raise NoStepListError(f"{', '.join(router.matrices)} choose experts in another way than one product")
     following = left[0] if left else None
     if isinstance(following, Add) and following.input == experts.output and following.factor == 1.0:
         left.pop(0)
         return FusedExperts(experts=experts, router=router, norm=norm, output=following.output, adds=True)
     return FusedExperts(experts=experts, router=router, norm=norm, output=experts.output)
+
+
+def _fused_product_behind(norm: Norm, product: Product, left: list[Operation]) -> FusedProduct:
+    return _fused_product(product, norm, left)
 
 
 def _fused_product(product: Product, norm: Norm | None, left: list[Operation]) -> FusedProduct:
@@ -185,8 +184,10 @@ def _fused_product(product: Product, norm: Norm | None, left: list[Operation]) -
     return FusedProduct(product=product, norm=norm, output=product.output)
 
 
-def _fused_attend(operation: Norm | Rotate | Attend, left: list[Operation], steps: StepList) -> FusedAttend:
-    """The operations on heads up to the attention that reads them, which have to be what one kernel does."""
+def _fused_attend(
+    operation: Norm | Rotate | Attend, left: list[Operation], steps: StepList, turned: Mapping[str, int]
+) -> list[FusedOperation]:
+    """The operations on heads up to the attention that reads them: one kernel, where they are what it does."""
     own: list[Operation] = [operation]
     while not isinstance(own[-1], Attend):
         if not left or not isinstance(left[0], (Norm, Rotate, Attend)):
@@ -197,21 +198,17 @@ def _fused_attend(operation: Norm | Rotate | Attend, left: list[Operation], step
     queries, keys, dim = layer.query_heads, layer.kv_heads, layer.head_dim
     norms = tuple(part for part in own if isinstance(part, Norm))
     turns = [part for part in own if isinstance(part, Rotate)]
-    places = [(norm.heads, norm.width, norm.offset, norm.plus_one) for norm in norms]
     one = norms[0].plus_one if norms else False
-    alike = places in ([], [(queries, dim, 0, one), (keys, dim, queries * dim, one)])
-    turned = [(turn.heads, turn.width, turn.offset) for turn in turns]
-    if not alike or turned not in ([], [(queries + keys, dim, 0)]) or own[:-1] != [*norms, *turns]:
-        raise NoStepListError(f"layer {attend.layer} prepares its heads in another way than norms, then a rotation")
-    return FusedAttend(
-        attend=attend,
-        norms=(norms[0], norms[1]) if norms else None,
-        rotary=turns[0].rotary if turns else UNROTATED,
-    )
-
-
-def _reads(operation: Operation, register: str) -> bool:
-    return register in (getattr(operation, "input", None), getattr(operation, "router", None))
+    places = [(norm.heads, norm.width, norm.offset, norm.plus_one) for norm in norms]
+    rotations = [(turn.heads, turn.width, turn.offset, turned[turn.rotary]) for turn in turns]
+    if (
+        places not in ([], [(queries, dim, 0, one), (keys, dim, queries * dim, one)])
+        or rotations not in ([], [(queries + keys, dim, 0, dim)])
+        or own[:-1] != [*norms, *turns]
+    ):
+        return [*own[:-1], FusedAttend(attend=attend)]
+    rotary = turns[0].rotary if turns else UNROTATED
+    return [FusedAttend(attend=attend, norms=(norms[0], norms[1]) if norms else None, rotary=rotary)]
 
 
 def _until_written(operations: Sequence[Operation], register: str) -> Sequence[Operation]:
@@ -222,7 +219,7 @@ def _until_written(operations: Sequence[Operation], register: str) -> Sequence[O
     return operations
 
 
-class ListedStep:
+class OpListExecutor:
     """Runs steps by the list."""
 
     def __init__(self, seam: Seam, fused: Fused) -> None:
@@ -230,21 +227,20 @@ class ListedStep:
         self._seam = seam
         self._fused = fused
         names = _parameters(seam.model)
-        for layer in seam.layers:
-            if layer.rotary not in (UNROTATED, IMMOVABLE):
-                count = 2 * len(seam.rotary_frequencies(layer.rotary)[0])
-                if count != layer.head_dim:
-                    raise NoStepListError(f"{count} numbers of a head are rotated, of {layer.head_dim}")
         quantised = _quantised(seam.model)
         of_experts = _names_of_experts(names)
-        self.steps = step_list(seam.model.config.get_text_config(), seam.layers, {*names, *quantised, *of_experts})
-        self._operations = fuse(self.steps)
-        self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()}
+        buffers = {text_name(name): buffer for name, buffer in seam.model.named_buffers()}
+        self.steps = step_list(
+            seam.model.config.get_text_config(), seam.layers, {*names, *buffers, *quantised, *of_experts}
+        )
+        rotaries = {each.rotary for each in self.steps.operations if isinstance(each, Rotate)}
+        turned = {name: 2 * len(seam.rotary_frequencies(name)[0]) for name in rotaries}
+        self._operations = fuse(self.steps, turned)
+        self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()} | buffers
         self._joined: dict[tuple[str, ...], Tensor] = {}
         self._quantised: dict[tuple[str, ...], QuantisedMatrix] = {}
-        attends = [operation for operation in self._operations if isinstance(operation, FusedAttend)]
-        self._rotaries = {operation.rotary for operation in attends} - {UNROTATED}
-        self._turns = {name: table for name in self._rotaries if (table := self._table_of(name)) is not None}
+        self._rotaries = rotaries
+        self._turns = {name: table for name in rotaries if (table := self._table_of(name)) is not None}
         self._check_shapes(quantised)
         self._experts = {
             operation.router.matrices: self._matrices_of(operation)
@@ -303,7 +299,7 @@ class ListedStep:
         widest = own.chosen * max(own.gates.shape[1:])
         for count in (count for count in _CHECKED if count * widest <= _MOST_CHECKED):
             states = torch.randn(count, own.gates.shape[2], generator=generator).to(own.gates.device, own.gates.dtype)
-            norm = self._norm(operation.norm) if count <= 2 else None
+            norm = self._norm(operation.norm) if operation.norm is not None and count <= 2 else None
             # First without: what the mixture is added to is larger, and would hide what is wrong with it.
             for residual in (None, states.flip(1)) if operation.adds else (None,):
                 expected = plain_mixture(states, experts, norm=norm, residual=residual).float()
@@ -350,54 +346,32 @@ class ListedStep:
         turns = {name: self._turn(name, positions) for name in self._rotaries}
         state = _State(
             ids=ids,
-            turns=turns,
             kept=kept,
-            plan=plan,
             tap_layers=tap_layers,
-            registers={},
-            taps=[],
+            tensor=self._tensors.__getitem__,
+            turn=lambda name: turns[name].halves(),
+            turns=turns,
+            plan=plan,
         )
         for operation in self._operations:
-            self._run(operation, state)
+            KERNELS[operation](self, operation, state)
         assert state.logits is not None, "a list ends in logits"
         return state.logits, torch.stack(state.taps, dim=1) if state.taps else None
 
-    def _run(self, operation: FusedOperation, state: _State) -> None:
-        registers = state.registers
-        match operation:
-            case Embed():
-                states = F.embedding(state.ids, self._tensors[operation.matrix])
-                # As the model does it: the factor is rounded to its dtype.
-                factor = float(torch.tensor(operation.factor, dtype=states.dtype))
-                registers[operation.output] = states if factor == 1.0 else states * factor
-            case FusedProduct():
-                self._multiply(operation, state)
-            case FusedNorm():
-                residual = None if operation.residual is None else registers[operation.residual]
-                norm = self._norm(operation.norm)
-                registers[operation.output] = self._fused.norm(registers[operation.norm.input], norm, residual=residual)
-            case FusedAttend():
-                registers[operation.attend.output] = self._attend(operation, state)
-            case FusedExperts():
-                registers[operation.output] = self._fused.mix_experts(
-                    registers[operation.norm.input],
-                    self._experts[operation.router.matrices],
-                    norm=self._norm(operation.norm),
-                    residual=registers[operation.output] if operation.adds else None,
-                )
-            case Tap():
-                if operation.layer in state.tap_layers:
-                    state.taps.append(registers[operation.input])
-            case Select():
-                states = registers[operation.input]
-                # Of a step of one token, that one is kept.
-                is_all = len(states) == len(state.kept) == 1
-                registers[operation.output] = states if is_all else states.index_select(0, state.kept)
-            case Softcap():
-                assert state.logits is not None, "the logits come before their cap"
-                state.logits = torch.tanh(state.logits / operation.limit) * operation.limit
+    def add_norm(self, operation: FusedNorm, state: _State) -> None:
+        residual = None if operation.residual is None else state.registers[operation.residual]
+        states, norm = state.registers[operation.norm.input], self._norm(operation.norm)
+        state.registers[operation.output] = self._fused.norm(states, norm, residual=residual)
 
-    def _multiply(self, operation: FusedProduct, state: _State) -> None:
+    def mix(self, operation: FusedExperts, state: _State) -> None:
+        state.registers[operation.output] = self._fused.mix_experts(
+            state.registers[operation.router.input if operation.norm is None else operation.norm.input],
+            self._experts[operation.router.matrices],
+            norm=None if operation.norm is None else self._norm(operation.norm),
+            residual=state.registers[operation.output] if operation.adds else None,
+        )
+
+    def multiply(self, operation: FusedProduct, state: _State) -> None:
         product, output = operation.product, operation.output
         out = self._fused.product(
             state.registers[operation.norm.input if operation.norm else product.input],
@@ -412,7 +386,7 @@ class ListedStep:
         else:
             state.registers[output] = out
 
-    def _attend(self, operation: FusedAttend, state: _State) -> Tensor:
+    def attend(self, operation: FusedAttend, state: _State) -> None:
         attend, plan = operation.attend, state.plan
         layer = self.steps.layers[attend.layer]
         heads = state.registers[attend.input]
@@ -434,7 +408,7 @@ class ListedStep:
             out = plan.read(attend.layer, by_head, **scoring)
         else:
             out = plan.attend(attend.layer, by_head, None, None, **scoring)
-        return out.reshape(len(heads), -1)
+        state.registers[attend.output] = out.reshape(len(heads), -1)
 
     def _turn(self, name: str, positions: Tensor) -> Turn:
         """By which tokens at `positions` [N] are rotated."""
@@ -482,8 +456,8 @@ class ListedStep:
             router=self._tensors[router],
             gates=gates,
             downs=downs,
-            chosen=experts.chosen,
-            sums_to_one=experts.sums_to_one,
+            routing=experts.routing,
+            bias=None if experts.bias is None else self._tensors[experts.bias],
             activation=experts.activation,
         )
 
@@ -539,6 +513,18 @@ class ListedStep:
             layer.matrix = whole.rows(first, layer.out_features)
             first += layer.out_features
         self._quantised[names] = whole
+
+
+KERNELS: Kernels[Callable[[OpListExecutor, Any, _State], None]] = Kernels("torch's executor of lists")
+KERNELS.of(FusedProduct)(OpListExecutor.multiply)
+KERNELS.of(FusedNorm)(OpListExecutor.add_norm)
+KERNELS.of(FusedAttend)(OpListExecutor.attend)
+KERNELS.of(FusedExperts)(OpListExecutor.mix)
+
+
+@KERNELS.of(Embed, Norm, Rotate, Add, Gated, SigmoidGate, Tap, Select, Softcap)
+def _plain(_: OpListExecutor, operation: Operation, state: _State) -> None:
+    operation.plain(state)
 
 
 def _halved(cos: Tensor, sin: Tensor) -> Turn:

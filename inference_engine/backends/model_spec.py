@@ -1,4 +1,4 @@
-"""The model spec of the native backend, as values: sizes, layers, RoPE tables, shapes; nothing of transformers."""
+"""The model spec of an executor of lists, as values: sizes, layers, RoPE tables, shapes; nothing of transformers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.native.program import RotaryTable
 from inference_engine.kv.geometry import UNROTATED, LayerGeometry
 from inference_engine.models.families import ListConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Frequencies:
-    """A rotation table: the angle per position of each pair of numbers, float32, and the factor of cos and sin."""
+class RotaryTable:
+    """A RoPE table: the angle per position of each pair of numbers, float32, and the factor of cos and sin."""
 
     angles: tuple[float, ...]
     factor: float
 
+    @property
+    def frequencies(self) -> NDArray[np.float32]:
+        """[turned / 2]"""
+        return np.array(self.angles, np.float32)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Described:
+class ModelSpec:
     """A model as its list of operations is made from.
 
     rotaries: the tables that layers rotate their keys with. parameters: shapes by transformers' names, in the text
@@ -33,13 +38,8 @@ class Described:
     config: ListConfig
     layers: tuple[LayerGeometry, ...]
     trained_positions: int
-    rotaries: Mapping[str, Frequencies]
+    rotaries: Mapping[str, RotaryTable]
     parameters: Mapping[str, tuple[int, ...]]
-
-    def rotary_tables(self) -> dict[str, RotaryTable]:
-        return {
-            name: RotaryTable(np.array(table.angles, np.float32), table.factor) for name, table in self.rotaries.items()
-        }
 
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """Implements Rotate: float32 keys [H, n, D] that are rotated already, moved by `shifts` [n] positions.

@@ -1,4 +1,4 @@
-"""Describes a model for the native backend: asks transformers, by building the model without weights."""
+"""Finds out a model's spec (`model_spec.py`): asks transformers, by building the model without weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.native.described import Described, Frequencies
+from inference_engine.backends.model_spec import ModelSpec, RotaryTable
 from inference_engine.backends.twin import text_generator
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
@@ -19,11 +19,11 @@ from inference_engine.models.seam import ATTENTION, Seam
 logger = logging.getLogger(__name__)
 
 
-def describe(config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits]) -> Described:
+def read_model_spec(config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits]) -> ModelSpec:
     """Raises NoStepListError, NotNative or ModelError for a model that the native backend cannot run."""
     ListConfig.of(config.get_text_config())  # a family without a list needs no model
     try:
-        return describe_seam(_without_weights(config, kind, traits))
+        return spec_of_seam(_without_weights(config, kind, traits))
     except ModelError:
         raise
     except Exception as error:
@@ -37,25 +37,32 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     own, kind = text_generator(config)
     try:
         with torch.device("meta"):
-            return {name: tuple(parameter.shape) for name, parameter in kind(copy.deepcopy(own)).named_parameters()}
+            return shapes_of(kind(copy.deepcopy(own)))
     except Exception as error:
         # Any exception of the library means that the configuration is invalid.
         logger.debug("%s cannot be built without weights", kind.__name__, exc_info=True)
         raise ModelError(f"{kind.__name__} cannot be built of its configuration ({error})") from error
 
 
-def describe_seam(seam: Seam) -> Described:
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Of all tensors that a checkpoint has: parameters, tied ones once, and the buffers that are saved."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {name: tuple(tensor.shape) for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
+
+
+def spec_of_seam(seam: Seam) -> ModelSpec:
     """The model that `seam` took over."""
     names = dict.fromkeys(layer.rotary for layer in seam.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
     tables = {name: seam.rotary_frequencies(name) for name in names}
-    return Described(
+    return ModelSpec(
         config=ListConfig.of(seam.model.config.get_text_config()),
         layers=seam.layers,
         trained_positions=seam.trained_positions,
         rotaries={
-            name: Frequencies(angles=tuple(angles.tolist()), factor=factor) for name, (angles, factor) in tables.items()
+            name: RotaryTable(angles=tuple(angles.tolist()), factor=factor) for name, (angles, factor) in tables.items()
         },
-        parameters={name: tuple(parameter.shape) for name, parameter in seam.model.named_parameters()},
+        parameters=shapes_of(seam.model),
     )
 
 
