@@ -90,8 +90,7 @@ class EngineConfig:
     # "best_effort": memory is granted as histories grow; "guaranteed": all at creation; "auto": the former on a CPU
     growth: str = "auto"
     default_limit_tokens: int = 0  # of sessions that ask for none; 0: as long as their strategy and the model allow
-    tier_bytes: int = 0  # K/V off the device; 0: a quarter of free host memory, or on a CPU of free disk space
-    tier_dir: str = ""  # the folder for K/V that leaves a CPU's memory; "": the system's folder for temporary files
+    tier_bytes: int = 0  # host memory for K/V off the device; 0: a quarter of what is free, or on a CPU none
     max_sessions: int = 1024
     max_running: int = 128  # Generates in progress; others wait, but one of each owner never does
     max_queued: int = 256  # Generates that wait

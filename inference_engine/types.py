@@ -203,7 +203,7 @@ Event = Accepted | Progress | Truncated | TokenCommitted | Finished | Failed
 class Bound:
     """The most bytes of K/V that a session holds: between Generates, and at any time.
 
-    tier_bytes: in addition, in the second tier: host memory if the device is another, else a file.
+    tier_bytes: in addition, in the second tier: host memory.
     """
 
     sustained_bytes: int

@@ -78,7 +78,7 @@ HELP = {
     ),
     "tier_bytes": (
         "SIZE",
-        "K/V off the device: in host memory, or on a CPU in a file; 0: a quarter of the free space there",
+        "host memory for K/V off the device; 0: a quarter of what is free, or on a CPU none",
     ),
     "state_dir": (
         "FOLDER",
@@ -101,7 +101,6 @@ HELP = {
     "hibernate_after_seconds": ("S", "a session idle for longer is copied into the state_dir"),
     "state_bytes": ("SIZE", "for copies of K/V in the state_dir; 0: half of the free space there"),
     "state_bytes_per_owner": ("SIZE", "for copies of one owner's sessions; 0: only state_bytes applies"),
-    "tier_dir": ("FOLDER", "for K/V that leaves a CPU's memory; empty: the system's folder for temporary files"),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_running": ("N", "Generates at the same time; others wait, but one of each owner begins at once"),
     "max_queued": ("N", "Generates that may wait for their turn"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inference_engine.backends.base import Forward
-from inference_engine.config import EngineConfig, in_full
+from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.errors import ConfigError
 from inference_engine.kernels.components import MOST_TILE, ModelComponents
@@ -69,7 +69,6 @@ def open_memory(
         forward.device,
         capacity_bytes=config.tier_bytes,
         share=_SHARE,
-        folder=str(in_full(config.tier_dir)) if config.tier_dir else "",
         count=metrics.count_transfer,
     )
     placed = {layer: found.to(forward.device) for layer, found in (components or {}).items()}

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 # Of the engine's settings, those that answers, speed or memory may depend on.
 ENGINE = (
-    "mode", "kv_bytes", "tier_bytes", "tier_dir", "max_sessions", "max_batch", "step_tokens", "segment_tokens",
+    "mode", "kv_bytes", "tier_bytes", "max_sessions", "max_batch", "step_tokens", "segment_tokens",
     "page_tokens",
 )  # fmt: skip
 # What says where things are on this machine is no part of the command that makes a record again.
-_PLACES = ("--results", "--config", "--cache-dir", "--tier-dir", "--disk", "--items")
+_PLACES = ("--results", "--config", "--cache-dir", "--disk", "--items")
 # What says which code runs stands in the record by itself.
 _NOT_SHOWN = (*_PLACES, "--commit")
 

@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from inference_engine.kernels.merge import attend_causal_state
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK
-from inference_engine.kv.memory.tier import FileTier
+from inference_engine.kv.memory.tier import HostTier
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
@@ -207,13 +206,13 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
         assert torch.equal(limited_out, out)
 
 
-def test_a_full_disk_fails_the_session_by_name_and_it_can_begin_again(tmp_path: Path) -> None:
+def test_memory_that_runs_out_fails_the_session_by_name_and_it_can_begin_again() -> None:
     strategy = make_strategy("restored", **LATENT, resident_latent_bytes=0)
-    kv = SessionKV(strategy, replace(context(), tier=FileTier(tmp_path, 2**20)), LIMIT)
+    kv = SessionKV(strategy, replace(context(), tier=HostTier(2**20)), LIMIT)
     kv.wake(LIMIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pwrite", _no_space)
-        with pytest.raises(RestorationFailed, match="No space left"):
+        patch.setattr(HostTier, "allocate", _no_memory)
+        with pytest.raises(RestorationFailed, match="Cannot allocate memory"):
             feed(kv, Entries(LIMIT), SHORT)
     kv.forget()
     kv.wake(LIMIT)
@@ -222,5 +221,5 @@ def test_a_full_disk_fails_the_session_by_name_and_it_can_begin_again(tmp_path: 
     kv.release()
 
 
-def _no_space(*_: object) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _no_memory(*_: object) -> int:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
-import shutil
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +12,10 @@ import torch
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import NoCapacity, RestorationFailed
+from inference_engine.errors import InvalidArgument, NoCapacity, RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.memory import tier as tier_module
-from inference_engine.kv.memory.tier import ChunkShape, FileTier, HostTier, Tier
+from inference_engine.kv.memory.tier import ChunkShape, HostTier, NoTier
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
@@ -37,13 +34,9 @@ TIERED_ENTRY_BYTES = sum(layer.entry_bytes(4) for layer in LAYERS if layer.nativ
 DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
-@pytest.fixture(params=["host", "file"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    return HostTier(2**24) if request.param == "host" else FileTier(tmp_path, 2**24)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_store_gives_back_the_bits_that_were_put_into_it(tier: Tier, dtype: torch.dtype) -> None:
+def test_a_store_gives_back_the_bits_that_were_put_into_it(dtype: torch.dtype) -> None:
+    tier = HostTier(2**24)
     shape = ChunkShape(chunks=3, layers=2, kv_heads=3, chunk_tokens=7, head_dim=5, dtype=dtype)
     store = tier.open(shape)
     entries = torch.randn(2, 2, 3, 15, 5).to(dtype)
@@ -61,15 +54,10 @@ def test_a_store_gives_back_the_bits_that_were_put_into_it(tier: Tier, dtype: to
     store.close()
 
 
-def test_a_file_of_entries_has_no_name_and_takes_no_room_before_entries_are_written(tmp_path: Path) -> None:
-    """It may be larger than the disk."""
-    chunks = 2 * shutil.disk_usage(tmp_path).total // 2**20
-    shape = ChunkShape(chunks=chunks, layers=2, kv_heads=1, chunk_tokens=2**12, head_dim=16, dtype=torch.float32)
-    store = FileTier(tmp_path, 2**60).open(shape)
-    entries = torch.ones(2, 2, 1, 3, 16)
-    store.write(chunks - 1, 5, entries)
-    assert torch.equal(store.read(chunks - 1)[:, :, :, 5:8], entries)
-    assert list(tmp_path.iterdir()) == []
+def test_a_store_without_chunks_holds_nothing() -> None:
+    store = NoTier().open(replace(ONE_CHUNK, chunks=0))
+    store.clear()
+    assert store.held_bytes(0) == 0
     store.close()
 
 
@@ -180,7 +168,8 @@ def test_appended_tokens_stream_every_offloaded_entry_once_a_layer() -> None:
     assert before.kept_bytes == after.last_step_bytes
 
 
-def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_bound(tier: Tier) -> None:
+def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_bound() -> None:
+    tier = HostTier(2**24)
     ctx = replace(context(), tier=tier)
     kv = SessionKV(TIERED, ctx, LIMIT)
     assert tier.reserved_bytes == kv.bound.tier_bytes > 0
@@ -189,7 +178,6 @@ def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_
         beyond = max(0, length // 16 * 16 - 16 - 8) * TIERED_ENTRY_BYTES
         held = kv.footprint()
         assert beyond <= held.tier_bytes <= kv.bound.tier_bytes
-        assert isinstance(tier, HostTier) or held.tier_bytes == beyond
         assert held.total_bytes <= kv.bound.sustained_bytes
     kv.release()
     kv.release()
@@ -235,17 +223,17 @@ def opened(engine: Engine, strategy: KVStrategy, history: int = 150) -> str:
     return session
 
 
-def test_a_disk_that_is_full_ends_the_generate_by_name_and_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_ends_the_generate_by_name_and_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "no space left on device")
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
 
     with engine_for(Mode.BATCHED) as engine:
         whole, cut = (opened(engine, TIERED, 40) for _ in range(2))
         expected = generate(engine, whole, 60)
         generate(engine, cut, 5)
         with monkeypatch.context() as patched:
-            patched.setattr(os, "pwrite", full)
-            with pytest.raises(RestorationFailed, match="no space left"):
+            patched.setattr(HostTier, "allocate", full)
+            with pytest.raises(RestorationFailed, match="cannot allocate memory"):
                 drain(engine.generate(cut, GenerateParams(max_tokens=55)))
         info = engine.session_info(cut)
         received = info.history_length - 45
@@ -274,6 +262,13 @@ def test_idle_sessions_make_room_in_the_second_tier_and_no_others_do() -> None:
             engine.generate(first, GenerateParams(max_tokens=1))
     with engine_for(Mode.BATCHED, tier_bytes=needed - 1) as engine, pytest.raises(NoCapacity, match="in all"):
         engine.create_session(strategy=TIERED)
+
+
+def test_a_cpu_keeps_nothing_off_the_device_unless_it_is_asked_to() -> None:
+    with engine_for(Mode.BATCHED, tier_bytes=0) as engine:
+        with pytest.raises(InvalidArgument, match=r"strategy: .*off the device.*tenth.*full or gather.*tier_bytes"):
+            engine.create_session(strategy=TIERED)
+        opened(engine, FAR, 9)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

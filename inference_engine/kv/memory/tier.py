@@ -1,7 +1,7 @@
 """The second tier: memory for entries that are kept, but not on the device.
 
     device CUDA    pinned host memory, allocated chunk by chunk as entries come
-    device CPU     a sparse file, mapped for reading; it has no name, so it ends with its session or the process
+    device CPU     none, unless the server's tier_bytes asks for it: the same memory, of which entries are read slower
 
 All bytes that a session may need are reserved when it is created. Its entries lie in a `Store`: chunks of equal shape,
 each with `chunk_tokens` consecutive positions of several layers, in the dtype that they have on the device.
@@ -14,22 +14,18 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-import os
-import shutil
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference_engine.errors import ConfigError, NoCapacity, Overloaded
+from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.memory.events import Wait, mark
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.inbound import Inbound
@@ -164,7 +160,7 @@ class Tier(ABC):
             assert self._reserved_bytes >= 0, "released twice"
 
     def open(self, shape: ChunkShape) -> Store:
-        """A store in bytes that were reserved. Raises Overloaded if the system does not give them after all."""
+        """A store in bytes that were reserved."""
         return self._open(shape) if shape.chunks else _EmptyStore()
 
     @abstractmethod
@@ -175,10 +171,19 @@ class Tier(ABC):
 class NoTier(Tier):
     """For an engine without a second tier: nothing can be reserved."""
 
-    where = "a second tier, for which tier_dir must name a folder that files can be made in,"
+    where = "a second tier"
 
     def __init__(self) -> None:
         super().__init__(0)
+
+    def refuse_what_can_never_fit(self, count: int) -> None:
+        if count:
+            raise InvalidArgument(
+                "strategy",
+                f"it keeps up to {count} bytes of entries off the device, and a server on a CPU has no other memory "
+                "for them, where tiered decodes at a tenth of the speed of full; choose full or gather, or start the "
+                "server with tier_bytes",
+            )
 
     def _open(self, shape: ChunkShape) -> Store:
         raise AssertionError("nothing was reserved")
@@ -332,95 +337,13 @@ def _cuda_runtime() -> Any:
     return cuda.cudart()
 
 
-class FileTier(Tier):
-    """Files in `folder`, one for each set of layers of a session, that exist while they are open."""
-
-    where = "disk"
-
-    def __init__(self, folder: Path, capacity_bytes: int, count: Count | None = None) -> None:
-        super().__init__(capacity_bytes, count)
-        self._folder = folder
-        self.where = f"files in {folder}"
-
-    def _open(self, shape: ChunkShape) -> Store:
-        try:
-            return _FileStore(self._folder, shape)
-        except OSError as error:
-            # Clients need not know the folder.
-            logger.exception("no file for entries that leave the device could be opened in %s", self._folder)
-            # Bytes are not the problem, so no session is evicted.
-            raise Overloaded(
-                f"no file for entries that leave the device could be opened: {error.strerror}. Close sessions, or let "
-                "the server's tier_dir name another folder",
-                retry_after_seconds=1.0,
-            ) from error
-
-
-class _FileStore(Store):
-    """Written by system calls, which report a full disk; a write to mapped memory would end the process."""
-
-    def __init__(self, folder: Path, shape: ChunkShape) -> None:
-        self._shape = shape
-        with tempfile.TemporaryFile(dir=folder, prefix="kakeya-kv-") as file:
-            self._size = shape.chunks * shape.chunk_bytes
-            file.truncate(self._size)
-            self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
-            self._file = os.dup(file.fileno())
-
-    def read(self, chunk: int) -> Tensor:
-        assert self._mapped is not None, "the session has ended"
-        shape = self._shape
-        numbers = shape.chunk_bytes // shape.dtype.itemsize
-        flat = torch.frombuffer(self._mapped, dtype=shape.dtype, count=numbers, offset=chunk * shape.chunk_bytes)
-        return flat.view(shape.sizes)
-
-    def write(self, chunk: int, first: int, states: Tensor) -> None:
-        shape = self._shape
-        vector_bytes = shape.head_dim * shape.dtype.itemsize
-        # Of each layer, K or V, and head, the vectors are contiguous.
-        pieces = states.to("cpu").contiguous().view(-1, states.shape[3] * shape.head_dim).view(torch.uint8).numpy()
-        for index, piece in enumerate(pieces):
-            offset = chunk * shape.chunk_bytes + (index * shape.chunk_tokens + first) * vector_bytes
-            _write_all(self._file, memoryview(piece), offset)
-
-    def held_bytes(self, count: int) -> int:
-        return self._shape.chunk_bytes // self._shape.chunk_tokens * count
-
-    def clear(self) -> None:
-        os.ftruncate(self._file, 0)
-        os.ftruncate(self._file, self._size)
-
-    def close(self) -> None:
-        if self._mapped is not None:
-            # Unmapped when the last tensor that views it is gone.
-            self._mapped = None
-            os.close(self._file)
-
-
-def _write_all(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def open_tier(device: torch.device, *, capacity_bytes: int, share: int, folder: str, count: Count | None) -> Tier:
+def open_tier(device: torch.device, *, capacity_bytes: int, share: int, count: Count | None) -> Tier:
     """The second tier of an engine on `device`.
 
-    capacity_bytes: bytes that can be reserved; 0: one part in `share` of what is free. folder: for files, if the device
-    is a CPU; "": the system's folder for temporary ones. Raises ConfigError if no file can be made there, unless no
-    setting asks for a tier: sessions that need none are served without.
+    capacity_bytes: bytes that can be reserved; 0: one part in `share` of what is free, or none if the device is a CPU,
+    whose entries lie in the same memory either way.
     """
-    if device.type != "cpu":
-        pinned_for = device if device.type == "cuda" else None
-        return HostTier(capacity_bytes or free_host_bytes() // share, count, pinned_for=pinned_for)
-    try:
-        place = Path(folder) if folder else Path(tempfile.gettempdir())
-        tempfile.TemporaryFile(dir=place).close()
-        return FileTier(place, capacity_bytes or shutil.disk_usage(place).free // share, count)
-    except OSError as error:
-        if not folder and not capacity_bytes:
-            logger.warning("no KV entry can leave memory, as tier_dir is not set, and: %s", error.strerror or error)
-            return NoTier()
-        raise ConfigError(
-            f"tier_dir must name a folder that files can be made in, got {folder or 'none'}: {error}"
-        ) from error
+    if device.type == "cpu" and not capacity_bytes:
+        return NoTier()
+    pinned_for = device if device.type == "cuda" else None
+    return HostTier(capacity_bytes or free_host_bytes() // share, count, pinned_for=pinned_for)

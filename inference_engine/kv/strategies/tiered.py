@@ -1,7 +1,7 @@
 """Tiered strategy: every entry stays, older ones off the device; generated tokens fetch the blocks they need.
 
     position   0 … 127 | 128 … 8959                | 8960 … 9983 | 9984 …        sink 128, resident_tokens 1024
-    lies on    device  | host memory, or in a file | device      | being filled
+    lies on    device  | host memory               | device      | being filled
 
 Generated tokens read as under `gather`: the sink, the window and, per KV head, the blocks of the highest bounds. The
 bounds of every block stay on the device, so choosing fetches nothing. A fetched block stays until another needs its

@@ -84,7 +84,7 @@ export class Session implements AsyncDisposable {
     return this.#facts.peakBytes;
   }
 
-  /** K/V the session holds at most off the device, in the server's memory or in a file. */
+  /** K/V the session holds at most off the device, in the server's memory. */
   get tierBytes(): number {
     return this.#facts.tierBytes;
   }

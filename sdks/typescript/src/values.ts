@@ -128,7 +128,7 @@ export interface SessionInfo {
   readonly draftedTokens: number;
   /** How many of them were right. */
   readonly acceptedTokens: number;
-  /** Held off the device now, in the server's memory or in a file. */
+  /** Held off the device now, in the server's memory. */
   readonly tierLiveBytes: number;
   /** Held there at most; reserved. */
   readonly tierBytes: number;

@@ -70,7 +70,7 @@ class SessionBase:
 
     @property
     def tier_bytes(self) -> int:
-        """K/V the session holds at most off the device, in the server's memory or in a file."""
+        """K/V the session holds at most off the device, in the server's memory."""
         return self._created.tier_bytes
 
     @property

@@ -121,7 +121,7 @@ class SessionInfo:
     inv3_violations: int
     drafted_tokens: int  # draft tokens that were verified in all Generates
     accepted_tokens: int  # how many of them were accepted
-    tier_live_bytes: int  # held off the device now, in the server's memory or in a file
+    tier_live_bytes: int  # held off the device now, in the server's memory
     tier_bytes: int  # held there at most; reserved
     label: str  # as it was given when the session was made; empty: none was
     history_bytes: int  # of the server's memory that the token ids take, those shared with forks included

@@ -173,7 +173,7 @@ class CreateSessionResponse(_message.Message):
     mode: Global___Mode.ValueType
     model_id: _builtins.str
     tier_bytes: _builtins.int
-    """Beside those, bytes of K/V the session holds at most off the device, in the server's memory or in a file; reserved."""
+    """Beside those, bytes of K/V the session holds at most off the device, in the server's memory; reserved."""
     replayed: _builtins.bool
     """The session was there already: an earlier call with this request_id had opened it."""
     reserved_bytes: _builtins.int
@@ -946,7 +946,7 @@ class GetSessionInfoResponse(_message.Message):
     """Draft tokens of the server's drafter that were verified in all Generates, and how many of them were accepted."""
     accepted_token_count: _builtins.int
     tier_live_bytes: _builtins.int
-    """Bytes of K/V held off the device, in the server's memory or in a file: now, and at most. The others are on it."""
+    """Bytes of K/V held off the device, in the server's memory: now, and at most. The others are on it."""
     tier_bytes: _builtins.int
     client_label: _builtins.str
     """As it was given when the session was made. Empty: none was."""
@@ -1603,7 +1603,7 @@ class RestoredStrategy(_message.Message):
     tokens can choose as well: `appended`.
     """
     resident_latent_bytes: _builtins.int
-    """Bytes of those latents that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
+    """Bytes of those latents that stay on the device; older ones go to the server's memory (tier_bytes).
     Only with the source "latent"; absent: all stay, 0: none.
     """
     budget: _builtins.int

@@ -137,7 +137,7 @@ export type CreateSessionResponse = Message<"kakeya.v1.CreateSessionResponse"> &
   modelId: string;
 
   /**
-   * Beside those, bytes of K/V the session holds at most off the device, in the server's memory or in a file; reserved.
+   * Beside those, bytes of K/V the session holds at most off the device, in the server's memory; reserved.
    *
    * @generated from field: uint64 tier_bytes = 16;
    */
@@ -1031,7 +1031,7 @@ export type GetSessionInfoResponse = Message<"kakeya.v1.GetSessionInfoResponse">
   acceptedTokenCount: bigint;
 
   /**
-   * Bytes of K/V held off the device, in the server's memory or in a file: now, and at most. The others are on it.
+   * Bytes of K/V held off the device, in the server's memory: now, and at most. The others are on it.
    *
    * @generated from field: uint64 tier_live_bytes = 21;
    */
@@ -1748,7 +1748,7 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
   mode?: string | undefined;
 
   /**
-   * Bytes of those latents that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
+   * Bytes of those latents that stay on the device; older ones go to the server's memory (tier_bytes).
    * Only with the source "latent"; absent: all stay, 0: none.
    *
    * @generated from field: optional uint64 resident_latent_bytes = 6;
