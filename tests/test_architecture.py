@@ -5,6 +5,7 @@ Each rule is a function from one source file to what it finds there, so that the
 
 import ast
 import re
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -344,6 +345,14 @@ def test_whether_an_optional_mechanism_is_there_is_asked_in_its_own_place() -> N
 
 def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
+
+
+def test_a_clone_stays_small() -> None:
+    """Bytes of the tracked files: all of them, and the records. Larger checkpoints and single measurements stay out."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.split("\0") if (ROOT / name).is_file()}
+    assert sum(sizes.values()) <= 20_000_000
+    assert sum(size for name, size in sizes.items() if name.startswith("results/")) <= 3_000_000
 
 
 def test_no_file_is_named_after_a_version_a_phase_a_ticket_or_a_platform() -> None:
