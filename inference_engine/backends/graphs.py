@@ -22,8 +22,7 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.recording import GraphMemory, Recording, Recordings, padded
 from inference_engine.errors import BackendError
-from inference_engine.kernels.components import ChosenBy, TokenChoice
-from inference_engine.kernels.ragged_attention import RaggedAttention
+from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedRead
 from inference_engine.kernels.step_ends import PLAIN_ENDS, Peaks, StepEnds
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -33,16 +32,15 @@ from inference_engine.models.seam import Seam
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
-MOST_SELECTING = 64  # tokens of a step in which some read selected blocks or tokens
+MOST_SELECTING = 64  # tokens of a step in which some do not read all they see
 MOST_KINDS = 256  # of steps recorded while serving, at a time: clients choose what their sessions read
 # A recording that was not looked for among so many looks may be replaced; a step takes several.
 STALE_LOOKS = 128 * MOST_KINDS
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
-# Tokens, tap layers, whether some read selected blocks, whether these may be off the device, and the indexes by which
-# some choose tokens.
-Kind = tuple[int, tuple[int, ...], bool, bool, tuple[ChosenBy, ...]]
+# Tokens, tap layers, and the records of queries that do not read all they see.
+Kind = tuple[int, tuple[int, ...], tuple[ReadRecord, ...]]
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -74,8 +72,7 @@ class StepGraphs:
         listed: OpListExecutor | None = None,
         ends: StepEnds = PLAIN_ENDS,
     ) -> None:
-        """Records all steps except those that read selected blocks or tokens, so that no request waits for a recording
-        later.
+        """Records all steps whose queries read all they see, so that no request waits for a recording later.
 
         tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules. ends:
         finds the largest logits.
@@ -90,25 +87,14 @@ class StepGraphs:
         self._is_full = False
         # The largest first: the others reuse its temporary memory.
         self._at_start: dict[Kind, Recorded] = {
-            (size, taps, False, False, ()): self._record(pool, (size, taps, False, False, ()))
-            for size in reversed(SIZES)
-            for taps in self._taps
+            (size, taps, ()): self._record(pool, (size, taps, ())) for size in reversed(SIZES) for taps in self._taps
         }
 
     def _record(self, pool: Pool, kind: Kind) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
-        size, taps, selects, reads_offloaded, chosen_by = kind
-        choices = [
-            TokenChoice(
-                shape=by.shape,
-                tokens=geometry.trained_positions,
-                rows=size,
-                restored=by.restored,
-                numbers=by.numbers,
-            )
-            for by in chosen_by
-        ]
+        size, taps, records = kind
+        reads = [StagedRead(record, upto=size, tokens=geometry.trained_positions) for record in records]
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None, Peaks]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
@@ -118,9 +104,7 @@ class StepGraphs:
                 pool,
                 attention,
                 tokens=size,
-                selects=selects,
-                choices=choices,
-                reads_offloaded=reads_offloaded,
+                reads=reads,
             )
             logits, states = _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
             return logits, states, self._ends.peaks(logits)
@@ -135,14 +119,13 @@ class StepGraphs:
     def can_run(self, step: Step) -> bool:
         """Is the step recorded? Tokens past the trained positions are rotated by operations that are not.
 
-        The first step of its size with selected blocks or tokens is recorded now. If that fails, or MOST_KINDS are in
+        The first step of its size with other records is recorded now. If that fails, or MOST_KINDS are in
         use, such steps run unrecorded, and the requests of this step are not affected.
         """
         plan = step.plan
         if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
             return False
-        is_selecting = plan.selects or plan.chosen_by
-        if plan.query_count > (MOST_SELECTING if is_selecting else SIZES[-1]):
+        if plan.query_count > (MOST_SELECTING if plan.records else SIZES[-1]):
             return False
         return bool(plan.positions.max() < self._seam.trained_positions) and self._recorded(step) is not None
 
@@ -195,7 +178,7 @@ def _copy(taps: Tensor | None, step: Step) -> Tensor | None:
 
 def _kind(step: Step) -> Kind:
     plan = step.plan
-    return _size(step), step.tap_layers, plan.selects, plan.reads_offloaded, plan.chosen_by
+    return _size(step), step.tap_layers, plan.records
 
 
 def _size(step: Step) -> int:

@@ -1,12 +1,11 @@
 """Attention over regions in plain torch, the queries of a session in one operation.
 
-As `ragged_attention.py` has it, which takes query by query; queries that select blocks are left to it.
+As `ragged_attention.py` has it, which takes query by query.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,13 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend
-from inference_engine.kernels.components import TokenChoice
-from inference_engine.kernels.ragged_attention import (
+from inference_engine.kernels.reads import (
     BASE,
-    BLOCK,
     COUNT,
     FLOOR,
     HEAD_SLOTS,
+    KIND,
     LAST,
     PREFIX_HEAD_SLOTS,
     PREFIX_START,
@@ -29,51 +27,37 @@ from inference_engine.kernels.ragged_attention import (
     SINK_FLOOR,
     START,
     UPTO,
-    attend_ragged,
+    AttentionByRecord,
 )
 
 
-def attend_by_session(
+def _attend_regions(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    regions: Tensor,
+    lines: Tensor,
+    out: Tensor,
     *,
     kv_heads: int,
     scaling: float,
-    softcap: float | None = None,
-    blocks: int = 0,
-    choices: Sequence[TokenChoice] = (),
-    reads_offloaded: bool = False,
-) -> Tensor:
-    """Implements RaggedAttention, on a CPU."""
-    assert not choices, "it knows no index of keys"
-    assert not reads_offloaded, "it reads what is on the device"
-    out = torch.zeros_like(queries)
-    alike = regions[:, [START, HEAD_SLOTS, COUNT, BLOCK]]
+    softcap: float | None,
+) -> None:
+    """Implements RegionKernel, on a CPU."""
+    out.zero_()
+    alike = lines[:, [START, HEAD_SLOTS, COUNT, KIND]]
     ends = torch.nonzero((alike[1:] != alike[:-1]).any(1)).flatten() + 1
     bounds = [0, *ends.tolist(), len(queries)]
     for first, end in itertools.pairwise(bounds):
-        lines = regions[first:end]
-        if not lines[0, COUNT]:
+        own = lines[first:end]
+        if not own[0, COUNT] or own[0, KIND]:
             continue
-        if lines[0, BLOCK]:
-            out[first:end] = attend_ragged(
-                queries[first:end],
-                keys,
-                values,
-                lines,
-                kv_heads=kv_heads,
-                scaling=scaling,
-                softcap=softcap,
-                blocks=blocks,
-            )
-            continue
-        mask = torch.zeros(len(lines), int(lines[0, COUNT]), dtype=queries.dtype)
-        mask.masked_fill_(~torch.from_numpy(seen_by(lines.numpy())), float("-inf"))
-        index = _slots(lines[0].tolist(), kv_heads)
+        mask = torch.zeros(len(own), int(own[0, COUNT]), dtype=queries.dtype)
+        mask.masked_fill_(~torch.from_numpy(seen_by(own.numpy())), float("-inf"))
+        index = _slots(own[0].tolist(), kv_heads)
         out[first:end] = attend(queries[first:end], keys[index], values[index], mask, scaling=scaling, softcap=softcap)
-    return out
+
+
+attend_by_session = AttentionByRecord(name="by session", regions=_attend_regions)
 
 
 def seen_by(lines: NDArray[np.int64]) -> NDArray[np.bool_]:

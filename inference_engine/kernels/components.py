@@ -86,34 +86,6 @@ class IndexShape:
         return self.words * LANES * 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChosenBy:
-    """What steps whose queries choose tokens by indexes of one shape have in common, so that they are recorded once.
-
-    restored, numbers: see `TokenChoice`.
-    """
-
-    shape: IndexShape
-    restored: int = 0
-    numbers: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenChoice:
-    """What a device's operation needs to know of the queries of a step that choose tokens by indexes of one shape.
-
-    tokens: the most that one chooses from. rows: the queries that may do so are among the first so many of the step.
-    restored, numbers: the most tokens that one has restored, and the most numbers of a token's code, padded, for which
-    the operation needs room; 0: all are in its region.
-    """
-
-    shape: IndexShape
-    tokens: int
-    rows: int
-    restored: int = 0
-    numbers: int = 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyComponents:
     """What calibration found of a layer's unrotated keys: mean [Hkv, D]; basis [Hkv, D, R], orthonormal, the largest
@@ -158,7 +130,7 @@ class KeyIndexes(Protocol):
         """What indexes of the same layer share. turned: channels that are rotated."""
 
     def numbers(self, halves: Sequence[Tensor], rows: Any, turns: Any) -> Tensor:
-        """An index, whose address is the chooser of plan lines.
+        """An index, whose address is the word INDEX of lines (`kernels/reads.py`).
 
         halves: its bytes in K and in V, [pairs of tiles, Hkv, tile_bytes] uint8. All that is given must outlive it.
         """

@@ -22,7 +22,8 @@ from inference_engine.kernels.latents import LatentOps
 from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, MergeTwo, attend_piece, merge_two
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
-from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
+from inference_engine.kernels.ragged_attention import attend_ragged
+from inference_engine.kernels.reads import RaggedAttention
 from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kernels.trellis import PLAIN, Trellis
@@ -55,12 +56,11 @@ class DeviceOps:
     a step is made of, for one model. open_invariant: as that, so that no token's bits depend on the others;
     attend_invariant is its attention. attend_causal: of long chunks over all entries before them; attend_piece: over
     some of them, all of which are seen; attend_causal_state: over those at their end, each seen up to the query's own;
-    merge_two: of two such states; merging: of many. reads_offloaded: does attend_ragged read blocks that are not on the
-    device? attends_together: are the queries of all sessions of a step attended to in one `attend_ragged`? Otherwise
-    each session is attended to by itself, which is better where there is no kernel. attends_in_one_order: does a query
-    get the same bits from attend_ragged whatever other queries are given with it? attend_generated: an attend_ragged
-    that needs no choices, for generated queries of a session whose others read by views; None: these, too, read by
-    views.
+    merge_two: of two such states; merging: of many. attends_together: are the queries of all sessions of a step
+    attended to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is
+    no kernel. attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given
+    with it? attend_generated: an attend_ragged for generated queries of a session whose others read by views; None:
+    these, too, read by views.
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -78,7 +78,6 @@ class DeviceOps:
     attend_causal_state: AttendCausalState = attend_causal_state
     merge_two: MergeTwo = merge_two
     merging: type[MergingStates] = Merging
-    reads_offloaded: bool = False
     attends_together: bool = False
     attends_in_one_order: bool = False
     attend_generated: RaggedAttention | None = None
@@ -113,4 +112,4 @@ def open_ops(choice: str, device: torch.device) -> DeviceOps:
                 f"kernels={choice} on {device} needs the package triton, which cannot be imported ({error}); "
                 "install it, or start with kernels=plain"
             ) from error
-    return replace(REFERENCE, **kernels, reads_offloaded=True, attends_together=True)
+    return replace(REFERENCE, **kernels, attends_together=True)

@@ -283,7 +283,7 @@ class OpenIndex(Protocol):
 
     @property
     def number(self) -> int:
-        """The `chooser` of plan lines (`kernels/ragged_attention.py`); never 0."""
+        """The word INDEX of plan lines (`kernels/reads.py`); never 0."""
 
     def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache | None, found: Tensor) -> bool:
         """From now on restore chosen tokens that have left the regions, into `cache`. False if the device cannot.
@@ -300,7 +300,7 @@ class OpenIndex(Protocol):
 
     @property
     def restored_numbers(self) -> int:
-        """Of how many numbers it makes a token, if the operation needs room for them (`TokenChoice`); else 0."""
+        """Of how many numbers it makes a token, if the operation needs room for them (`TokenRead`); else 0."""
 
     @property
     def restored_all_finite(self) -> bool:

@@ -18,16 +18,14 @@ With a second tier, entries that leave the ring buffer go there in whole blocks 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.kernels.components import IndexShape
-from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
+from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.scorer import EntryScorer
 
 Positions = NDArray[np.int64]
@@ -57,72 +55,34 @@ def alike(geometry: Geometry, keys: Mapping[int, Key]) -> tuple[tuple[LayerSet, 
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockSelector:
-    """What a generated token reads in a layer that keeps every entry: sink, window, and the blocks of highest scores.
+class Mechanism:
+    """How generated tokens read a layer, as a rule says it: a frozen dataclass.
 
-    The sink and the start of the window are rounded to whole blocks. count: distant blocks per KV head.
-    scorer: `bounds` (smallest and largest of each key channel), or `mean`, the ablation that fails.
+    A new one is a file with it, a `LayerMechanism`, and its part (`kv/parts/layer_part.py`); and, if queries read by
+    numbers, their record (`kernels/reads.py`).
     """
 
-    block: int
-    sink: int
-    window: int
-    count: int
-    scorer: str = "bounds"
-
-    @property
-    def sink_tokens(self) -> int:
-        return -(-self.sink // self.block) * self.block
-
-    def local_starts(self, positions: Positions) -> Positions:
-        """The first position of each query's window."""
-        return np.maximum(0, (positions - self.window) // self.block * self.block)
-
-    @property
-    def most_entries(self) -> int:
-        """The most entries that a query reads, its own included."""
-        return self.sink_tokens + self.window + self.block + self.count * self.block
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSelector:
-    """What a generated token reads in a layer: sink, window, and the tokens of largest weight between them.
-
-    shape: of the index by which weights are estimated (`kernels/components.py`). The start of the window is rounded to
-    whole tiles of it. count: distant tokens per KV head. They lie in the layer's regions, or in an archive, if entries
-    leave the regions (`kv/parts/selected.py`). appended: do appended tokens choose as generated ones do? Otherwise they
-    read everything.
-    """
-
-    shape: IndexShape
-    sink: int
-    window: int
-    count: int
+    # Does it take every entry to be in its place? Then layers with a window go without it.
+    needs_every_entry: ClassVar[bool] = True
+    # Does it read keys at other positions than their own, or before rotation?
+    moves_keys: ClassVar[bool] = False
+    # Do generated tokens read less than all?
+    is_selective: ClassVar[bool] = True
+    # Do appended tokens read as generated ones do?
     appended: bool = False
 
-    def local_starts(self, positions: Positions) -> Positions:
-        """The first position of each query's window. Earlier tiles are full, and committed before the query's step."""
-        tile = self.shape.tile
-        return np.maximum(0, (positions - self.window) // tile * tile)
-
     @property
-    def most_entries(self) -> int:
-        """The most entries that a query reads, its own included."""
-        return self.sink + self.window + self.shape.tile + self.count
+    def kept_longer(self) -> int:
+        """How many more entries than the strategy's window stay exact."""
+        return 0
 
+    def laid_out(self, layout: Layout, geometry: Geometry, limit_tokens: int | None) -> Layout:
+        """The layout of a layer with it. layout: without it."""
+        return layout
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueryMatcher:
-    """How a generated token reuses the attention of an earlier one. `kernels/mac.py` explains each number.
-
-    chain_limit: None for no limit.
-    """
-
-    ring: int
-    band: int
-    threshold: float
-    chain_limit: int | None
+    def restored(self, archived: int) -> int:
+        """How many of so many archived entries a generated token has restored."""
+        return archived
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,22 +91,14 @@ class LayerRule:
 
     exact: how many of the last entries stay as they are; readable entries before them are archived, and read as the
     session's restorer gives them back. None: every readable entry stays as it is.
-    selector, chooser: which blocks, or which tokens, of the readable entries a generated token reads; appended tokens
-    read all, unless the chooser is for them, too. None: all. With `exact`, tokens are chosen from the archived entries,
-    too.
-    matcher: which earlier tokens' attention a generated token may reuse; appended tokens reuse none. None: none.
-    resident: with a selector, how many of the last entries stay on the device. Older ones, except the selector's sink,
-    go to the second tier and are fetched to be read. None: every readable entry stays on the device.
+    mechanisms: how generated tokens read the readable entries, archived ones, too; () if they read all.
     scorer: which entries outside the window stay, `sink` of them (`kv/scorer.py`). None: the first ones.
     """
 
     sink: int = 0
     window: int | None = None
     exact: int | None = None
-    selector: BlockSelector | None = None
-    chooser: TokenSelector | None = None
-    matcher: QueryMatcher | None = None
-    resident: int | None = None
+    mechanisms: tuple[Mechanism, ...] = ()
     scorer: EntryScorer | None = None
 
     def __post_init__(self) -> None:
@@ -186,13 +138,12 @@ class Layout:
     segment: int
     capacity: int  # slots per KV head that can hold a position
     spare: int  # slots beyond the capacity for the sink's keys as they were rotated first, from which they are moved
-    selector: BlockSelector | None = None
-    chooser: TokenSelector | None = None
-    matcher: QueryMatcher | None = None
+    mechanisms: tuple[Mechanism, ...] = ()
     scorer: EntryScorer | None = None
+    blocks: int = 0  # slots that hold the summaries of blocks
     tier: TierLayout = TierLayout()
     base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
-    indexed: int = 0  # with a chooser: positions that its index has room for
+    longest: int = 0  # positions of the longest history, rounded up; 0: it is endless
 
     @staticmethod
     def of(
@@ -207,33 +158,33 @@ class Layout:
 
         moves_sink: False for entries that are only stored, which need no second copy of the sink's keys.
         """
-        sink, window, chooser, scorer = rule.sink, rule.window, rule.chooser, rule.scorer
+        sink, window, mechanisms, scorer = rule.sink, rule.window, rule.mechanisms, rule.scorer
         if native_window is not None and (window is None or window >= native_window or scorer is not None):
             # The model itself never looks further back than its native window, sinks included.
-            sink, window, chooser, scorer = 0, native_window, None, None
+            sink, window, mechanisms, scorer = 0, native_window, (), None
         segment = geometry.segment_tokens
-        if window is None and rule.resident is not None:
-            assert rule.selector is not None and limit_tokens is not None
-            return _tiered(rule.selector, rule.resident, geometry, limit_tokens)
+        if window is not None:
+            mechanisms = tuple(each for each in mechanisms if not each.needs_every_entry)
         if window is None:
             assert limit_tokens is not None, "a layer that keeps every entry needs a length limit"
             entries = limit_tokens
         else:
             entries = sink + window + segment
             entries = entries if limit_tokens is None else min(entries, limit_tokens)
-        return Layout(
+        layout = Layout(
             sink=sink,
             window=window,
             native_window=native_window,
             segment=segment,
             capacity=geometry.round_up(entries),
             spare=0 if window is None or not moves_sink or scorer is not None else sink,
-            selector=rule.selector if window is None else None,
-            chooser=chooser,
-            matcher=rule.matcher if window is None else None,
+            mechanisms=mechanisms,
             scorer=scorer,
-            indexed=0 if chooser is None or limit_tokens is None else geometry.round_up(limit_tokens),
+            longest=0 if limit_tokens is None else geometry.round_up(limit_tokens),
         )
+        for mechanism in mechanisms:
+            layout = mechanism.laid_out(layout, geometry, limit_tokens)
+        return layout
 
     @property
     def keeps_every_entry(self) -> bool:
@@ -250,22 +201,17 @@ class Layout:
     @property
     def is_selective(self) -> bool:
         """Do generated tokens read less than all?"""
-        return (self.selector, self.chooser, self.matcher) != (None, None, None)
+        return any(mechanism.is_selective for mechanism in self.mechanisms)
 
     @property
     def moves_keys(self) -> bool:
         """Are keys read at other positions than their own, or before rotation?"""
-        return self.spare > 0 or self.matcher is not None or self.chooser is not None
+        return self.spare > 0 or any(mechanism.moves_keys for mechanism in self.mechanisms)
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
         """The same layout for a session whose first `base` entries lie in a shared prefix."""
         assert self.keeps_every_entry
         return replace(self, base=base, capacity=geometry.round_up(limit_tokens - base))
-
-    @property
-    def blocks(self) -> int:
-        """Slots that hold the summaries of blocks."""
-        return self.tier.blocks or (0 if self.selector is None else -(-self.capacity // self.selector.block))
 
     @property
     def region(self) -> int:
@@ -330,35 +276,3 @@ class Layout:
         if self.native_window is not None:
             seen &= held > queries[:, None] - self.native_window
         return seen
-
-
-def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_tokens: int) -> Layout:
-    """Entries leave in whole blocks, so each block is in one place, and in one piece where the ring buffer wraps."""
-    block, segment = selector.block, geometry.segment_tokens
-    resident = _round_up(resident, block)
-    step = segment * geometry.segments_at_once
-    # A segment may begin within a block, whose first entries then stay as long as its last.
-    ring = _round_up(resident + step + block - math.gcd(block, segment), block)
-    before_end = limit_tokens - limit_tokens % segment - resident
-    entries = max(0, before_end // block * block - selector.sink_tokens)
-    return Layout(
-        sink=selector.sink_tokens,
-        window=resident,
-        native_window=None,
-        segment=segment,
-        capacity=min(geometry.round_up(limit_tokens), selector.sink_tokens + ring),
-        spare=0,
-        selector=selector,
-        tier=TierLayout(
-            block=block,
-            blocks=-(-limit_tokens // block),
-            entries=entries,
-            chunk=_round_up(SEGMENTS_IN_A_CHUNK * segment, block),
-            fetched=min(selector.count, entries // block),
-            step=step,
-        ),
-    )
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit

@@ -17,31 +17,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.gather import MOST_BLOCKS
-from inference_engine.kernels.ragged_attention import (
+from inference_engine.kernels.reads import (
     BASE,
-    BLOCK,
-    BOUNDS,
-    CHOOSER,
     COUNT,
     FIELDS,
     FLOOR,
     HEAD_SLOTS,
-    KEPT,
     LAST,
-    LOCAL,
-    OFFLOADED_END,
-    RECORD,
     RING,
     SINK,
     SINK_FLOOR,
     START,
     UPTO,
     RaggedAttention,
+    StagedRead,
 )
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import BlockSelector, Layout, Positions, TokenSelector
+from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.memory.pool import KVBuffer, Pool
 from inference_engine.kv.memory.scratch import Scratch
 
@@ -141,9 +134,7 @@ class StepTables:
     geometry: Geometry
     pool: Pool
     attention: RaggedAttention
-    blocks: int  # as RaggedAttention has it
-    choices: tuple[TokenChoice, ...]  # as RaggedAttention has them
-    reads_offloaded: bool
+    reads: tuple[StagedRead, ...]  # as RaggedAttention has them
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     regions: Tensor
 
@@ -155,12 +146,9 @@ class StepTables:
         attention: RaggedAttention,
         *,
         tokens: int,
-        selects: bool = False,
-        choices: Sequence[TokenChoice] = (),
-        reads_offloaded: bool = False,
+        reads: Sequence[StagedRead] = (),
     ) -> StepTables:
-        """Views of `numbers`, which lie on the device as StepNumbers has them. selects, reads_offloaded: as in
-        StepReads."""
+        """Views of `numbers`, which lie on the device as StepNumbers has them."""
         writes, regions = _split(numbers, geometry, tokens)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
@@ -172,9 +160,7 @@ class StepTables:
             geometry=geometry,
             pool=pool,
             attention=attention,
-            blocks=most_blocks(geometry) if selects else 0,
-            choices=tuple(choices),
-            reads_offloaded=reads_offloaded,
+            reads=tuple(reads),
             writes=ordered,
             regions=regions,
         )
@@ -203,9 +189,7 @@ class StepTables:
             kv_heads=self.geometry.layers[layer].kv_heads,
             scaling=scaling,
             softcap=softcap,
-            blocks=self.blocks,
-            choices=self.choices,
-            reads_offloaded=self.reads_offloaded,
+            reads=self.reads,
         )
 
     def attend(
@@ -293,44 +277,6 @@ class RegionLines:
         """Does the next query, too, see position 0, by a native window?"""
         native = self._layout.native_window
         return native is not None and query < native - 1
-
-
-def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queries: Positions) -> None:
-    """Make the queries of these lines [..., n, FIELDS] read only the blocks that the selector chooses."""
-    lines[..., SINK] = selector.sink_tokens
-    lines[..., BLOCK] = selector.block
-    lines[..., KEPT] = selector.count
-    lines[..., LOCAL] = selector.local_starts(queries)
-    lines[..., BOUNDS] = layout.summaries_from
-
-
-def choose_offloaded(lines: Numbers, records: Sequence[int], end: int, *, may_fetch: bool) -> None:
-    """Let the queries of these lines [layers, n, FIELDS], which choose blocks, read some that are not on the device.
-
-    records: by layer, the address of its numbers (`kernels/offloaded.py`). end: the first position behind the sink that
-    is on the device. may_fetch: the query may change which blocks are at hand; only one of a session and step may.
-    """
-    lines[..., RECORD] = np.array(records, dtype=np.int64)[:, None]
-    lines[..., OFFLOADED_END] = end if may_fetch else -end
-
-
-def choose_tokens(
-    lines: Numbers, selector: TokenSelector, queries: Positions, choosers: Sequence[int], generated: NDArray[np.bool_]
-) -> None:
-    """Make the queries of these lines [layers, n, FIELDS] read only the tokens that the selector chooses: the generated
-    ones, and the others if it is for them, too.
-
-    choosers: by layer, the number of its index, as the device's operation knows it.
-    """
-    choosing = generated | selector.appended
-    chosen = lines[:, choosing]
-    chosen[..., SINK] = selector.sink
-    chosen[..., BLOCK] = 1
-    chosen[..., KEPT] = selector.count
-    chosen[..., LOCAL] = selector.local_starts(queries[choosing])
-    chosen[..., BOUNDS] = selector.shape.number
-    chosen[..., CHOOSER] = np.array(choosers, dtype=np.int64)[:, None]
-    lines[:, choosing] = chosen
 
 
 def most_blocks(geometry: Geometry) -> int:

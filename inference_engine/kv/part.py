@@ -2,7 +2,7 @@
 
 A session's entries in a set of alike layers are a part, and so is a drafter's memory of it. A block index or a query
 cache is a part of the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over parts: a new
-mechanism is one file in `parts/` and, where it belongs to layers, a name in the list of those in `layer_entries.py`.
+mechanism is one file in `parts/`; where it belongs to layers, a strategy's rule names it (`Mechanism` in `layout.py`).
 
     wake    idle     take what only an active session needs from the pool; give it back
     prepare stage    make room for the next positions; enter them in the tables

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.components import ChosenBy, TokenChoice
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
+from inference_engine.kernels.reads import ReadRecord
 from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -94,6 +94,7 @@ class StepPlan:
             attends_together=attends_together,
             most_queries=most_queries,
             numbers=self.numbers,
+            attention=ops.attend_ragged,
             largest=ops.largest,
             attend_causal=ops.attend_causal,
             attend_piece=ops.attend_piece,
@@ -111,24 +112,9 @@ class StepPlan:
         self.is_numbers_only = not any(span.views for span in self.spans)
 
     @property
-    def selects(self) -> bool:
-        """Does a query that reads by numbers choose blocks?"""
-        return self._reads.selects
-
-    @property
-    def reads_offloaded(self) -> bool:
-        """May some of these blocks not be on the device?"""
-        return self._reads.reads_offloaded
-
-    @property
-    def chosen_by(self) -> tuple[ChosenBy, ...]:
-        """The indexes by which queries that read by numbers choose tokens, by shape, always in the same order."""
-        shapes = sorted(self._reads.choosing, key=lambda shape: shape.number)
-        needs = [self._reads.restoring.get(shape, (0, 0)) for shape in shapes]
-        return tuple(
-            ChosenBy(shape=shape, restored=restored, numbers=numbers)
-            for shape, (restored, numbers) in zip(shapes, needs, strict=True)
-        )
+    def records(self) -> tuple[ReadRecord, ...]:
+        """How queries read by numbers that do not read all they see, always in the same order."""
+        return self._reads.records.records
 
     @property
     def grows_evenly(self) -> bool:
@@ -185,23 +171,16 @@ class StepPlan:
             self.pool,
             self._attend_ragged,
             tokens=self.query_count,
-            selects=self.selects,
-            reads_offloaded=self.reads_offloaded,
-            choices=[self._choice(by) for by in self.chosen_by],
+            reads=self._reads.records.staged(self._longest) if self.records else (),
         )
 
-    def _choice(self, by: ChosenBy) -> TokenChoice:
-        # Few numbers, since an operation may be compiled for each.
+    @property
+    def _longest(self) -> int:
+        """No history is longer; one of few numbers, since an operation may be compiled for each."""
         tokens, longest = self._geometry.trained_positions, int(self.positions.max()) + 1
         while tokens < longest:
             tokens *= 2
-        return TokenChoice(
-            shape=by.shape,
-            tokens=tokens,
-            rows=self._reads.choosing[by.shape],
-            restored=by.restored,
-            numbers=by.numbers,
-        )
+        return tokens
 
     def attend(
         self,

@@ -32,10 +32,7 @@ from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
-from inference_engine.kv.parts.restored import RestoredEntries
-from inference_engine.kv.parts.selected import SelectedEntries
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
-from inference_engine.kv.parts.streamed import StreamedEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.types import Bound, Footprint
 
@@ -295,12 +292,10 @@ class SessionKV:
             self.parts += (entries,)
             self._resident += (entries,)
         if plan.archived:
-            kind: type[ArchivedEntries] = RestoredEntries
-            if plan.restorer.streams:
-                kind = SelectedEntries if plan.restorer.selects else StreamedEntries
-            archived = kind.reserve(context, self.strategy, plan, sustained=sustained)
+            archived = plan.restorer.entries.reserve(context, self.strategy, plan, sustained=sustained)
             if archived is None:
                 return False
+            assert isinstance(archived, ArchivedEntries)
             self.parts += (archived,)
             self._archived = (archived,)
         if context.draft_memories.demands(context.geometry):

@@ -33,7 +33,7 @@ class ArchivedLayout:
     """A layer whose old entries are archived.
 
     exact: layout of its exact entries, which are always resident. active: layout of every readable entry, for an active
-    session; unused if the restorer streams.
+    session; unused if old entries stay in the archive.
     """
 
     exact: Layout
@@ -89,11 +89,7 @@ class Placement:
         """Bytes of K/V that such a session may hold; see `KVStrategy.bound`."""
         sustained, active = self.need(geometry), Need()
         if self.archived:
-            if self.restorer.streams:
-                caches = self.restorer.restore_caches(geometry, self.kept)
-                active = Need(demands=(*self.restorer.chunk_demands(geometry, self.kept), *caches))
-            else:
-                active = _needed(geometry, [(layers, pair.active) for layers, pair in self.archived])
+            active = self.restorer.entries.active_need(geometry, self)
         return Bound(
             sustained_bytes=2 * sustained.elements * geometry.itemsize,
             peak_bytes=2 * (sustained.elements + active.elements) * geometry.itemsize,
@@ -102,9 +98,9 @@ class Placement:
 
     def need(self, geometry: Geometry) -> Need:
         """What such a session takes while it is idle, in the order in which it takes it."""
-        taken = _needed(geometry, self.resident)
+        taken = needed(geometry, self.resident)
         if self.archived:
-            taken += _needed(geometry, [(layers, pair.exact) for layers, pair in self.archived])
+            taken += needed(geometry, [(layers, pair.exact) for layers, pair in self.archived])
             taken += self.restorer.need(geometry, self.kept)
         return taken
 
@@ -192,7 +188,7 @@ class KVStrategy(ABC):
         archived_sets = alike(geometry, {index: keys[index] for index in archived})
         exact = [
             Layout.of(
-                LayerRule(sink=rule.sink, window=rule.exact, chooser=rule.chooser),
+                LayerRule(sink=rule.sink, window=rule.exact, mechanisms=rule.mechanisms),
                 geometry,
                 native,
                 limit_tokens,
@@ -252,7 +248,9 @@ class KVStrategy(ABC):
             start = query - query % geometry.segment_tokens
             first = rule.sink if rule.window is None else max(rule.sink, start - rule.window)
             restored = start - rule.exact - first
-            most = max(most, restored if rule.chooser is None else min(restored, rule.chooser.count))
+            for mechanism in rule.mechanisms:
+                restored = mechanism.restored(restored)
+            most = max(most, restored)
         return most
 
     def __str__(self) -> str:
@@ -292,7 +290,8 @@ def _is_archived(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer:
     return rule.exact is not None and geometry.layers[layer].native_window is None
 
 
-def _needed(geometry: Geometry, placed: Sequence[tuple[LayerSet, Layout]]) -> Need:
+def needed(geometry: Geometry, placed: Sequence[tuple[LayerSet, Layout]]) -> Need:
+    """The memory of layers that are laid out so."""
     return sum((LayerEntries.need(geometry, layers, layout) for layers, layout in placed), start=Need())
 
 

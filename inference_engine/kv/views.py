@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
-from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, attend_piece
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
-from inference_engine.kernels.ragged_attention import RaggedAttention
+from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedReads
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
@@ -93,10 +92,7 @@ class StepReads:
     that has views; see `DeviceOps`.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
     attend_piece, attend_causal_state, merging: of reads chunk by chunk.
-    selects: does a query that reads by numbers choose blocks? reads_offloaded: and may some not be on the device?
-    choosing: by the shape of their index, the end of the last tokens of the step that read by numbers and choose
-    tokens; a device's operation may have to know. restoring: by shape, too, how many tokens one may have restored, and
-    of how many numbers the operation makes each.
+    attention: the operation. records: how the queries that read by numbers do so, those apart that read all they see.
     """
 
     geometry: Geometry
@@ -105,20 +101,22 @@ class StepReads:
     attends_together: bool
     most_queries: int
     numbers: StepNumbers
+    attention: RaggedAttention
     largest: Largest = topk_by_sorting
     attend_causal: CausalAttention = attend_causal
     attend_piece: AttendPiece = attend_piece
     attend_causal_state: AttendCausalState = attend_causal_state
     merging: type[MergingStates] = Merging
     attend_generated: RaggedAttention | None = None
-    selects: bool = False
-    reads_offloaded: bool = False
-    choosing: dict[IndexShape, int] = field(default_factory=dict)
-    restoring: dict[IndexShape, tuple[int, int]] = field(default_factory=dict)
+    records: StagedReads = field(default_factory=StagedReads)
 
     @property
     def is_fixed_shape(self) -> bool:
         return self.geometry.key_quantum > 1
+
+    def supports(self, record: ReadRecord) -> bool:
+        """May queries read so, by numbers?"""
+        return self.attends_together and self.attention.supports(record)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from inference_engine.backends.model_spec import RotaryTable
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.errors import NotNative
-from inference_engine.kernels.ragged_attention import (
+from inference_engine.kernels.reads import (
     BASE,
     COUNT,
     FIELDS,

@@ -22,22 +22,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from inference_engine.kernels import ragged_attention as fields
+from inference_engine.kernels import reads as fields
 from inference_engine.kernels.bounds import bounds_scores
 from inference_engine.kernels.components import (
     IndexShape,
     KeyComponents,
-    TokenChoice,
     component_scores,
     token_weights,
     unpack,
 )
 from inference_engine.kernels.gather import always_read, gather_attend
 from inference_engine.kernels.latents import CodeTables, Synthesis
+from inference_engine.kernels.reads import BlockRead, StagedRead, TokenRead
 from inference_engine.kernels.topk import topk_by_sorting
 from inference_engine.kernels.triton import block_selection, component_index, components, few_queries, gather, topk
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
-from inference_engine.kv.layout import BlockSelector, TokenSelector
+from inference_engine.kv.parts.block_index import BlockSelector
+from inference_engine.kv.parts.component_index import TokenSelector
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import device_name
 from laboratory.evaluation import record
@@ -46,6 +47,8 @@ HAS_GPU = torch.cuda.is_available()
 KV_HEADS, GROUP, HEAD_DIM, BLOCK, COPIES = (4, 7, 128, 128, 28) if HAS_GPU else (2, 3, 24, 8, 2)
 SINK, LOCAL = BLOCK, 5 * BLOCK  # entries; the query's own block is the last of the local ones
 MOST_BLOCKS = 8192 if HAS_GPU else 64
+BLOCKS = BlockRead(blocks=MOST_BLOCKS)
+READS = (StagedRead(BLOCKS, upto=1024, tokens=2**20),)
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 SCALING = HEAD_DIM**-0.5
@@ -102,8 +105,8 @@ def made_case(keys: Tensor, values: Tensor, sessions: int, length: int, kept: in
     line = torch.zeros(fields.FIELDS, dtype=torch.int64)
     line[fields.HEAD_SLOTS], line[fields.COUNT], line[fields.SINK] = region, length, selector.sink_tokens
     line[fields.LAST] = line[fields.UPTO] = length - 1
-    line[fields.BLOCK], line[fields.KEPT], line[fields.BOUNDS] = BLOCK, kept, region - whole
-    line[fields.LOCAL] = int(selector.local_starts(torch.tensor([length - 1]).numpy())[0])
+    local = int(selector.local_starts(torch.tensor([length - 1]).numpy())[0])
+    BLOCKS.fill(line.numpy(), kept=kept, local=local, block=BLOCK, bounds=region - whole)
     regions = line.repeat(copies, sessions, 1)
     regions[..., fields.START] = starts
     case = Case(
@@ -149,7 +152,7 @@ class Stages:
     def whole(self, copy: int) -> Tensor:
         case = self.case
         return attend_ragged(
-            case.queries, *self.buffers, case.regions[copy], kv_heads=KV_HEADS, scaling=SCALING, blocks=MOST_BLOCKS
+            case.queries, *self.buffers, case.regions[copy], kv_heads=KV_HEADS, scaling=SCALING, reads=READS
         )
 
 
@@ -161,18 +164,21 @@ def checked(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
     for session in range(case.sessions):
         own, other = case.entries(keys, 0, session), case.entries(values, 0, session)
         line = case.regions[0, session].tolist()
-        first, end = SINK // BLOCK, line[fields.LOCAL] // BLOCK
+        first, end = SINK // BLOCK, line[BLOCKS.word("LOCAL")] // BLOCK
         query = case.queries[session : session + 1]
         chosen = torch.arange(first, end, device=DEVICE).expand(KV_HEADS, -1)
         if case.kept < end - first:
-            low, high = own[:, line[fields.BOUNDS] :][:, first:end], other[:, line[fields.BOUNDS] :][:, first:end]
+            low, high = (
+                own[:, line[BLOCKS.word("BOUNDS")] :][:, first:end],
+                other[:, line[BLOCKS.word("BOUNDS")] :][:, first:end],
+            )
             scores = stages.scores.values[session, :, first:end]
             expected = bounds_scores(query, low, high, SCALING)[0]
             worst_score = max(worst_score, float((scores - expected).abs().max() / expected.abs().max()))
             chosen = first + topk_by_sorting(scores, case.kept)
         listed = stages.listed[session, :, : chosen.shape[1]].long()
         assert torch.equal(listed, chosen), f"session {session} of {case}: other blocks are listed"
-        always = always_read(positions, positions * 0 + line[fields.LOCAL], sink=SINK, device=DEVICE)
+        always = always_read(positions, positions * 0 + line[BLOCKS.word("LOCAL")], sink=SINK, device=DEVICE)
         given = (query.float(), own[:, : case.length], other[:, : case.length])
         attended, _ = gather_attend(*given, chosen[None], always, block=BLOCK, scaling=SCALING)
         worst_out = max(worst_out, float((out[session] - attended[0]).abs().max() / attended.abs().max()))
@@ -180,7 +186,7 @@ def checked(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
     again = stages.whole(0)
     assert torch.equal(out, again), f"{case}: a second run differs"
     alone = attend_ragged(
-        case.queries[-1:], keys, values, case.regions[0, -1:], kv_heads=KV_HEADS, scaling=SCALING, blocks=MOST_BLOCKS
+        case.queries[-1:], keys, values, case.regions[0, -1:], kv_heads=KV_HEADS, scaling=SCALING, reads=READS
     )
     assert torch.allclose(out[-1:], alone, atol=1e-2), f"{case}: beside others a session gets another result"
     return {"score": worst_score, "out": worst_out}
@@ -192,7 +198,7 @@ class Chosen:
     def __init__(self, case: Case, keys: Tensor, values: Tensor) -> None:
         self.case, self.buffers = case, (keys, values)
         # A recorded step is made for the longest history that the model was trained for.
-        self.choice = TokenChoice(shape=SHAPE, tokens=max(case.length, 131072), rows=case.sessions)
+        self.record, self.most = TokenRead(shape=SHAPE), max(case.length, 131072)
         generator = torch.Generator().manual_seed(2)
         basis = torch.linalg.qr(torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q[..., : SHAPE.rank]
         mean = torch.randn(KV_HEADS, HEAD_DIM, generator=generator) / 4
@@ -201,7 +207,7 @@ class Chosen:
         self.frequencies = 1e6 ** -(torch.arange(HEAD_DIM // 2, dtype=torch.float64) / (HEAD_DIM // 2))
         self.alive: list[Any] = [
             indexes.rows(self.components, SHAPE, HEAD_DIM, DEVICE),
-            indexes.turns(self.frequencies, HEAD_DIM, SHAPE, self.choice.tokens, DEVICE),
+            indexes.turns(self.frequencies, HEAD_DIM, SHAPE, self.most, DEVICE),
         ]
         selector = TokenSelector(shape=SHAPE, sink=SINK, window=WINDOW, count=KEPT_TOKENS)
         self.tiles = case.length // SHAPE.tile
@@ -220,12 +226,11 @@ class Chosen:
                 numbers = indexes.numbers(halves, *self.alive[:2])
                 self.halves[-1].append(halves)
                 self.numbers.append(numbers)
-                lines[copy, session, fields.CHOOSER] = numbers.data_ptr()
+                lines[copy, session, TokenRead.word("INDEX")] = numbers.data_ptr()
                 table.append([numbers.data_ptr(), int(case.starts[copy, session])])
-        lines[..., fields.SINK], lines[..., fields.BLOCK], lines[..., fields.KEPT] = SINK, 1, KEPT_TOKENS
-        lines[..., fields.BOUNDS] = SHAPE.number
-        lines[..., fields.LOCAL] = int(selector.local_starts(torch.tensor([case.length - 1]).numpy())[0])
-        self.local = int(lines[0, 0, fields.LOCAL])
+        self.local = int(selector.local_starts(torch.tensor([case.length - 1]).numpy())[0])
+        lines[..., fields.SINK] = SINK
+        self.record.fill(lines.numpy(), kept=KEPT_TOKENS, local=self.local, shape=SHAPE.number)
         self.regions = lines.to(DEVICE)
         self.table = torch.tensor(table, device=DEVICE)
         self.write(0, self.tiles)
@@ -256,13 +261,13 @@ class Chosen:
             self.alive.append((codes, tables, synthesis, archive, found))
         self.regions[..., fields.RING], self.regions[..., fields.COUNT] = RING, SINK + RING
         self.regions[..., fields.FLOOR] = case.length - RING + WINDOW // 2
-        self.choice = replace(self.choice, restored=KEPT_TOKENS, numbers=tables.padded)
+        self.record = replace(self.record, restored=KEPT_TOKENS, numbers=tables.padded)
         self.stages = self.made(0)
         self.out.fill_(float("nan"))
 
     def made(self, copy: int) -> components.Choosing:
         return components.Choosing(
-            self.case.queries, *self.buffers, self.regions[copy], KV_HEADS, SCALING, None, self.choice, serves_all=True
+            self.case.queries, *self.buffers, self.regions[copy], KV_HEADS, SCALING, None, self.record, self.most, True
         )
 
     def write(self, first: int, end: int) -> None:
@@ -280,8 +285,12 @@ class Chosen:
             else:
                 getattr(self.stages, each)()
 
+    @property
+    def reads(self) -> tuple[StagedRead, ...]:
+        return (StagedRead(self.record, upto=self.case.sessions, tokens=self.most),)
+
     def whole(self, copy: int) -> Tensor:
-        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "choices": (self.choice,)}
+        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "reads": self.reads}
         return attend_ragged(self.case.queries, *self.buffers, self.regions[copy], **options)
 
     def rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
@@ -322,7 +331,7 @@ class Chosen:
         assert found["out"] < 1e-2 and found["chosen otherwise"] < 0.05, (case.sessions, case.length, found)
         again = self.whole(0)
         assert torch.equal(out, again), "a second run differs"
-        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "choices": (self.choice,)}
+        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "reads": self.reads}
         alone = attend_ragged(case.queries[-1:], *self.buffers, self.regions[0, -1:], **options)
         assert torch.equal(out[-1:], alone), "beside others a session gets other bits"
         return found

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from inference_engine.errors import ConfigError, KakeyaError
-from inference_engine.kernels import ragged_attention as fields
+from inference_engine.kernels import reads as fields
 from inference_engine.kernels.mac import MacEntry, MacState, mac_attend
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kernels.topk import topk_by_sorting

@@ -25,6 +25,8 @@ import numpy as np
 from inference_engine.config import ModelConfig
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout
+from inference_engine.kv.parts.block_index import BlockSelector
+from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models import check_model
 from inference_engine.models.folder import weight_files
@@ -78,29 +80,26 @@ def _layouts(strategy: KVStrategy, geometry: Geometry, length: int) -> list[Layo
 
 def _index_bytes(layout: Layout, length: int) -> int:
     """Bytes of a KV head's index that the query of the last token reads."""
-    if layout.chooser is None:
-        return 0
-    shape = layout.chooser.shape
-    tiles = int(layout.chooser.local_starts(np.array([length - 1]))[0]) // shape.tile
-    return tiles * shape.tile_bytes
+    query = np.array([length - 1])
+    choosers = [each for each in layout.mechanisms if isinstance(each, TokenSelector)]
+    return sum(int(each.local_starts(query)[0]) // each.shape.tile * each.shape.tile_bytes for each in choosers)
 
 
 def _entries_read(layout: Layout, length: int) -> int:
     query, held = np.array([length - 1]), np.arange(length)
     visible = layout.visible(query, held)[0]
-    selector, chooser = layout.selector, layout.chooser
-    if chooser is not None:
-        first = int(chooser.local_starts(query)[0])
-        scored = max(0, first - chooser.sink)
-        local = np.count_nonzero(visible[(held < chooser.sink) | (held >= first)])
-        return int(local) + min(chooser.count, scored)
-    if selector is None:
-        return int(np.count_nonzero(visible))
-    first_local = int(selector.local_starts(query)[0])
-    distant = max(0, first_local - selector.sink_tokens)
-    local = np.count_nonzero(visible[(held < selector.sink_tokens) | (held >= first_local)])
-    # What is known of a block, two vectors per KV head, is as large as a KV entry.
-    return int(local) + min(selector.count * selector.block, distant) + length // selector.block
+    for each in layout.mechanisms:
+        if isinstance(each, TokenSelector):
+            first = int(each.local_starts(query)[0])
+            local = np.count_nonzero(visible[(held < each.sink) | (held >= first)])
+            return int(local) + min(each.count, max(0, first - each.sink))
+        if isinstance(each, BlockSelector):
+            first = int(each.local_starts(query)[0])
+            distant = max(0, first - each.sink_tokens)
+            local = np.count_nonzero(visible[(held < each.sink_tokens) | (held >= first)])
+            # What is known of a block, two vectors per KV head, is as large as a KV entry.
+            return int(local) + min(each.count * each.block, distant) + length // each.block
+    return int(np.count_nonzero(visible))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

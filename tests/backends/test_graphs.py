@@ -18,9 +18,9 @@ from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.kernels.components import ChosenBy
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
+from inference_engine.kernels.reads import BlockRead, ReadRecord
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 from tests.facade import context_of, forward_of, standing_still
@@ -30,17 +30,9 @@ from tests.tiny import SMALL, tiny_engine, tiny_forward_on
 SEGMENT = SMALL["segment_tokens"]
 
 
-def step(pool: Pool, *, tokens: int, selects: bool, chosen_by: tuple[ChosenBy, ...] = ()) -> Any:
+def step(pool: Pool, *records: ReadRecord, tokens: int) -> Any:
     positions = np.arange(tokens)
-    plan = SimpleNamespace(
-        pool=pool,
-        query_count=tokens,
-        selects=selects,
-        chosen_by=chosen_by,
-        reads_offloaded=False,
-        is_numbers_only=True,
-        positions=positions,
-    )
+    plan = SimpleNamespace(pool=pool, query_count=tokens, records=records, is_numbers_only=True, positions=positions)
     return SimpleNamespace(plan=plan, tap_layers=(), logit_queries=[0])
 
 
@@ -109,9 +101,9 @@ def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_o
         recorded = graphs.StepGraphs(forward.seam, context.geometry, context.pool, attend_ragged, memory=memory)
         is_full = True
         at_start = len(tried)
-        assert recorded.can_run(step(context.pool, tokens=2, selects=False))
-        assert not recorded.can_run(step(context.pool, tokens=2, selects=True))
-        assert not recorded.can_run(step(context.pool, tokens=2, selects=True))
+        assert recorded.can_run(step(context.pool, tokens=2))
+        assert not recorded.can_run(step(context.pool, BlockRead(blocks=9), tokens=2))
+        assert not recorded.can_run(step(context.pool, BlockRead(blocks=9), tokens=2))
         assert len(tried) == at_start + 1
         is_full = False
-        assert recorded.can_run(step(context.pool, tokens=8, selects=True))
+        assert recorded.can_run(step(context.pool, BlockRead(blocks=9), tokens=8))

@@ -116,15 +116,15 @@ def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monk
         used.append("products")
         return PLAIN
 
-    def invariant_attention(*given: Any, **options: Any) -> Tensor:
+    def invariant_attention(*given: Any, **options: Any) -> None:
         used.append("attention")
-        return attend_ragged(*given, **options)
+        attend_ragged.regions(*given, **options)
 
     ops = replace(
         listed_ops(),
         open_fused=lambda: pytest.fail("those of another identity"),
         open_invariant=invariant_products,
-        attend_invariant=invariant_attention,
+        attend_invariant=replace(attend_ragged, regions=invariant_attention),
     )
     forward = opened_as("qwen3", ops)
     assert forward.facts.numerics == "invariant"

@@ -17,7 +17,6 @@ from torch import Tensor
 from inference_engine.kernels.components import (
     IndexShape,
     KeyComponents,
-    TokenChoice,
     component_scores,
     encode,
     pack,
@@ -25,24 +24,22 @@ from inference_engine.kernels.components import (
 )
 from inference_engine.kernels.gather import always_read, attend_entries, gather_attend, gather_vectors, select
 from inference_engine.kernels.latents import PLAIN, CodeTables, MadeLayer, Synthesis
-from inference_engine.kernels.ragged_attention import (
-    BLOCK,
-    BOUNDS,
-    CHOOSER,
+from inference_engine.kernels.ragged_attention import attend_ragged as attend_by_reference
+from inference_engine.kernels.reads import (
     COUNT,
     FIELDS,
     FLOOR,
     HEAD_SLOTS,
-    KEPT,
+    KIND,
     LAST,
-    LOCAL,
     RING,
     SINK,
     START,
     UPTO,
+    StagedRead,
+    TokenRead,
 )
-from inference_engine.kernels.ragged_attention import attend_ragged as attend_by_reference
-from inference_engine.kv.layout import TokenSelector
+from inference_engine.kv.parts.component_index import TokenSelector
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
@@ -126,9 +123,12 @@ class History:
         numbers = dict.fromkeys(range(FIELDS), 0)
         local = int(self.selector.local_starts(np.array([position]))[0])
         numbers |= {START: self.start, HEAD_SLOTS: self.length, COUNT: self.length, LAST: self.length - 1}
-        numbers |= {SINK: self.sink, UPTO: position, BLOCK: 1, KEPT: self.kept, LOCAL: local}
-        numbers |= {CHOOSER: self.numbers.data_ptr(), BOUNDS: self.shape.number}
-        return [numbers[number] for number in range(FIELDS)]
+        numbers |= {SINK: self.sink, UPTO: position}
+        row = np.array([numbers[number] for number in range(FIELDS)])
+        index, shape = self.numbers.data_ptr(), self.shape
+        TokenRead(shape=shape).fill(row, kept=self.kept, local=local, shape=shape.number, index=index)
+        found: list[int] = row.tolist()
+        return found
 
     def expected(self, query: Tensor, position: int, codes: Tensor, softcap: float | None = None) -> Tensor:
         """[1, Hq, D]: the reference's attention over what it chooses."""
@@ -230,7 +230,7 @@ def attended(
     keys: Tensor,
     values: Tensor,
     regions: Tensor,
-    choices: list[TokenChoice],
+    reads: list[StagedRead],
     options: dict[str, Any],
     some: slice = slice(None),
     *,
@@ -239,7 +239,7 @@ def attended(
     from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     operation = operation or attend_ragged
-    return operation(queries[some], keys, values, regions[some], choices=choices, **options)
+    return operation(queries[some], keys, values, regions[some], reads=reads, **options)
 
 
 def compare_choosing() -> None:
@@ -274,17 +274,16 @@ def _compare_choosing(models: Sequence[Model]) -> None:
         lines = [own[index].line(position) for index, position in wanted]
         lines.insert(2, [0] * FIELDS)
         lines.insert(4, list(own[4].line(89)))
-        for name in (BLOCK, KEPT, LOCAL, CHOOSER, BOUNDS):
-            lines[4][name] = 0
+        lines[4][KIND:] = [0] * (FIELDS - KIND)
         regions = torch.tensor(lines, device=device)
         generator = torch.Generator().manual_seed(3)
         queries = torch.randn(len(lines), model.kv_heads * model.group, model.head_dim, generator=generator).to(device)
         shapes = dict.fromkeys(one.shape for one in own)
         room = 900 if is_quick else 520  # tokens; more than any session has
-        choices = [TokenChoice(shape=shape, tokens=room, rows=len(lines)) for shape in shapes]
+        reads = [StagedRead(TokenRead(shape=shape), upto=len(lines), tokens=room) for shape in shapes]
 
         options: dict[str, Any] = {"kv_heads": model.kv_heads, "scaling": model.scaling, "softcap": softcap}
-        attend = partial(attended, queries, keys, values, regions, choices, options)
+        attend = partial(attended, queries, keys, values, regions, reads, options)
         expected = torch.zeros_like(queries)
         rows = [row for row in range(len(lines)) if row not in (2, 4)]
         for row, (index, position) in zip(rows, wanted, strict=True):
@@ -301,7 +300,7 @@ def _compare_choosing(models: Sequence[Model]) -> None:
             some = slice(None) if is_quick else slice(1, 5)
             found = attend(some, operation=attend_invariant)
             torch.testing.assert_close(found, expected[some], atol=2e-5, rtol=2e-5)
-            choices[:] = [TokenChoice(shape=own[0].shape, tokens=room, rows=1)]
+            reads[:] = [StagedRead(TokenRead(shape=own[0].shape), upto=1, tokens=room)]
             assert torch.equal(attend(slice(0, 1))[0], together[0]), "one shape alone gives other bits"
 
 
@@ -320,14 +319,14 @@ def compare_equals() -> None:
         query = torch.zeros(1, model.kv_heads * model.group, model.head_dim, device=device)
         query += 0.0 if first is None else first
         line = torch.tensor([own.line(299)], device=device)
-        choice = TokenChoice(shape=own.shape, tokens=300, rows=1)
+        read = StagedRead(TokenRead(shape=own.shape), upto=1, tokens=300)
         # The components' mean would make a difference.
         rows = own.alive[0]
         rows.rows.zero_()
-        out = attend_ragged(query, keys, values, line, kv_heads=model.kv_heads, scaling=model.scaling, choices=[choice])
+        out = attend_ragged(query, keys, values, line, kv_heads=model.kv_heads, scaling=model.scaling, reads=[read])
         if first is None:
-            read = [*range(own.sink + own.kept), *range(int(line[0, LOCAL]), 300)]
-            expected = own.values[:, read].mean(1)
+            places = [*range(own.sink + own.kept), *range(int(line[0, TokenRead.word("LOCAL")]), 300)]
+            expected = own.values[:, places].mean(1)
         else:
             expected = own.values[:, 290:].mean(1)
         torch.testing.assert_close(out[0], expected.repeat_interleave(model.group, dim=0), atol=1e-5, rtol=1e-5)
@@ -350,10 +349,8 @@ def compare_rounded() -> None:
     positions = range(490, 496) if device.type == "cuda" else range(490, 493)
     queries = torch.randn(len(positions), model.kv_heads * model.group, model.head_dim).to(device, dtype)
     regions = torch.tensor([own.line(position) for position in positions], device=device)
-    choice = TokenChoice(shape=own.shape, tokens=500, rows=len(positions))
-    out = attend_ragged(
-        queries, keys, values, regions, kv_heads=model.kv_heads, scaling=model.scaling, choices=[choice]
-    )
+    read = StagedRead(TokenRead(shape=own.shape), upto=len(positions), tokens=500)
+    out = attend_ragged(queries, keys, values, regions, kv_heads=model.kv_heads, scaling=model.scaling, reads=[read])
     expected = torch.cat([own.expected(queries[row, None].float(), at, codes) for row, at in enumerate(positions)])
     errors = (out.float() - expected).abs().mean(-1)  # one token fewer or more is 2e-3 at the median
     assert errors.median() < (1e-3 if dtype == torch.float16 else 0.01), "other tokens are read"
@@ -442,14 +439,15 @@ def _compare_restoring(model: Model, most_bits: int) -> None:
     lines = [own[0].line(position), own[1].line(position)]
     lines[0][RING], lines[0][FLOOR], lines[0][COUNT] = ring, floor, sink + ring
     regions = torch.tensor(lines, device=device)
-    choice = TokenChoice(shape=shape, tokens=300, rows=2, restored=kind["kept"], numbers=tables.padded + 64)
-    out = attend_ragged(queries, keys, values, regions, choices=[choice], **options)
+    record = TokenRead(shape=shape, restored=kind["kept"], numbers=tables.padded + 64)
+    read = StagedRead(record, upto=2, tokens=300)
+    out = attend_ragged(queries, keys, values, regions, reads=[read], **options)
     torch.testing.assert_close(out, torch.stack(expected), atol=2e-5, rtol=2e-5)
     assert not found.isnan().any()
-    alone = attend_ragged(queries[:1], keys, values, regions[:1], choices=[choice], **options)
+    alone = attend_ragged(queries[:1], keys, values, regions[:1], reads=[read], **options)
     assert torch.equal(alone[0], out[0]), "a query's bits depend on what is beside it"
     tables.scales.fill_(float("inf"))
-    attend_ragged(queries[:1], keys, values, regions[:1], choices=[choice], **options)
+    attend_ragged(queries[:1], keys, values, regions[:1], reads=[read], **options)
     assert found.isnan().all(), "what is not finite is not found"
 
 

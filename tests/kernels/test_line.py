@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from inference_engine.kernels import offloaded, ragged_attention
+from inference_engine.kernels import offloaded, reads
+from inference_engine.kernels.reads import BlockRead, OffloadedBlockRead, ReadRecord, RegionRead, TokenRead
 from inference_engine.native import library
 from scripts.check_links import ROOT
 
@@ -32,7 +33,10 @@ def enumerators(text: str, name: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for place, one in enumerate(body.split(",")):
         called, _, same = (part.strip() for part in one.partition("="))
-        found[called] = found[same] if same else place
+        if same:
+            found[called] = int(same) if same.isdigit() else found[same]
+        else:
+            found[called] = place
     return found
 
 
@@ -44,17 +48,42 @@ def places_in_kernels(function: str) -> dict[str, int]:
     return dict(ast.literal_eval(table))
 
 
-def test_cpp_has_the_numbers_of_a_line_where_the_plan_puts_them() -> None:
-    found = enumerators((NATIVE / "attention.h").read_text(encoding="utf-8"), "Field")
-    expected = places(ragged_attention)
-    assert found == {name: expected[name] for name in found}
-    assert set(found.values()) == set(range(expected["FIELDS"]))
+def words(*records: type[ReadRecord]) -> dict[str, int]:
+    """Of a row: the header's, and those of these records. One name is in one place."""
+    found = {name: at for name, at in places(reads).items() if name not in ("FIELDS", "_OWN")}
+    for record in records:
+        for name in record.WORDS:
+            assert found.setdefault(name, record.word(name)) == record.word(name)
+    return found
 
 
-def test_triton_has_the_numbers_of_a_line_where_the_plan_puts_them() -> None:
-    expected = places(ragged_attention)
-    assert expected.pop("FIELDS") == 16
-    assert places_in_kernels("in_line") == expected
+def test_cpp_has_the_numbers_of_a_row_where_the_plan_puts_them() -> None:
+    text = (NATIVE / "attention.h").read_text(encoding="utf-8")
+    assert enumerators(text, "Field") == words(BlockRead, TokenRead)
+    assert f"FIELDS = {reads.FIELDS};" in text
+    numbers = enumerators(text, "Kind")
+    assert numbers == {
+        "REGION_READ": RegionRead.NUMBER, "BLOCK_READ": BlockRead.NUMBER, "TOKEN_READ": TokenRead.NUMBER
+    }  # fmt: skip
+
+
+def test_triton_has_the_numbers_of_a_row_where_the_plan_puts_them() -> None:
+    served = (BlockRead, OffloadedBlockRead, TokenRead)
+    assert places_in_kernels("in_line") == words(*served)
+    assert places_in_kernels("number_of") == {record.__name__: record.NUMBER for record in (RegionRead, *served)}
+
+
+def test_the_kernels_that_a_record_names_are_there() -> None:
+    for record in (BlockRead, OffloadedBlockRead, TokenRead):
+        for named in record.KERNELS.values():
+            module, _, name = named.partition(":")
+            path = ROOT / (module.replace(".", "/") + ".py") if name else ROOT / "inference_engine/native" / module
+            assert path.is_file() and f"def {name}(" * bool(name) in path.read_text(encoding="utf-8"), named
+
+
+def test_a_record_whose_number_is_taken_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"has the number 3, which is that of .*TokenRead"):
+        type("Other", (ReadRecord,), {"NUMBER": TokenRead.NUMBER})
 
 
 def test_triton_has_the_numbers_of_a_record_where_sessions_put_them() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.components import IndexShape, TokenChoice
+from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.latents import AnalysedLayer, Analysis, CodeTables, MadeLayer, Synthesis
+from inference_engine.kernels.reads import FIELDS, BlockRead, OffloadedBlockRead, StagedRead, TokenRead
 from inference_engine.kernels.trellis import BitPlaces, make_levels
 from tests.further import further
 
@@ -83,9 +84,9 @@ def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
     launched = launches_of(monkeypatch, components)
     keys = torch.zeros(HKV * TOKENS, D, dtype=dtype)
     queries = torch.zeros(2, HKV * GROUP, D, dtype=dtype)
-    regions = torch.zeros(2, 16, dtype=torch.int64)
+    regions = torch.zeros(2, FIELDS, dtype=torch.int64)
     for softcap, restored in ((None, 40), (4.0, 0)):
-        choice = TokenChoice(shape=shape, tokens=TOKENS, rows=2, restored=restored, numbers=64 if restored else 0)
+        record = TokenRead(shape=shape, restored=restored, numbers=64 if restored else 0)
         components.attend_choosing(
             queries,
             keys,
@@ -95,7 +96,7 @@ def test_every_kernel_of_a_choice_is_a_program_for_a_gpu(
             kv_heads=HKV,
             scaling=0.1,
             softcap=softcap,
-            choice=choice,
+            read=StagedRead(record, upto=2, tokens=TOKENS),
             serves_all=restored == 0,
         )
     table: Tensor = torch.zeros(1, 2, dtype=torch.int64)
@@ -120,7 +121,7 @@ def test_every_kernel_of_few_queries_is_a_program_for_a_gpu(
             torch.zeros(count, HKV * GROUP, D, dtype=dtype),
             keys,
             keys,
-            torch.zeros(count, 16, dtype=torch.int64),
+            torch.zeros(count, FIELDS, dtype=torch.int64),
             torch.empty(count, HKV * GROUP, D, dtype=dtype),
             kv_heads=HKV,
             scaling=0.1,
@@ -147,14 +148,13 @@ def test_every_kernel_of_selected_blocks_is_a_program_for_a_gpu(
             queries,
             keys,
             keys,
-            torch.zeros(2, 16, dtype=torch.int64),
+            torch.zeros(2, FIELDS, dtype=torch.int64),
             torch.empty_like(queries),
             kv_heads=HKV,
             scaling=0.1,
             softcap=softcap,
-            blocks=blocks,
+            read=StagedRead((OffloadedBlockRead if offloaded else BlockRead)(blocks=blocks), upto=2, tokens=TOKENS),
             serves_all=serves_all,
-            reads_offloaded=offloaded,
         )
 
     for launch in launched:

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels import ragged_attention as fields
+from inference_engine.kernels import reads as fields
 from inference_engine.kernels.offloaded import OffloadedRecord
+from inference_engine.kernels.reads import BlockRead, OffloadedBlockRead, StagedRead
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_ragged_attention import device_of_kernels
 
 HEADS, GROUP = 2, 2
+BLOCKS, OFFLOADED = BlockRead(blocks=40), OffloadedBlockRead(blocks=40)
 
 
 @dataclass(kw_only=True)
@@ -88,22 +91,23 @@ class History:
         plain[:, fields.LAST] = positions[-1]
         plain[:, fields.UPTO] = torch.tensor(positions)
         plain[:, fields.COUNT] = positions[-1] + 1
-        plain[:, fields.BLOCK], plain[:, fields.KEPT] = self.block, self.kept
-        plain[:, fields.LOCAL] = torch.tensor([(at - self.block) // self.block * self.block for at in positions])
-        plain[:, fields.BOUNDS] = -(-self.count // self.block) * self.block
+        local = np.array([(at - self.block) // self.block * self.block for at in positions])
+        own = {"kept": self.kept, "local": local, "block": self.block}
         away = plain.clone()
+        bounds = -(-self.count // self.block) * self.block
+        BLOCKS.fill(plain.numpy(), bounds=bounds, **own)
         away[:, fields.START], away[:, fields.HEAD_SLOTS] = self.begin, self.region
         away[:, fields.RING], away[:, fields.COUNT] = self.ring, self.sink + self.ring
-        away[:, fields.BOUNDS] = self.sink + self.ring
-        away[:, fields.RECORD] = self.record.addresses[1]
-        away[:, fields.OFFLOADED_END] = self.resident if may_fetch else -self.resident
+        own |= {"bounds": self.sink + self.ring, "places": self.record.addresses[1]}
+        OFFLOADED.fill(away.numpy(), offloaded_end=self.resident if may_fetch else -self.resident, **own)
         return plain.to(self.device), away.to(self.device)
 
-    def attended(self, queries: Tensor, lines: Tensor, **options: Any) -> Tensor:
+    def attended(self, queries: Tensor, lines: Tensor, record: BlockRead = BLOCKS) -> Tensor:
         from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
-        given = {"kv_heads": HEADS, "scaling": self.dim**-0.5, "blocks": 40}
-        return attend_ragged(queries, self.keys, self.values, lines, **given, **options)
+        reads = [StagedRead(record, upto=len(queries), tokens=self.count)]
+        options: dict[str, Any] = {"kv_heads": HEADS, "scaling": self.dim**-0.5, "reads": reads}
+        return attend_ragged(queries, self.keys, self.values, lines, **options)
 
     def compare(self, positions: list[int], *, may_fetch: bool, seed: int) -> list[int]:
         """Attend twice. Returns how many blocks were found in places, and how many were not."""
@@ -116,7 +120,7 @@ class History:
         if asked not in self.expected:
             self.expected[asked] = self.attended(queries, plain)
         expected = self.expected[asked]
-        found = self.attended(queries, away, reads_offloaded=True)
+        found = self.attended(queries, away, OFFLOADED)
         assert expected.isfinite().all()
         worst = float((found - expected).abs().max())
         # A GPU's compiler may join a product and a sum in one of the two, and not in the other.
@@ -171,9 +175,9 @@ def _compare_kernel(which: slice) -> None:
     one = shapes[0]
     plain, away = one.lines([one.count - 1], may_fetch=True)
     whole = plain.clone()
-    whole[:, fields.BLOCK] = 0
+    whole[:, fields.KIND] = 0
     queries = torch.randn(3, HEADS * GROUP, one.dim, generator=torch.Generator().manual_seed(3)).to(one.device)
-    mixed = one.attended(queries, torch.cat([whole, away, plain]), reads_offloaded=True)
+    mixed = one.attended(queries, torch.cat([whole, away, plain]), OFFLOADED)
     expected = one.attended(queries, torch.cat([whole, plain, plain]))
     torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-5)
 

@@ -14,22 +14,22 @@ from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
-from inference_engine.kernels.ragged_attention import (
-    BLOCK,
+from inference_engine.kernels.ragged_attention import attend_ragged
+from inference_engine.kernels.reads import (
     FIELDS,
-    KEPT,
-    LOCAL,
     PREFIX_HEAD_SLOTS,
     PREFIX_START,
     SINK,
     START,
+    BlockRead,
     RaggedAttention,
-    attend_ragged,
+    StagedRead,
 )
 from inference_engine.kernels.topk import topk_by_sorting
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
-from inference_engine.kv.numbers import RegionLines, choose_blocks
+from inference_engine.kv.layout import LayerRule, Layout
+from inference_engine.kv.numbers import RegionLines
+from inference_engine.kv.parts.block_index import BlockSelector, choose_blocks
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
@@ -37,6 +37,8 @@ from tests.kernels.poisoned import poison
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 SEGMENT = 16
 BLOCKS = 41  # at least as many as any history here has
+RECORD = BlockRead(blocks=BLOCKS)
+READS = (StagedRead(RECORD, upto=4096, tokens=4096),)
 REFERENCES: tuple[RaggedAttention, ...] = (attend_ragged, attend_by_session)
 SHAPES = [(3, 3, 64), (9, 3, 64), (4, 1, 24), (2, 2, 16), (8, 1, 256)]
 
@@ -176,7 +178,7 @@ def selections(
     lines, alone, asked, start = [], [], [], 1
     for block, sink, count in ((4, 4, 3), (8, 5, 2), (4, 0, 0), (4, 0, 1), (8, 12, 100), (16, 16, 2)):
         selector = BlockSelector(block=block, sink=sink, window=20, count=count)
-        layout = Layout.of(LayerRule(selector=selector), geometry(None, kv_heads, query_heads, dim), None, 160)
+        layout = Layout.of(LayerRule(mechanisms=(selector,)), geometry(None, kv_heads, query_heads, dim), None, 160)
         for length in (41, 97, 160):
             own = start + torch.arange(kv_heads)[:, None] * layout.region
             slots = own + torch.arange(length)
@@ -193,7 +195,7 @@ def selections(
             alone.append(gather_attend(*given, kept, always, block=block, scaling=dim**-0.5)[0])
             whole_line = line_of(start, layout, queries, count=length)
             line = whole_line.copy()
-            choose_blocks(line, layout, selector, queries)
+            choose_blocks(line, RECORD, layout, selector, queries)
             lines += [line[0].tolist(), whole_line[0].tolist()]
             asked.append(torch.randn(1, query_heads, dim).to(dtype))
             given = (asked[-1].float(), keys[slots].float(), values[slots].float())
@@ -239,7 +241,7 @@ def test_the_reference_reads_the_blocks_that_gathering_reads(shape: tuple[int, i
     queries, keys, values, regions, alone = selections(shape, torch.float32)
 
     for attention in REFERENCES:
-        out = attention(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=BLOCKS)
+        out = attention(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, reads=READS)
         assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
 
@@ -313,7 +315,7 @@ def compare_chunks_and_selections() -> None:
     for shape in SHAPES if device.type == "cuda" else [(4, 1, 24)]:
         for dtype, tolerance in tolerances.items():
             compare_alone(chunks, shape, dtype, tolerance, device)
-            compare_alone(selections, shape, dtype, tolerance, device, blocks=BLOCKS)
+            compare_alone(selections, shape, dtype, tolerance, device, reads=READS)
             compare_alone(forks, shape, dtype, tolerance, device)
 
 
@@ -327,11 +329,11 @@ def compare_selecting_steps() -> None:
     queries, keys, values, regions, _ = selections(shape, torch.float32)
     keys[:: len(keys) // 40] = 0.25  # some equal scores
     # On the CPU: where a mask has an odd width, torch's own kernel reads beside it.
-    expected = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=0.2, blocks=BLOCKS).to(device)
+    expected = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=0.2, reads=READS).to(device)
     queries, keys, values, regions = (part.to(device) for part in (queries, keys, values, regions))
 
     def attend(some: slice, kernel: RaggedAttention) -> Tensor:
-        return kernel(queries[some], keys, values, regions[some], kv_heads=shape[1], scaling=0.2, blocks=BLOCKS)
+        return kernel(queries[some], keys, values, regions[some], kv_heads=shape[1], scaling=0.2, reads=READS)
 
     for kernel in (ragged_attention.attend_ragged, ragged_attention.attend_invariant):
         together = attend(slice(None), kernel)
@@ -342,7 +344,8 @@ def compare_selecting_steps() -> None:
             is_own = torch.equal(alone, together[some])
             assert is_own or kernel is ragged_attention.attend_ragged, "a query's bits depend on what is beside it"
     ragged_attention._FEW_QUERIES = 4  # now these are many
-    assert torch.allclose(attend(slice(0, 12), ragged_attention.attend_ragged), expected[:12], atol=2e-5)
+    few = replace(ragged_attention.attend_ragged, alone_upto=4)
+    assert torch.allclose(attend(slice(0, 12), few), expected[:12], atol=2e-5)
     compare_lists(device)
 
 
@@ -388,7 +391,8 @@ def compare_lists(device: torch.device) -> None:
         ]
     ):
         line = torch.zeros(FIELDS, dtype=torch.int64)
-        line[[SINK, BLOCK, KEPT, LOCAL]] = torch.tensor([sink, 4, kept, local])
+        line[SINK] = sink
+        RECORD.fill(line.numpy(), kept=kept, local=local, block=4)
         lines.append(line)
         candidates = torch.arange(BLOCKS)
         candidates = (candidates * 4 >= sink) & (candidates * 4 < local)
@@ -410,12 +414,12 @@ def compare_alone(
     tolerance: float,
     device: torch.device,
     *,
-    blocks: int = 0,
+    reads: tuple[StagedRead, ...] = (),
 ) -> None:
     """The kernel against what each query gives by itself."""
     queries, keys, values, regions, alone = build(shape, dtype)
     moved = [part.to(device) for part in (queries, keys, values, regions)]
-    out = kernel_of()(*moved, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=blocks).cpu()
+    out = kernel_of()(*moved, kv_heads=shape[1], scaling=shape[2] ** -0.5, reads=reads).cpu()
     worst = (out.float() - torch.cat(alone).float()).abs().max().item()
     assert worst < tolerance, (build, shape, dtype, worst)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from inference_engine.kernels.mac import MacEntry, MacState, MacStats, mac_attend
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.layout import QueryMatcher
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.parts.query_cache import PastQueries, query_cache_demand
+from inference_engine.kv.parts.query_cache import PastQueries, QueryMatcher, query_cache_demand
 from inference_engine.kv.strategies.mac import Mac
 from tests.laws.test_session_kv_laws import LAYERS, Entries, active, context, feed, step, turn
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.kernels.ragged_attention import FIELDS, START
+from inference_engine.kernels.reads import FIELDS, START
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.memory.scratch import Scratch
 from inference_engine.kv.numbers import StepNumbers, as_slice

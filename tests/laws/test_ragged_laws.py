@@ -7,6 +7,7 @@ with graphs and without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -103,7 +104,7 @@ def forward_on_torch(variant: str) -> TorchForward:
     device = "cuda" if ON_GPU else "cpu"
     if variant == "alone":
         return tiny_forward_on(device)
-    ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True, reads_offloaded=True)
+    ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True)
     return tiny_forward_on(
         device,
         ops=ops,
@@ -361,11 +362,12 @@ def test_the_tokens_of_several_sessions_are_one_operation_a_layer() -> None:
     """A step of nothing but decodes asks for each layer once, whether strategies keep every entry or a window."""
     asked: list[int] = []
 
-    def counted(queries: Tensor, *others: Any, **words: Any) -> Tensor:
+    def counted(queries: Tensor, *others: Any, **words: Any) -> None:
         asked.append(len(queries))
-        return attend_ragged(queries, *others, **words)
+        attend_ragged.regions(queries, *others, **words)
 
-    on_regions = tiny_forward_on("cpu", ops=DeviceOps(attend_ragged=counted, attends_together=True))
+    counting = replace(attend_ragged, regions=counted)
+    on_regions = tiny_forward_on("cpu", ops=DeviceOps(attend_ragged=counting, attends_together=True))
     settings: dict[str, Any] = {**SMALL}
     with Engine(on_regions, EngineConfig(**settings)) as engine:
         sessions = [opened(engine, strategy, text(40)) for strategy in (Full(), SinkWindow(sink=3, window=20), Full())]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,21 +14,24 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import NoCapacity
+from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.components import KeyComponents, encode
 from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kernels.ragged_attention import attend_ragged
+from inference_engine.kernels.reads import OffloadedBlockRead
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import DraftMemory, KVContext, WholeTokens
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.layout import LayerRule, LayerSet, Layout, TokenSelector
+from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.memory.tier import HostTier
-from inference_engine.kv.part import Held, Need, Part
+from inference_engine.kv.part import Held, Part
+from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.kv.parts.layer_entries import LayerEntries
-from inference_engine.kv.parts.layer_part import LayoutPart
+from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.scorer import Candidates
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
@@ -252,7 +255,8 @@ def by_hand(rule: LayerRule, codec: str, layer: int, length: int) -> Tensor:
     native, entries = LAYERS[layer].native_window, Entries(length)
     is_coded = rule.exact is not None and native is None
     given_back = [coded(codec, rule, states[layer]) if is_coded else states[layer] for states in (entries.k, entries.v)]
-    chooser = rule.chooser if native is None and rule.chooser is not None and rule.chooser.appended else None
+    all_choose = [each for each in rule.mechanisms if isinstance(each, TokenSelector) and each.appended]
+    chooser = all_choose[0] if native is None and all_choose else None
     indexed = None if chooser is None else as_indexed(chooser, layer, entries.k[layer])
     scored = rule.scorer is not None and native is None
     places = kept_by_hand(rule, layer, entries, length) if scored else []
@@ -295,7 +299,7 @@ def expected_by_hand(strategy: KVStrategy, length: int) -> list[Tensor]:
             window=rule.window,
             exact=rule.exact if codec else None,
             scorer=rule.scorer,
-            chooser=rule.chooser if rule.chooser is not None and rule.chooser.appended else None,
+            mechanisms=tuple(mechanism for mechanism in rule.mechanisms if mechanism.appended),
         )
         for rule in rules
     ]
@@ -402,22 +406,8 @@ def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy)
         assert held - used <= slack
 
 
-class Tally(LayoutPart):
+class Tally(LayerPart):
     """Of any layers: holds a byte more with each token, and says that it does not grow by pages."""
-
-    @staticmethod
-    def is_in(layout: Layout) -> bool:
-        del layout
-        return True
-
-    @staticmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        del geometry, layers, layout
-        return Need()
-
-    @classmethod
-    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        return cls()
 
     @property
     def grows_by_pages(self) -> bool:
@@ -437,7 +427,15 @@ class Tally(LayoutPart):
 def test_the_footprint_counts_what_a_part_of_layers_holds_within_a_page(
     strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LayerEntries, "KINDS", (*LayerEntries.KINDS, Tally))
+    reserve = LayerEntries.reserve
+
+    def with_tally(*given: Any) -> LayerEntries | None:
+        entries = reserve(*given)
+        assert entries is not None
+        entries.parts.append(Tally())
+        return entries
+
+    monkeypatch.setattr(LayerEntries, "reserve", with_tally)
     kv, entries = active(strategy, context()), Entries(LIMIT)
     assert not any(part.grows_by_pages for part in kv.parts)
     feed(kv, entries, SEGMENT + 1)
@@ -481,7 +479,8 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
     """Beside sessions of other lengths and strategies, and a fork."""
     if reads_offloaded and strategy.name != "tiered":
         pytest.skip("it has no blocks in the second tier")
-    together = DeviceOps(attends_together=True, reads_offloaded=reads_offloaded)
+    attention = attend_ragged if reads_offloaded else attend_by_session
+    together = DeviceOps(attends_together=True, attend_ragged=attention)
     ctx, entries = replace(context(capacity_entries=6 * LIMIT), ops=together), Entries(LIMIT)
     parent = active(Full(), ctx)
     feed(parent, entries, SEGMENT + 5)
@@ -507,8 +506,8 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
                 followed += 1
                 assert (plan.numbers.all == anew.numbers.all).all()
                 assert plan.positions.tolist() == anew.positions.tolist()
-                assert (plan.selects, plan.reads_offloaded) == (anew.selects, anew.reads_offloaded)
-                reads |= plan.reads_offloaded
+                assert plan.records == anew.records
+                reads |= any(isinstance(record, OffloadedBlockRead) for record in plan.records)
         else:
             plan = anew
         if plan.spans[0].views and not reads_offloaded:  # what it reads may decide what stays

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from inference_engine.backends.mlx.bridge import as_mlx
 from inference_engine.kernels.mlx.ragged_attention import attend_ragged, lines_of, parts_of
-from inference_engine.kernels.ragged_attention import PREFIX_HEAD_SLOTS, PREFIX_START, START
 from inference_engine.kernels.ragged_attention import attend_ragged as attend_in_torch
+from inference_engine.kernels.reads import PREFIX_HEAD_SLOTS, PREFIX_START, START
 from inference_engine.kv.layout import LayerRule, Layout
 from inference_engine.kv.numbers import RegionLines
 from tests.kernels.test_ragged_attention import geometry, held, layouts

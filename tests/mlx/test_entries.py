@@ -43,7 +43,7 @@ class MlxPlan(StepPlan):
         super().__init__(*arguments, **{**words, "ops": DeviceOps(attends_together=True)})
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor | None, values: Tensor | None, **words: Any) -> Tensor:
-        if not self.is_numbers_only or self.selects:
+        if not self.is_numbers_only or self.records:
             return super().attend(layer, queries, keys, values, **words)
         assert keys is not None and values is not None, "nothing has written them"
         MlxPlan.attended += 1

@@ -20,6 +20,7 @@ from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import TwinSizes, text_generator
 from inference_engine.kernels.attention import attend as attend_in_torch
+from inference_engine.kernels.reads import BlockRead
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.operations import Attend
@@ -125,7 +126,7 @@ def test_a_step_without_memory_fails_as_on_other_devices(
     is_by_plan: bool, place: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And writes nothing into the pool."""
-    monkeypatch.setattr(StepPlan, "selects", is_by_plan)  # as where blocks are chosen
+    monkeypatch.setattr(StepPlan, "records", (BlockRead(blocks=1),) * is_by_plan)
     sessions = Sessions(tiny_mlx(), Full())
 
     def fail(*_: object) -> None:

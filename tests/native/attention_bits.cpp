@@ -45,17 +45,17 @@ static void print(const Case& c) {
   for (T& x : values) x = Stored<T>::of(noise());
   std::vector<float> queries(c.queries * width), out(queries.size());
   for (float& x : queries) x = noise() * 2;
-  std::vector<int64_t> lines(c.queries * 16);
+  std::vector<int64_t> lines(c.queries * FIELDS);
   for (int i = 0; i < c.queries; i++) {
-    int64_t *line = &lines[i * 16], upto = c.length - c.queries + i;
+    int64_t *line = &lines[i * FIELDS], upto = c.length - c.queries + i;
     line[HEAD_SLOTS] = slots, line[COUNT] = c.length, line[UPTO] = upto, line[LAST] = c.length - 1;
     if (!c.block) continue;
-    line[attention::BLOCK] = c.block, line[SINK] = 5, line[KEPT] = 3 + i, line[BOUNDS] = c.length;
+    line[KIND] = BLOCK_READ, line[attention::BLOCK] = c.block, line[SINK] = 5, line[KEPT] = 3 + i, line[BOUNDS] = c.length;
     line[LOCAL] = std::max<int64_t>(0, (upto - 40) / c.block * c.block);
   }
   Attention call = {};
   call.queries = queries.data(), call.keys = keys.data(), call.values = values.data(), call.regions = lines.data();
-  call.out = out.data(), call.count = c.queries, call.query_stride = call.out_stride = width, call.region_stride = 16;
+  call.out = out.data(), call.count = c.queries, call.query_stride = call.out_stride = width, call.region_stride = FIELDS;
   call.query_heads = c.heads * c.group, call.kv_heads = c.heads, call.head_dim = c.dim;
   call.kv_type = Stored<T>::type, call.scaling = 0.125f, call.softcap = c.softcap;
   Threads threads(c.threads);

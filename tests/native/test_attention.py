@@ -16,17 +16,15 @@ from torch import Tensor
 from inference_engine.backends.native.forward import NativeAttention
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.merge import attend_causal_state, attend_state
-from inference_engine.kernels.ragged_attention import (
+from inference_engine.kernels.ragged_attention import attend_ragged, kept, seen
+from inference_engine.kernels.reads import (
     BASE,
-    BLOCK,
-    BOUNDS,
     COUNT,
     FIELDS,
     FLOOR,
     HEAD_SLOTS,
-    KEPT,
+    KIND,
     LAST,
-    LOCAL,
     PREFIX_HEAD_SLOTS,
     PREFIX_START,
     RING,
@@ -34,9 +32,8 @@ from inference_engine.kernels.ragged_attention import (
     SINK_FLOOR,
     START,
     UPTO,
-    attend_ragged,
-    kept,
-    seen,
+    BlockRead,
+    StagedRead,
 )
 from inference_engine.native import build
 from inference_engine.native.library import load, why_missing
@@ -45,6 +42,8 @@ from tests.tiny_native import library as tiny_library
 LEVELS = ["plain", "neon", "i8mm", "avx2", "avxvnni", "avx512"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZE = 24_000  # vectors of a buffer
+BLOCKS = BlockRead(blocks=1)
+KEPT, LOCAL, BLOCK, BOUNDS = (BLOCKS.word(name) for name in BLOCKS.WORDS)
 
 pytestmark = pytest.mark.skipif(load() is None, reason=str(why_missing()))
 
@@ -207,8 +206,7 @@ def blocks(buffer: Buffer, length: int, queries: int) -> list[NDArray[np.int64]]
     for upto in range(length - queries, length):
         numbers = line(start, head_slots, length, upto)
         local = max(0, (upto - int(buffer.rng.integers(0, 90))) // block * block)
-        numbers[[BLOCK, LOCAL, BOUNDS]] = block, local, length
-        numbers[KEPT] = buffer.rng.integers(0, 6)
+        BLOCKS.fill(numbers, kept=buffer.rng.integers(0, 6), local=local, block=block, bounds=length)
         numbers[SINK] = buffer.rng.choice([0, 3, block])
         lines.append(numbers)
     return lines
@@ -255,7 +253,7 @@ def reference(case: Case) -> Tensor:
         kv_heads=case.kv_heads,
         scaling=case.scaling,
         softcap=case.softcap,
-        blocks=1,
+        reads=[StagedRead(BLOCKS, upto=4096, tokens=4096)],
     )
     sees = [bool(slots_read(case, row).any()) for row in range(len(case.lines))]
     return found.masked_fill(~torch.tensor(sees)[:, None, None], 0).float()
@@ -265,7 +263,7 @@ def slots_read(case: Case, row: int) -> Tensor:
     """[Hkv, count], by the reference."""
     numbers = case.lines[row].tolist()
     slots = torch.arange(numbers[COUNT])
-    if not numbers[BLOCK]:
+    if not numbers[KIND]:
         return seen(slots, numbers).expand(case.kv_heads, -1)
     heads = numbers[START] + torch.arange(case.kv_heads)[:, None] * numbers[HEAD_SLOTS]
     return kept(case.queries[row : row + 1], case.keys, case.values, heads, numbers, scaling=case.scaling)[0]
@@ -334,7 +332,8 @@ def test_long_histories_equal_the_reference(dtype: torch.dtype) -> None:
 def test_equal_bounds_choose_the_first_blocks_and_what_is_no_number_is_chosen() -> None:
     case = case_of([("blocks", 900, 6)], (2, 1, 16), seed=1)
     numbers = case.lines[0]
-    case.lines[:, [BLOCK, KEPT, SINK, LOCAL]] = 16, 3, 16, 800
+    case.lines[:, SINK] = 16
+    BLOCKS.fill(case.lines, kept=3, local=800, block=16)
     first = int(numbers[START] + numbers[BOUNDS])
     case.keys[first : first + 60] = -1
     case.values[first : first + 60] = 1
@@ -384,7 +383,7 @@ def read_by_any(case: Case) -> Iterator[Tensor]:
             own = numbers[START] + head * numbers[HEAD_SLOTS] - numbers[BASE] + slots
             prefix = numbers[PREFIX_START] + head * numbers[PREFIX_HEAD_SLOTS] + slots
             yield torch.where(slots < numbers[BASE], prefix, own)
-            if numbers[BLOCK]:
+            if numbers[KIND]:
                 yield numbers[START] + head * numbers[HEAD_SLOTS] + numbers[BOUNDS] + torch.arange(numbers[COUNT] // 4)
 
 

@@ -13,7 +13,7 @@ from inference_engine.backends.native.coding import NativeCoder
 from inference_engine.backends.native.decoders import Turns, native_decoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
 from inference_engine.kernels.components import IndexShape
-from inference_engine.kernels.ragged_attention import COUNT, FLOOR, HEAD_SLOTS, RING
+from inference_engine.kernels.reads import COUNT, FLOOR, HEAD_SLOTS, RING
 from inference_engine.kv.context import (
     ArchivedCodes,
     GroupAnalyser,

@@ -22,21 +22,18 @@ from inference_engine.kernels.components import (
     token_weights,
 )
 from inference_engine.kernels.gather import always_read, attend_entries, gather_attend, gather_vectors, select
-from inference_engine.kernels.ragged_attention import (
-    BLOCK,
-    CHOOSER,
+from inference_engine.kernels.reads import (
     COUNT,
     FIELDS,
     HEAD_SLOTS,
-    KEPT,
     LAST,
-    LOCAL,
     SINK,
     START,
     UPTO,
+    TokenRead,
 )
 from inference_engine.kv.context import LayerIndex
-from inference_engine.kv.layout import TokenSelector
+from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.native.library import Identity
 from tests.tiny_native import library
 
@@ -122,14 +119,13 @@ class Session:
             COUNT: self.length,
             LAST: self.length - 1,
             SINK: self.selector.sink,
-            BLOCK: 1,
-            KEPT: self.selector.count,
-            CHOOSER: self.index.number,
         }
         for field, number in numbers.items():
             lines[:, field] = number
         lines[:, UPTO] = torch.from_numpy(positions)
-        lines[:, LOCAL] = torch.from_numpy(self.selector.local_starts(positions))
+        local, shape = self.selector.local_starts(positions), self.selector.shape
+        own = {"kept": self.selector.count, "local": local, "shape": shape.number, "index": self.index.number}
+        TokenRead(shape=shape).fill(lines.numpy(), **own)
         return lines
 
     def attend(

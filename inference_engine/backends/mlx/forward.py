@@ -119,7 +119,7 @@ class MlxForward:
     def run(self, step: Step) -> Result:
         plan = step.plan
         attention: _Together | _ByPlan = _ByPlan(plan)
-        if plan.is_numbers_only and not plan.selects:
+        if plan.is_numbers_only and not plan.records:
             attention = _Together(plan, self.spec, self._pools[_address_of(plan.pool)], self._uses_metal)
         try:
             logits, tapped = self._program.run(

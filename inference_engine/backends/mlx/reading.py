@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.kernels.by_session import seen_by
-from inference_engine.kernels.ragged_attention import (
+from inference_engine.kernels.reads import (
     BASE,
     COUNT,
     FLOOR,

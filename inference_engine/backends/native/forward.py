@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,12 +30,20 @@ from inference_engine.backends.native.decoders import Turns
 from inference_engine.backends.native.key_indexes import NativeIndexes
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
-from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.few_candidates import Heavy
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.long_chunks import State
 from inference_engine.kernels.ops import REFERENCE
-from inference_engine.kernels.ragged_attention import COUNT, FIELDS, HEAD_SLOTS, UPTO
+from inference_engine.kernels.reads import (
+    COUNT,
+    FIELDS,
+    HEAD_SLOTS,
+    UPTO,
+    ReadRecord,
+    RegionRead,
+    StagedRead,
+    require_support,
+)
 from inference_engine.kernels.sampling import Draws, Sample, draw_all
 from inference_engine.kernels.trellis import Trellis, levels_of, pack, scale
 from inference_engine.kv.context import KVContext
@@ -287,27 +295,29 @@ class NativeAttention:
 
     kernels: Kernels
     threads: Threads
+    name: ClassVar[str] = "native"
+
+    def supports(self, record: ReadRecord) -> bool:
+        return isinstance(record, RegionRead) or self.name in record.KERNELS
 
     def __call__(
         self,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        regions: Tensor,
+        lines: Tensor,
         *,
         kv_heads: int,
         scaling: float,
         softcap: float | None = None,
-        blocks: int = 0,
-        choices: Sequence[TokenChoice] = (),
-        reads_offloaded: bool = False,
+        reads: Sequence[StagedRead] = (),
     ) -> Tensor:
-        assert not reads_offloaded, "it reads what is on the device"
+        require_support(self, reads)
         out, _ = self._attend(
             queries,
             keys,
             values,
-            regions.contiguous(),
+            lines.contiguous(),
             kv_heads=kv_heads,
             scaling=scaling,
             softcap=softcap,

@@ -8,7 +8,7 @@ and these are merged in threadgroup memory, those of several parts by MLX behind
 2023). Sums are float32.
 
 A step does not write the pool while it runs. So what lies in a slot whose position is `BEFORE` or later is not read:
-that entry is one of the step's own. A line has no block size: queries that choose blocks are not served here.
+that entry is one of the step's own. Queries read all that they see: those of another record are not served here.
 
 No Mac has compiled this yet. `kernels=metal` asks for it, and the tests run its text on a CPU.
 """
@@ -23,8 +23,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.kernels import ragged_attention as plain
-from inference_engine.kernels.ragged_attention import COUNT, FLOOR, RING, SINK, SINK_FLOOR, UPTO
+from inference_engine.kernels import reads as plain
+from inference_engine.kernels.reads import COUNT, FLOOR, RING, SINK, SINK_FLOOR, UPTO
 
 LINE = plain.FIELDS + 3
 # Behind what the plan has: the position of the session's first new entry, that entry's place in new_keys, and the

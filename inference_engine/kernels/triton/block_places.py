@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.reads import FIELDS
 from inference_engine.kernels.triton.block_selection import candidates
 from inference_engine.kernels.triton.chained import chained
-from inference_engine.kernels.triton.line import in_line, in_record
+from inference_engine.kernels.triton.line import in_line, in_record, number_of
 
 _FOUND = 64  # listed blocks, and places, that are compared at once
 
@@ -58,15 +58,14 @@ def _find_blocks(
     size, first, end = candidates(p_line)
     sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
     ring = tl.maximum(tl.load(p_line + in_line("RING")).to(tl.int32), 1)
-    by_tokens = tl.load(p_line + in_line("CHOOSER")) != 0
-    record = tl.load(p_line + in_line("RECORD"))
+    record = tl.load(p_line + in_line("PLACES"))
     offloaded_end = tl.load(p_line + in_line("OFFLOADED_END")).to(tl.int32)
     kept = tl.minimum(tl.load(p_line + in_line("KEPT")).to(tl.int32), end - first)
-    has_record = (tl.load(p_line + in_line("BLOCK")) > 0) & (record != 0)
+    is_offloaded = tl.load(p_line + in_line("KIND")) == number_of("OffloadedBlockRead")
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    if has_record & (by_tokens == 0) & (kept > 0):
+    if is_offloaded & (kept > 0):
         p_record = record.to(tl.pointer_type(tl.int64))
         count = tl.load(p_record + in_record("PLACE_COUNT")).to(tl.int32)
         p_places = tl.load(p_record + in_record("PLACES")).to(tl.pointer_type(tl.int32)) + head * count

@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.gather import MOST_BLOCKS
-from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.reads import FIELDS
 from inference_engine.kernels.triton.chained import chained
-from inference_engine.kernels.triton.line import in_line
+from inference_engine.kernels.triton.line import in_line, number_of
 from inference_engine.kernels.triton.topk import in_order, lowest_of, of_order, places_of
 
 LEAST = 16  # rows and columns that a matrix product of Triton has at least
@@ -124,12 +124,13 @@ def candidates(p_line):
     A line that selects tokens (`triton/components.py`) selects no block; the size is one that its sink may be cut at.
     """
     sink = tl.load(p_line + in_line("SINK"))
-    block = tl.load(p_line + in_line("BLOCK"))
     local = tl.load(p_line + in_line("LOCAL"))
-    by_tokens = (block > 0) & (tl.load(p_line + in_line("CHOOSER")) != 0)
-    size = tl.where(by_tokens, 1024, tl.maximum(block, 1))
+    kind = tl.load(p_line + in_line("KIND"))
+    by_blocks = (kind == number_of("BlockRead")) | (kind == number_of("OffloadedBlockRead"))
+    by_tokens = kind == number_of("TokenRead")
+    size = tl.where(by_blocks, tl.load(p_line + in_line("BLOCK")), tl.where(by_tokens, 1024, 1))
     first = sink // size
-    end = tl.where((block > 0) & (sink < local) & ~by_tokens, tl.cdiv(local, size), first)
+    end = tl.where(by_blocks & (sink < local), tl.cdiv(local, size), first)
     return size.to(tl.int32), first.to(tl.int32), end.to(tl.int32)
 
 
@@ -139,14 +140,16 @@ def reads_of(p_line, SERVES_ALL: tl.constexpr):
     size, first, end = candidates(p_line)
     count = tl.load(p_line + in_line("COUNT"))
     sink = tl.load(p_line + in_line("SINK"))
-    block = tl.load(p_line + in_line("BLOCK"))
+    kind = tl.load(p_line + in_line("KIND"))
+    selects = (kind >= number_of("BlockRead")) & (kind <= number_of("TokenRead"))
     local = tl.load(p_line + in_line("LOCAL"))
     seen = tl.load(p_line + in_line("UPTO")) + 1
     # Of a ring buffer, positions are counted; it has fewer slots.
-    seen = tl.where((block > 0) & (tl.load(p_line + in_line("RING")) > 0), seen, tl.minimum(count, seen))
-    before = tl.where(block > 0, tl.minimum(tl.minimum(sink, local), seen), count if SERVES_ALL else 0).to(tl.int32)
+    seen = tl.where(selects & (tl.load(p_line + in_line("RING")) > 0), seen, tl.minimum(count, seen))
+    before = tl.where(kind == 0, count if SERVES_ALL else 0, 0)
+    before = tl.where(selects, tl.minimum(tl.minimum(sink, local), seen), before).to(tl.int32)
     listed = tl.minimum(tl.load(p_line + in_line("KEPT")).to(tl.int32), end - first) * size
-    behind = tl.where(block > 0, tl.maximum(seen - local, 0), 0).to(tl.int32)
+    behind = tl.where(selects, tl.maximum(seen - local, 0), 0).to(tl.int32)
     return before, before + listed, before + listed + behind
 
 

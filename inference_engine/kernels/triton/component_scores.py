@@ -18,17 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.gather import attend_reads
-from inference_engine.kernels.triton.line import in_line
+from inference_engine.kernels.triton.line import in_line, number_of
 
 
 @triton.jit
 def chooses_by(p_line, SHAPE: tl.constexpr):
     """Whether a line chooses tokens by this shape of index."""
-    return (
-        (tl.load(p_line + in_line("BLOCK")) > 0)
-        & (tl.load(p_line + in_line("CHOOSER")) != 0)
-        & (tl.load(p_line + in_line("BOUNDS")) == SHAPE)
-    )
+    return (tl.load(p_line + in_line("KIND")) == number_of("TokenRead")) & (tl.load(p_line + in_line("SHAPE")) == SHAPE)
 
 
 @triton.jit
@@ -276,7 +272,7 @@ def _score_part(
     chunk_begin = first_chunk + part * each
     chunk_end = tl.minimum(chunk_begin + each, end_chunk)
     if chunk_begin < chunk_end:
-        p_index = tl.load(p_line + in_line("CHOOSER")).to(tl.pointer_type(tl.int64))
+        p_index = tl.load(p_line + in_line("INDEX")).to(tl.pointer_type(tl.int64))
         p_even = tl.load(p_index).to(tl.pointer_type(tl.int32))
         p_odd = tl.load(p_index + 1).to(tl.pointer_type(tl.int32))
         p_rows = table_of(p_index, 2) + head * 2 * (R + 1) * H

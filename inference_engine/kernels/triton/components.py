@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.components import TokenChoice
 from inference_engine.kernels.latents import operand_dtype
-from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.reads import FIELDS, StagedRead, TokenRead
 from inference_engine.kernels.triton import component_index, component_scores, restoring, token_choice
 from inference_engine.kernels.triton.block_selection import reads_of
 from inference_engine.kernels.triton.chained import chained
@@ -58,27 +57,28 @@ def attend_choosing(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    regions: Tensor,
+    lines: Tensor,
     out: Tensor,
     *,
     kv_heads: int,
     scaling: float,
     softcap: float | None = None,
-    choice: TokenChoice,
+    read: StagedRead,
     serves_all: bool,
 ) -> None:
-    """Fill `out` for the queries among the first `choice.rows` that choose by this shape; see `RaggedAttention`.
-
-    serves_all: also for the other queries, all of which read all they see. Otherwise theirs stay.
-    """
-    rows = len(queries) if serves_all else min(choice.rows, len(queries))
+    """Implements ReadKernel, for TokenRead."""
+    record = read.record
+    assert isinstance(record, TokenRead)
+    count = len(queries) if serves_all else min(read.upto, len(queries))
     group = _width(queries.shape[1] // kv_heads)
-    each = kv_heads * _room(choice.tokens) * (group * queries.element_size() + (4 * group + 8) // _TIED + 20)
-    each += kv_heads * choice.restored * (2 * queries.shape[2] + choice.numbers) * queries.element_size()
-    at_once = max(1, min(rows, _MOST_SCRATCH // each))
-    for first in range(0, rows, at_once):
-        some = slice(first, min(rows, first + at_once))
-        chooser = Choosing(queries[some], keys, values, regions[some], kv_heads, scaling, softcap, choice, serves_all)
+    each = kv_heads * _room(read.tokens) * (group * queries.element_size() + (4 * group + 8) // _TIED + 20)
+    each += kv_heads * record.restored * (2 * queries.shape[2] + record.numbers) * queries.element_size()
+    at_once = max(1, min(count, _MOST_SCRATCH // each))
+    for first in range(0, count, at_once):
+        some = slice(first, min(count, first + at_once))
+        chooser = Choosing(
+            queries[some], keys, values, lines[some], kv_heads, scaling, softcap, record, read.tokens, serves_all
+        )
         chooser.score()
         chooser.weigh()
         chooser.gather()
@@ -116,17 +116,18 @@ class Choosing:
         kv_heads: int,
         scaling: float,
         softcap: float | None,
-        choice: TokenChoice,
+        record: TokenRead,
+        tokens: int,
         serves_all: bool,
     ) -> None:
         count, query_heads, head_dim = queries.shape
         self.given = (queries, keys, values, regions)
         self.factors = (scaling, 0.0 if softcap is None else softcap)
         self.grid = (kv_heads, count)
-        shape, device = choice.shape, queries.device
+        shape, device = record.shape, queries.device
         group = query_heads // kv_heads
         width = _width(group)
-        room = _room(choice.tokens)
+        room = _room(tokens)
         kept = torch.float32 if queries.dtype == torch.float32 else torch.float16
 
         def made(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -144,8 +145,8 @@ class Choosing:
         self.copy, self.chosen = made(room), made(room)
         self.parts = made(group, _NEAR + _CHOSEN, head_dim, dtype=torch.float32)
         self.sums = made(group, _NEAR + _CHOSEN, dtype=torch.float32)
-        self.restored = triton.cdiv(choice.restored, _RESTORED) * _RESTORED
-        self.unpacked = made(self.restored, choice.numbers, dtype=operand_dtype(queries.dtype))
+        self.restored = triton.cdiv(record.restored, _RESTORED) * _RESTORED
+        self.unpacked = made(self.restored, record.numbers, dtype=operand_dtype(queries.dtype))
         self.keys, self.values = (made(self.restored, head_dim, dtype=keys.dtype) for _ in range(2))
         self.shape, self.serves_all = shape, serves_all
         self.group, self.width, self.head_dim = group, width, head_dim

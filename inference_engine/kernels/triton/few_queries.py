@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.reads import FIELDS
 from inference_engine.kernels.triton.block_selection import LEAST, Tile, candidates, reads_of, width_of
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.line import in_line
@@ -115,9 +115,9 @@ def _ends_of(p_line, SELECTS: tl.constexpr):
     """How many reads the query of a line has, or those of lines have."""
     if SELECTS:
         _, _, end = reads_of(p_line, True)
-        reads_slots = (tl.load(p_line + in_line("BLOCK")) == 0) & (tl.load(p_line + in_line("RING")) == 0)
+        reads_slots = (tl.load(p_line + in_line("KIND")) == 0) & (tl.load(p_line + in_line("RING")) == 0)
         return tl.where(reads_slots, tl.minimum(end, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1), end)
-    count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
+    count = tl.where(tl.load(p_line + in_line("KIND")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
     # Where slots are positions, none after its own is seen.
     return tl.where(
         tl.load(p_line + in_line("RING")) > 0,
@@ -223,7 +223,7 @@ def _attend_run(
         m_out = m_q[:, None] & m_d[None, :]
         o_tile = o_i[:, None] * D + o_d[None, :]
         o_h = (query * heads + head) * GROUP + o_q
-        is_selecting = tl.load(p_line + in_line("BLOCK")) > 0
+        is_selecting = tl.load(p_line + in_line("KIND")) > 0
         local = tl.load(p_line + in_line("LOCAL")).to(tl.int32)
         size, _, _ = candidates(p_line)
         to_listed, to_local, _ = reads_of(p_line, True)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.reads import FIELDS, BlockRead, OffloadedBlockRead, StagedRead
 from inference_engine.kernels.triton.block_places import find_blocks
 from inference_engine.kernels.triton.block_selection import (
     LEAST,
@@ -37,11 +37,12 @@ from inference_engine.kernels.triton.block_selection import (
 )
 from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.few_queries import attend_few
-from inference_engine.kernels.triton.line import in_line, in_record
+from inference_engine.kernels.triton.line import in_line, in_record, number_of
 
 _PARTS = 80  # of one query and KV head
 _PARTS_OF_MANY = 8  # where queries beside them make up a chunk of some prefill
 _MERGED, _MERGING_WARPS = 32, 2  # channels that a program merges
+_AT_ONCE = 64  # queries, where the parts of each are the same however many there are
 _FEW = 4  # queries that all these parts are for: of more, the programs would be too many and too short
 _READ = Tile(64, 2**14, 2, 1)
 
@@ -50,34 +51,62 @@ def attend_selecting(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    regions: Tensor,
+    lines: Tensor,
     out: Tensor,
     *,
     kv_heads: int,
     scaling: float,
     softcap: float | None = None,
-    blocks: int,
-    serves_all: bool = True,
-    reads_offloaded: bool = False,
+    read: StagedRead,
+    serves_all: bool,
 ) -> None:
-    """See `RaggedAttention`; blocks > 0, queries and regions contiguous.
-
-    serves_all: fill `out` for queries that read all they see, too. Otherwise theirs stays, and there may be many.
-    """
-    scores = score_blocks(queries, keys, values, regions, scaling=scaling, kv_heads=kv_heads, blocks=blocks)
-    listed = select_blocks(scores, regions)
+    """Implements ReadKernel, for BlockRead and OffloadedBlockRead. Of many queries, few should read so."""
+    assert isinstance(read.record, BlockRead)
+    blocks = read.record.blocks
+    scores = score_blocks(queries, keys, values, lines, scaling=scaling, kv_heads=kv_heads, blocks=blocks)
+    listed = select_blocks(scores, lines)
     attend_listed(
         queries,
         keys,
         values,
-        regions,
+        lines,
         listed,
         out,
         scaling=scaling,
         softcap=softcap,
         serves_all=serves_all,
-        sources=find_blocks(listed, regions) if reads_offloaded else None,
+        sources=find_blocks(listed, lines) if isinstance(read.record, OffloadedBlockRead) else None,
     )
+
+
+def attend_selecting_in_parts(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lines: Tensor,
+    out: Tensor,
+    *,
+    kv_heads: int,
+    scaling: float,
+    softcap: float | None = None,
+    read: StagedRead,
+    serves_all: bool,
+) -> None:
+    """As `attend_selecting`, some queries at a time."""
+    for first in range(0, len(queries), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        attend_selecting(
+            queries[part],
+            keys,
+            values,
+            lines[part],
+            out[part],
+            kv_heads=kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            read=read,
+            serves_all=serves_all,
+        )
 
 
 def attend_listed(
@@ -284,11 +313,10 @@ def attend_reads(
     local = tl.load(p_line + in_line("LOCAL")).to(tl.int32)
     prefix = tl.load(p_line + in_line("PREFIX_START")) + head * tl.load(p_line + in_line("PREFIX_HEAD_SLOTS"))
     begin = tl.load(p_line + in_line("BASE"))
-    block = tl.load(p_line + in_line("BLOCK"))
+    kind = tl.load(p_line + in_line("KIND"))
     is_away = False
     if OFFLOADED:
-        is_away = (block > 0) & (tl.load(p_line + in_line("CHOOSER")) == 0) & (tl.load(p_line + in_line("RECORD")) != 0)
-        begin = tl.where(is_away, 0, begin)
+        is_away = kind == number_of("OffloadedBlockRead")
     size, _, _ = candidates(p_line)
     to_listed, to_local, end = reads_of(p_line, SERVES_ALL)
 
@@ -306,7 +334,7 @@ def attend_reads(
     own_floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
     p_list = p_listed + (query * heads + head) * BLOCKS
     # Where a tile is a run of slots that are their positions, one number says where it is: that is most of the time.
-    is_whole = (block == 0) | ((size % BLOCK_S == 0) & (to_listed % BLOCK_S == 0))
+    is_whole = (kind == 0) | ((size % BLOCK_S == 0) & (to_listed % BLOCK_S == 0))
     is_plain = (ring == 0) & (begin == 0) & (sink_floor == floor)
     o_i = tl.arange(0, BLOCK_S)
     o_tile = o_i[:, None] * D + o_d[None, :]
@@ -314,7 +342,7 @@ def attend_reads(
         gdc_wait()
         gdc_launch_dependents()
     if is_away:
-        p_record = tl.load(p_line + in_line("RECORD")).to(tl.pointer_type(tl.int64))
+        p_record = tl.load(p_line + in_line("PLACES")).to(tl.pointer_type(tl.int64))
         p_table = tl.load(p_record).to(tl.pointer_type(tl.int64))
         chunk = tl.load(p_record + in_record("CHUNK_TOKENS")).to(tl.int32)
         layer_bytes = tl.load(p_record + in_record("LAYER_BYTES"))
@@ -380,7 +408,7 @@ def attend_reads(
             o_in = o_r - to_listed
             b_block = tl.load(p_list + o_in // size, mask=m_listed, other=0)
             o_behind = tl.where(m_listed, b_block * size + o_in % size, o_r - to_local + local)
-            is_wrapped = (block > 0) & (ring > 0) & (o_behind >= sink)
+            is_wrapped = (kind > 0) & (ring > 0) & (o_behind >= sink)
             o_behind = tl.where(is_wrapped, sink + (o_behind - sink) % step, o_behind)
             o_s = tl.where(o_r < to_listed, o_r, o_behind)
             in_sink = o_s < sink
@@ -428,7 +456,8 @@ def _merge_parts(
     m_p = (o_p < PARTS) & (o_p * BLOCK_S < end)
     m_d = o_d < D
     if not SERVES_ALL:
-        m_d = m_d & (tl.load(p_line + in_line("BLOCK")) > 0)
+        kind = tl.load(p_line + in_line("KIND"))
+        m_d = m_d & ((kind == number_of("BlockRead")) | (kind == number_of("OffloadedBlockRead")))
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

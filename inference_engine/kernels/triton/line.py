@@ -11,7 +11,7 @@ import triton
 
 @triton.constexpr_function
 def in_line(name):
-    """Of a line of `kernels/ragged_attention.py`, whose first number is START."""
+    """Of a line of `kernels/reads.py`: those of its header, then those of the records that kernels here serve."""
     return {
         "START": 0,
         "HEAD_SLOTS": 1,
@@ -22,17 +22,25 @@ def in_line(name):
         "UPTO": 6,
         "FLOOR": 7,
         "SINK_FLOOR": 8,
-        "BLOCK": 9,
-        "KEPT": 10,
-        "LOCAL": 11,
-        "BOUNDS": 12,
-        "PREFIX_START": 13,
-        "PREFIX_HEAD_SLOTS": 14,
-        "BASE": 15,
-        "CHOOSER": 13,
-        "RECORD": 14,
-        "OFFLOADED_END": 15,
+        "KIND": 9,
+        "PREFIX_START": 10,
+        "PREFIX_HEAD_SLOTS": 11,
+        "BASE": 12,
+        "KEPT": 13,
+        "LOCAL": 14,
+        "BLOCK": 15,
+        "BOUNDS": 16,
+        "PLACES": 17,
+        "OFFLOADED_END": 18,
+        "SHAPE": 15,
+        "INDEX": 16,
     }[name]
+
+
+@triton.constexpr_function
+def number_of(record):
+    """What is in KIND of lines that read so."""
+    return {"RegionRead": 0, "BlockRead": 1, "OffloadedBlockRead": 2, "TokenRead": 3}[record]
 
 
 @triton.constexpr_function

@@ -19,7 +19,7 @@ queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -27,12 +27,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.components import TokenChoice
-from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.reads import FIELDS, AttentionByRecord
 from inference_engine.kernels.triton.chained import chained
-from inference_engine.kernels.triton.components import attend_choosing
 from inference_engine.kernels.triton.few_queries import attend_few
-from inference_engine.kernels.triton.gather import attend_selecting
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
@@ -50,107 +47,20 @@ _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _FEW_QUERIES = 64  # up to these many, each is likely to look at a region of its own
 
 
-def attend_ragged(
+def _attend_regions(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    regions: Tensor,
+    lines: Tensor,
+    out: Tensor,
     *,
     kv_heads: int,
     scaling: float,
-    softcap: float | None = None,
-    blocks: int = 0,
-    choices: Sequence[TokenChoice] = (),
-    reads_offloaded: bool = False,
-) -> Tensor:
-    """See `RaggedAttention`."""
-    queries, regions = queries.contiguous(), regions.contiguous()
-    query_count = len(queries)
-    out = torch.empty_like(queries)
-    is_few = query_count <= _FEW_QUERIES
-    # Where some queries choose tokens, the operation that does it serves the others, too, if they are few.
-    chooses_alone = is_few and not blocks and len(choices) == 1
-    if not (blocks and is_few) and not chooses_alone:
-        attend = attend_few if is_few else _attend_all
-        attend(queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
-    if blocks:
-        attend_selecting(
-            queries,
-            keys,
-            values,
-            regions,
-            out,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            blocks=blocks,
-            serves_all=is_few,
-            reads_offloaded=reads_offloaded,
-        )
-    for choice in choices:
-        attend_choosing(
-            queries,
-            keys,
-            values,
-            regions,
-            out,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            choice=choice,
-            serves_all=chooses_alone,
-        )
-    return out
-
-
-def attend_invariant(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    regions: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None = None,
-    blocks: int = 0,
-    choices: Sequence[TokenChoice] = (),
-    reads_offloaded: bool = False,
-) -> Tensor:
-    """As `attend_ragged`; queries that select blocks or tokens are served in one way, however many there are."""
-    queries, regions = queries.contiguous(), regions.contiguous()
-    out = torch.empty_like(queries)
-    _attend_all(
-        queries, keys, values, regions, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap, in_one_order=True
-    )
-    for first in range(0, len(queries) if blocks else 0, _FEW_QUERIES):
-        part = slice(first, first + _FEW_QUERIES)
-        attend_selecting(
-            queries[part],
-            keys,
-            values,
-            regions[part],
-            out[part],
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            blocks=blocks,
-            serves_all=False,
-            reads_offloaded=reads_offloaded,
-        )
-    for choice in choices:
-        attend_choosing(
-            queries,
-            keys,
-            values,
-            regions,
-            out,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            choice=choice,
-            serves_all=False,
-        )
-    return out
+    softcap: float | None,
+) -> None:
+    """Implements RegionKernel."""
+    attend = attend_few if len(queries) <= _FEW_QUERIES else _attend_all
+    attend(queries, keys, values, lines, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
 
 
 def _attend_all(
@@ -251,6 +161,11 @@ def _attend_all(
         )
 
 
+attend_ragged = AttentionByRecord(name="triton", regions=_attend_regions, alone_upto=_FEW_QUERIES)
+# Queries of each record are served in one way, however many there are.
+attend_invariant = AttentionByRecord(name="triton in one order", regions=partial(_attend_all, in_one_order=True))
+
+
 @triton.jit
 def _part_of(p_line, PARTS: tl.constexpr, LEAST_PART: tl.constexpr):
     """Slots of a part for the query of a line: the same whenever it sees the same slots."""
@@ -278,8 +193,8 @@ def _is_shared(
     m_real = tl.load(p_lines + in_line("COUNT"), mask=m_tile, other=0) > 0
     p_first = p_regions + o_first * FIELDS
     b_start = tl.load(p_lines, mask=m_real, other=0)
-    b_block = tl.load(p_lines + in_line("BLOCK"), mask=m_real, other=0)
-    m_other = m_real & ((b_start != tl.load(p_first)) | (b_block != 0))
+    b_kind = tl.load(p_lines + in_line("KIND"), mask=m_real, other=0)
+    m_other = m_real & ((b_start != tl.load(p_first)) | (b_kind != 0))
     p_last = p_regions + tl.max(tl.where(m_real, o_query, o_first), axis=0) * FIELDS
     is_one = (tl.load(p_first + in_line("COUNT")) > 0) & (tl.max(m_other.to(tl.int32), axis=0) == 0)
     return is_one & (_part_of(p_first, PARTS, LEAST_PART) == _part_of(p_last, PARTS, LEAST_PART))
@@ -476,7 +391,7 @@ def _attend_one(
         o_first = query // TILE * TILE
         is_own = not _is_shared(p_regions, o_first, query_count, FIELDS, TILE, PARTS, LEAST_PART, BLOCK_T)
     if is_own:
-        count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
+        count = tl.where(tl.load(p_line + in_line("KIND")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
         o_q = tl.arange(0, BLOCK_Q)
         o_h = (query * tl.num_programs(1) + tl.program_id(1)) * GROUP + o_q
         _attend_rows(
@@ -559,7 +474,7 @@ def _merge_parts(
         parts = PARTS
     else:
         part = _part_of(p_line, PARTS, LEAST_PART)
-        count = tl.where(tl.load(p_line + in_line("BLOCK")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
+        count = tl.where(tl.load(p_line + in_line("KIND")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
         count = tl.where(
             tl.load(p_line + in_line("RING")) > 0,
             count,

@@ -31,7 +31,7 @@ def restored_before(p_line, SHAPE: tl.constexpr):
     archive = tl.full((), 0, tl.int64)
     _, _, kept = choices_of(p_line, SHAPE)
     if (kept > 0) & (tl.load(p_line + in_line("RING")) > 0):
-        archive = tl.load(tl.load(p_line + in_line("CHOOSER")).to(tl.pointer_type(tl.int64)) + 10)
+        archive = tl.load(tl.load(p_line + in_line("INDEX")).to(tl.pointer_type(tl.int64)) + 10)
     return archive, tl.where(archive != 0, tl.load(p_line + in_line("FLOOR")), 0).to(tl.int32)
 
 
@@ -134,7 +134,7 @@ def restore(
         p_matrix = tl.multiple_of(tl.load(p_own + 13).to(tl.pointer_type(p_numbers.dtype.element_ty)), 16)
         p_factors = tl.load(p_own + 14).to(tl.pointer_type(tl.float32))
         p_means = tl.load(p_own + 15).to(tl.pointer_type(tl.float32))
-        p_index = tl.load(p_line + in_line("CHOOSER")).to(tl.pointer_type(tl.int64))
+        p_index = tl.load(p_line + in_line("INDEX")).to(tl.pointer_type(tl.int64))
         turned = tl.load(p_index + 9).to(tl.int32)
         is_value = kind % 2
         o_f = kind // 2 * PAIRS + tl.arange(0, PAIRS)

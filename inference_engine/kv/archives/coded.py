@@ -21,7 +21,7 @@ from torch import Tensor
 
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
-from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Restorer
+from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock, KeptLayers, Restorer
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.geometry import Geometry
@@ -34,6 +34,7 @@ from inference_engine.kv.slots import LayerSlots, evenly_apart, neighbours
 class Coded(Restorer):
     """Keeps entries as codes of `compressor`."""
 
+    entries: type[ArchivedPart]
     compressor: KVCompressor
 
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:

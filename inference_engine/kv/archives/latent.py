@@ -21,7 +21,7 @@ from torch import Tensor
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.latent_codes import LatentCodes, LatentPlaces
-from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Pair, Restorer
+from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock, KeptLayers, Pair, Restorer
 from inference_engine.kv.context import (
     ArchivedCodes,
     BatchFunction,
@@ -71,31 +71,23 @@ class Latent(Restorer):
     """Keeps `bytes_per_token` bytes of each archived position (None: a twentieth of its entries in bfloat16).
 
     resident_bytes: the most bytes of a session's latents on the device; older ones go to the second tier.
-    is_streamed: entries are decoded in attention. chosen: with it, a generated token has so many of
-    each KV head decoded, those of its choice; all_choose: and so has an appended one. awake_bytes: of decoded ones that
+    entries: the part that reads them. chosen: if a generated token has some decoded, those of its choice, so many of
+    each KV head; all_choose: and so has an appended one. awake_bytes: of decoded ones that
     stay so between steps; None: of twice `chosen`.
     """
 
     is_calibrated: ClassVar[bool] = True
 
+    entries: type[ArchivedPart]
     bytes_per_token: int | None = None
     resident_bytes: int | None = None
-    is_streamed: bool = False
     chosen: int = 0
     all_choose: bool = False
     awake_bytes: int | None = None
 
     @property
-    def streams(self) -> bool:
-        return self.is_streamed
-
-    @property
     def reads_chunks(self) -> bool:
-        return self.is_streamed and not self.all_choose
-
-    @property
-    def selects(self) -> bool:
-        return self.chosen > 0
+        return not self.all_choose
 
     def held(self, geometry: Geometry) -> int:
         if self.awake_bytes is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
-from inference_engine.kv.part import Need
+from inference_engine.kv.part import Need, Part
 from inference_engine.kv.slots import LayerSlots
 
 Pair = tuple[Tensor, Tensor]  # keys and values
@@ -216,6 +216,26 @@ class Archive(ABC):
         """Give the memory back."""
 
 
+class ArchivedPart(Part):
+    """The part of a session that holds its archived layers. `kv/parts/archived.py` has what its kinds have in common.
+
+    strategy, placement: as in `kv/strategy.py`.
+    """
+
+    @classmethod
+    @abstractmethod
+    def reserve(cls, context: KVContext, strategy: Any, placement: Any, *, sustained: KVContext) -> ArchivedPart | None:
+        """Reserve the sustained memory; None, and nothing taken, if the pool has no room.
+
+        sustained: the context whose pool it comes from. What waking takes comes from the pool of `context`.
+        """
+
+    @classmethod
+    @abstractmethod
+    def active_need(cls, geometry: Geometry, placement: Any) -> Need:
+        """What waking takes."""
+
+
 class Restorer(ABC):
     """How a strategy archives entries that left the exact window."""
 
@@ -224,34 +244,26 @@ class Restorer(ABC):
     # Does it need a codec that was calibrated for the model?
     is_calibrated: ClassVar[bool] = False
 
-    @property
-    def streams(self) -> bool:
-        """Are entries restored in attention, chunk by chunk, instead of into regions when the session wakes?"""
-        return False
-
-    @property
-    def selects(self) -> bool:
-        """With `streams`: does a generated token have only tokens of its choice restored?"""
-        return False
+    entries: type[ArchivedPart]  # the part of a session that holds its archived layers: how old entries are read
 
     @property
     def reads_chunks(self) -> bool:
-        """With `streams`: are there tokens that read every entry, chunk by chunk? Not where all of them choose."""
-        return self.streams
+        """Are there tokens that read every entry, chunk by chunk, where entries stay in the archive? Not where all of
+        them choose.
+        """
+        return True
 
     def chunk_demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         """The memory of a decoded chunk."""
         return (_chunk_demand(geometry, kept),) if self.reads_chunks else ()
 
     def held(self, geometry: Geometry) -> int:
-        """With `selects`: how many of the chosen entries, of each KV head, stay restored between steps."""
+        """Where tokens choose entries: how many of these, of each KV head, stay restored between steps."""
         return 0
 
     def restore_caches(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         """The memory of those that stay restored, layer by layer; none on a device that holds none."""
-        if not self.selects or not geometry.holds_restored:
-            return ()
-        return restore_cache_demands(geometry, kept, self.held(geometry))
+        return restore_cache_demands(geometry, kept, self.held(geometry)) if geometry.holds_restored else ()
 
     @abstractmethod
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
@@ -284,10 +296,13 @@ class Restorer(ABC):
         """
 
 
+@dataclass(frozen=True, slots=True)
 class Recompute(Restorer):
     """Archives nothing: old entries are recomputed from the token ids. Exact, and as expensive as a prefill."""
 
-    replays = True
+    replays: ClassVar[bool] = True
+
+    entries: type[ArchivedPart]
 
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         pass

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
-from inference_engine.kv.archives.restorer import Archive, EntryBlock
+from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.numbers import StepNumbers
-from inference_engine.kv.part import Part, Saved, saved_under, under
+from inference_engine.kv.part import Saved, saved_under, under
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.kv.views import StagedQueries, StepReads
@@ -76,7 +76,7 @@ def reserve_exact_entries(context: KVContext, placement: Placement) -> list[Exac
 Asked = tuple[int, ...]
 
 
-class ArchivedEntries(Part):
+class ArchivedEntries(ArchivedPart):
     """The layers of one session whose old entries are restored."""
 
     takes_room: ClassVar[bool] = True
@@ -94,10 +94,6 @@ class ArchivedEntries(Part):
     def reserve(
         cls, context: KVContext, strategy: KVStrategy, placement: Placement, *, sustained: KVContext
     ) -> ArchivedEntries | None:
-        """Reserve the sustained memory; None, and nothing taken, if the pool has no room.
-
-        sustained: the context whose pool it comes from. What waking takes comes from the pool of `context`.
-        """
         sets = reserve_exact_entries(sustained, placement)
         if sets is None:
             return None

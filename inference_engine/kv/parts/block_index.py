@@ -8,8 +8,8 @@ highest scores (`kernels/gather.py`); appended tokens read everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +17,56 @@ from torch import Tensor
 
 from inference_engine.kernels.bounds import block_bounds, block_means, bounds_scores, mean_scores
 from inference_engine.kernels.gather import Always, always_read, distant_blocks, gather_attend, select
+from inference_engine.kernels.reads import SINK, BlockRead
 from inference_engine.kernels.topk import Largest
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import BlockSelector, LayerSet, Layout, Positions
+from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import KVBuffer
-from inference_engine.kv.numbers import choose_blocks, most_blocks
+from inference_engine.kv.numbers import Numbers, most_blocks
 from inference_engine.kv.part import Held, Need, Saved
-from inference_engine.kv.parts.layer_part import LayoutPart
+from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
 
 _MOST_SELECTING_QUERIES = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSelector(LayerMechanism):
+    """What a generated token reads in a layer that keeps every entry: sink, window, and the blocks of highest scores.
+
+    The sink and the start of the window are rounded to whole blocks. count: distant blocks per KV head.
+    scorer: `bounds` (smallest and largest of each key channel), or `mean`, the ablation that fails.
+    """
+
+    block: int
+    sink: int
+    window: int
+    count: int
+    scorer: str = "bounds"
+
+    @property
+    def sink_tokens(self) -> int:
+        return -(-self.sink // self.block) * self.block
+
+    def local_starts(self, positions: Positions) -> Positions:
+        """The first position of each query's window."""
+        return np.maximum(0, (positions - self.window) // self.block * self.block)
+
+    @property
+    def most_entries(self) -> int:
+        """The most entries that a query reads, its own included."""
+        return self.sink_tokens + self.window + self.block + self.count * self.block
+
+    def laid_out(self, layout: Layout, geometry: Geometry, limit_tokens: int | None) -> Layout:
+        return replace(layout, blocks=-(-layout.capacity // self.block))
+
+    def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        """Nothing: summaries lie in the regions."""
+        return Need()
+
+    def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
+        return BlockIndex(slots, self)
 
 
 def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
@@ -38,26 +77,21 @@ def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
     return block_bounds(keys, selector.block)
 
 
-class BlockIndex(LayoutPart):
+def choose_blocks(
+    lines: Numbers, record: BlockRead, layout: Layout, selector: BlockSelector, queries: Positions, **others: Any
+) -> None:
+    """Make the queries of these lines [..., n, FIELDS] read only the blocks that the selector chooses."""
+    lines[..., SINK] = selector.sink_tokens
+    local, bounds = selector.local_starts(queries), layout.summaries_from
+    record.fill(lines, kept=selector.count, local=local, block=selector.block, bounds=bounds, **others)
+
+
+class BlockIndex(LayerPart):
     """The summaries of the blocks of a set of layers."""
 
-    def __init__(self, slots: LayerSlots) -> None:
-        assert slots.layout.selector is not None
+    def __init__(self, slots: LayerSlots, selector: BlockSelector) -> None:
         self._slots = slots
-        self._selector = slots.layout.selector
-
-    @staticmethod
-    def is_in(layout: Layout) -> bool:
-        return layout.selector is not None and not layout.tier.blocks
-
-    @staticmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004 - the interface of all parts
-        """Nothing: summaries lie in the regions."""
-        return Need()
-
-    @classmethod
-    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        return cls(slots)
+        self._selector = selector
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -71,11 +105,11 @@ class BlockIndex(LayoutPart):
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         if not queries.has_generated:
             return
-        step.selects = True
-        layers, layout = self._slots.layer_index, self._slots.layout
-        lines = step.numbers.regions[layers, queries.real]
-        choose_blocks(lines, layout, self._selector, queries.positions)
-        step.numbers.regions[layers, queries.real] = lines
+        record = BlockRead(blocks=most_blocks(step.geometry))
+        lines = step.numbers.regions[self._slots.layer_index, queries.real]
+        choose_blocks(lines, record, self._slots.layout, self._selector, queries.positions)
+        step.numbers.regions[self._slots.layer_index, queries.real] = lines
+        step.records.add(record, queries.real.stop)
 
     def quiet_until(self, position: int) -> int:
         """A full block is summarised."""

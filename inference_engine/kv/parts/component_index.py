@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.components import (
@@ -40,21 +41,67 @@ from inference_engine.kernels.gather import (
     gather_vectors,
     select,
 )
-from inference_engine.kernels.ragged_attention import START, RaggedAttention
+from inference_engine.kernels.reads import SINK, START, RaggedAttention, StagedRead, TokenRead
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, RestoreCache, TiledLayers, TileWriter
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import LayerSet, Layout, Positions, TokenSelector
+from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand, KVBuffer
-from inference_engine.kv.numbers import RegionLines, choose_tokens
+from inference_engine.kv.numbers import Numbers, RegionLines
 from inference_engine.kv.part import Held, Need, Saved
-from inference_engine.kv.parts.layer_part import LayoutPart
+from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSelector(LayerMechanism):
+    """What a generated token reads in a layer: sink, window, and the tokens of largest weight between them.
+
+    shape: of the index by which weights are estimated (`kernels/components.py`). The start of the window is rounded to
+    whole tiles of it. count: distant tokens per KV head. They lie in the layer's regions, or in an archive, if entries
+    leave the regions (`kv/parts/selected.py`). appended: do appended tokens choose as generated ones do? Otherwise they
+    read everything.
+    """
+
+    needs_every_entry: ClassVar[bool] = False
+    moves_keys: ClassVar[bool] = True
+
+    shape: IndexShape
+    sink: int
+    window: int
+    count: int
+    appended: bool = False
+
+    def local_starts(self, positions: Positions) -> Positions:
+        """The first position of each query's window. Earlier tiles are full, and committed before the query's step."""
+        tile = self.shape.tile
+        return np.maximum(0, (positions - self.window) // tile * tile)
+
+    @property
+    def most_entries(self) -> int:
+        """The most entries that a query reads, its own included."""
+        return self.sink + self.window + self.shape.tile + self.count
+
+    @property
+    def kept_longer(self) -> int:
+        """A tile of the index leaves as a whole."""
+        return self.shape.tile
+
+    def restored(self, archived: int) -> int:
+        return min(archived, self.count)
+
+    def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        unit = geometry.alignment * geometry.itemsize
+        elements = -(-_half_bytes(layers, layout, self.shape) // unit) * geometry.alignment
+        return Need(demands=(Demand(head_dim=layers.head_dim, elements=elements),) * len(layers.layers))
+
+    def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
+        return ComponentIndex(slots, self, starts)
+
+
 def _half_bytes(layers: LayerSet, layout: Layout, shape: IndexShape) -> int:
     """Bytes of one layer's index in each of the two buffers."""
-    tiles = layout.indexed // shape.tile
+    tiles = layout.longest // shape.tile
     return -(-tiles // 2) * layers.kv_heads * shape.tile_bytes
 
 
@@ -67,7 +114,28 @@ class FarEntries(Protocol):
         """
 
 
-class ComponentIndex(LayoutPart):
+def choose_tokens(
+    lines: Numbers,
+    record: TokenRead,
+    selector: TokenSelector,
+    queries: Positions,
+    indexes: Sequence[int],
+    generated: NDArray[np.bool_],
+) -> None:
+    """Make the queries of these lines [layers, n, FIELDS] read only the tokens that the selector chooses: the generated
+    ones, and the others if it is for them, too.
+
+    indexes: by layer, the number of its index, as the device's operation knows it.
+    """
+    choosing = generated | selector.appended
+    chosen = lines[:, choosing]
+    chosen[..., SINK] = selector.sink
+    index, local = np.array(indexes, dtype=np.int64)[:, None], selector.local_starts(queries[choosing])
+    record.fill(chosen, kept=selector.count, local=local, shape=selector.shape.number, index=index)
+    lines[:, choosing] = chosen
+
+
+class ComponentIndex(LayerPart):
     """The index of a set of layers. far: where tokens are that have left the regions; set once, by their owner."""
 
     far: FarEntries | None = None
@@ -79,7 +147,7 @@ class ComponentIndex(LayoutPart):
         context, layers = slots.context, slots.layer_set.layers
         self._components = [context.components[layer] for layer in layers]
         elements = _half_bytes(slots.layer_set, slots.layout, self._shape) // context.geometry.itemsize
-        stored = (-(-(slots.layout.indexed // self._shape.tile) // 2), slots.kv_heads, self._shape.tile_bytes)
+        stored = (-(-(slots.layout.longest // self._shape.tile) // 2), slots.kv_heads, self._shape.tile_bytes)
         buffer = slots.buffer
         # By layer, the bytes in K and in V: [pairs of tiles, Hkv, tile_bytes].
         self._halves = [
@@ -98,7 +166,7 @@ class ComponentIndex(LayoutPart):
                     shape=self._shape,
                     components=components,
                     halves=halves,
-                    capacity=slots.layout.indexed,
+                    capacity=slots.layout.longest,
                 )
             )
             for layer, components, halves in zip(layers, self._components, self._halves, strict=True)
@@ -122,22 +190,6 @@ class ComponentIndex(LayoutPart):
         self._restores = False
         self._found: Tensor | None = None
         self._is_opened = False  # does an index know an archive?
-
-    @staticmethod
-    def is_in(layout: Layout) -> bool:
-        return layout.chooser is not None
-
-    @staticmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        assert layout.chooser is not None
-        unit = geometry.alignment * geometry.itemsize
-        elements = -(-_half_bytes(layers, layout, layout.chooser.shape) // unit) * geometry.alignment
-        return Need(demands=(Demand(head_dim=layers.head_dim, elements=elements),) * len(layers.layers))
-
-    @classmethod
-    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        assert slots.layout.chooser is not None
-        return cls(slots, slots.layout.chooser, starts)
 
     # -- tokens that have left the regions --------------------------------------------------------------------------
 
@@ -202,15 +254,16 @@ class ComponentIndex(LayoutPart):
         if not self._has_choosing(queries):
             return
         layers = self._slots.layer_index
+        record = self._record
         lines = step.numbers.regions[layers, queries.real]
-        choose_tokens(lines, self._selector, queries.staged, self._numbers, queries.generated)
+        choose_tokens(lines, record, self._selector, queries.staged, self._numbers, queries.generated)
         step.numbers.regions[layers, queries.real] = lines
-        end = max(step.choosing.get(self._shape, 0), queries.real.stop)
-        step.choosing[self._shape] = end
+        step.records.add(record, queries.real.stop)
+
+    @property
+    def _record(self) -> TokenRead:
         numbers = max((opened.restored_numbers for opened in self._opened if opened is not None), default=0)
-        if numbers:
-            tokens, most = step.restoring.get(self._shape, (0, 0))
-            step.restoring[self._shape] = max(tokens, self._selector.count), max(most, numbers)
+        return TokenRead(shape=self._shape, restored=self._selector.count if numbers else 0, numbers=numbers)
 
     def quiet_until(self, position: int) -> int:
         """A full tile is written."""
@@ -261,12 +314,14 @@ class ComponentIndex(LayoutPart):
         lines = RegionLines(slots.layout).of(own, last=queries.end - 1, count=count)
         by_layer = lines[None].repeat(len(self.layers), axis=0)
         by_layer[..., START] = slots.starts[:, None]
-        choose_tokens(by_layer, self._selector, own, self._numbers, queries.generated[queries.generated])
+        record = self._record
+        choose_tokens(by_layer, record, self._selector, own, self._numbers, queries.generated[queries.generated])
         return BesideView(
             choosing=torch.from_numpy(queries.generated_queries),
             lines=dict(zip(self.layers, torch.from_numpy(by_layer), strict=True)),
             kv_heads=slots.kv_heads,
             attend=attend,
+            reads=(StagedRead(record, upto=len(own), tokens=queries.end),),
             others=others,
         )
 
@@ -330,13 +385,14 @@ class ComponentIndex(LayoutPart):
 class BesideView:
     """Reads some queries, each of which chooses, by the operation over regions, as it would alone; `others` the others.
 
-    choosing: indexes of queries [G]. lines: by layer, [G, FIELDS].
+    choosing: indexes of queries [G]. lines: by layer, [G, FIELDS]; reads: of these.
     """
 
     choosing: Tensor
     lines: Mapping[int, Tensor]
     kv_heads: int
     attend: RaggedAttention
+    reads: tuple[StagedRead, ...]
     others: View
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
@@ -350,6 +406,7 @@ class BesideView:
             kv_heads=self.kv_heads,
             scaling=scoring.scaling,
             softcap=scoring.softcap,
+            reads=self.reads,
         )
         return out
 

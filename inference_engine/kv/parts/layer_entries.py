@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,12 +28,8 @@ from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Need, Part, Saved
-from inference_engine.kv.parts.block_index import BlockIndex
-from inference_engine.kv.parts.component_index import ComponentIndex
-from inference_engine.kv.parts.layer_part import LayerPart, LayoutPart
-from inference_engine.kv.parts.offload import OffloadedBlocks
-from inference_engine.kv.parts.query_cache import QueryCache
-from inference_engine.kv.parts.scored import ScoredEntries
+from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart, mechanisms_of
+from inference_engine.kv.parts.scored import ByScore
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
@@ -49,18 +44,15 @@ def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Deman
     return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
 
 
+def _mechanisms(layout: Layout) -> list[LayerMechanism]:
+    """Those of the rule; and what decides which entries stay, where it is not their position."""
+    found = mechanisms_of(layout)
+    return found if layout.scorer is None else [*found, ByScore(scorer=layout.scorer)]
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class LayerEntries(LayerSlots, Part):
     """A set of alike layers, and the mechanisms that belong to them."""
-
-    # To add a mechanism of layers, add its file and its name here.
-    KINDS: ClassVar[tuple[type[LayoutPart], ...]] = (
-        BlockIndex,
-        ComponentIndex,
-        OffloadedBlocks,
-        QueryCache,
-        ScoredEntries,
-    )
 
     parts: list[LayerPart] = field(default_factory=list)
 
@@ -68,11 +60,7 @@ class LayerEntries(LayerSlots, Part):
     def need(cls, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
         """The memory of a set: each layer's regions, then its parts."""
         regions = Need(demands=(region_demand(geometry, layers, layout),) * len(layers.layers))
-        return sum((kind.need(geometry, layers, layout) for kind in cls._kinds(layout)), start=regions)
-
-    @classmethod
-    def _kinds(cls, layout: Layout) -> list[type[LayoutPart]]:
-        return [kind for kind in cls.KINDS if kind.is_in(layout)]
+        return sum((each.need(geometry, layers, layout) for each in _mechanisms(layout)), start=regions)
 
     @classmethod
     def reserve(
@@ -97,9 +85,9 @@ class LayerEntries(LayerSlots, Part):
             starts=np.array(allocation.starts[:count], dtype=np.int64),
         )
         try:
-            for kind in cls._kinds(layout):
-                end = count + len(kind.need(context.geometry, layers, layout).demands)
-                entries.parts.append(kind.open(entries, allocation.starts[count:end]))
+            for mechanism in _mechanisms(layout):
+                end = count + len(mechanism.need(context.geometry, layers, layout).demands)
+                entries.parts.append(mechanism.open(entries, allocation.starts[count:end]))
                 count = end
         except BaseException:
             entries.release()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
 
 from torch import Tensor
 
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import LayerSet, Layout, Positions
+from inference_engine.kv.layout import LayerSet, Layout, Mechanism, Positions
 from inference_engine.kv.part import Need, Part
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import StagedQueries, StepReads, View
@@ -44,23 +43,25 @@ class LayerPart(Part):
         """Nothing to do: its memory is released with its layers."""
 
 
-class LayoutPart(LayerPart):
-    """A part that a layout asks for, opened with its layers."""
+class LayerMechanism(Mechanism, ABC):
+    """A mechanism with its part, which is opened with the entries of the layers that it belongs to."""
 
-    @staticmethod
     @abstractmethod
-    def is_in(layout: Layout) -> bool:
-        """Does the layout ask for this part?"""
+    def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        """The memory that it takes beside the regions of its layers."""
 
-    @staticmethod
     @abstractmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        """The memory it takes beside the regions of its layers."""
-
-    @classmethod
-    @abstractmethod
-    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        """Open it for layers that are reserved. starts: the first buffer vector of each of its demands.
+    def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
+        """Its part, for layers that are reserved. starts: the first buffer vector of each of its demands.
 
         Raises Overloaded if the second tier has no room after all.
         """
+
+
+def mechanisms_of(layout: Layout) -> list[LayerMechanism]:
+    """Those of layers that are laid out so."""
+    found = []
+    for mechanism in layout.mechanisms:
+        assert isinstance(mechanism, LayerMechanism), f"{mechanism} has no part"
+        found.append(mechanism)
+    return found

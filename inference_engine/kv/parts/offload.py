@@ -15,11 +15,11 @@ turns, places begin empty. What the operation moved is counted when entries leav
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import Self
 
 import numpy as np
 import torch
@@ -29,18 +29,19 @@ from torch import Tensor
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import attend_entries, gather_vectors
 from inference_engine.kernels.offloaded import OffloadedRecord
-from inference_engine.kernels.ragged_attention import FLOOR
+from inference_engine.kernels.reads import FLOOR, OffloadedBlockRead
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
 from inference_engine.kv.memory.events import event_now
 from inference_engine.kv.memory.inbound import Inbound
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.memory.tier import ChunkShape
 from inference_engine.kv.memory.transfers import Transfers, TransferTotals
-from inference_engine.kv.numbers import choose_offloaded
+from inference_engine.kv.numbers import most_blocks
 from inference_engine.kv.part import Held, Need, Saved
-from inference_engine.kv.parts.block_index import BlockIndex, GatherView
+from inference_engine.kv.parts.block_index import BlockIndex, BlockSelector, GatherView, choose_blocks
+from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Scoring, StagedQueries, StepReads, View, chunks_between
 
@@ -49,6 +50,70 @@ from inference_engine.kv.views import Scoring, StagedQueries, StepReads, View, c
 _CHUNKS_IN_A_PIECE = 4
 
 Blocks = NDArray[np.int64]  # block numbers of the history; -1 for none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadingSelector(BlockSelector):
+    """resident: how many of the last entries stay on the device. Older ones, except the sink, go to the second tier and
+    are fetched to be read.
+    """
+
+    resident: int
+
+    def laid_out(self, layout: Layout, geometry: Geometry, limit_tokens: int | None) -> Layout:
+        assert limit_tokens is not None, "a layer that keeps every entry needs a length limit"
+        return _tiered(self, geometry, limit_tokens)
+
+    def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        entries = layout.tier.chunks * layout.tier.chunk
+        entry_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
+        return Need(tier_bytes=entries * entry_bytes)
+
+    def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
+        offloaded = OffloadedEntries(
+            slots.context,
+            slots.layout,
+            slots.layout.tier,
+            layers=slots.layer_set.layers,
+            starts=tuple(slots.starts.tolist()),
+            kv_heads=slots.kv_heads,
+            head_dim=slots.head_dim,
+        )
+        return OffloadedBlocks(slots, self, offloaded)
+
+
+def _tiered(selector: OffloadingSelector, geometry: Geometry, limit_tokens: int) -> Layout:
+    """Entries leave in whole blocks, so each block is in one place, and in one piece where the ring buffer wraps."""
+    block, segment = selector.block, geometry.segment_tokens
+    resident = _round_up(selector.resident, block)
+    step = segment * geometry.segments_at_once
+    # A segment may begin within a block, whose first entries then stay as long as its last.
+    ring = _round_up(resident + step + block - math.gcd(block, segment), block)
+    before_end = limit_tokens - limit_tokens % segment - resident
+    entries = max(0, before_end // block * block - selector.sink_tokens)
+    return Layout(
+        sink=selector.sink_tokens,
+        window=resident,
+        native_window=None,
+        segment=segment,
+        capacity=min(geometry.round_up(limit_tokens), selector.sink_tokens + ring),
+        spare=0,
+        mechanisms=(selector,),
+        blocks=-(-limit_tokens // block),
+        longest=geometry.round_up(limit_tokens),
+        tier=TierLayout(
+            block=block,
+            blocks=-(-limit_tokens // block),
+            entries=entries,
+            chunk=_round_up(SEGMENTS_IN_A_CHUNK * segment, block),
+            fetched=min(selector.count, entries // block),
+            step=step,
+        ),
+    )
+
+
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 class OffloadedEntries:
@@ -83,7 +148,8 @@ class OffloadedEntries:
         # By layer, for the running step: the block in each place before it, and after each generated token.
         self._trail: dict[int, list[tuple[int, Blocks]]] = {}
         self._record: OffloadedRecord | None = None
-        if context.ops.reads_offloaded and tier.chunks:
+        ops, read = context.ops, OffloadedBlockRead(blocks=most_blocks(context.geometry))
+        if ops.attends_together and ops.attend_ragged.supports(read) and tier.chunks:
             self._record = OffloadedRecord.of(
                 layers=len(layers),
                 kv_heads=kv_heads,
@@ -334,32 +400,9 @@ def _make_room(asked: Blocks, held: Blocks) -> None:
 class OffloadedBlocks(BlockIndex):
     """The block index of layers whose distant entries lie in the second tier, and those entries."""
 
-    def __init__(self, slots: LayerSlots, offloaded: OffloadedEntries) -> None:
-        super().__init__(slots)
+    def __init__(self, slots: LayerSlots, selector: BlockSelector, offloaded: OffloadedEntries) -> None:
+        super().__init__(slots, selector)
         self._offloaded = offloaded
-
-    @staticmethod
-    def is_in(layout: Layout) -> bool:
-        return layout.tier.blocks > 0
-
-    @staticmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        entries = layout.tier.chunks * layout.tier.chunk
-        entry_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
-        return Need(tier_bytes=entries * entry_bytes)
-
-    @classmethod
-    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        offloaded = OffloadedEntries(
-            slots.context,
-            slots.layout,
-            slots.layout.tier,
-            layers=slots.layer_set.layers,
-            starts=tuple(slots.starts.tolist()),
-            kv_heads=slots.kv_heads,
-            head_dim=slots.head_dim,
-        )
-        return cls(slots, offloaded)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -386,13 +429,18 @@ class OffloadedBlocks(BlockIndex):
         # Entries leave in whole blocks: some are seen although they are before the window.
         layers = self._slots.layer_index
         step.numbers.regions[layers, queries.real, FLOOR] = 0
-        super().amend(queries, step)
-        if self._has_left and queries.has_generated:
-            step.reads_offloaded = True
-            records, may_fetch = self._offloaded.read_by_numbers(), queries.count == 1
-            lines = step.numbers.regions[layers, queries.real]
-            choose_offloaded(lines, records, self._offloaded.end, may_fetch=may_fetch)
-            step.numbers.regions[layers, queries.real] = lines
+        if not self._has_left or not queries.has_generated:
+            super().amend(queries, step)
+            return
+        record = OffloadedBlockRead(blocks=most_blocks(step.geometry))
+        # Of a session and step only one query may change which blocks are at hand.
+        end = self._offloaded.end if queries.count == 1 else -self._offloaded.end
+        places = np.array(self._offloaded.read_by_numbers(), dtype=np.int64)[:, None]
+        lines = step.numbers.regions[layers, queries.real]
+        own = {"places": places, "offloaded_end": end}
+        choose_blocks(lines, record, self._slots.layout, self._selector, queries.positions, **own)
+        step.numbers.regions[layers, queries.real] = lines
+        step.records.add(record, queries.real.stop)
 
     def amends_until(self, position: int) -> int:
         """Entries may leave, and then queries read otherwise."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,12 +23,35 @@ from torch import Tensor
 from inference_engine.kernels.mac import MacEntry, MacState, MacStats, MatchTotals, mac_attend
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import LayerSet, Layout, Positions, QueryMatcher
+from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand, KVBuffer
 from inference_engine.kv.part import Held, Need, Saved
-from inference_engine.kv.parts.layer_part import LayoutPart
+from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryMatcher(LayerMechanism):
+    """How a generated token reuses the attention of an earlier one. `kernels/mac.py` explains each number.
+
+    chain_limit: None for no limit.
+    """
+
+    moves_keys: ClassVar[bool] = True
+
+    ring: int
+    band: int
+    threshold: float
+    chain_limit: int | None
+
+    def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        return Need(demands=tuple(query_cache_demand(geometry, layer, self) for layer in layers.layers))
+
+    def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
+        return QueryCache(
+            slots, PastQueries(self, dict(zip(slots.layer_set.layers, starts, strict=True)), slots.context)
+        )
 
 
 def query_cache_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand:
@@ -107,27 +130,12 @@ class PastQueries:
         return sum(state.nbytes for state in self._states.values()) if self.is_used or self._is_staged else 0
 
 
-class QueryCache(LayoutPart):
+class QueryCache(LayerPart):
     """The query cache of a set of layers, as a part of a session."""
 
     def __init__(self, slots: LayerSlots, past: PastQueries) -> None:
         self._slots = slots
         self._past = past
-
-    @staticmethod
-    def is_in(layout: Layout) -> bool:
-        return layout.matcher is not None
-
-    @staticmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        assert layout.matcher is not None
-        return Need(demands=tuple(query_cache_demand(geometry, layer, layout.matcher) for layer in layers.layers))
-
-    @classmethod
-    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        assert slots.layout.matcher is not None
-        of_layer = dict(zip(slots.layer_set.layers, starts, strict=True))
-        return cls(slots, PastQueries(slots.layout.matcher, of_layer, slots.context))
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         if generated.any():

@@ -17,11 +17,12 @@ import numpy as np
 from inference_engine.errors import RestorationFailed
 from inference_engine.kv.archives.restorer import Archive
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.part import Held, Saved
+from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.archived import ArchivedEntries, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, Placement, needed
 
 _FLOAT32_BYTES = 4
 # Decoded entries made at once on an accelerator. In single segments, launching would take longer than the work.
@@ -37,6 +38,10 @@ class RestoredEntries(ArchivedEntries):
         super().__init__(context, strategy, sets, archive)
         self._regions: tuple[LayerEntries, ...] = ()
         self._idle_length = 0  # the length when the session was last idle
+
+    @classmethod
+    def active_need(cls, geometry: Geometry, placement: Placement) -> Need:
+        return needed(geometry, [(layers, pair.active) for layers, pair in placement.archived])
 
     @property
     def regions(self) -> tuple[LayerEntries, ...]:

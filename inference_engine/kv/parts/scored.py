@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,32 +19,36 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.part import Need
-from inference_engine.kv.parts.layer_part import LayoutPart
-from inference_engine.kv.scorer import Candidates
+from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart
+from inference_engine.kv.scorer import Candidates, EntryScorer
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Scoring, StagedQueries, StepReads, View
 
 
-class ScoredEntries(LayoutPart):
-    """Which entries of a set of layers hold the places of the sink."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByScore(LayerMechanism):
+    """Which entries stay is decided by `scorer`."""
 
-    def __init__(self, slots: LayerSlots) -> None:
-        assert slots.layout.scorer is not None
-        self._slots = slots
-        self._scorer = slots.layout.scorer
-        self._asked: dict[int, tuple[Tensor, Scoring]] = {}  # by layer, the query of the segment's last token
+    needs_every_entry: ClassVar[bool] = False
+    is_selective: ClassVar[bool] = False
 
-    @staticmethod
-    def is_in(layout: Layout) -> bool:
-        return layout.scorer is not None
+    scorer: EntryScorer
 
-    @staticmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004 - the interface of all parts
+    def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        """Nothing: what stays is in the regions."""
         return Need()
 
-    @classmethod
-    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        return cls(slots)
+    def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
+        return ScoredEntries(slots, self.scorer)
+
+
+class ScoredEntries(LayerPart):
+    """Which entries of a set of layers hold the places of the sink."""
+
+    def __init__(self, slots: LayerSlots, scorer: EntryScorer) -> None:
+        self._slots = slots
+        self._scorer = scorer
+        self._asked: dict[int, tuple[Tensor, Scoring]] = {}  # by layer, the query of the segment's last token
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         return not self._asks(queries)

@@ -24,13 +24,14 @@ from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, restore_cache_slots
 from inference_engine.kv.context import KVContext, RestoreCache
+from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
-from inference_engine.kv.part import Held
+from inference_engine.kv.part import Held, Need
 from inference_engine.kv.parts.archived import Asked, ExactEntries
 from inference_engine.kv.parts.component_index import ComponentIndex
 from inference_engine.kv.parts.streamed import StreamedEntries, StreamedReads
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.kv.views import Region, StagedQueries, StepReads
 
 
@@ -38,9 +39,8 @@ class SelectedReads(StreamedReads):
     """The reads of tokens that read everything. Those of tokens that choose are the index's."""
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        chooser = self._slots.layout.chooser
-        assert chooser is not None, "tokens are chosen from it"
-        return chooser.appended or not queries.has_appended or super().has_numbers(queries, step)
+        all_choose = any(mechanism.appended for mechanism in self._slots.layout.mechanisms)
+        return all_choose or not queries.has_appended or super().has_numbers(queries, step)
 
 
 class SelectedEntries(StreamedEntries):
@@ -58,6 +58,11 @@ class SelectedEntries(StreamedEntries):
         self._indexes = [part for exact in sets for part in exact.regions.parts if isinstance(part, ComponentIndex)]
         for index in self._indexes:
             index.far = self
+
+    @classmethod
+    def active_need(cls, geometry: Geometry, placement: Placement) -> Need:
+        caches = placement.restorer.restore_caches(geometry, placement.kept)
+        return super().active_need(geometry, placement) + Need(demands=caches)
 
     def wake(self, tokens: int, length: int) -> bool:
         if not super().wake(tokens, length):

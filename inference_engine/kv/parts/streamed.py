@@ -31,9 +31,10 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.restorer import Archive
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.memory.pool import Demand
-from inference_engine.kv.part import Held
+from inference_engine.kv.part import Held, Need
 from inference_engine.kv.parts.archived import ArchivedEntries, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayerPart
@@ -119,7 +120,7 @@ class StreamedEntries(ArchivedEntries):
                 exact.window is None
                 and exact.layout.native_window is None
                 and exact.layout.window is not None
-                and exact.layout.window - _tile(exact.layout) >= segment
+                and exact.layout.window - _kept_longer(exact.layout) >= segment
                 and not exact.layout.spare
                 for exact in sets
             )
@@ -127,6 +128,10 @@ class StreamedEntries(ArchivedEntries):
         self._reads = [self.READS(exact.regions, self) for exact in sets]
         for exact, reads in zip(sets, self._reads, strict=True):
             exact.regions.parts.insert(0, reads)  # before what chooses among the entries
+
+    @classmethod
+    def active_need(cls, geometry: Geometry, placement: Placement) -> Need:
+        return Need(demands=placement.restorer.chunk_demands(geometry, placement.kept))
 
     @property
     def regions(self) -> tuple[LayerEntries, ...]:
@@ -254,9 +259,9 @@ class StreamedEntries(ArchivedEntries):
         held.tier_bytes += self._archive.tier_bytes(archived)
 
 
-def _tile(layout: Layout) -> int:
-    """How many more tokens than the strategy's window are exact: a tile of an index leaves as a whole."""
-    return 0 if layout.chooser is None else layout.chooser.shape.tile
+def _kept_longer(layout: Layout) -> int:
+    """How many more entries than the strategy's window are exact."""
+    return sum(mechanism.kept_longer for mechanism in layout.mechanisms)
 
 
 class _ChunkRoom:

@@ -10,6 +10,7 @@ from inference_engine.kv.archives.restorer import NoRestorer, Restorer
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.parts.restored import RestoredEntries
 from inference_engine.kv.strategy import KVStrategy, require
 
 DEFAULT_EXACT_WINDOW = 128
@@ -56,7 +57,7 @@ class CodecStrategy(KVStrategy):
         self.restorer().check(geometry, [index for index in range(count) if index not in self.exact_layers])
 
     def restorer(self) -> Restorer:
-        return NoRestorer() if self.codec is None else Coded(make_compressor(self.codec))
+        return NoRestorer() if self.codec is None else Coded(RestoredEntries, make_compressor(self.codec))
 
     def coded(self, rule: LayerRule, layer: int) -> LayerRule:
         """`rule` with older entries coded, if there is a codec, the layer is not exact and the window long enough."""

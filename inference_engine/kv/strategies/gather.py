@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import BlockSelector, LayerRule, TokenSelector
+from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.parts.block_index import BlockSelector
+from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.kv.strategies.token_options import (
     BITS,
     LEAST_RANK,
@@ -165,5 +167,5 @@ class Gather(KVStrategy):
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         if self.by_tokens:
-            return LayerRule(chooser=self._tokens(self._most - self._least))
-        return LayerRule(selector=self._blocks(self.distant_blocks))
+            return LayerRule(mechanisms=(self._tokens(self._most - self._least),))
+        return LayerRule(mechanisms=(self._blocks(self.distant_blocks),))

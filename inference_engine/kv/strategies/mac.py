@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import LayerRule, QueryMatcher
+from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.parts.query_cache import QueryMatcher
 from inference_engine.kv.strategy import KVStrategy, require
 
 _UNLIMITED = -1
@@ -75,6 +76,5 @@ class Mac(KVStrategy):
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         chain_limit = None if self.chain_limit == _UNLIMITED else self.chain_limit
-        return LayerRule(
-            matcher=QueryMatcher(ring=self.ring, band=self.band, threshold=self.threshold, chain_limit=chain_limit)
-        )
+        matcher = QueryMatcher(ring=self.ring, band=self.band, threshold=self.threshold, chain_limit=chain_limit)
+        return LayerRule(mechanisms=(matcher,))

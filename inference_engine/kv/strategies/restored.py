@@ -38,7 +38,12 @@ from inference_engine.kv.archives.latent import (
 )
 from inference_engine.kv.archives.restorer import Recompute, Restorer
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import LayerRule, TokenSelector
+from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.parts.archived import ArchivedEntries
+from inference_engine.kv.parts.component_index import TokenSelector
+from inference_engine.kv.parts.restored import RestoredEntries
+from inference_engine.kv.parts.selected import SelectedEntries
+from inference_engine.kv.parts.streamed import StreamedEntries
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategies.token_options import (
     BITS,
@@ -57,7 +62,12 @@ if TYPE_CHECKING:
     from inference_engine.kv.context import KVContext
 
 _SOURCES = ("latent", "recompute")
-_MODES = ("hold", "stream", "select")
+# By mode, how an active session reads old entries.
+_MODES: dict[str, type[ArchivedEntries]] = {
+    "hold": RestoredEntries,
+    "stream": StreamedEntries,
+    "select": SelectedEntries,
+}
 _APPENDED = ("all", "select")
 _CHOSEN = 512  # tokens of choice that a generated token reads by default
 
@@ -199,7 +209,7 @@ class Restored(KVStrategy):
             return LayerRule(sink=self.sink, exact=self.window)
         # A tile of the index is chosen from or read as a whole, and the window begins at one.
         chooser = self._chooser(self._chosen)
-        return LayerRule(sink=self.sink, exact=self.window + chooser.shape.tile, chooser=chooser)
+        return LayerRule(sink=self.sink, exact=self.window + chooser.shape.tile, mechanisms=(chooser,))
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[Restored, ...]:
@@ -217,11 +227,11 @@ class Restored(KVStrategy):
 
     def restorer(self) -> Restorer:
         if self.source == "recompute":
-            return Recompute()
+            return Recompute(_MODES[self.mode])
         return Latent(
+            _MODES[self.mode],
             self.bytes_per_token,
             self.resident_latent_bytes,
-            is_streamed=self.mode != "hold",
             chosen=self._chosen if self.selects else 0,
             all_choose=self._all_choose,
             awake_bytes=self.awake_bytes,

@@ -15,11 +15,12 @@ Source: as `gather`, for what is read; Sheng et al., FlexGen, arXiv 2303.06865 (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.parts.offload import OffloadingSelector
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategy import KVStrategy, require
 
@@ -63,7 +64,15 @@ class Tiered(KVStrategy):
         return (cls(block=4, sink=4, window=16, budget=96, resident_tokens=16),)
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        return replace(self._reading().rule(layer, geometry), resident=self.resident_tokens)
+        reading = self._reading()
+        selector = OffloadingSelector(
+            block=self.block,
+            sink=self.sink,
+            window=self.window,
+            count=reading.distant_blocks,
+            resident=self.resident_tokens,
+        )
+        return LayerRule(mechanisms=(selector,))
 
     def _reading(self) -> Gather:
         """The strategy by which generated tokens read."""

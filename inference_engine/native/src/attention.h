@@ -29,8 +29,11 @@
 namespace KERNELS {
 namespace attention {
 
-enum Field { START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS,
-             PREFIX_START, PREFIX_HEAD_SLOTS, BASE, CHOOSER = PREFIX_START };
+// Of a row, as kernels/reads.py has it: the header, then the words of the records that are served here.
+enum Field { START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, KIND, PREFIX_START, PREFIX_HEAD_SLOTS,
+             BASE, KEPT, LOCAL, BLOCK, BOUNDS, SHAPE = BLOCK, INDEX = BOUNDS };
+constexpr int FIELDS = 20;
+enum Kind { REGION_READ, BLOCK_READ, TOKEN_READ = 3 };
 
 constexpr int WORD = 64;           // slots whose sight is one word of bits
 constexpr int CHUNK = 4 * WORD;
@@ -210,8 +213,8 @@ INLINE Sight sight_of(const int64_t* line, int64_t chunk) {
 }
 
 // Is the query one of those that choose tokens, or blocks? They are attended to by selection.h and blocks.h.
-INLINE bool chooses_tokens(const int64_t* line) { return line[COUNT] && line[BLOCK] && line[CHOOSER]; }
-INLINE bool chooses_blocks(const int64_t* line) { return line[COUNT] && line[BLOCK] && !line[CHOOSER]; }
+INLINE bool chooses_tokens(const int64_t* line) { return line[COUNT] && line[KIND] == TOKEN_READ; }
+INLINE bool chooses_blocks(const int64_t* line) { return line[COUNT] && line[KIND] == BLOCK_READ; }
 
 // Between which slots a query may see any.
 INLINE int64_t first_slot(const int64_t* line) {
@@ -232,7 +235,7 @@ INLINE bool same_region(const int64_t* a, const int64_t* b) {
 }
 // May two queries be in one tile?
 INLINE bool alike(const int64_t* a, const int64_t* b) {
-  if (!a[COUNT] || !b[COUNT] || a[BLOCK] || b[BLOCK]) return false;
+  if (!a[COUNT] || !b[COUNT] || a[KIND] || b[KIND]) return false;
   return same_region(a, b) || (a[BASE] > 0 && same_prefix(a, b));
 }
 
@@ -669,7 +672,7 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
       query++;
       continue;
     }
-    if (line[BLOCK]) {
+    if (line[KIND]) {
       query++;
       continue;
     }

@@ -74,7 +74,7 @@ struct Scratch {
   std::vector<std::vector<restoring::Missing>> missing;  // by job
 };
 
-INLINE const KeyIndex* index_of(const int64_t* line) { return (const KeyIndex*)(uintptr_t)line[CHOOSER]; }
+INLINE const KeyIndex* index_of(const int64_t* line) { return (const KeyIndex*)(uintptr_t)line[INDEX]; }
 
 INLINE int64_t tile_tokens(const KeyIndex& index) { return 32 * index.run; }
 

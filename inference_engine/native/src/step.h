@@ -190,12 +190,12 @@ class Run {
     what.queries = in;
     what.keys = s_.keys;
     what.values = s_.values;
-    what.regions = s_.regions + o.layer * tokens_ * 16;
+    what.regions = s_.regions + o.layer * tokens_ * attention::FIELDS;
     what.head_sinks = o.vector < 0 ? nullptr : p_.vectors[o.vector];
     what.out = at(o.output);
     what.count = tokens_;
     what.query_stride = stride;
-    what.region_stride = 16;
+    what.region_stride = attention::FIELDS;
     what.out_stride = width(o.output);
     what.query_heads = layer.query_heads;
     what.kv_heads = layer.kv_heads;

@@ -106,7 +106,7 @@ struct Attention {
   const float* queries;    // [count][query_heads][head_dim], `query_stride` floats from one to the next
   const void* keys;        // the buffer's vectors, [R][head_dim]
   const void* values;
-  const int64_t* regions;  // [count][16], `region_stride` from one to the next
+  const int64_t* regions;  // [count][20], `region_stride` from one to the next
   const float* head_sinks; // [query_heads], logits that join each head's softmax; null: none
   float* out;              // as queries, `out_stride` from one to the next
   float* lse;              // [count][query_heads], ln Σ e^score of what each sees; null: not asked for, and not of
@@ -252,7 +252,7 @@ struct Rotary {
   float factor;
 };
 
-// The tokens of one step. writes: by layer [tokens][kv_heads], places in the buffers; regions: [layers][tokens][16].
+// The tokens of one step. writes: by layer [tokens][kv_heads], places in the buffers; regions: [layers][tokens][20].
 struct Step {
   const int64_t *ids, *positions;
   const int64_t* const* writes;
