@@ -92,9 +92,9 @@ def standing_still(engine: Engine) -> Iterator[None]:
         yield
 
 
-def nudge(engine: Engine) -> None:
+def wake(engine: Engine) -> None:
     """Let the loop check for a change of which it had no notification."""
-    engine._scheduler.nudge()
+    engine._scheduler.wake()
 
 
 def rebuild_session(engine: Engine, began: SessionRecord, records: Sequence[TokensRecord]) -> SessionOpened:
@@ -182,7 +182,7 @@ def save_some_pieces(engine: Engine, session_id: str) -> None:
 
     def begin() -> None:
         hibernation._saving = hibernation._begin(session_of(engine, session_id))
-        hibernation.work()
+        hibernation.poll()
 
     on_the_engines_thread(engine, begin)
 

@@ -379,7 +379,7 @@ FORBIDDEN: list[tuple[Rule, str]] = [
     (optional_mechanism, "if self._tier is None: pass"),
     (optional_mechanism, "found = kv.draft_memory is not None"),
     (optional_mechanism, "needs_taps = self._drafting is not None and self._drafting.needs_taps(request)"),
-    (optional_mechanism, "Wakeups(None if self._journal is None else self._journal.say)"),
+    (optional_mechanism, "StreamNotifier(None if self._journal is None else self._journal.on_saved)"),
     (optional_mechanism, "if (restorer := self.restorer()) is not None and restorer.is_calibrated: pass"),
     (optional_mechanism, "return '' if self.restorer() is None else LATENT"),
     (optional_mechanism, "if plan.restorer is not None and not plan.restorer.replays: pass"),
@@ -418,7 +418,7 @@ HARMLESS: list[tuple[Rule, str]] = [
     (optional_mechanism, "if drafter is None: pass"),  # where an engine is composed
     (optional_mechanism, "if latent is None: pass"),
     (optional_mechanism, "if limit is None: pass"),
-    (optional_mechanism, "if self._journal.keeps and not self.copies.work(): pass"),
+    (optional_mechanism, "if self._journal.keeps and not self.copies.poll(): pass"),
     (optional_mechanism, "if strategy.restorer() == other.restorer(): pass"),
     (private_patch, "monkeypatch.setattr(fidelity, 'measure', measured)"),
     (private_patch, "monkeypatch.setattr(Client, '__init__', refused)"),

@@ -63,7 +63,7 @@ class Block:
         is_sampled = self.sampler is not None and not self.drafted and not self.wanted_logits
         return is_sampled and self.generated is not None and len(self.token_ids) == 1 and bool(self.generated[0])
 
-    def goes_on(self, before: Block, position: int) -> bool:
+    def continues(self, before: Block, position: int) -> bool:
         """Does it follow another one of the same Generate, whose token is at `position`, and which is decoded, too?"""
         return (
             self.kv is before.kv
@@ -161,11 +161,11 @@ class _Planned:
         """Is the plan of the next tokens known, if all sessions go on decoding?"""
         return all(block.is_decoded for block in self.blocks) and self.step.plan.grows_evenly
 
-    def leads_to(self, blocks: Sequence[Block]) -> bool:
+    def precedes(self, blocks: Sequence[Block]) -> bool:
         """Are these the next tokens of the same Generates, in the same order?"""
         if len(blocks) != len(self.blocks):
             return False
-        return all(map(Block.goes_on, blocks, self.blocks, self.step.plan.positions.tolist()))
+        return all(map(Block.continues, blocks, self.blocks, self.step.plan.positions.tolist()))
 
     def following(
         self, blocks: Sequence[Block], lap: Callable[[], None], token_ids: NDArray[np.int64] | None = None
@@ -335,7 +335,7 @@ class Verifier:
         if self._launches:
             return self._plan_anew(blocks)
         before, self._before = self._before, None
-        if before is None or not before.leads_to(blocks):
+        if before is None or not before.precedes(blocks):
             planned = self._plan_anew(blocks)
             self._before = planned if planned.can_be_followed else None
         else:

@@ -439,7 +439,7 @@ class Engine:
         )
         content = (session_id, expected_history_length)
         length = self._calls.once(self._calls.closed, call, close, lambda: content)
-        self._scheduler.nudge()
+        self._scheduler.wake()
         return length
 
     # -- what the journal keeps -------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ class Engine:
 
         With a receipt: once that is safe or refused, and also when the disk has no space for it now.
         """
-        self._journal.say(callback, receipt)
+        self._journal.on_saved(callback, receipt)
 
     @property
     def is_full(self) -> bool:

@@ -78,16 +78,16 @@ class Generation:
         wake: called after `callback`. After a step it is called while the device works on the next one, and equal ones
         are called once.
         """
-        wakeups = self._scheduler.wakeups
-        if wakeups.are_late:
-            self._reader.when_readable(partial(wakeups.call, callback, wake))
+        notifier = self._scheduler.notifier
+        if notifier.waits_for_sync:
+            self._reader.when_readable(partial(notifier.call, callback, wake))
         elif wake is None:
             self._reader.when_readable(callback)
         else:
 
             def notify() -> None:
                 callback()
-                wakeups.wake(wake)
+                notifier.wake(wake)
 
             self._reader.when_readable(notify)
 
@@ -133,7 +133,7 @@ class Generation:
 
     def _stop(self, how: Callable[[], StopReason | BaseException]) -> None:
         self._transcript.stop(self._reader, how)
-        self._scheduler.nudge()
+        self._scheduler.wake()
 
 
 class Generates:

@@ -182,4 +182,4 @@ def open_copies(
         state_bytes=config.state_bytes,
         state_bytes_per_owner=config.state_bytes_per_owner,
     )
-    return lambda nudge: Hibernation(store, book, metrics, clock, limits=limits, fingerprint=fingerprint, nudge=nudge)
+    return lambda wake: Hibernation(store, book, metrics, clock, limits=limits, fingerprint=fingerprint, wake=wake)

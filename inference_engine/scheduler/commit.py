@@ -154,7 +154,7 @@ class StepResults:
         if samples and not samples[-1].is_finite:
             self._metrics.non_finite_logits.inc()
             # Some entry of the session may be the cause. It must not be read again.
-            self._endings.distrust_entries(session)
+            self._endings.invalidate_entries(session)
             self._endings.end(request, Failed(NonFiniteLogits(len(session.history))))
         elif isinstance(failure, RestorationFailed):
             self._endings.end(request, Failed(failure))

@@ -26,7 +26,7 @@ from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Speculation
-from inference_engine.scheduler.wakeups import Wakeups
+from inference_engine.scheduler.stream_notify import StreamNotifier
 from inference_engine.session.copies import Copies
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
@@ -127,9 +127,9 @@ class Endings:
                 "a session's KV entries were dropped, and could not be zeroed", extra=about_session(session.session_id)
             )
 
-    def distrust_entries(self, session: Session) -> None:
+    def invalidate_entries(self, session: Session) -> None:
         """Drop the session's K/V, and the copy of it: some entry may have been wrong when it was copied."""
-        self._distrust(session)
+        self._invalidate(session)
         self.forget_entries(session)
 
     def _mark_failed(self, session: Session, violation: InvariantViolated) -> InvariantViolated:
@@ -137,7 +137,7 @@ class Endings:
         logger.error("invariant violated: %s", violation.message, extra=about_session(session.session_id))
         session.violations.count(violation.kind)
         self._metrics.count_violation(violation.kind)
-        self._distrust(session)
+        self._invalidate(session)
         self._store.fail(session, violation.kind)
         return violation.kept() if session.journal.keeps else violation
 
@@ -147,14 +147,14 @@ class Endings:
         except Exception:
             # The history is complete; the next Generate computes its entries again.
             logger.exception("a session could not become idle", extra=about_session(session.session_id))
-            self._distrust(session)
+            self._invalidate(session)
             session.forget_entries()
         else:
             session.refresh_facts()
 
-    def _distrust(self, session: Session) -> None:
+    def _invalidate(self, session: Session) -> None:
         """Its entries may have been wrong for longer: no copy of them is used."""
-        self._copies.distrust(session)
+        self._copies.invalidate(session)
 
 
 def _notify_observers(request: Request, event: Finished | Failed) -> None:
@@ -194,7 +194,7 @@ class Beginnings:
         metrics: EngineMetrics,
         clock: Callable[[], float],
         endings: Endings,
-        wakeups: Wakeups,
+        notifier: StreamNotifier,
         enter: Callable[[Request], None],
         *,
         vocab_size: int,
@@ -204,7 +204,7 @@ class Beginnings:
         self._metrics = metrics
         self._clock = clock
         self._endings = endings
-        self._wakeups = wakeups
+        self._notifier = notifier
         self._enter = enter
         self._vocab_size = vocab_size
 
@@ -213,7 +213,7 @@ class Beginnings:
         to wake its session now, but some of `running` will give memory back: then this returns False."""
         session, running = request.session, list(running)
         if session.kv.takes_room or session.kv.is_dropped:
-            self._wakeups.release()  # to wake, or to read a copy, may take a while
+            self._notifier.release()  # to wake, or to read a copy, may take a while
         if not self._copies.restore(session, is_alone=not running):
             return True
         needed = len(session.history) + request.params.max_tokens

@@ -31,13 +31,13 @@ from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.batching import Batching
 from inference_engine.scheduler.commit import StepResults
-from inference_engine.scheduler.foresight import Foresight, Room
 from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
 from inference_engine.scheduler.policy import admit, may_join, places
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Drafting, Speculation
 from inference_engine.scheduler.step_time import EndPace, StepTimer
-from inference_engine.scheduler.wakeups import Wakeups
+from inference_engine.scheduler.stream_notify import StreamNotifier
+from inference_engine.scheduler.ttft_prediction import Room, TTFTPredictor
 from inference_engine.session.copies import NoCopies, OpenCopies
 from inference_engine.session.journal import Journal
 from inference_engine.session.store import SessionStore
@@ -103,14 +103,14 @@ class Scheduler:
             )
         self._journal = journal
         self._keeps = journal.keeps
-        self.wakeups = Wakeups(journal.say, journal.kick) if journal.keeps else Wakeups()
-        self.copies = open_copies(self.nudge)
+        self.notifier = StreamNotifier(journal.on_saved, journal.request_sync) if journal.keeps else StreamNotifier()
+        self.copies = open_copies(self.wake)
         self._endings = Endings(store, metrics, self._speculation, self._leave, self.copies)
         self._beginnings = Beginnings(
             metrics,
             clock,
             self._endings,
-            self.wakeups,
+            self.notifier,
             self._enter,
             vocab_size=vocab_size,
             copies=self.copies,
@@ -129,7 +129,7 @@ class Scheduler:
             max_batch=config.max_batch,
             segment_tokens=config.segment_tokens,
         )
-        self._foresight = Foresight(room, config.max_first_token_seconds)
+        self._ttft = TTFTPredictor(room, config.max_first_token_seconds)
         self._last_step: tuple[float, int] | None = None  # when it began, and its tokens, if the next one follows it
         self._overlaps = verifier.launches_ahead(config.overlap)
         self._flight: Flight | None = None  # the step on the device, if it was launched ahead
@@ -197,12 +197,12 @@ class Scheduler:
         request.prefill_tokens = request.pending_tokens
         if not self._config.max_first_token_seconds:
             return
-        request.predicted = self._foresight.predict(request, self._running, self._queued, changes=self._changes)
+        request.predicted = self._ttft.predict(request, self._running, self._queued, changes=self._changes)
         if request.predicted is None:
             return
-        lateness = self._foresight.lateness(self._clock())
+        lateness = self._ttft.lateness(self._clock())
         wait = request.predicted.counted * lateness
-        limit = self._foresight.longest_seconds(len(self._running), lateness)
+        limit = self._ttft.longest_seconds(len(self._running), lateness)
         self._metrics.predicted_wait_seconds.observe(request.predicted.wait * lateness)
         if refuse_late and wait > limit and not is_alone:
             self._metrics.refused.labels("first_token").inc()
@@ -226,7 +226,7 @@ class Scheduler:
             self._tasks.append(task)
             self._wake.notify_all()
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the loop: a stop was requested."""
         with self._lock:
             self._wake.notify_all()
@@ -276,7 +276,7 @@ class Scheduler:
         is_clean = True
         while True:
             if not self._running:
-                self.wakeups.release()  # it is not known when the device works again
+                self.notifier.release()  # it is not known when the device works again
                 self._verifier.forget_plan()
             with self._lock:
                 self._is_ending = False
@@ -290,12 +290,12 @@ class Scheduler:
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
             if tasks:
-                self.wakeups.release()  # they may take a while
+                self.notifier.release()  # they may take a while
             self.beat_at = now = self._clock()
             try:
                 if self._flight is not None and self._has_to_land(waiting, has_tasks=tasks > 0):
                     self._land()
-                    self.wakeups.release()  # no step is on the device, and what follows may take a while
+                    self.notifier.release()  # no step is on the device, and what follows may take a while
                 for _ in range(tasks):
                     self._run_task()
                 if not is_clean or not self._running or now - self._tidied_at >= _HOUSEKEEPING_SECONDS:
@@ -315,7 +315,7 @@ class Scheduler:
         self._metrics.count_steps()
         is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
         is_clean &= not self._store.expire()
-        return is_clean & (not self.copies.work())
+        return is_clean & (not self.copies.poll())
 
     def _run_task(self) -> None:
         """The oldest one. It counts as work until it is done, and waits for the next round if this one fails before."""
@@ -356,7 +356,7 @@ class Scheduler:
             self._go_on(self._flight)
             return
         if self._keeps and self._journal.is_behind():
-            self.wakeups.release()  # of the step before, whose commit they ask for
+            self.notifier.release()  # of the step before, whose commit they ask for
             time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be sent
             self._last_step = None
             return
@@ -376,12 +376,12 @@ class Scheduler:
         drafts: dict[Request, TokenIds] = {}
         if is_decoding:
             tokens_left = self._config.step_tokens - len(batch)
-            drafts = self._speculation.draft(batch, tokens_left, on_work=self.wakeups.release)
+            drafts = self._speculation.draft(batch, tokens_left, on_work=self.notifier.release)
         blocks = [self._batching.block(request, tokens, drafts.get(request)) for request, tokens in chosen.items()]
         began = self._clock()
         try:
             launches = self._overlaps and is_decoding and self._can_launch(batch, blocks)
-            outcomes = self._verifier.start(blocks, launches=launches, on_planned=self.wakeups.release)
+            outcomes = self._verifier.start(blocks, launches=launches, on_planned=self.notifier.release)
         except BlockFailed as failed:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
@@ -441,7 +441,7 @@ class Scheduler:
         is_committed: bool = False,
     ) -> None:
         """first: those of the batch that had no token before this step."""
-        self.wakeups.hold()
+        self.notifier.hold()
         self._results.settle(batch, blocks, outcomes, is_committed=is_committed)
         if first:
             self._record_first_tokens(first)
@@ -493,7 +493,7 @@ class Scheduler:
         batch = flight.batch
         if self._keeps and self._journal.is_behind():
             return None
-        if not all(map(_goes_on, batch)):
+        if not all(map(_continues, batch)):
             return None
         # Places for the token that is being sampled, and for the one behind it.
         asking = [each.session for each in batch if each.session.history.length + 2 > each.session.granted_length]
@@ -501,7 +501,7 @@ class Scheduler:
             return None
         if not flight.step.commits_ahead:
             return None
-        if not self._speculation.rests(batch):
+        if not self._speculation.is_idle(batch):
             return None
         flight.is_committed = True
         for request in batch:
@@ -555,7 +555,7 @@ class Scheduler:
         if following is not None:
             if following.ids is not None:
                 following.ids[:] = ids
-            self.wakeups.release()  # the device is at work
+            self.notifier.release()  # the device is at work
             if any(request.state is RequestState.RUNNING for request in following.batch):
                 self._flight = following
 
@@ -609,7 +609,7 @@ class Scheduler:
         """
         with self._lock:
             if last is not None:
-                self._foresight.stepped(*last)
+                self._ttft.stepped(*last)
             if list(self._running) == batch:
                 return
             served = set(batch)
@@ -624,7 +624,7 @@ class Scheduler:
             now = self._clock()
             with self._lock:
                 for request in answered:
-                    self._foresight.answered(request, now)
+                    self._ttft.answered(request, now)
             for request in answered:
                 self.copies.prefilled(request.prefill_tokens, now - request.started_at)
 
@@ -636,7 +636,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self._results.count_reported()  # before its end is reported
-        self.copies.rest(request.session)
+        self.copies.idle(request.session)
         with self._lock:
             self._is_ending = True
             self._changes += 1
@@ -644,11 +644,11 @@ class Scheduler:
                 self._queued.remove(request)
                 return
             self._running.remove(request)
-            self._foresight.ended(request)
+            self._ttft.ended(request)
             self._ends.ended(self._clock())
 
 
-def _goes_on(request: Request) -> bool:
+def _continues(request: Request) -> bool:
     """Will it decode another token after the one that is being sampled, unless that one ends it?"""
     session, kv = request.session, request.session.kv
     length = session.history.length + 1

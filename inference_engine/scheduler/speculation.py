@@ -114,7 +114,7 @@ class Speculation:
         """
         return {}
 
-    def rests(self, decoding: Sequence[Request]) -> bool:
+    def is_idle(self, decoding: Sequence[Request]) -> bool:
         """Would no draft be requested for them, by the tokens that are known? Then a step counts as decided on.
 
         Of a text that repeats itself, a draft begins one token later than if every token were waited for.
@@ -231,7 +231,7 @@ class Drafting(Speculation):
                 self._given[one.request] = one.method, len(decoding)
         return given
 
-    def rests(self, decoding: Sequence[Request]) -> bool:
+    def is_idle(self, decoding: Sequence[Request]) -> bool:
         sessions = len(decoding)
         found = [(request, self._method(request, self._drafter.longest)) for request in decoding]
         states = [(self._state(request, method[0]), *method) for request, method in found if method is not None]

@@ -28,9 +28,9 @@ from inference_engine.errors import RequestError
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.auth import KeyRing
-from inference_engine.server.barrier import Barrier
 from inference_engine.server.barring import Bars
 from inference_engine.server.convert import check_strategies
+from inference_engine.server.durable_gate import DurableGate
 from inference_engine.server.grpc_door import GrpcDoor
 from inference_engine.server.health import Health
 from inference_engine.server.incoming import MessageLimits
@@ -193,7 +193,7 @@ async def _started(
     await health.follow()
     opened.push_async_callback(health.drain)
     server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
-    server.add_generic_rpc_handlers((RuntimeService(engine, config, Barrier(engine)).handlers(),))
+    server.add_generic_rpc_handlers((RuntimeService(engine, config, DurableGate(engine)).handlers(),))
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if address.is_loopback:
         names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)

@@ -31,7 +31,7 @@ from inference_engine.engine.results import HistoryLength, HistoryPiece, Session
 from inference_engine.errors import InvalidArgument, JournalFull, RequestError, SessionBusy, SessionNotFound
 from inference_engine.logs import name_request
 from inference_engine.server import convert
-from inference_engine.server.barrier import Barrier
+from inference_engine.server.durable_gate import DurableGate
 from inference_engine.server.incoming import MessageLimits, TransportError
 from inference_engine.server.interceptors import caller, route_of
 from inference_engine.server.status import SlowConsumer
@@ -68,10 +68,10 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 class RuntimeService:
     """The RPCs. State that outlives a call is kept in the engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, barrier: Barrier) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, gate: DurableGate) -> None:
         self._engine = engine
         self._config = config
-        self._barrier = barrier
+        self._gate = gate
         info = engine.info()
         self._mode, self._model_id = info.mode, info.facts.model_id
         self._durability = info.durability
@@ -205,7 +205,7 @@ class RuntimeService:
             listed = self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
             return convert.list_to_wire(listed, most=most)
 
-        await self._barrier.passed(self._engine.receipt_of_owner(owner), unless_full=True, most_seconds=LIST_SECONDS)
+        await self._gate.synced(self._engine.receipt_of_owner(owner), unless_full=True, most_seconds=LIST_SECONDS)
         if not self._engine.lists_from_memory(owner):
             return await self._on_disk(page)
         # A long page takes milliseconds.
@@ -266,12 +266,12 @@ class RuntimeService:
                 answer = await behaviour(handed.pop(), context)
             except RequestError as error:
                 of = session_id or error.session_id
-                if error.reveals_session and not await self._barrier.passed(self._engine.receipt(of), unless_full=True):
+                if error.reveals_session and not await self._gate.synced(self._engine.receipt(of), unless_full=True):
                     raise JournalFull from error
                 raise
             # Looked up in the turn of the call: later ones of the session have other receipts.
             of = getattr(answer, "session_id", session_id)
-            if changes and not await self._barrier.passed(self._engine.receipt(of)):
+            if changes and not await self._gate.synced(self._engine.receipt(of)):
                 raise JournalFull
             return answer
 
@@ -303,7 +303,7 @@ class RuntimeService:
                 # If it is elsewhere, it may have been closed, and its replies are remembered for a while.
                 await self._recall(session_id, request_id, to_close=to_close)
             if is_read:
-                await self._barrier.passed(self._engine.receipt(session_id), unless_full=True)
+                await self._gate.synced(self._engine.receipt(session_id), unless_full=True)
             return act()
 
         for _ in range(MOST_LEAVING):
@@ -335,7 +335,7 @@ class RuntimeService:
             for event in feed.pop_all():
                 if self._keeps and not isinstance(event, TokenCommitted):
                     # A reader gets saved tokens only; others say how long the history is.
-                    await self._barrier.passed(self._engine.receipt(session_id))
+                    await self._gate.synced(self._engine.receipt(session_id))
                 if isinstance(event, Failed):
                     raise event.error
                 message = frame(event)

@@ -14,16 +14,16 @@ class Copies(Protocol):
     def prefilled(self, tokens: int, seconds: float) -> None:
         """So long a prefill of so many tokens took."""
 
-    def rest(self, session: Session) -> None:
+    def idle(self, session: Session) -> None:
         """A Generate of the session has ended."""
 
-    def work(self) -> bool:
+    def poll(self) -> bool:
         """Save a piece of a session. Is there more to do at once?"""
 
     def restore(self, session: Session, *, is_alone: bool) -> bool:
         """Give an empty session the K/V of its copy, if there is one. False: it is being read; ask again."""
 
-    def distrust(self, session: Session) -> None:
+    def invalidate(self, session: Session) -> None:
         """Entries of the session cannot be trusted, and a copy may have them."""
 
     def close(self) -> None:
@@ -37,22 +37,22 @@ OpenCopies = Callable[[Callable[[], None]], Copies]
 class NoCopies:
     """Implements Copies: there are none, and a session that left memory is prefilled."""
 
-    def __init__(self, nudge: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         pass
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         pass
 
-    def rest(self, session: Session) -> None:
+    def idle(self, session: Session) -> None:
         pass
 
-    def work(self) -> bool:
+    def poll(self) -> bool:
         return False
 
     def restore(self, session: Session, *, is_alone: bool) -> bool:
         return True
 
-    def distrust(self, session: Session) -> None:
+    def invalidate(self, session: Session) -> None:
         pass
 
     def close(self) -> None:

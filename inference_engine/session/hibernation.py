@@ -201,7 +201,7 @@ class _Reading:
 
 
 class Hibernation:
-    """Implements Copies. Engine's thread only, but for `nudge`, which others call, and `close`, after it has ended."""
+    """Implements Copies. Engine's thread only, but for `wake`, which others call, and `close`, after it has ended."""
 
     def __init__(
         self,
@@ -212,9 +212,9 @@ class Hibernation:
         *,
         limits: HibernationLimits,
         fingerprint: Callable[[Session], str],
-        nudge: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
-        """fingerprint: what decides the bits of a session's K/V. nudge: wakes the engine's thread.
+        """fingerprint: what decides the bits of a session's K/V. wake: wakes the engine's thread.
 
         Raises ConfigError.
         """
@@ -223,7 +223,7 @@ class Hibernation:
         self._clock = clock
         self._limits = limits
         self._fingerprint = fingerprint
-        self._nudge = nudge
+        self._wake = wake
         self._book = book
         self._index = CopyIndex(book, limits, metrics)
         self._resting: OrderedDict[Session, float] = OrderedDict()  # since when
@@ -283,7 +283,7 @@ class Hibernation:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def rest(self, session: Session) -> None:
+    def idle(self, session: Session) -> None:
         """A Generate of the session has ended."""
         if reading := self._readings.pop(session, None):
             reading.copy.cancel()
@@ -291,10 +291,10 @@ class Hibernation:
             self._resting[session] = self._clock()
             self._resting.move_to_end(session)
 
-    def work(self) -> bool:
+    def poll(self) -> bool:
         """Once a round of the loop: save a piece of a session. Is there more to do at once?
 
-        When a piece was written, `nudge` is called.
+        When a piece was written, `wake` is called.
         """
         self._asked, self._asking = self._asking, set()
         saving = self._saving
@@ -362,10 +362,10 @@ class Hibernation:
             self._give_up(saving, "given_up")
         elif piece is None:
             saving.finished = self._writer.submit(saving.writer.finish)
-            saving.finished.add_done_callback(lambda _: self._nudge())
+            saving.finished.add_done_callback(lambda _: self._wake())
         else:
             saving.written = self._writer.submit(saving.writer.add, *piece)
-            saving.written.add_done_callback(lambda _: self._nudge())
+            saving.written.add_done_callback(lambda _: self._wake())
 
     def _has_saved(self, saving: _Saving, header_crc: int) -> None:
         session, nbytes = saving.session, saving.writer.nbytes
@@ -421,7 +421,7 @@ class Hibernation:
                 return None
             facts = CopyFacts.of(self._fingerprint(session), session.history, record.length)
         copy = self._reader.submit(read_copy, self._index.folder / record.file, facts, record.header_crc)
-        copy.add_done_callback(lambda _: self._nudge())
+        copy.add_done_callback(lambda _: self._wake())
         reading = self._readings[session] = _Reading(record, copy)
         return reading
 
@@ -466,7 +466,7 @@ class Hibernation:
         self._metrics.copies_read.labels(outcome).inc()
         self._index.drop(session.session_id)
 
-    def distrust(self, session: Session) -> None:
+    def invalidate(self, session: Session) -> None:
         """Entries of the session cannot be trusted, and a copy may have them: remove it."""
         if self._saving is not None and self._saving.session is session:
             self._give_up(self._saving, "given_up")
@@ -507,7 +507,7 @@ class Hibernation:
             pending: Future[Any] | None = saving.finished or saving.written
             if pending is not None:
                 wait([pending], left)
-            self.work()
+            self.poll()
 
 
 def _pieces(saved: Saved) -> Iterator[tuple[str, int, tuple[Tensor, ...]]]:

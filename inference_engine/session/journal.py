@@ -1,8 +1,8 @@
 """The journal: every change of a session is recorded here before a client hears of it (write-ahead).
 
-    engine, under the store's lock      record, record, …        in memory only, never waits
-    the journal's own thread            commit of all of them    while the device is at the next step
-    what answers clients                say(callback, receipt)   called once what was recorded of a session is safe
+    engine, under the store's lock      record, record, …             in memory only, never waits
+    the journal's own thread            commit of all of them         while the device is at the next step
+    what answers clients                on_saved(callback, receipt)   called once what was recorded of a session is safe
 
 `Journal` is the interface of any log. `MemoryJournal` keeps the records of open sessions in memory, and calls at once:
 its sessions end with the process. `SQLiteJournal` (sqlite_journal.py) keeps them in a folder, and sessions outlive the
@@ -238,13 +238,13 @@ class Journal(Protocol):
     def receipt_of_owner(self, owner: str) -> Receipt:
         """Of what was recorded last of any of the owner's sessions."""
 
-    def say(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
+    def on_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         """Call `callback`, from any thread, once everything is safe that was recorded until now; perhaps at once.
 
         With a receipt: once that is safe or refused, and also when the disk has no space for it now.
         """
 
-    def kick(self) -> None:
+    def request_sync(self) -> None:
         """A step was recorded: make it safe soon."""
 
     def is_behind(self) -> bool:
@@ -362,10 +362,10 @@ class MemoryJournal:
     def receipt_of_owner(self, owner: str) -> Receipt:
         return SAFE
 
-    def say(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
+    def on_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         callback()
 
-    def kick(self) -> None: ...
+    def request_sync(self) -> None: ...
 
     def is_behind(self) -> bool:
         return False

@@ -338,11 +338,11 @@ class SQLiteJournal:
     def receipt_of_owner(self, owner: str) -> Receipt:
         return self._kept.get(owner, _NONE_KEPT).receipt
 
-    def say(self, callback: Callback, receipt: Receipt | None = None) -> None:
-        self._writer.say(callback, receipt)
+    def on_saved(self, callback: Callback, receipt: Receipt | None = None) -> None:
+        self._writer.on_saved(callback, receipt)
 
-    def kick(self) -> None:
-        self._writer.kick()
+    def request_sync(self) -> None:
+        self._writer.request_sync()
 
     def is_behind(self) -> bool:
         return self._writer.is_behind()

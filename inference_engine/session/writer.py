@@ -1,7 +1,7 @@
 """The journal's thread (group commit): commits what was recorded in one transaction, one fsync, and confirms it.
 
-    engine's thread    record A, B, … │ kick │ plan, forward of the next step …
-    this thread                              │ commit A, B, … │ call back what waited for them
+    engine's thread    record A, B, … │ request_sync │ plan, forward of the next step …
+    this thread                                      │ commit A, B, … │ call back what waited for them
 
 Confirmations wait for the disk, the engine does not. What can be done later comes a moment after them: those who were
 called back run first, and need the interpreter for that.
@@ -102,7 +102,7 @@ class Writer:
         self._order = itertools.count()
         self._recorded = self._saved = 0  # units
         self._waiting = 0  # changes that are not safe
-        self._is_kicked = self._is_stopping = False
+        self._is_sync_requested = self._is_stopping = False
         self.is_full = is_full
         self.is_stuck = False  # full, and not even what is recorded can be written
         self.failure = ""
@@ -117,7 +117,7 @@ class Writer:
             self._units.append(unit)
             self._waiting += len(unit.changes)
 
-    def say(self, callback: Callback, receipt: Receipt | None = None) -> None:
+    def on_saved(self, callback: Callback, receipt: Receipt | None = None) -> None:
         """Call back once all is safe that was recorded until now; of a receipt, once it is safe or refused, and each
         time when there is no space for it."""
         with self._lock:
@@ -130,9 +130,9 @@ class Writer:
         if is_now:
             callback()
 
-    def kick(self) -> None:
+    def request_sync(self) -> None:
         with self._lock:
-            self._is_kicked = True
+            self._is_sync_requested = True
             self._wake.notify()
 
     @property
@@ -150,7 +150,7 @@ class Writer:
         ends = time.monotonic() + seconds
         while True:
             done = threading.Event()
-            self.say(done.set, receipt)
+            self.on_saved(done.set, receipt)
             while not done.wait(_LOOK_SECONDS):
                 if self.failure or time.monotonic() > ends:
                     return False
@@ -176,7 +176,7 @@ class Writer:
                     self._wait(_QUIET_SECONDS if has_more else _IDLE_SECONDS)
                 is_over = self._is_stopping and not self._units and not self._callbacks
                 units, self._units = self._units, []
-                self._is_kicked = False
+                self._is_sync_requested = False
             try:
                 if is_over:
                     self._tidy_at_the_end()
@@ -212,7 +212,7 @@ class Writer:
 
     def _wait(self, most_seconds: float) -> None:
         """Until a step was recorded, or a callback waits for a commit. Called with the lock held."""
-        while not self._is_stopping and not self._is_kicked and not self._callbacks:
+        while not self._is_stopping and not self._is_sync_requested and not self._callbacks:
             if not self._wake.wait(most_seconds):
                 return
 

@@ -17,7 +17,7 @@ class Early(SQLiteJournal):
     def receipt(self, session_id: str) -> Receipt:
         return SAFE
 
-    def say(self, words: Callable[[], object], receipt: Receipt | None = None) -> None:
+    def on_saved(self, words: Callable[[], object], receipt: Receipt | None = None) -> None:
         words()
 
     def open(self, record: Any) -> Any:

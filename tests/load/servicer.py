@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import RequestError
-from inference_engine.server.barrier import Barrier
+from inference_engine.server.durable_gate import DurableGate
 from inference_engine.server.incoming import TransportError
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
 from inference_engine.server.status import code_of, reason_of, to_trailers
@@ -86,7 +86,7 @@ class Servicer:
     """Every RPC of the service over `engine`."""
 
     def __init__(self, engine: Engine, *, busy_wait_seconds: float = 0.02) -> None:
-        service = RuntimeService(engine, ServerConfig(busy_wait_seconds=busy_wait_seconds), Barrier(engine))
+        service = RuntimeService(engine, ServerConfig(busy_wait_seconds=busy_wait_seconds), DurableGate(engine))
         self._handlers = service.handlers()
 
     async def call(self, request: Message, *, seconds: float | None = None) -> Outcome:

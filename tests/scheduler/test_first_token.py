@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from inference_engine.config import EngineConfig
-from inference_engine.scheduler.foresight import Foresight
 from inference_engine.scheduler.request import Prediction, Request
+from inference_engine.scheduler.ttft_prediction import TTFTPredictor
 from laboratory.load.samples import percentile
 from tests.further import further
 from tests.scheduler.simulated import Arrival, Seen, Simulation
@@ -95,9 +95,9 @@ def test_what_is_taken_is_in_time_and_every_place_is_filled_however_much_comes(
 
 def test_a_wait_is_predicted_to_the_step() -> None:
     """Where lengths and durations are known, and none comes later that begins earlier."""
-    answered, seen = Foresight.answered, list[float]()
+    answered, seen = TTFTPredictor.answered, list[float]()
 
-    def noted(self: Foresight, request: Request, now: float) -> None:
+    def noted(self: TTFTPredictor, request: Request, now: float) -> None:
         if (predicted := request.predicted) is not None and predicted.wait > 0:
             seen.append((predicted.wait + predicted.own - (now - request.accepted_at)) / STEP_SECONDS)
         answered(self, request, now)
@@ -108,7 +108,7 @@ def test_a_wait_is_predicted_to_the_step() -> None:
     for _ in range(150):
         at += rng.expovariate(1.2 * CAPACITY * 2 / sum(TOKENS))
         arrivals.append(Arrival(at=at, prompt_tokens=4, max_tokens=rng.randint(*TOKENS)))
-    with patch.object(Foresight, "answered", noted):
+    with patch.object(TTFTPredictor, "answered", noted):
         played(arrivals, max_first_token_seconds=600.0)
     assert len(seen) >= 140
     # Of the step under way what is left; and prefills that run in one step with this one count as parts of a step.
@@ -194,13 +194,13 @@ def test_a_single_short_generate_is_no_promise_that_an_owners_next_are_short(ask
     # Of another owner, so that it is known what steps take.
     paced = [Arrival(at=1.0, owner="another", max_tokens=60)]
     full = [Arrival(at=25.0 + 0.2 * number, max_tokens=200) for number in range(PLACES)]
-    predict, predicted = Foresight.predict, list[Prediction]()
+    predict, predicted = TTFTPredictor.predict, list[Prediction]()
 
-    def noted(self: Foresight, *queue: Any, changes: int) -> Prediction | None:
+    def noted(self: TTFTPredictor, *queue: Any, changes: int) -> Prediction | None:
         if (found := predict(self, *queue, changes=changes)) is not None:
             predicted.append(found)
         return found
 
-    with patch.object(Foresight, "predict", noted):
+    with patch.object(TTFTPredictor, "predict", noted):
         played([*first, *paced, *full, Arrival(at=27.0, max_tokens=200), Arrival(at=27.5, max_tokens=200)])
     assert max(each.wait for each in predicted[:-2]) <= LIMIT < min(each.wait for each in predicted[-2:])

@@ -20,7 +20,7 @@ from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
 from tests.engine.sessions import Clock
-from tests.facade import kv_of, nudge
+from tests.facade import kv_of, wake
 from tests.load.scripted import scripted_engine
 from tests.processes import Process, ending, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
@@ -56,7 +56,7 @@ def engine(script: Script, clock: Clock) -> Iterator[Engine]:
 async def client(engine: Engine) -> AsyncIterator[Client]:
     async with serving(engine) as handle, connected(handle) as client:
         yield client
-        nudge(engine)
+        wake(engine)
 
 
 async def generated(client: Client, session_id: str) -> list[int]:

@@ -307,7 +307,7 @@ async def a_folder_of_sessions(seen: Seen) -> None:
                 def is_forgotten() -> bool:
                     # Each time: the journal's thread may be about to say when it looks next.
                     journal._expire_at = 0.0
-                    journal.kick()
+                    journal.request_sync()
                     return bool(value("journal_forgotten_total"))
 
                 await until(is_forgotten)

@@ -143,7 +143,7 @@ class Talk:
                 self._grow(one, is_generated=action == "generate")
         if len(self.alive) < SESSIONS:
             self._open(None)
-        self.journal.kick()
+        self.journal.request_sync()
 
     def _open(self, parent: Life | None) -> None:
         record = record_of(len(self.lives), "talk")

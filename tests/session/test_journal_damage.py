@@ -135,7 +135,7 @@ def test_a_session_whose_last_rows_are_damaged_counts_no_more_once_it_is_deleted
     assert journal.kept_by("alice") == Kept(2, 3012)
     while len(journal.page("alice", after="", most=10)) > 1:
         now += 100
-        journal.kick()
+        journal.request_sync()
     journal.stop()
     assert journal.kept_by("alice") == Kept(1, 5)
 
@@ -238,7 +238,7 @@ def looked_through(journal: SQLiteJournal) -> None:
     for _ in range(2):
         with journal._db_lock:
             journal._expire_at = 0.0
-        journal._writer.kick()
+        journal._writer.request_sync()
         ends = time.monotonic() + 20
         while not journal._expire_at:
             assert not journal.failure, journal.failure

@@ -103,7 +103,7 @@ def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path:
     journal.stop()
     journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
     assert journal._writer.flush(20)
-    journal.kick()
+    journal.request_sync()
     journal.open(record_of(9))
     assert journal._writer.flush(20)
     kept = {entry.record.session_id for entry in journal.page("alice", after="", most=10)}

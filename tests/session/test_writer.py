@@ -43,10 +43,10 @@ def test_what_is_recorded_by_those_who_were_called_back_is_committed_before_anyt
     def go_on() -> None:
         untidy.seen.append("called")
         untidy.record()
-        untidy.writer.say(lambda: untidy.seen.append("called again"))
+        untidy.writer.on_saved(lambda: untidy.seen.append("called again"))
 
     untidy.record()
-    untidy.writer.say(go_on)
+    untidy.writer.on_saved(go_on)
     assert untidy.tidied.wait(20)
     untidy.writer.stop()
     assert untidy.seen == ["commit", "called", "commit", "called again", "tidy"]
@@ -64,10 +64,10 @@ def test_what_is_recorded_while_the_disk_has_no_room_to_tidy_is_committed_when_t
     writer = Writer(commits.append, tidy, lambda: False, EngineMetrics())
     called: list[str] = []
     writer.record(Unit(changes=[(lambda: None, ())]))
-    writer.say(lambda: called.append("first"))
+    writer.on_saved(lambda: called.append("first"))
     assert has_begun.wait(20)
     writer.record(Unit(changes=[(lambda: None, ())]))
-    writer.say(lambda: called.append("second"))
+    writer.on_saved(lambda: called.append("second"))
     stopping = threading.Thread(target=writer.stop)
     stopping.start()
     while not writer._is_stopping:

@@ -26,7 +26,7 @@ class _Waiter:
     goes_on: asyncio.Future[None]
 
 
-class Barrier:
+class DurableGate:
     """Event loop only."""
 
     def __init__(self, engine: Engine) -> None:
@@ -36,7 +36,7 @@ class Barrier:
         self._is_asking = False  # at the end of this turn of the loop
         self._free = deque[asyncio.Future[None]]()  # that go on, some at a time
 
-    async def passed(self, receipt: Receipt, *, unless_full: bool = False, most_seconds: float | None = None) -> bool:
+    async def synced(self, receipt: Receipt, *, unless_full: bool = False, most_seconds: float | None = None) -> bool:
         """Wait until it is safe, or was refused: then it is undone, and the answer is False.
 
         unless_full: do not wait for space on a full disk; False, too, if there is none. most_seconds: do not wait

@@ -22,16 +22,18 @@ Wake = Callable[[], object]
 logger = logging.getLogger(__name__)
 
 
-class Wakeups:
+class StreamNotifier:
     """`wake` and `call` from any thread; `hold` and `release` on the engine's."""
 
-    def __init__(self, after: Callable[[Wake], None] | None = None, kick: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, after: Callable[[Wake], None] | None = None, request_sync: Callable[[], None] | None = None
+    ) -> None:
         """after: makes a wake-up once all that was recorded until now may be sent; None: it may be sent at once.
 
-        kick: asks for the commit of a step that wakes no reader.
+        request_sync: asks for the commit of a step that wakes no reader.
         """
         self._after = after
-        self._kick = kick
+        self._request_sync = request_sync
         self._holder: int | None = None  # the thread whose wake-ups are held back
         self._calls: dict[Wake, None] = {}  # come before those kept
         self._kept: dict[Wake, None] = {}
@@ -44,7 +46,7 @@ class Wakeups:
             wake()
 
     def call(self, callback: Wake, wake: Wake | None) -> None:
-        """Where they are late: as `wake`, with `callback` before it.
+        """Where they wait for a sync: as `wake`, with `callback` before it.
 
         Both when the step is safe: what `callback` sets before could be looked at, found empty, and never be set again.
         All callbacks come before the first wake-up, so that the thread that it wakes finds all that is to be read.
@@ -58,7 +60,7 @@ class Wakeups:
             self._after(callback if wake is None else partial(_make, (callback, wake)))
 
     @property
-    def are_late(self) -> bool:
+    def waits_for_sync(self) -> bool:
         """Are they delivered only after the journal has synced?"""
         return self._after is not None
 
@@ -75,8 +77,8 @@ class Wakeups:
                 _make(kept)
             else:
                 self._after(partial(_make, kept))
-        elif was_held and self._kick is not None:
-            self._kick()
+        elif was_held and self._request_sync is not None:
+            self._request_sync()
 
 
 def _make(wakes: Iterable[Wake]) -> None:

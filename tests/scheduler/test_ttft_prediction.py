@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 
 from inference_engine.engine.generation import Generation
-from inference_engine.scheduler import foresight
-from inference_engine.scheduler.foresight import Lengths, Load, Room, ahead_of
+from inference_engine.scheduler import ttft_prediction
 from inference_engine.scheduler.policy import admit
 from inference_engine.scheduler.request import Prediction
+from inference_engine.scheduler.ttft_prediction import Lengths, Load, Room, ahead_of
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script
 from tests.laws.variants import drain
@@ -98,7 +98,7 @@ def test_places_are_given_as_admission_gives_them(most_tokens: int, names: str) 
             for _ in range(rng.randint(0, most))
         ]
 
-    with patch.object(foresight, "MOST_ENDS", 10**6):
+    with patch.object(ttft_prediction, "MOST_ENDS", 10**6):
         for _ in range(2000):
             room = Room(
                 max_running=rng.randint(1, 10),
@@ -140,10 +140,10 @@ def test_the_lengths_of_an_owners_generates_are_known_from_its_own() -> None:
 
 def test_a_wait_is_predicted_for_the_queue_as_it_is_at_each_call() -> None:
     """What is kept for the next call of an owner is given up when a call joins, begins or leaves."""
-    predict, script = foresight.Foresight.predict, Script()
+    predict, script = ttft_prediction.TTFTPredictor.predict, Script()
     in_step, go_on, waits = threading.Event(), threading.Event(), list[float]()
 
-    def noted(self: foresight.Foresight, *queue: Any, changes: int) -> Prediction | None:
+    def noted(self: ttft_prediction.TTFTPredictor, *queue: Any, changes: int) -> Prediction | None:
         found = predict(self, *queue, changes=changes)
         self._plays.clear()
         self._queue = None
@@ -158,7 +158,7 @@ def test_a_wait_is_predicted_for_the_queue_as_it_is_at_each_call() -> None:
 
     with (
         scripted_engine(script=script, max_running=1, max_first_token_seconds=600.0) as engine,
-        patch.object(foresight.Foresight, "predict", noted),
+        patch.object(ttft_prediction.TTFTPredictor, "predict", noted),
     ):
         sessions = [engine.create_session(owner="a").session_id for _ in range(4)]
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import cast
 
 from inference_engine.engine import Engine
-from inference_engine.server.barrier import Barrier
+from inference_engine.server.durable_gate import DurableGate
 from inference_engine.server.stream import WOKEN_AT_ONCE
 from inference_engine.session.journal import SAFE, Receipt
 
 
 class Unsafe:
-    """What a barrier knows of an engine. Nothing is safe until a test says so."""
+    """What a gate knows of an engine. Nothing is safe until a test says so."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Callable[[], object], Receipt]] = []
@@ -45,9 +45,9 @@ async def a_turn() -> None:
         await asyncio.sleep(0)
 
 
-def waiting(unsafe: Unsafe, *receipts: Receipt) -> tuple[Barrier, list[asyncio.Task[bool]]]:
-    barrier = Barrier(cast(Engine, unsafe))
-    return barrier, [asyncio.ensure_future(barrier.passed(receipt)) for receipt in receipts]
+def waiting(unsafe: Unsafe, *receipts: Receipt) -> tuple[DurableGate, list[asyncio.Task[bool]]]:
+    gate = DurableGate(cast(Engine, unsafe))
+    return gate, [asyncio.ensure_future(gate.synced(receipt)) for receipt in receipts]
 
 
 async def test_calls_that_wait_for_one_thing_ask_once_and_go_on_when_it_is_safe() -> None:
@@ -82,14 +82,14 @@ async def test_a_call_that_was_refused_goes_on_and_knows_it() -> None:
 async def test_on_a_full_disk_those_go_on_that_can_do_without_and_the_others_wait() -> None:
     unsafe = Unsafe()
     receipt = unsafe.record()
-    barrier, (stream,) = waiting(unsafe, receipt)
-    read = asyncio.ensure_future(barrier.passed(receipt, unless_full=True))
+    gate, (stream,) = waiting(unsafe, receipt)
+    read = asyncio.ensure_future(gate.synced(receipt, unless_full=True))
     await a_turn()
     assert not read.done()
     unsafe.is_full = True
     unsafe.answer()
     assert not await read
-    assert not await barrier.passed(receipt, unless_full=True), "it would be known at once"
+    assert not await gate.synced(receipt, unless_full=True), "it would be known at once"
     await a_turn()
     assert not stream.done()
     unsafe.is_full = False
@@ -100,8 +100,8 @@ async def test_on_a_full_disk_those_go_on_that_can_do_without_and_the_others_wai
 async def test_a_list_goes_on_after_its_time_and_knows_that_not_all_is_safe() -> None:
     unsafe = Unsafe()
     receipt = unsafe.record()
-    barrier, (stream,) = waiting(unsafe, receipt)
-    assert not await barrier.passed(receipt, most_seconds=0.01)
+    gate, (stream,) = waiting(unsafe, receipt)
+    assert not await gate.synced(receipt, most_seconds=0.01)
     assert not stream.done()
     unsafe.answer(receipt)
     assert await stream

@@ -350,7 +350,7 @@ def _weighed(seen: float, number: float, expected: float) -> float:
 
 
 @dataclass(slots=True)
-class Foresight:
+class TTFTPredictor:
     """Predicts waits from the duration of steps, the lengths of Generates, and the errors of earlier predictions.
 
     Not thread-safe: the scheduler's lock is held.

@@ -15,7 +15,7 @@ from inference_engine.engine import Engine
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.scheduler.batching import Batching
 from inference_engine.scheduler.loop import Scheduler
-from inference_engine.scheduler.wakeups import Wakeups
+from inference_engine.scheduler.stream_notify import StreamNotifier
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
@@ -28,32 +28,32 @@ from tests.tiny import tiny_forward_on
 
 
 def test_equal_wakes_that_are_held_back_are_made_once_at_their_release() -> None:
-    wakeups, reported = Wakeups(), list[str]()
+    notifier, reported = StreamNotifier(), list[str]()
 
     def one() -> None:
         reported.append("one")
 
-    wakeups.hold()
+    notifier.hold()
     for wake in (one, lambda: reported.append("other"), one):
-        wakeups.wake(wake)
+        notifier.wake(wake)
     assert not reported
-    wakeups.release()
-    wakeups.release()
+    notifier.release()
+    notifier.release()
     assert reported == ["one", "other"]
 
 
 def test_late_ones_of_a_step_come_together_and_wake_a_thread_when_all_is_set_that_it_reads() -> None:
     waiting, made = list[Callable[[], object]](), list[str]()
-    wakeups = Wakeups(waiting.append)
+    notifier = StreamNotifier(waiting.append)
 
     def wake() -> None:
         made.append("wake")
 
-    wakeups.hold()
+    notifier.hold()
     for number in range(3):
-        wakeups.call(partial(made.append, f"set {number}"), wake)
+        notifier.call(partial(made.append, f"set {number}"), wake)
     assert not waiting
-    wakeups.release()
+    notifier.release()
     (made_late,) = waiting
     assert not made
     made_late()
@@ -107,8 +107,8 @@ def test_a_steps_commit_is_asked_for_once_while_the_device_is_at_work(
         seen.append("computed")
 
     real_choose = Batching.choose
-    asks("say")
-    asks("kick")
+    asks("on_saved")
+    asks("request_sync")
     monkeypatch.setattr(Batching, "choose", choose)
     forward = ScriptedForward(ScriptedModel(), Script(on_step=look))
     journal = sqlite_journal(tmp_path / "state")
@@ -141,8 +141,8 @@ def test_a_step_that_lands_is_asked_to_be_made_safe_before_what_it_lands_for(
 
         monkeypatch.setattr(journal, name, ask)
 
-    noted("kick")
-    noted("say")
+    noted("request_sync")
+    noted("on_saved")
     with Engine(forward, config, journal=journal) as engine:
         session = engine.create_session(limit_tokens=500).session_id
         lengths[0] = session_of(engine, session).history.__len__
@@ -158,15 +158,15 @@ def test_a_step_that_lands_is_asked_to_be_made_safe_before_what_it_lands_for(
 
 
 def test_a_wake_up_that_fails_keeps_no_other_from_its_reader(caplog: pytest.LogCaptureFixture) -> None:
-    wakeups, reported = Wakeups(), list[str]()
+    notifier, reported = StreamNotifier(), list[str]()
 
     def fail() -> None:
         raise ValueError("of an embedder")
 
-    wakeups.hold()
-    wakeups.wake(fail)
-    wakeups.wake(lambda: reported.append("one"))
-    wakeups.release()
+    notifier.hold()
+    notifier.wake(fail)
+    notifier.wake(lambda: reported.append("one"))
+    notifier.release()
     assert reported == ["one"] and "of an embedder" in caplog.text
 
 
