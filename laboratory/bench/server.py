@@ -61,6 +61,8 @@ class Target:
         await self.channel.close()
         self._process.terminate()
         self._process.wait(timeout=10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 @contextlib.contextmanager
