@@ -16,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from laboratory.evaluation import measured
+from laboratory.evaluation.record import RESULTS
+from laboratory.evaluation.report import INDEX, page
 from scripts.reference import (
     command_line,
     errors,
@@ -47,7 +50,7 @@ PAGES = {
 def main() -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(description="Make the reference pages from the code.")
-    parser.add_argument("--check", action="store_true", help="compare instead of writing; exit 1 on a difference")
+    parser.add_argument("--check", action="store_true", help="compare, pages of records, too; exit 1 on a difference")
     if not parser.parse_args().check:
         for name, render in PAGES.items():
             (FOLDER / name).write_text(render(), encoding="utf-8")
@@ -55,7 +58,11 @@ def main() -> int:
     stale = stale_pages()
     for name in stale:
         print(f"{FOLDER.relative_to(ROOT) / name} is not what the code says; run: make reference")
-    return 1 if stale else 0
+    of_records = {measured.PAGE: measured.rendered(_held(measured.PAGE) or ""), RESULTS / INDEX: page(RESULTS)}
+    other = [path.relative_to(ROOT) for path, text in of_records.items() if _held(path) != text]
+    for path in other:
+        print(f"{path} is not what the records say; run: kakeya evaluate report")
+    return 1 if stale or other else 0
 
 
 def stale_pages() -> list[str]:

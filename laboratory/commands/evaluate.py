@@ -114,7 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add_settings(one, ModelConfig)
             add_settings(one, EngineConfig, only=ENGINE)
         one.set_defaults(run=run)
-    report = commands.add_parser("report", help="make the index of records again, or show records", allow_abbrev=False)
+    report = commands.add_parser(
+        "report",
+        help="make the pages of records again, or show records",
+        allow_abbrev=False,
+    )
     _add_results(report)
     report.add_argument(
         "--show",

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from inference_engine.errors import KakeyaError
+from laboratory.evaluation import measured
 from laboratory.evaluation.record import RESULTS, load
 
 INDEX = "README.md"
@@ -61,9 +62,14 @@ without brackets was counted or measured once. [How to read a record](../docs/ev
 
 
 def rebuild(results: Path = RESULTS) -> Path:
-    """Write the index of all records under `results` and return its path. Raises KakeyaError for a broken record."""
+    """Write the index of all records under `results`, and return its path. Raises KakeyaError for a broken record.
+
+    Of the project's own, the tables of docs/measured.md are made again, too.
+    """
     text = page(results)
     path = results / INDEX
+    if results == RESULTS:
+        measured.PAGE.write_text(measured.rendered(measured.PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     return path
 
