@@ -215,6 +215,8 @@ _ROOTS = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
+_MIXTRAL = re.compile(r"\.block_sparse_moe\.(?:(?P<expert>experts\.\d+)\.(?P<part>w[123])\.)?")
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
@@ -288,7 +290,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def text_name(name: str) -> str:
-    """The name that a tensor of the text model has if there is only that: without what leads to it among others."""
+    """The name that a tensor of the text model has if there is only that: without what leads to it among others.
+
+    Mixtral's experts are named as those of other families.
+    """
+    if (found := _MIXTRAL.search(name)) is not None:
+        part = f"{found['expert']}.{_MIXTRAL_PARTS[found['part']]}." if found["expert"] else ""
+        name = f"{name[: found.start()]}.mlp.{part}{name[found.end() :]}"
     for root, own in sorted(_ROOTS, key=lambda root: -len(root[0])):
         if name.startswith(root):
             return own + name.removeprefix(root)

@@ -56,7 +56,7 @@ def compare_mixtures() -> None:
             experts = made(shape, dtype, device)
             if shape[3] % 2:  # a router of another kind, whose choice is torch's
                 routing = replace(experts.routing, scores="sigmoid", factor=1.5)
-                experts = replace(experts, routing=routing, bias=numbers(shape[3], seed=5))
+                experts = replace(experts, routing=routing, bias=numbers(shape[3], seed=5).to(device))
             states = numbers(shape[0], shape[1], dtype=dtype)
             norm = RowNorm(weights=numbers(shape[1], seed=3, dtype=dtype).abs() + 0.5, epsilon=1e-5)
             for by, residual in ((norm, states.flip(0)), (None, None)):

@@ -168,6 +168,7 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "rope_parameters": ("llama", {}, {**_THETA, "rope_theta": 100.0}),
     "rope_theta": ("llama", _OLD_ROPE, 100.0),
     "rope_scaling": ("llama", _OLD_ROPE, {"type": "linear", "factor": 4.0}),
+    "partial_rotary_factor": ("glm4_moe", {"rope_parameters": None}, 1.0),
     "rope_local_base_freq": ("gemma3", {**_OLD_ROPE, "rope_theta": 5e4}, 100.0),
     "original_max_position_embeddings": (
         "llama",
@@ -320,7 +321,7 @@ def test_keys_of_a_rotation_change_it_or_are_refused(tmp_path: Path, cache: Path
         "high_freq_factor": (llama3, 8.0),
     }
     refused = {"short_factor": long, "long_factor": long}
-    by_kind = {"full_attention", "sliding_attention"}
+    by_kind = {"full_attention", "sliding_attention", "partial_rotary_factor"}  # of other families
     assert set(changes) | set(refused) | by_kind == set(effects(ROPE_KEYS, HONOURED, REFUSED))
     path = folder(tmp_path / "model", "llama", {})
     for key, (others, value) in changes.items():
