@@ -1,8 +1,9 @@
-"""Decisions are short, keep their numbers, and have a record for each figure that needs one."""
+"""Decisions are short and keep their numbers; what documents name is there."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DECISIONS = sorted((ROOT / "docs/adr").glob("0*.md"))
 MOST_WORDS = 600
 SECTIONS = ("Context", "Decision", "Alternatives", "Consequences")
+NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|proto|ts|mjs))`")
 WITHOUT_A_RECORD = re.compile(r"(without|no) (a )?record|of which there is no", re.IGNORECASE)
 
 
@@ -39,3 +41,15 @@ def test_every_number_is_in_the_list_once() -> None:
         assert f"| [{path.name[:4]}]({path.name}) | {title} |" in listed
     numbers = re.findall(r"(?<![\w-])\d{4}(?![\w-])", listed)
     assert sorted(numbers) == [f"{number:04}" for number in range(1, len(numbers) + 1)]
+
+
+def test_a_file_that_a_document_names_is_there() -> None:
+    """As `kv/part.py`, below any folder: what a document says of a file that is gone is no longer true."""
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    files = [f"/{path}" for path in listed.splitlines()]
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *DECISIONS]
+    named = {(path.name, name) for path in documents for name in NAMED_FILE.findall(path.read_text(encoding="utf-8"))}
+    assert len(named) > 100
+    assert [
+        (document, name) for document, name in sorted(named) if not any(f.endswith(f"/{name}") for f in files)
+    ] == []
