@@ -76,13 +76,14 @@ demo serve chat: native
 # The checks without the site, which a further test builds. Most checks use one core, and the TypeScript SDK's tests wait
 # much: both at once.
 test: developed $(TYPESCRIPT)/node_modules/.package-lock.json ## all that must hold: checks, then unit and integration tests
-	@$(MAKE) --no-print-directory --jobs=2 $(WHOLE) IS_SET_UP=yes unit-typescript $(CHECKS)
-	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory --jobs=2 $(WHOLE) IS_SET_UP=yes unit-typescript $(CHECKS) && times >$(VENV)/times && \
+	    CHECKS_TOOK="$$SECONDS $$(tail -n 1 $(VENV)/times)" $(MAKE) --no-print-directory unit
 
 unit test test-further test-http test-long laws-mlx: EVERY_LEVEL := --every-level
 unit: developed node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal \
+	    $(if $(CHECKS_TOOK),--checks-took='$(CHECKS_TOOK)') $(ARGS)
 
 test-further: developed node vocabularies ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m

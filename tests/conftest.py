@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,11 @@ from hypothesis import settings
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
 from tests.further import BENCHMARKS, HTTP, LABORATORY, PUBLISHED, make_further
+
+BEGUN = time.monotonic()
+# Where all tests are further ones. Without an expression of the caller's own they are not even read.
+FURTHER_PLACES = (*LABORATORY, *BENCHMARKS, *HTTP, *PUBLISHED)
+UNREAD = "not long and not apple"
 
 # Conftest is read before any test module, so this comes before the first import of torch and transformers.
 configure_threads_environment()
@@ -31,9 +40,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.option.markexpr != UNREAD or not collection_path.is_relative_to(config.rootpath):
+        return None
+    named = any(argument.startswith(FURTHER_PLACES) for argument in config.args)
+    return True if not named and str(collection_path.relative_to(config.rootpath)) in FURTHER_PLACES else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {config.rootpath / place for place in (*LABORATORY, *BENCHMARKS, *HTTP, *PUBLISHED)}
+    places = {config.rootpath / place for place in FURTHER_PLACES}
     for item in items:
         is_long = item.get_closest_marker("long") is not None
         if not is_long and not places.isdisjoint((item.path, *item.path.parents)):
@@ -59,6 +75,25 @@ def _ending(status: int | None) -> str:
     return f"by signal {-status} ({signal.strsignal(-status)})"
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    """The last line but pytest's own: what it took, with the checks before, which `make test` hands over."""
+    yield
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    processor = sum(each.ru_utime + each.ru_stime for each in used)
+    of_checks = [_seconds(word) for word in config.getoption("--checks-took").split()]
+    wall, *parts = of_checks or [0.0]
+    took = (time.monotonic() - BEGUN + wall, processor + sum(parts))
+    said = " and ".join(f"{seconds // 60:.0f} min {seconds % 60:.0f} s" for seconds in took)
+    terminalreporter.write_line(f"wall and processor time{' with the checks' * bool(of_checks)}: {said}")
+
+
+def _seconds(word: str) -> float:
+    """As bash writes it: 1m2.345s, or a number."""
+    minutes, _, seconds = word.rstrip("s").rpartition("m")
+    return 60 * float(minutes or 0) + float(seconds)
+
+
 @pytest.fixture
 def admitting_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests whose caches are empty and whose models have few configurations."""
@@ -80,3 +115,4 @@ def trying_no_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strategies", nargs="+", help="of tests/laws, the cases of these strategies alone")
     parser.addoption("--executor", choices=("mlx",), help="all of tests/laws on it, and on nothing else")
+    parser.addoption("--checks-took", default="", help="wall time, and processor times as bash writes them")
