@@ -32,7 +32,7 @@ from inference_engine.session.journal import SessionRecord, TokensRecord
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.sqlite_journal import COPIES, SQLiteJournal
 from inference_engine.session.store import SessionStore
-from inference_engine.session.writer import Change, DiskFull
+from inference_engine.session.writer import Change
 from inference_engine.types import Bound, Mode, ModelFacts
 
 LIMIT_SECONDS = 60.0
@@ -111,10 +111,6 @@ def rebuild_session(engine: Engine, began: SessionRecord, records: Sequence[Toke
             assert record.position == len(session.history), "records follow each other"
             session.record(record.token_ids, record.mark)
     return opened
-
-
-def end_the_thread(engine: Engine) -> None:
-    engine._scheduler.stop()
 
 
 def let_leave(engine: Engine, session_id: str, owner: str = "") -> None:
@@ -196,13 +192,6 @@ def remembered_generates(engine: Engine) -> list[Transcript]:
 
 
 @contextmanager
-def refusing_requests(engine: Engine, error: Exception) -> Iterator[None]:
-    """No Generate gets into the queue meanwhile."""
-    with patch.object(engine._scheduler, "submit", side_effect=error):
-        yield
-
-
-@contextmanager
 def room_searches() -> Iterator[list[str]]:
     """The owners for whose sessions room in memory is looked for meanwhile, in order."""
     owners: list[str] = []
@@ -228,21 +217,6 @@ def a_checkpoint_after_each_commit() -> Iterator[None]:
     """The log of journals holds one page at most."""
     with patch.object(sqlite_journal, "LOG_PAGES", 1):
         yield
-
-
-@contextmanager
-def no_room_to_fold(journal: SQLiteJournal) -> Iterator[threading.Event]:
-    """As if the disk were full whenever the journal folds turns; set once it was."""
-    transact, was_full = journal._transact, threading.Event()
-
-    def on_a_full_disk(changes: Sequence[Change]) -> None:
-        if any(apply == journal._tables.fold for apply, _ in changes):
-            was_full.set()
-            raise DiskFull
-        transact(changes)
-
-    with patch.object(journal, "_transact", on_a_full_disk):
-        yield was_full
 
 
 @contextmanager

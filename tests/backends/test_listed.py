@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends import op_list_executor, torch_loading
+from inference_engine.backends import torch_loading
 from inference_engine.backends.base import Forward
 from inference_engine.backends.op_list_executor import OpListExecutor, fuse
 from inference_engine.backends.torch_loading import try_listed
-from inference_engine.backends.twin import Twin, TwinSizes, text_generator
+from inference_engine.backends.twin import text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
@@ -23,17 +23,15 @@ from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.strategies.gather import Gather
-from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.models.operations import Given, NoStepListError, Product, Write
-from inference_engine.models.seam import Seam
 from inference_engine.types import GenerateParams
 from tests.admissions import traits_of
 from tests.backends.test_families import SERVED, SIZES, write_model
-from tests.further import further, further_test
+from tests.further import further
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, generate, text, tokens
 from tests.native.test_forward import FAMILIES
-from tests.tiny import SMALL, TRAINED_POSITIONS, tiny_forward_on
+from tests.tiny import SMALL, tiny_forward_on
 
 
 def listed_ops() -> DeviceOps:
@@ -174,23 +172,6 @@ def test_products_that_are_wrong_on_a_device_are_found_before_the_model_serves()
         OpListExecutor(seam, replace(PLAIN, product=leaves_one_out)).check()
 
 
-def mixed_twin() -> Seam:
-    config, kind = text_generator(FAMILIES["qwen3_moe"])
-    return Twin(kind, config, traits_of(config, kind), TwinSizes()).seam
-
-
-def test_experts_in_other_numbers_are_refused_and_the_model_stays_as_it_is() -> None:
-    seam = mixed_twin()
-    attention = seam.model.get_submodule("model.layers.0.self_attn")
-    experts = seam.model.get_submodule("model.layers.0.mlp.experts")
-    query = attention.q_proj.weight.data_ptr()
-    experts.gate_up_proj.data = experts.gate_up_proj.data.half()
-
-    with pytest.raises(NoStepListError, match=r"layers\.0\.mlp\.gate\.weight or the experts.*not torch\.float32"):
-        OpListExecutor(seam, PLAIN)
-    assert attention.q_proj.weight.data_ptr() == query
-
-
 def test_listed_steps_choose_the_blocks_that_torchs_modules_choose() -> None:
     found = []
     for is_listed in (False, True):
@@ -199,32 +180,3 @@ def test_listed_steps_choose_the_blocks_that_torchs_modules_choose() -> None:
             session = opened(engine, Gather(budget=48, block=8, sink=4, window=16), text(100))
             found.append(tokens(drain(engine.generate(session, GenerateParams(max_tokens=30)))))
     assert [token for token, _ in found[0]] == [token for token, _ in found[1]]
-
-
-@further_test
-def test_turns_from_a_table_are_those_that_a_step_works_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, up to the trained positions; past them, no table has any."""
-    found: list[list[tuple[int, float | None]]] = []
-    worked_out: list[int] = []
-    turns = Seam.turns
-
-    def counted(self: Seam, like: Tensor, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        worked_out[-1] += 1
-        return turns(self, like, positions, name)
-
-    for most_bytes in (2**28, 0):
-        monkeypatch.setattr(op_list_executor, "MOST_TURN_BYTES", most_bytes)
-        forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
-        worked_out.append(0)
-        with monkeypatch.context() as patched, Engine(forward, EngineConfig(**SMALL)) as engine:
-            patched.setattr(Seam, "turns", counted)
-            session = opened(engine, SinkWindow(sink=4, window=32), text(60))
-            found.append([])
-            for count, appended in ((30, TRAINED_POSITIONS - 140), (110, 0)):
-                params = GenerateParams(max_tokens=count, logprobs=True)
-                found[-1] += tokens(drain(engine.generate(session, params)))
-                if appended:
-                    engine.append(session, text(appended, seed=1))
-            assert engine.session_info(session).history_length > TRAINED_POSITIONS + 50
-    assert found[0] == found[1] and len(found[0]) == 140
-    assert 0 < worked_out[0] < worked_out[1]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends import recorded_compute
 from inference_engine.backends.recorded_compute import RecordedCompute, Shapes
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kv.compressor import KVCompressor
@@ -94,20 +93,6 @@ def test_what_cannot_be_recorded_is_tried_once_and_computed_without_a_recording(
     assert [shapes[0][0] for shapes in tried] == [(8, 3), (32, 3)]
 
 
-def test_more_shapes_than_can_be_recorded_are_not_recorded_again_and_again(
-    made: list[Shapes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorded_compute, "MOST", 2)
-    monkeypatch.setattr(recorded_compute, "STALE_CALLS", 10)
-    compute = recorder(8)
-    for width in (1, 2, 3) * 20:
-        check(compute, gaussian(5, width))
-    assert [shapes[0][0][1] for shapes in made] == [1, 2]
-    for _ in range(12):
-        check(compute, gaussian(5, 3))
-    assert [shapes[0][0][1] for shapes in made] == [1, 2, 3]
-
-
 RESTORED = [
     make_strategy("restored", sink=3, window=13, source="latent", bytes_per_token=LATENT_BYTES),
     make_strategy("restored", sink=3, window=13, source="latent", bytes_per_token=LATENT_BYTES, mode="stream"),
@@ -180,19 +165,3 @@ def test_a_gpu_records_every_latent(precision: str, quantiser: str) -> None:
             for one, other in zip(compute(("decode", layers), function, codes), function(codes), strict=True):
                 assert torch.equal(one, other)
     assert all(key in compute._recorded for key in compute._known)
-
-
-@needs_gpu
-def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
-    compute = RecordedCompute((64,), GraphMemory())
-
-    def looks(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [part * float(part.sum()) for part in tensors]
-
-    stream = torch.cuda.current_stream()
-    entries = gaussian(64, 3).cuda()
-    for _ in range(3):
-        assert torch.equal(compute("look", looks, [entries])[0], looks([entries])[0])
-        assert torch.cuda.current_stream() == stream
-        check(compute, entries)
-    assert [key in compute._recorded for key in compute._known] == [False, True]

@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -72,16 +71,13 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
-from inference_engine.kv.layout import Positions
-from inference_engine.kv.parts.component_index import ComponentView
-from inference_engine.kv.parts.selected import SelectedEntries
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.layer_traits import find_traits
 from inference_engine.models.seam import ATTENTION, Seam, TokenRotary
 from inference_engine.types import Mode, ModelFacts
 from tests.admissions import admitted_once, traits_of
-from tests.further import further, further_test
+from tests.further import further
 from tests.laws.variants import each_mode, generate, text
 from tests.tiny import SMALL, tiny_engine, tiny_model
 
@@ -181,30 +177,6 @@ def test_strategies_that_would_move_keys_wrongly_are_refused_by_name(
     assert "differ" in refused["sink_window"]
 
 
-@further_test
-def test_strategies_that_read_other_tokens_than_they_choose_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
-    """The trials of choosing can fail: here tokens of choice are left out, or restored in the place of others."""
-
-    def without_choice(view: ComponentView, *given: Any) -> Tensor:
-        return torch.full_like(choose(view, *given), -1)
-
-    def always_the_first(entries: SelectedEntries, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
-        return some(entries, layer, np.full_like(positions, positions[0]))
-
-    choose, some = ComponentView._choose, SelectedEntries.some
-    for owner, name, faulty, refused in (
-        (ComponentView, "_choose", without_choice, {"gather": "scorer=components", "restored": "mode=select"}),
-        (SelectedEntries, "some", always_the_first, {"restored": "mode=select"}),
-    ):
-        with subtests.test(faulty=faulty.__name__), monkeypatch.context() as patched:
-            patched.setattr(owner, name, faulty)
-            found = dict(admit_config(LlamaConfig(num_hidden_layers=2)).refused)
-            assert set(found) == set(refused)
-            assert all(variant in found[name] and "differ" in found[name] for name, variant in refused.items())
-
-
 @pytest.mark.parametrize(
     "config",
     [SmolLM3Config(num_hidden_layers=4), further(PhiConfig(num_hidden_layers=2))],
@@ -269,14 +241,6 @@ def test_a_model_whose_attention_differs_from_its_geometry_is_refused(monkeypatc
     )
     with pytest.raises(ModelError):
         admit_config(Gemma3TextConfig())
-
-
-def test_the_twin_is_small_and_its_windows_bite() -> None:
-    small = shrunken(Gemma3TextConfig(), layers=(0, 5))
-    assert small.num_hidden_layers <= 4
-    assert small.sliding_window == 8
-    assert set(small.layer_types) == {"full_attention", "sliding_attention"}
-    assert Gemma3TextConfig().sliding_window > 8
 
 
 @each_mode
@@ -348,31 +312,6 @@ def test_moving_keys_equals_rotating_them_at_the_later_positions(
         torch.testing.assert_close(seam.rotate(at(0), torch.full((5,), 77), layer.rotary), at(77), atol=1e-5, rtol=0)
 
 
-def test_keys_rotated_alike_have_their_angles_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was turned in between, and however much of it: equal shifts give equal bits."""
-    seam, module = rotary(LlamaConfig(), LlamaForCausalLM)
-    asked: list[int] = []
-    own = module._own
-
-    def noted(x: torch.Tensor, position_ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        asked.append(position_ids.shape[1])
-        return own(x, position_ids, name)
-
-    keys = torch.randn(3, 5, seam.layers[0].head_dim, generator=torch.Generator().manual_seed(0))
-    shifts = [torch.arange(first, first + 5) for first in range(-20, 20)]
-    fresh = [rotary(LlamaConfig(), LlamaForCausalLM)[0].rotate(keys, shift, "default") for shift in shifts]
-    monkeypatch.setattr(module, "_own", noted)
-    seam.rotate(keys, shifts[0], "default")
-    del asked[:]
-    for _ in range(30):
-        assert torch.equal(seam.rotate(keys, shifts[7], "default"), fresh[7])
-        torch.testing.assert_close(seam.rotate(keys.double(), shifts[7], "default"), fresh[7].double())
-    assert asked == [5, 5]
-    for _ in range(2):
-        for shift, expected in zip(shifts, fresh, strict=True):
-            assert torch.equal(seam.rotate(keys, shift, "default"), expected)
-
-
 @pytest.mark.parametrize("kind", ["llama", "glm"])
 def test_angles_past_the_trained_positions_are_exact(kind: str) -> None:
     """In float32 the fastest channel's angle at a million positions is wrong in the second digit."""
@@ -388,11 +327,3 @@ def test_angles_past_the_trained_positions_are_exact(kind: str) -> None:
     expected = (far.double() * frequencies).cos().sort().values
     distinct = cos[0, 1].double().sort().values[::2]
     torch.testing.assert_close(distinct, expected.flatten(), atol=1e-6, rtol=0)
-
-
-def test_the_position_of_a_neighbour_never_moves_the_angles() -> None:
-    _, module = rotary(LlamaConfig(), LlamaForCausalLM)
-    x = torch.empty(0)
-    alone = module(x, torch.tensor([[3]]))[0]
-    together = module(x, torch.tensor([[3, 150]]))[0]
-    assert torch.equal(alone[0, 0], together[0, 0])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.torch_coder import TorchCoder
@@ -18,7 +18,7 @@ from inference_engine.engine import Engine
 from inference_engine.kernels.latents import PLAIN
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.context import ArchivedCodes, KVContext, NoCoder, RestoredLayer
-from inference_engine.kv.geometry import UNROTATED, Geometry
+from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import GenerateParams, ModelFacts, TokenCommitted
@@ -91,18 +91,6 @@ def test_entries_are_those_that_the_codec_decodes_and_the_model_rotates(rope: di
         expected = forward.seam.rotate(decoded[0][layer].transpose(0, 1), shifts, "default")
         torch.testing.assert_close(own_keys, expected, atol=2e-4, rtol=2e-4)
         torch.testing.assert_close(own_values, decoded[1][layer].transpose(0, 1), atol=2e-4, rtol=2e-4)
-
-
-def test_a_model_that_rotates_neighbours_is_left_to_plain_torch() -> None:
-    forward, codec = made_forward(TorchForward, CohereConfig(**SIZES))
-    decoder = codec.decoder(0)
-    assert decoder is not None
-    nothing = torch.empty(0, 1, dtype=torch.uint8)
-    archived = ArchivedCodes(halves=(nothing, nothing), first=0, decoder=decoder)
-    coder = TorchCoder(forward.seam, PLAIN, torch.device("cpu"))
-
-    assert not coder.restores(archived, "default")
-    assert coder.restores(archived, UNROTATED)
 
 
 @pytest.mark.parametrize("mode", [further("hold"), "stream"])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +19,6 @@ from inference_engine.backends.twin import text_generator
 from inference_engine.backends.verdicts import BROUGHT, brought_key
 from inference_engine.compose import admit, forget_admission, open_backend, try_out
 from inference_engine.config import ModelConfig, resolve
-from inference_engine.kv.strategies import strategy_kinds
 from inference_engine.models import fetch
 from inference_engine.models.folder import GGUF
 from inference_engine.models.seam import Seam
@@ -105,16 +101,6 @@ def test_a_second_start_gives_what_the_first_gave_and_tries_nothing(model: Model
     assert first[1].facts == second[1].facts
     assert isinstance(first[1], NativeForward) and isinstance(second[1], NativeForward)
     assert first[1].spec == second[1].spec
-    assert trials == ["admitted", "native"]
-
-
-def test_models_of_one_configuration_share_what_was_found(
-    model: ModelConfig, tmp_path: Path, trials: list[str]
-) -> None:
-    library()
-    open_backend(model)
-    other = replace(model, model=str(shutil.copytree(model.model, tmp_path / "elsewhere")))
-    open_backend(other)
     assert trials == ["admitted", "native"]
 
 
@@ -220,32 +206,3 @@ def test_the_first_start_of_a_known_model_imports_no_transformers(known_gguf: Pa
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()[-1]
     assert said.startswith("native ") and said.endswith(" []"), said
-
-
-@pytest.mark.real_model
-def test_a_known_model_is_tried_where_that_is_asked_for(known_gguf: Path, tmp_path: Path, trials: list[str]) -> None:
-    """By `kakeya doctor`; and what is found then comes before what the package brings."""
-    library()
-    model = ModelConfig(model=str(known_gguf), cache_dir=str(tmp_path / "cache"))
-    admit(model)
-    assert trials == []
-    forget_admission(model)
-    try_out(model)
-    assert trials == ["admitted", "native"]
-    try_out(model)
-    assert trials == ["admitted", "native"]
-
-
-@pytest.mark.real_model
-def test_what_the_package_brings_is_for_its_libraries_and_its_strategies(
-    known_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = brought_key(known_gguf)
-    kinds = {**strategy_kinds(), "another": strategy_kinds()["full"]}
-    with monkeypatch.context() as changed:
-        changed.setattr("inference_engine.backends.verdicts.strategy_kinds", lambda: kinds)
-        assert brought_key(known_gguf) != own
-    with monkeypatch.context() as changed:
-        version = importlib.metadata.version
-        changed.setattr(importlib.metadata, "version", lambda name: version(name) + ".1")
-        assert brought_key(known_gguf) != own

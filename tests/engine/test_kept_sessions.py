@@ -15,12 +15,9 @@ from inference_engine.errors import (
     EngineStalled,
     HistoryBehindClient,
     HistoryCorrupt,
-    HistoryLengthMismatch,
     ModelMismatch,
-    NoCapacity,
     QuotaExceeded,
     RequestIdReused,
-    SessionBusy,
     SessionNotFound,
 )
 from inference_engine.metrics import EngineMetrics
@@ -41,7 +38,6 @@ from inference_engine.types import (
 from tests.engine.sessions import Clock
 from tests.facade import (
     a_disk_that_fails,
-    before_each_generate,
     on_the_engines_thread,
     session_of,
 )
@@ -265,22 +261,6 @@ def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_p
             engine.session_info(parent)
 
 
-def test_a_generate_whose_history_went_on_is_not_continued(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
-        session = opened(engine)
-        generation = engine.generate(session, LONG, request_id=ONE)
-        some(iter(generation), 3)
-        generation.cancel()
-        list(generation)
-        engine.append(session, [5])
-        saved(engine)
-        killed = after_a_kill(tmp_path)
-    with keeping(killed) as engine:
-        engine.recall(session)
-        with pytest.raises(HistoryLengthMismatch):
-            engine.generate(session, LONG, request_id=ONE)
-
-
 def test_a_session_that_leaves_memory_comes_back_and_one_that_is_closed_does_not(tmp_path: Path) -> None:
     now = 0.0
     with keeping(tmp_path, clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
@@ -340,37 +320,6 @@ def test_a_session_that_is_asked_for_while_it_leaves_memory_is_read_when_it_has_
         else:
             assert engine.append(session, [5]) == len(PROMPT) + 1
             assert len(tokens_of(list(engine.generate(session, GenerateParams(max_tokens=3))))) == 3
-
-
-@pytest.mark.parametrize("wait_seconds", [0.0, 30.0])
-def test_a_session_that_left_memory_and_came_back_after_a_call_found_it_is_not_held_for_ever(
-    tmp_path: Path, wait_seconds: float
-) -> None:
-    with keeping(tmp_path, max_sessions=1, session_evictable_seconds=0.0) as engine:
-        session, params = opened(engine), GenerateParams(max_tokens=4)
-
-        def leave_and_come_back() -> None:
-            engine.close_session(engine.create_session().session_id)
-            engine.recall(session)
-
-        with before_each_generate(engine, leave_and_come_back), pytest.raises(SessionBusy):
-            engine.generate(session, params, request_id=ONE, wait_seconds=wait_seconds)
-        first, again = (tokens_of(list(engine.generate(session, params, request_id=ONE))) for _ in range(2))
-        assert len(first) == 4
-        assert again == first
-        assert engine.append(session, [5]) == len(PROMPT) + 5
-
-
-def test_a_session_without_a_place_is_refused_and_kept(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
-        session = opened(engine)
-    with keeping(tmp_path, max_sessions=1) as engine:
-        other = opened(engine)
-        with pytest.raises(NoCapacity):
-            engine.recall(session)
-        engine.close_session(other)
-        engine.recall(session)
-        assert engine.session_info(session).history_length == len(PROMPT)
 
 
 def test_a_session_whose_history_is_more_than_its_owner_may_hold_is_refused_and_kept(tmp_path: Path) -> None:

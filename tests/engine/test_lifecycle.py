@@ -12,7 +12,6 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
     AppendTooLarge,
-    DeadlineExceeded,
     Draining,
     HistoryLengthMismatch,
     HistoryLimit,
@@ -30,23 +29,11 @@ from inference_engine.session.journal import GenerateRecord, Logprobs, MemoryJou
 from inference_engine.types import Failed, Finished, GenerateParams, Mark, StopReason
 from tests.engine.sessions import Gate, opened, still_works
 from tests.facade import forward_of, session_of, steps_run_by
-from tests.laws.variants import drain, generate, text, tokens
+from tests.laws.variants import drain, generate, tokens
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward
 from tests.tiny_native import served_engine
 
 # -- histories --------------------------------------------------------------------------------------------------------
-
-
-def test_generated_tokens_are_part_of_the_history_eos_included() -> None:
-    with served_engine() as engine:
-        plain = [token for token, _ in generate(engine, opened(engine), 6)]
-        session = opened(engine, eos_token_ids=[plain[2]])
-        events = drain(engine.generate(session, GenerateParams(max_tokens=6)))
-        assert [token for token, _ in tokens(events)] == plain[: plain.index(plain[2]) + 1]
-        done = events[-1]
-        assert isinstance(done, Finished)
-        assert done.stop_reason is StopReason.EOS
-        assert engine.session_info(session).history_length == 20 + done.generated_tokens == done.history_length
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**32 - 1])
@@ -101,19 +88,6 @@ def test_a_session_ends_at_its_limit_and_says_so() -> None:
         assert isinstance(again, Finished)
         assert (again.stop_reason, again.generated_tokens) == (StopReason.TRUNCATED, 0)
         assert again.prefilled_tokens == 0
-
-
-def test_each_generate_prefills_only_what_is_new() -> None:
-    with served_engine() as engine:
-        session = opened(engine, 40)
-        first = drain(engine.generate(session, GenerateParams(max_tokens=5)))[-1]
-        engine.append(session, text(7))
-        second = drain(engine.generate(session, GenerateParams(max_tokens=5)))[-1]
-        assert isinstance(first, Finished)
-        assert isinstance(second, Finished)
-        assert (first.prefilled_tokens, first.cached_tokens) == (40, 0)
-        # The last token generated before has no entry yet.
-        assert (second.prefilled_tokens, second.cached_tokens) == (8, 44)
 
 
 # -- one operation at a time ------------------------------------------------------------------------------------------
@@ -177,19 +151,6 @@ def test_a_stop_that_comes_while_a_step_runs_loses_nothing(at_step: int) -> None
         kept = [token for token, _ in tokens(events)]
         assert engine.session_info(session).history_length == 20 + len(kept)
         assert kept + [token for token, _ in generate(engine, session, 10 - len(kept))] == expected
-
-
-def test_a_deadline_ends_the_call_and_not_the_session() -> None:
-    with served_engine() as engine:
-        session, gate = opened(engine), Gate()
-        generation = engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
-        assert gate.reached.wait(30)
-        generation.expire()
-        gate.go_on.set()
-        failed = gate.rest()[-1]
-        assert isinstance(failed, Failed)
-        assert isinstance(failed.error, DeadlineExceeded)
-        assert generate(engine, session, 3)
 
 
 def test_closing_a_running_session_ends_its_generate_and_frees_its_memory() -> None:

@@ -151,21 +151,6 @@ def connects(target: str, source: str) -> bool:
         return True
 
 
-def test_a_client_with_a_key_may_be_refused_any_number_of_times(attacked: Attacked) -> None:
-    """A proxy has calls of many on one connection: one of them without a key must not end the others'."""
-    with grpc.insecure_channel(attacked.target, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
-        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
-        stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=bearer(VICTIM), timeout=60.0)
-        states: list[grpc.ChannelConnectivity] = []
-        channel.subscribe(states.append)
-        for _ in range(100):
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60.0)
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=bearer(VICTIM), timeout=60.0)
-        assert grpc.ChannelConnectivity.TRANSIENT_FAILURE not in states
-
-
 def test_health_answers_while_others_send_it_messages_that_do_not_end(attacked: Attacked, victim: Victim) -> None:
     before = attacked.resident_bytes
     with contextlib.closing(attacks.unfinished(attacked.target, 0.5, CHECK, 64)[1]):

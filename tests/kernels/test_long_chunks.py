@@ -109,19 +109,6 @@ def test_pieces_of_a_history_give_what_the_whole_of_it_gives(heads: tuple[int, i
         assert worst < TOLERANCES[dtype], (tokens, count, worst)
 
 
-def test_other_chunks_are_left_to_the_other_operation() -> None:
-    def refuse(*_: object) -> tuple[Tensor, Tensor]:
-        raise AssertionError("it was asked")
-
-    attend = LongChunks(refuse, refuse, refuse, pieces=(64, 8), chunk=4)
-    sinks = torch.zeros(4)
-    for tokens, count, more in ((5, 100, {}), (4, 11, {}), (4, 100, {"softcap": 3.0}), (4, 100, {"head_sinks": sinks})):
-        given = states((4, 2, 16), tokens, count, torch.float32, "cpu")
-        assert torch.equal(attend(*given, scaling=0.3, **more), attend_causal(*given, scaling=0.3, **more))
-    queries, keys, values = states((4, 2, 16), 4, 100, torch.bfloat16, "cpu")
-    attend(queries.float(), keys, values, scaling=0.3)  # entries in another dtype than the queries
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_piece_that_all_queries_see_is_attended_to_as_a_whole(dtype: torch.dtype) -> None:
     asked: list[int] = []
@@ -248,27 +235,6 @@ def test_the_fastest_operation_that_is_there_and_right_is_chosen(
     found, info, debug = chosen()
     assert (found, info) == (LongChunks, "") and "fa3-fwd is not installed" in debug
     assert package.asked == []
-
-
-def test_an_operation_that_fails_later_is_logged_and_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
-    asked = 0
-
-    def failing(*_: object) -> tuple[Tensor, Tensor]:
-        nonlocal asked
-        asked += 1
-        raise RuntimeError("no plan for it")
-
-    attend = LongChunks(failing, square, rest, pieces=(64, 8), chunk=4)
-    given = states((4, 2, 16), 4, 100, torch.float32, "cpu")
-    for _ in range(2):
-        assert torch.equal(attend(*given, scaling=0.3), attend_causal(*given, scaling=0.3))
-    assert asked == 1 and "no plan for it" in caplog.text
-    queries, keys, values = states((4, 2, 16), 4, 64, torch.float32, "cpu")
-    expected = attend_state(queries, keys, values, None, scaling=0.3)
-    attend = LongChunks(failing, square, rest, pieces=(64, 8), chunk=4)
-    for _ in range(2):
-        assert torch.equal(attend.attend_piece(queries, keys, values, scaling=0.3)[0], expected[0])
-    assert asked == 2
 
 
 def compare_merged() -> None:

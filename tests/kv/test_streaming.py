@@ -15,9 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.long_chunks import attend_piece
-from inference_engine.kernels.merge import attend_causal_state
-from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.memory.tier import HostTier
@@ -33,7 +30,6 @@ SHORT, LONG = 100, 190  # more than a chunk has left in both
 CHUNK = SEGMENTS_IN_A_CHUNK * SEGMENT
 LATENT: dict[str, Any] = {"sink": 3, "window": 13, "source": "latent", "bytes_per_token": LATENT_BYTES}
 HOLD, STREAM = (make_strategy("restored", **LATENT, mode=mode) for mode in ("hold", "stream"))
-WIDEST_ENTRY_BYTES = max(2 * layer.kv_heads * layer.head_dim * 4 for layer in LAYERS)
 
 
 class WatchedTokens(HalfTokens):
@@ -106,34 +102,6 @@ def test_no_more_than_a_chunk_of_one_layer_is_ever_decoded() -> None:
     step(kv, Entries(LIMIT), 1, generated=True)
     assert codec.decoded
     assert all(entries <= CHUNK and len(layers) == 1 for entries, layers in codec.decoded)
-
-
-def test_chunks_and_recent_entries_are_attended_to_by_operations_of_the_device() -> None:
-    asked: set[str] = set()
-
-    def piece(*given: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        asked.add("piece")
-        return attend_piece(*given, **more)
-
-    def recent(*given: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        asked.add("recent")
-        return attend_causal_state(*given, **more)
-
-    ops = DeviceOps(attends_together=True, attend_piece=piece, attend_causal_state=recent)
-    feed(grown(replace(context(), ops=ops), STREAM, 1), Entries(LIMIT), SHORT)
-    assert asked == {"piece", "recent"}
-
-
-def test_latents_that_are_read_from_the_second_tier_are_counted_token_by_token() -> None:
-    kv = grown(context(), make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=0), SHORT)
-    entries = Entries(LIMIT)
-    step(kv, entries, 1, generated=True)
-    for _ in range(3):
-        before = kv.transfers()
-        step(kv, entries, 1, generated=True)
-        after = kv.transfers()
-        assert after.steps == before.steps + 1
-        assert after.streamed_bytes - before.streamed_bytes == after.last_step_bytes > 0
 
 
 def test_a_chunk_that_cannot_be_allocated_names_the_session_and_leaves_it_as_it_was() -> None:

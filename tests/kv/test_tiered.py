@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity, RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
@@ -20,18 +18,15 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode
-from tests.facade import kv_of
 from tests.further import further
 from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Entries, active, context, feed, step
 from tests.laws.variants import drain, engine_for, generate, same, text
-from tests.tiny import SMALL, tiny_forward_on
 
 READING = {"block": 8, "sink": 4, "window": 16, "budget": 48}  # two distant blocks
 GATHER = make_strategy("gather", **READING)
 TIERED = make_strategy("tiered", **READING, resident_tokens=16)
 FAR = make_strategy("tiered", **READING, resident_tokens=512)
 TIERED_ENTRY_BYTES = sum(layer.entry_bytes(4) for layer in LAYERS if layer.native_window is None)
-DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -134,24 +129,6 @@ def test_a_step_of_several_segments_reads_everything_and_leaves_what_short_steps
     ends = [feed(kv, entries, 180, 1, generated=True) for kv in (short, long)]
     for ours, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_blocks_that_are_read_again_are_not_fetched_again() -> None:
-    """A query of zeros finds all blocks alike, and takes the first ones every time."""
-    kv, entries = active(TIERED, context()), Entries(LIMIT)
-    for queries in entries.q:
-        queries.zero_()
-    feed(kv, entries, 150)
-    assert kv.transfers().blocks_fetched == 0
-    step(kv, entries, 1, generated=True)
-    first = kv.transfers()
-    assert first.blocks_fetched == 2 * (2 + 1)  # two blocks for each KV head of the tiered layers
-    assert first.fetched_bytes == first.last_step_bytes == 2 * 8 * 2 * 4 * (2 * 8 + 16)
-    feed(kv, entries, 159, generated=True)
-    last = kv.transfers()
-    assert (last.fetched_bytes, last.last_step_bytes) == (first.fetched_bytes, 0)
-    assert last.blocks_found == 8 * 2 * (2 + 1)
-    assert last.steps == first.steps + 1
 
 
 def test_appended_tokens_stream_every_offloaded_entry_once_a_layer() -> None:
@@ -269,15 +246,3 @@ def test_a_cpu_keeps_nothing_off_the_device_unless_it_is_asked_to() -> None:
         with pytest.raises(InvalidArgument, match=r"strategy: .*off the device.*tenth.*full or gather.*tier_bytes"):
             engine.create_session(strategy=TIERED)
         opened(engine, FAR, 9)
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_where_entries_are_changes_nothing_on_any_device(device: torch.device) -> None:
-    settings: dict[str, Any] = {**SMALL}
-    with Engine(tiny_forward_on(str(device)), EngineConfig(**settings)) as engine:
-        tiered, gather = (opened(engine, strategy) for strategy in (TIERED, GATHER))
-        for turn in range(2):
-            assert same(generate(engine, tiered, 40), generate(engine, gather, 40), Mode.BATCHED)
-            for session in (tiered, gather):
-                engine.append(session, text(50, seed=turn))
-        assert kv_of(engine, tiered).transfers().fetched_bytes > 0

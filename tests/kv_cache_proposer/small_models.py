@@ -9,8 +9,6 @@ from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    HunYuanDenseV1Config,
-    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PhiConfig,
@@ -61,11 +59,6 @@ def phi() -> PreTrainedModel:
     """Half of each head is rotated, and cut off before."""
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     return build(PhiForCausalLM, PhiConfig(**sizes))
-
-
-def hunyuan() -> PreTrainedModel:
-    """Keys are normed after they were rotated."""
-    return build(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config(**SIZES))
 
 
 def build(kind: type[PreTrainedModel], config: PretrainedConfig, *, attention: str = "eager") -> PreTrainedModel:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from inference_engine.errors import ModelError
@@ -19,10 +17,8 @@ from inference_engine.models.families import FAMILIES
 from inference_engine.models.file_keys import (
     ARCHITECTURE_KEYS,
     CONFIG_KEYS,
-    GENERATION_KEYS,
     GGUF_KEYS,
     HONOURED,
-    INDEX_KEYS,
     NO_EFFECT,
     QUANTIZATION_KEYS,
     REFUSED,
@@ -33,7 +29,7 @@ from inference_engine.models.file_keys import (
 from inference_engine.models.quantised_layout import layout_in
 from inference_engine.models.seam import check_config
 from inference_engine.models.tokenizer_ids import file_end_ids
-from tests.models.odd_models import configured, in_gptq_order, saved, sharded
+from tests.models.odd_models import configured, in_gptq_order, saved
 from tests.models.test_quantised_checkpoints import AWQ, BLOCKS, COMPRESSED, GPTQ
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import tiny_model, write_gguf
@@ -370,25 +366,3 @@ def _layout(found: Changes) -> str:
         return repr(layout_in({"quantization_config": {key: one for key, one in found.items() if one is not None}}))
     except ModelError as error:
         return str(error)
-
-
-def test_of_generation_only_the_ends_of_a_turn_are_the_models(tmp_path: Path, cache: Path) -> None:
-    path = folder(tmp_path / "model", "llama", {})
-    plain = outcome(path, cache)
-    keys = [name for name in GenerationConfig().to_dict() if GENERATION_KEYS.get(name, ("",))[0] != HONOURED]
-    assert not unlisted(keys, GENERATION_KEYS)
-    edit(path, {**dict.fromkeys(keys, 3), "of_tomorrow": 3}, name="generation_config.json")
-    assert outcome(path, cache) == plain
-    edit(path, {"eos_token_id": [1, 7]}, name="generation_config.json")
-    assert outcome(path, cache) != plain
-
-
-def test_of_an_index_only_the_shards_are_read(tmp_path: Path, cache: Path) -> None:
-    sharded(path := tmp_path / "model")
-    plain = outcome(path, cache)
-    assert isinstance(plain, tuple) and torch.tensor(plain[0]).isfinite().all()
-    assert set(INDEX_KEYS) == {"weight_map", "metadata"}
-    edit(path, {"metadata": {"total_size": 1}}, name="model.safetensors.index.json")
-    assert outcome(path, cache) == plain
-    edit(path, {"weight_map": {"a": "none.safetensors"}}, name="model.safetensors.index.json")
-    assert isinstance(outcome(path, cache), str)

@@ -67,14 +67,6 @@ async def test_an_append_of_more_ids_than_the_server_takes_changes_nothing(clien
     assert await client.length(session_id) == len(HISTORY)
 
 
-async def test_a_message_over_the_limit_is_refused_by_the_transport(client: Client) -> None:
-    session_id = await client.open()
-    message = message_with_ids(session_id, *[2**31 - 1] * 2**20)  # five bytes each
-    details = await refused(client.raw("AppendTokens", message))
-    assert details.reason == "RESOURCE_EXHAUSTED"
-    assert await client.length(session_id) == len(HISTORY)
-
-
 OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": NAN}, "temperature"),
     ({"temperature": INFINITY}, "temperature"),
@@ -286,20 +278,6 @@ async def test_a_server_without_room_says_when_to_come_back() -> None:
             assert details.reason == "RESOURCE_EXHAUSTED NO_CAPACITY"
             assert details.retry_info is not None
             assert len(await client.generate(first)) == 8
-
-
-async def test_the_owner_of_an_evicted_session_learns_why() -> None:
-    now = 0.0
-    with tiny_engine(clock=lambda: now, session_evictable_seconds=10.0, max_sessions=1) as engine:
-        async with serving(engine) as handle, connected(handle) as client:
-            first = await client.open()
-            now = 11.0
-            second = await client.open()
-            details = await refused(client.length(first))
-            assert details.reason == "NOT_FOUND SESSION_EVICTED"
-            assert details.error_info is not None
-            assert details.error_info.metadata["cause"] == "lru"
-            assert len(await client.generate(second)) == 8
 
 
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:

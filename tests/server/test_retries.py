@@ -277,25 +277,6 @@ async def test_a_newer_stream_takes_over_and_the_older_ones_end_stops_nothing(
     assert again == undisturbed[3:]
 
 
-async def test_a_line_that_is_cut_in_the_middle_frees_the_engine_and_the_generate_goes_on_when_asked_for(
-    engine: Engine, server: ServerHandle, client: Client
-) -> None:
-    session_id = await client.open_endless()
-    async with open_middle(server.target) as line, one_attempt(line) as before:
-        stream, first = await started(before, session_id, 5)
-        line.cut()
-        await until_free(engine, session_id)
-        assert (await refused(read_rest(stream))).code is grpc.StatusCode.UNAVAILABLE
-    stopped_at = await client.length(session_id)
-    assert stopped_at >= len(HISTORY) + 5
-    stream = client.stream(asked(session_id, FOREVER, resume_from=len(HISTORY) + 5))
-    rest = await next_tokens(stream, stopped_at - len(HISTORY) + 20)
-    stream.cancel()
-    await until_free(engine, session_id)
-    undisturbed = await client.generate(await client.open_endless(), 5 + len(rest))
-    assert first + rest == undisturbed
-
-
 async def test_a_client_that_did_not_read_is_reported_where_it_was_and_gets_the_rest(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,13 +38,6 @@ def killed_after(folder: Path, durability: Durability, steps: int = 20) -> tuple
     return talk, killed
 
 
-def damage_log(folder: Path) -> None:
-    log = folder / f"{FILE}-wal"
-    flipped = bytearray(log.read_bytes())
-    flipped[len(flipped) // 2] ^= 1
-    log.write_bytes(flipped)
-
-
 _FORMAT_3 = """
 alter table tail rename to new_tail;
 alter table appends rename to new_appends;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import pytest
 
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.session import wal_scan
-from inference_engine.session.journal import APPENDED, GenerateRecord, Kept, ReplyRecord
+from inference_engine.session.journal import APPENDED, GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability, Mark
-from tests.facade import a_checkpoint_after_each_commit, looking_for_unused_sessions_after_each_commit
+from tests.facade import a_checkpoint_after_each_commit
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk
@@ -46,16 +45,6 @@ def test_no_flipped_bit_of_a_database_whose_log_is_empty_loses_anything_without_
     outcomes = flip_bits(tmp_path, seed=2, count=100, is_at_rest=True)
     assert outcomes["corrupt"], outcomes
     assert not outcomes["shorter"] + outcomes["last"] + outcomes["torn"] + outcomes["forgotten"], outcomes
-
-
-def test_flipped_bits_are_caught_where_nothing_is_checked(tmp_path: Path) -> None:
-    """The control: so many flips are enough to notice that checksums and the look through the log are needed."""
-    for name in ("killed", "rests"):
-        (tmp_path / name).mkdir()
-    assert flip_bits(tmp_path / "killed", seed=1, count=40, is_checked=False)["shorter"]
-    at_rest = flip_bits(tmp_path / "rests", seed=1, count=60, is_at_rest=True, is_checked=False)
-    assert at_rest["wrong"]
-    assert at_rest["forgotten"]
 
 
 @pytest.mark.parametrize("order", "<>")
@@ -115,29 +104,6 @@ def test_a_value_of_another_type_is_damage_of_its_session_alone(tmp_path: Path, 
     assert journal.load("session-1", "alice") is not None
     assert not journal.failure
     journal.stop()
-
-
-@looking_for_unused_sessions_after_each_commit()
-def test_a_session_whose_last_rows_are_damaged_counts_no_more_once_it_is_deleted(tmp_path: Path) -> None:
-    now = 1000.0
-    journal = open_journal(tmp_path, wall_clock=lambda: now)
-    for number, tokens in enumerate((3000, 5)):
-        journal.open(record_of(number))
-        journal.append(f"session-{number}", 0, np.ones(tokens, dtype=np.uint32), Mark.APPENDED)
-    journal.rest("session-0")
-    assert journal._writer.flush(20)
-    until_folded(journal)
-    journal.append("session-0", 3000, np.ones(7, dtype=np.uint32), Mark.GENERATED)
-    assert journal._writer.flush(20)
-    folder = stopped_and_damaged(journal, tmp_path, "tail", "body = zeroblob(5 + 4 * 7)")
-    journal = open_journal(folder, wall_clock=lambda: now, keep_seconds=50.0)
-    assert journal.load("session-1", "alice") is not None  # so that it is not deleted
-    assert journal.kept_by("alice") == Kept(2, 3012)
-    while len(journal.page("alice", after="", most=10)) > 1:
-        now += 100
-        journal.request_sync()
-    journal.stop()
-    assert journal.kept_by("alice") == Kept(1, 5)
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -205,9 +171,6 @@ def stopped_and_damaged(journal: SQLiteJournal, folder: Path, table: str, values
     return left
 
 
-DAY = 24 * 3600.0
-
-
 def at_rest(folder: Path, count: int) -> list[float]:
     """So many sessions of three tokens, in a database whose log is empty. Returns when each was used."""
     journal = open_journal(folder)
@@ -231,50 +194,6 @@ def flip_row(folder: Path, used_at: float, column: str) -> None:
         at = row + {"id": 3, "owner": 12}[column]
     data[at] ^= 1
     (folder / FILE).write_bytes(data)
-
-
-def looked_through(journal: SQLiteJournal) -> None:
-    """Let it delete what is old, until it found nothing more."""
-    for _ in range(2):
-        with journal._db_lock:
-            journal._expire_at = 0.0
-        journal._writer.request_sync()
-        ends = time.monotonic() + 20
-        while not journal._expire_at:
-            assert not journal.failure, journal.failure
-            assert time.monotonic() < ends
-            time.sleep(0.001)
-    with journal._db_lock:  # while it does
-        pass
-
-
-@pytest.mark.parametrize("column", ["id", "owner", "used_at"])
-def test_a_row_that_is_not_in_its_indexes_stops_no_journal_when_it_is_used_or_deleted(
-    tmp_path: Path, column: str
-) -> None:
-    flip_row(tmp_path, at_rest(tmp_path, 2)[0], column)
-    journal = open_journal(tmp_path)
-    for number in range(2):
-        try:
-            assert journal.load(f"session-{number}", "alice") is not None
-        except HistoryCorrupt:
-            assert number == 0
-            continue
-        journal.append(f"session-{number}", 3, np.ones(1, dtype=np.uint32), Mark.APPENDED)
-        journal.leave(f"session-{number}")
-        assert journal._writer.flush(20), journal.failure
-    journal.stop()
-    later = time.time() + DAY
-    journal = open_journal(tmp_path, keep_seconds=DAY / 2, wall_clock=lambda: later)
-    looked_through(journal)
-    assert not journal.everyone()
-    assert not journal.page("alice", after="", most=10)
-    journal.open(record_of(0))
-    journal.leave("session-0")
-    assert journal._writer.flush(20), journal.failure
-    # An entry that was not found, because the time in the row was another one, stays.
-    assert bool(journal.check()) == (column == "used_at")
-    journal.stop()
 
 
 @pytest.mark.parametrize("column", ["id", "owner"])

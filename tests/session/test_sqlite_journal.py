@@ -14,13 +14,14 @@ from inference_engine.cli.main import main
 from inference_engine.errors import ConfigError, HistoryCorrupt
 from inference_engine.session.journal import GenerateRecord, ReplyRecord
 from inference_engine.session.journal_database import FORMAT
-from inference_engine.session.journal_rows import ROW_BYTES, tokens_crc, unpacked
+from inference_engine.session.journal_rows import ROW_BYTES
 from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.session.sqlite_journal import FILE
 from inference_engine.types import Durability, Mark
+from tests.facade import looking_for_unused_sessions_after_each_commit
 from tests.kept import after_a_kill
 from tests.kept import sqlite_journal as open_journal
-from tests.session.journal_files import as_format_3, content, reply_crc_before, two_sessions_killed
+from tests.session.journal_files import as_format_3, content, two_sessions_killed
 from tests.session.talks import (
     Talk,
     record_of,
@@ -112,6 +113,21 @@ def test_a_session_that_is_unused_for_too_long_is_deleted_and_no_other(tmp_path:
     assert "session-9" in kept
 
 
+@looking_for_unused_sessions_after_each_commit()
+def test_a_session_in_memory_is_not_deleted_however_long_it_is_unused(tmp_path: Path) -> None:
+    now = 1000.0
+    journal = open_journal(tmp_path, wall_clock=lambda: now, keep_seconds=50.0)
+    for number in range(2):
+        journal.open(record_of(number))
+    journal.leave("session-0")
+    assert journal._writer.flush(20)
+    while len(journal.page("alice", after="", most=10)) > 1:  # looked through after each commit
+        now += 100  # folding a session is a use of it
+        journal.request_sync()
+    assert [entry.record.session_id for entry in journal.everyone()] == ["session-1"]
+    journal.stop()
+
+
 def test_a_reply_is_its_owner_s_alone(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     for number, owner in enumerate(("alice", "bob")):
@@ -188,33 +204,6 @@ def test_the_last_appends_are_remembered_in_one_row_and_after_the_session_s_end(
     assert journal.replies_to("alice", reply(100 - MOST_PER_SESSION).request_id)
     assert not journal.replies_to("alice", reply(0).request_id)
     journal.stop()
-
-
-def as_format_2(folder: Path, rows: int) -> None:
-    """As older versions wrote it: one mark and ids of four bytes in a row."""
-    as_format_3(folder)
-    with closing(apsw.Connection(str(folder / FILE))) as db, db:
-        packed_rows = [
-            row
-            for table in ("tokens", "ends")
-            for row in db.execute(f"select position, mark, ids, logprobs from {table} order by position")
-        ]
-        records = [record for row in packed_rows for record in unpacked(*row)]
-        db.execute("delete from tokens")
-        for record in records:
-            for start in range(0, len(record.token_ids), rows):
-                ids = record.token_ids[start : start + rows].tobytes()
-                values = (record.position + start, int(record.mark), ids, None)
-                db.execute("insert into tokens values (1, ?, ?, ?, ?, ?)", (*values, tokens_crc(*values)))
-        db.execute("drop table ends")
-        db.execute("drop table appends")
-        request_id, digest = bytes([7]) * 16, bytes(range(32))
-        reply = ReplyRecord("session-0", "alice", "appended", request_id, digest, 600, "600")
-        db.execute(
-            "insert into replies values (1, 'session-0', 'alice', 'appended', ?, ?, 600, '600', ?, null)",
-            (request_id, digest, reply_crc_before(reply)),
-        )
-        db.execute("pragma user_version = 2")
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
@@ -316,30 +305,4 @@ def test_a_session_was_used_when_it_is_said_to_have_been_whenever_it_leaves_memo
     now = 9500.0
     journal.fork(record_of(1), "session-0")
     assert [one.used_at for one in journal.everyone()] == [9500.0, 9500.0]
-    journal.stop()
-
-
-def test_a_folder_of_an_older_format_is_read_and_written_on(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
-    journal.open(record_of(0))
-    ids = np.random.default_rng(3).integers(0, 2**32, 900).astype(np.uint32)
-    journal.append("session-0", 0, ids[:600], Mark.APPENDED)
-    journal.append("session-0", 600, ids[600:800], Mark.GENERATED)
-    journal.leave("session-0")
-    journal.stop()
-    as_format_2(tmp_path, 498)
-    journal = open_journal(tmp_path)
-    kept = journal.load("session-0", "alice")
-    assert kept is not None
-    assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids[:800].tolist()
-    assert [(one.request_id, one.digest) for one in kept.replies] == [(bytes([7]) * 16, bytes(range(8)))]
-    journal.append("session-0", 800, ids[800:], Mark.APPENDED)
-    journal.leave("session-0")
-    journal.stop()
-    journal = open_journal(tmp_path)
-    kept = journal.load("session-0", "alice")
-    assert kept is not None
-    assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids.tolist()
-    assert [one.request_id for one in kept.replies] == [bytes([7]) * 16]
-    assert not journal.check()
     journal.stop()

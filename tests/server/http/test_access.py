@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import openai
 import pytest
 import trustme
 
@@ -23,7 +21,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, EngineStalled, Overloaded
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle, start_server
-from tests.server.http.client import COMPLETIONS, asking, http_client, openai_client, serving_http, tiny_chat
+from tests.server.http.client import COMPLETIONS, asking, http_client, serving_http, tiny_chat
 from tests.server.wire import TIMEOUT_SECONDS
 
 KEY = "k" * 32
@@ -118,35 +116,6 @@ async def test_an_answer_that_failed_says_that_it_is_deprecated(
     assert tells_its_end(answer.headers)
 
 
-@pytest.mark.parametrize(
-    "sent", [b"not HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n"]
-)
-async def test_what_is_no_http_is_reported_so_in_the_envelope_and_that_it_is_deprecated(
-    server: ServerHandle, sent: bytes
-) -> None:
-    host, port = site(server).removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(sent)
-    head, _, body = (await asyncio.wait_for(reader.read(), TIMEOUT_SECONDS)).partition(b"\r\n\r\n")
-    writer.close()
-    first, *lines = head.decode().split("\r\n")
-    headers = httpx2.Headers(dict(line.split(": ", 1) for line in lines))
-    assert first == "HTTP/1.1 400 Bad Request"
-    assert tells_its_end(headers)
-    assert int(headers["content-length"]) == len(body)
-    assert json.loads(body)["error"]["code"] == "bad_http"
-
-
-async def test_the_link_leads_to_a_page_that_says_why_without_a_key(
-    engine: Engine, chat: ChatText, key_file: str
-) -> None:
-    async with serving_http(engine, chat, api_key_file=key_file) as handle, http_client(handle) as client:
-        link = (await client.get(site(handle) + HEALTH)).headers["link"]
-        page = await client.get(site(handle) + link.partition(">")[0].removeprefix("<"))
-    assert (page.status_code, page.headers["content-type"]) == (200, "text/plain; charset=utf-8")
-    assert "gRPC" in page.text
-
-
 HOSTS: list[tuple[str, int]] = [
     ("localhost", 200),
     ("LOCALHOST:8000", 200),
@@ -203,15 +172,6 @@ async def test_without_the_key_everything_but_health_is_refused(
                     assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert (await client.get(site(handle) + HEALTH, headers=headers)).status_code == 200
                 assert not engine.info().kv_reserved_bytes
-
-
-async def test_the_openai_client_gets_in_with_its_key(engine: Engine, chat: ChatText, key_file: str) -> None:
-    async with serving_http(engine, chat, api_key_file=key_file) as handle:
-        async with openai_client(handle, key=KEY) as client:
-            assert (await client.models.list()).data
-        async with openai_client(handle, key="wrong" * 8) as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.models.list()
 
 
 async def test_one_header_too_many_is_no_key(engine: Engine, chat: ChatText, key_file: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import openai
 import pytest
 
 from inference_engine.engine import Engine
-from inference_engine.engine.generation import Generation
 from inference_engine.errors import EngineStalled, OutOfMemory, Overloaded
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
@@ -112,16 +110,6 @@ async def test_a_request_that_waits_when_the_server_gives_up_on_its_engine_gets_
             answer = await answering
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stalled")
     assert int(answer.headers["retry-after"]) > 0
-
-
-async def test_what_a_completion_leaves_in_the_log_has_a_tag_of_its_own(
-    client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "inference_engine")
-    for _ in range(2):
-        await client.chat.completions.create(**{**FOREVER, "max_tokens": 1})
-    tags = {vars(record)["request"] for record in caplog.records if record.getMessage() == "a Generate ended"}
-    assert len(tags) == 2
 
 
 @pytest.mark.parametrize(
@@ -445,39 +433,3 @@ async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(ch
             assert last.choices[0].finish_reason == "length"
             await draining
         assert not engine.info().kv_reserved_bytes
-
-
-async def test_an_answer_that_outlives_the_grace_ends_with_an_error_in_its_stream(
-    engine: Engine, server: ServerHandle, client: openai.AsyncOpenAI
-) -> None:
-    stream = await client.chat.completions.create(**FOREVER, stream=True)
-    await anext(stream)
-    draining = asyncio.create_task(server.drain_and_stop())
-    with pytest.raises(openai.APIError) as ending:
-        async for _ in stream:
-            pass
-    assert ending.value.code == "draining"
-    await draining
-    assert not engine.info().kv_reserved_bytes
-
-
-async def test_a_stream_that_fails_before_it_begins_has_a_status(
-    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate, is_queued = engine.generate, asyncio.Event()
-
-    def generate_and_stop(*arguments: Any, **named: Any) -> Generation:
-        generation = generate(*arguments, **named)
-        generation.abort(Overloaded("later", retry_after_seconds=2.5))
-        is_queued.set()
-        return generation
-
-    async with http_client(server) as client:
-        with held(engine) as let_go:
-            monkeypatch.setattr(engine, "generate", generate_and_stop)
-            waiting = asyncio.create_task(client.post(COMPLETIONS, json={**FOREVER, "stream": True}))
-            await is_queued.wait()
-            let_go()
-            answer = await waiting
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
-    assert answer.json()["error"]["message"] == "later"

@@ -73,24 +73,6 @@ def test_values_that_ask_for_what_happens_anyway_are_taken(subtests: pytest.Subt
             assert read(**parameters) == read()
 
 
-CONTENTS: list[tuple[Any, str]] = [
-    ("a", "a"),
-    ("", ""),
-    ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
-]
-
-
-def test_content_is_text_or_text_parts(subtests: pytest.Subtests) -> None:
-    for content, text in CONTENTS:
-        with subtests.test(content=content, text=text):
-            assert read(messages=[{"role": "user", "content": content}]).messages[0]["content"] == text
-
-
-def test_an_answer_can_be_sent_back_as_it_came() -> None:
-    answer: Any = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
-    assert read(messages=[*MESSAGES, answer]).messages[1] == {"role": "assistant", "content": "Hi"}
-
-
 NOT_HONOURED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 5}, "top_k"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
@@ -164,12 +146,6 @@ PART_KINDS = sorted(
 )
 
 
-def test_what_is_honoured_is_a_parameter_of_the_client() -> None:
-    assert set(HONOURED) <= set(PARAMETERS)
-    assert {"role", "content"} <= set(MESSAGE_FIELDS)
-    assert "text" in PART_KINDS
-
-
 def test_every_other_parameter_of_the_client_is_refused_by_its_name() -> None:
     for name in set(PARAMETERS) - set(HONOURED):
         for value in ("x", 1, True, [1], {"x": 1}):
@@ -218,11 +194,6 @@ def test_a_name_that_stands_twice_in_an_object_is_refused_by_its_path(subtests: 
             with pytest.raises(InvalidArgument, match="stands more than once") as refused:
                 read_request(body.encode())
             assert refused.value.field == field
-
-
-def test_all_that_is_not_honoured_is_named_at_once() -> None:
-    with pytest.raises(InvalidArgument, match="top_k, best_of, min_p"):
-        read(top_k=5, best_of=3, min_p=0.1)
 
 
 def test_a_body_that_is_no_json_object_is_refused(subtests: pytest.Subtests) -> None:
