@@ -25,7 +25,7 @@ from inference_engine.cli.main import main
 from inference_engine.compose import try_out
 from inference_engine.config import NO_CACHE, ModelConfig
 from tests.cli.conditions import CONDITIONS, without_a_home
-from tests.further import further
+from tests.further import further, further_test
 from tests.processes import LIMIT_SECONDS, Process, ending, run, started
 
 CONDITIONED = str(Path(__file__).with_name("conditions.py"))
@@ -146,6 +146,7 @@ WITHOUT_A_HOME = (
 )
 
 
+@further_test
 def test_without_a_home_folder_a_command_says_what_to_name_instead(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:

@@ -157,10 +157,10 @@ def test_a_model_in_the_hubs_cache_is_served_by_its_name(
     [
         further([signal.SIGTERM], 0),
         # A terminal that is closed may send it twice, and a session of systemd behind SIGTERM.
-        ([signal.SIGHUP, signal.SIGHUP], 0),
+        further([signal.SIGHUP, signal.SIGHUP], 0),
         ([signal.SIGTERM, signal.SIGHUP], 0),
         ([signal.SIGHUP, signal.SIGTERM], -signal.SIGTERM),
-        ([signal.SIGINT, signal.SIGINT], -signal.SIGINT),
+        further([signal.SIGINT, signal.SIGINT], -signal.SIGINT),
     ],
     ids=str,
 )

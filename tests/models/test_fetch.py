@@ -37,7 +37,7 @@ from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.manifest import FileRecord, Manifest
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.registry import KnownModel, Wheel, known_model
-from tests.further import further
+from tests.further import further, further_test
 from tests.models.tiny_folder import logits, write_tiny_wheels
 from tests.processes import CAN_FORK, Forked
 
@@ -250,6 +250,7 @@ def test_a_fetched_tokenizer_splits_digits_off_before_white_space_is_cut(
     assert tokenizer("\n\n2").input_ids == [two_line_breaks, tokenizer.convert_tokens_to_ids("2")]
 
 
+@further_test
 @pytest.mark.real_model
 def test_smollm2_is_what_it_should_be() -> None:
     cache = resolve(ModelConfig).cache_path

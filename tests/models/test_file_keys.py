@@ -29,6 +29,7 @@ from inference_engine.models.file_keys import (
 from inference_engine.models.quantised_layout import layout_in
 from inference_engine.models.seam import check_config
 from inference_engine.models.tokenizer_ids import file_end_ids
+from tests.further import further_test
 from tests.models.odd_models import configured, in_gptq_order, saved
 from tests.models.test_quantised_checkpoints import AWQ, BLOCKS, COMPRESSED, GPTQ
 from tests.models.tiny_folder import logits
@@ -238,6 +239,7 @@ def edit(path: Path, changes: Changes, *, name: str = "config.json") -> None:
     (path / name).write_text(json.dumps(left))
 
 
+@further_test
 def test_every_key_of_a_configuration_changes_the_model_or_is_refused(tmp_path: Path, cache: Path) -> None:
     named = {"text_config"}  # of models that see, too, in tests/backends
     assert set(CONFIG_CHANGES) == set(effects(CONFIG_KEYS, HONOURED, REFUSED)) - named

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.cli import models as command
+from tests.further import further_test
 from tests.models.odd_models import ODD
 from tests.models.tiny_gguf import tiny_model, write_gguf
 
@@ -33,6 +34,7 @@ def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytes
     assert "these files cannot be verified" in printed
 
 
+@further_test
 def test_show_compares_the_tokenizer_of_a_file_with_the_file_and_names_the_ends_of_a_turn(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from inference_engine.config import ModelConfig
 from inference_engine.server.http.turn_ends import find_end_ids
 from kakeya import Client
 from kakeya.v1 import runtime_pb2 as pb
+from tests.further import further_test
 from tests.models.tiny_gguf import tiny_model, write_gguf
 from tests.processes import kakeya_serve
 from tests.server.wire import HISTORY, connected, serving
@@ -95,6 +96,7 @@ def test_a_model_without_a_tokenizer_has_the_ends_of_its_configuration(tmp_path:
     assert find_end_ids(ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache")), VOCABULARY) == (8, 9)
 
 
+@further_test
 def test_a_server_names_the_ends_of_its_file_and_its_sessions_have_them(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(tiny_model("llama"), path, ids={"eot": 5, "eom": 6, "padding": 2**32 - 1})

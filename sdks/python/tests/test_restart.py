@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kakeya
+from tests.further import further_test
 from tests.processes import Restarted
 from tests.tiny_folder import save_tiny_chat_model
 
@@ -40,6 +41,7 @@ def keeper(folder: Path, tmp_path: Path) -> Iterator[Restarted]:
         yield Restarted(stack, "--model", folder, "--kv-bytes=64MiB", "--mode=fixed-shape", kept)
 
 
+@further_test
 async def test_a_client_waits_for_a_server_that_is_started_again_and_learns_that_its_session_is_gone(
     server: Restarted, flavour: str, do: Do, read: Any
 ) -> None:
