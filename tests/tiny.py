@@ -95,6 +95,8 @@ def tiny_forward_on(
         trained_positions=TRAINED_POSITIONS,
         device=device,
         dtype="float32",
+        layers=seam.model.config.num_hidden_layers,
+        hidden_size=seam.model.config.hidden_size,
     )
     listed = OpListExecutor(seam, ops.open_fused()) if is_listed else None
     listed = OpListExecutor(seam, ops.open_invariant()) if is_invariant else listed

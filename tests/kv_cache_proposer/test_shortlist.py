@@ -11,7 +11,7 @@ from torch import Tensor
 from inference_engine import compose
 from inference_engine.config import ModelConfig
 from inference_engine.kernels.noise import key
-from kv_cache_proposer.dflash import shortlist
+from kv_cache_proposer.dflash import beside_target
 from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
@@ -103,6 +103,6 @@ def test_the_head_is_copied_unless_linear_layers_stay_as_they_come(
         copied.append(head_weight)
         return Shortlist(head_weight)
 
-    monkeypatch.setattr(shortlist, "Shortlist", copy)
+    monkeypatch.setattr(beside_target, "Shortlist", copy)
     compose._drafter(tiny_network(), ModelConfig(linear=linear), tiny_forward())
     assert bool(copied) == is_copied
