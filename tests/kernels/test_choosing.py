@@ -477,7 +477,7 @@ def made_archive(
     "compare",
     [
         compare_choosing,
-        compare_tiles,
+        interpreted(compare_tiles),
         compare_restoring,
         *(interpreted(compare) for compare in (compare_models, compare_equals, compare_rounded, compare_long_codes)),
     ],

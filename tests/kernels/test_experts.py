@@ -171,7 +171,7 @@ def compare_blocks() -> None:
     "compare",
     [
         compare_mixtures,
-        compare_tokens_alone,
+        interpreted(compare_tokens_alone),
         compare_choices,
         interpreted(compare_weights),
         interpreted(compare_blocks),

@@ -428,7 +428,7 @@ def compare_alone(
     "compare",
     [
         compare_kernel,
-        compare_selecting_steps,
+        interpreted(compare_selecting_steps),
         interpreted(compare_chunks_and_selections),
         interpreted(compare_beside_selections),
     ],
