@@ -30,7 +30,7 @@ OR_SHOW = >$(VENV)/site.log 2>&1 || { cat $(VENV)/site.log >&2; exit 1; }
 
 ARGS ?=
 EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
-    gather:block=16,sink=16,window=256,budget=608 mac
+    gather:block=16,sink=16,window=256,budget=608
 COUNT ?= 200
 TURNS ?= 200
 SECONDS ?= 14400

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -44,7 +44,6 @@ from inference_engine.engine.stats import collect_statistics
 from inference_engine.engine.warm_up import done_on, warm_up
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument
 from inference_engine.kernels.components import ModelComponents, components_digest
-from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
@@ -410,8 +409,8 @@ class Engine:
             ids, marks = np.array(history.ids(first, until)), np.array(history.marks(first, until))
             return HistoryPiece(first, ids, marks, length)
 
-    def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
-        """What the query cache saved and missed, by layer; empty for a strategy without one. Never waits."""
+    def layer_statistics(self, session_id: str, *, owner: str = "") -> dict[int, Any]:
+        """What the mechanisms of a session's strategy count, by layer; empty if they count nothing. Never waits."""
         return self._store.find(session_id, owner).kv.statistics()
 
     def close_session(self, session_id: str, *, owner: str = "") -> int:

@@ -3,10 +3,10 @@
     q · k  =  Σ_d q_d k_d  ≤  Σ_d max(q_d low_d, q_d high_d)        for every key k of the block, low ≤ k ≤ high
 
 The bound is taken per query head and the best head of a KV head's group counts, so neither one rare key in a
-block nor one searching head in a group is averaged away; `mean_scores`, which averages both, is the ablation.
+block nor one searching head in a group is averaged away.
 Source: Tang et al., Quest, arXiv 2406.10774. Keys are bounded as they are stored, rotated.
 
-    queries [T, Hq, D] · keys [..., S, D] · low, high, means [Hkv, B, D] · scores [T, Hkv, B] float32
+    queries [T, Hq, D] · keys [..., S, D] · low, high [Hkv, B, D] · scores [T, Hkv, B] float32
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ def block_bounds(keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest of each channel in each block: [..., S, D] -> two of [..., B, D], S = B · block."""
     blocks = _whole_blocks(keys, block)
     return blocks.amin(-2), blocks.amax(-2)
-
-
-def block_means(keys: Tensor, block: int) -> Tensor:
-    """Mean key of each block: [..., S, D] -> [..., B, D] float32, S = B · block."""
-    return _whole_blocks(keys, block).float().mean(-2)
 
 
 def bounds_scores(queries: Tensor, low: Tensor, high: Tensor, scaling: float) -> Tensor:
@@ -39,14 +34,6 @@ def bounds_scores(queries: Tensor, low: Tensor, high: Tensor, scaling: float) ->
     scores = folded.clamp(min=0) @ high.float().mT + folded.clamp(max=0) @ low.float().mT  # [Hkv, T · group, B]
     best = scores.view(kv_heads, query_count, query_heads // kv_heads, count).amax(2)
     return best.transpose(0, 1) * scaling
-
-
-def mean_scores(queries: Tensor, means: Tensor, scaling: float) -> Tensor:
-    """The ablation that fails: the group's mean query against the block's mean key."""
-    query_count, _, head_dim = queries.shape
-    mean_query = queries.float().reshape(query_count, len(means), -1, head_dim).mean(2)  # [T, Hkv, D]
-    scores = mean_query.transpose(0, 1) @ means.float().mT
-    return scores.transpose(0, 1) * scaling
 
 
 def _whole_blocks(keys: Tensor, block: int) -> Tensor:

@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.scorer import EntryScorer
 
 Positions = NDArray[np.int64]
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
@@ -66,8 +65,12 @@ class Mechanism:
     needs_every_entry: ClassVar[bool] = True
     # Does it read keys at other positions than their own, or before rotation?
     moves_keys: ClassVar[bool] = False
+    # Is the last token of a segment a step of its own?
+    ends_alone: ClassVar[bool] = False
     # Do generated tokens read less than all?
     is_selective: ClassVar[bool] = True
+    # Do they read by a view, as far as no device has an operation for them?
+    by_view: ClassVar[bool] = False
     # Do appended tokens read as generated ones do?
     appended: bool = False
 
@@ -92,18 +95,12 @@ class LayerRule:
     exact: how many of the last entries stay as they are; readable entries before them are archived, and read as the
     session's restorer gives them back. None: every readable entry stays as it is.
     mechanisms: how generated tokens read the readable entries, archived ones, too; () if they read all.
-    scorer: which entries outside the window stay, `sink` of them (`kv/scorer.py`). None: the first ones.
     """
 
     sink: int = 0
     window: int | None = None
     exact: int | None = None
     mechanisms: tuple[Mechanism, ...] = ()
-    scorer: EntryScorer | None = None
-
-    def __post_init__(self) -> None:
-        if self.scorer is not None and (self.window is None or not self.sink or self.exact is not None):
-            raise ValueError("a rule with a scorer needs a window and places, `sink`, and archives nothing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +136,6 @@ class Layout:
     capacity: int  # slots per KV head that can hold a position
     spare: int  # slots beyond the capacity for the sink's keys as they were rotated first, from which they are moved
     mechanisms: tuple[Mechanism, ...] = ()
-    scorer: EntryScorer | None = None
     blocks: int = 0  # slots that hold the summaries of blocks
     tier: TierLayout = TierLayout()
     base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
@@ -158,10 +154,10 @@ class Layout:
 
         moves_sink: False for entries that are only stored, which need no second copy of the sink's keys.
         """
-        sink, window, mechanisms, scorer = rule.sink, rule.window, rule.mechanisms, rule.scorer
-        if native_window is not None and (window is None or window >= native_window or scorer is not None):
+        sink, window, mechanisms = rule.sink, rule.window, rule.mechanisms
+        if native_window is not None and (window is None or window >= native_window):
             # The model itself never looks further back than its native window, sinks included.
-            sink, window, mechanisms, scorer = 0, native_window, (), None
+            sink, window, mechanisms = 0, native_window, ()
         segment = geometry.segment_tokens
         if window is not None:
             mechanisms = tuple(each for each in mechanisms if not each.needs_every_entry)
@@ -177,9 +173,8 @@ class Layout:
             native_window=native_window,
             segment=segment,
             capacity=geometry.round_up(entries),
-            spare=0 if window is None or not moves_sink or scorer is not None else sink,
+            spare=0 if window is None or not moves_sink else sink,
             mechanisms=mechanisms,
-            scorer=scorer,
             longest=0 if limit_tokens is None else geometry.round_up(limit_tokens),
         )
         for mechanism in mechanisms:

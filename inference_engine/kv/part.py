@@ -1,8 +1,8 @@
 """The part interface: one mechanism's share of a session.
 
-A session's entries in a set of alike layers are a part, and so is a drafter's memory of it. A block index or a query
-cache is a part of the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over parts: a new
-mechanism is one file in `parts/`; where it belongs to layers, a strategy's rule names it (`Mechanism` in `layout.py`).
+A session's entries in a set of alike layers are a part, and so is a drafter's memory of it. A block index is a part of
+the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over parts: a new mechanism is one file in
+`parts/`, or in any package; where it belongs to layers, a strategy's rule names it (`Mechanism` in `layout.py`).
 
     wake    idle     take what only an active session needs from the pool; give it back
     prepare stage    make room for the next positions; enter them in the tables
@@ -20,13 +20,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
@@ -201,8 +200,8 @@ class Part(ABC):
         """What moved between the device and the second tier."""
         return TransferTotals()
 
-    def match_totals(self) -> Mapping[int, MatchTotals]:
-        """What matching past queries saved and missed, by layer."""
+    def statistics(self) -> Mapping[int, Any]:
+        """What its mechanism counts, by layer."""
         return {}
 
     def check(self, length: int, cached: int) -> None:

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import InvariantViolated, NoCapacity
-from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
@@ -569,9 +569,9 @@ class SessionKV:
         if self.staged:
             self.commit(self.next_position)
 
-    def statistics(self) -> dict[int, MatchTotals]:
-        """What matching past queries saved and missed, by layer. Empty if the strategy matches none."""
-        return {layer: totals for part in self.parts for layer, totals in part.match_totals().items()}
+    def statistics(self) -> dict[int, Any]:
+        """What mechanisms count, by layer. Empty if none of them counts anything."""
+        return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
 
     def transfers(self) -> TransferTotals:
         """What moved between the device and the second tier. Zero if the strategy has none."""
@@ -604,7 +604,7 @@ class SessionKV:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
-        """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the query cache, the
+        """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the
         archive, the regions of an active session, a drafter's memory, and blocks fetched from the second tier."""
         end = self.next_position + self.staged
         pages = -(-(end - self.base) // self.context.geometry.opening_tokens)

@@ -69,9 +69,8 @@ class Placement:
 
     @property
     def ends_alone(self) -> bool:
-        """Is the last token of a segment a step of its own? Its query decides what stays, and the others' reads do not
-        wait for it."""
-        return any(layout.scorer is not None for layout in self._layouts)
+        """Is the last token of a segment a step of its own?"""
+        return any(mechanism.ends_alone for layout in self._layouts for mechanism in layout.mechanisms)
 
     @property
     def keeps_every_entry(self) -> bool:

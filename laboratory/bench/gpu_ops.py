@@ -1,4 +1,4 @@
-"""Operations of a decode step on a GPU beside the best kernels that are installed: attention, exact Top-K, and MAC.
+"""Operations of a decode step on a GPU beside the best kernels that are installed: attention, and exact Top-K.
 
 Attention is one query for each session over all entries, in the shape of Qwen2.5-7B: 28 query heads on 4 KV heads of
 128. A graph runs it over as many caches as the model has layers, each of its own, so that nothing is left in the
@@ -32,7 +32,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from inference_engine.errors import ConfigError, KakeyaError
 from inference_engine.kernels import reads as fields
-from inference_engine.kernels.mac import MacEntry, MacState, mac_attend
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kernels.topk import topk_by_sorting
 from laboratory.bench.experiments import Save
@@ -49,7 +48,6 @@ VLLM_LIBRARY = "_C_stable_libtorch.abi3.so"
 VLLM_WORKSPACE = 2**20  # bytes, as vLLM's indexer gives its kernels
 OURS = "ours"
 WORST = 2e-2  # of an output in 16 bits, as a share of its largest number
-RING, BAND = 1024, 256  # of MAC, as its source has them at 120k
 
 Row = dict[str, Any]
 # Samples in µs of each contender, what was left out and why, and the bytes that the operation reads.
@@ -267,36 +265,6 @@ def topk_case(sessions: int, count: int, ops: DeviceOps, device: torch.device, r
     return in_turns(contenders.timed, rounds), contenders.left_out, sessions * (4 * count + 8 * kept)
 
 
-def mac_case(length: int, buffers: tuple[Tensor, Tensor], ops: DeviceOps, rounds: int) -> Measured:
-    """One session: nothing matches, and every head matches a query 1 … ring positions back, beside reading all."""
-    keys, values = (each[: KV_HEADS * length].view(KV_HEADS, length, HEAD_DIM) for each in buffers)
-    device, scaling, position = keys.device, HEAD_DIM**-0.5, length - 1
-    query = torch.randn(QUERY_HEADS, HEAD_DIM, device=device).to(keys.dtype)
-    state = MacState.allocate(QUERY_HEADS, HEAD_DIM, RING, device=device)
-    entry = MacEntry(
-        position=position - min(RING // 2, length // 2),
-        query=query.float(),
-        out=torch.randn(QUERY_HEADS, HEAD_DIM, device=device),
-        lse=torch.zeros(QUERY_HEADS, device=device),
-        depth=torch.zeros(QUERY_HEADS, dtype=torch.int32, device=device),
-    )
-    state.commit([entry])
-    regions = regions_of(1, 1, length, device)
-
-    def matching(threshold: float, _copy: int) -> Tensor:
-        given = (state, query, query, keys, values, position)
-        return mac_attend(*given, band=min(BAND, length // 4), threshold=threshold, scaling=scaling)[0]
-
-    def ours(_copy: int) -> Tensor:
-        return ops.attend_ragged(query[None], *buffers, regions[0], kv_heads=KV_HEADS, scaling=scaling)
-
-    contenders = Contenders(device)
-    contenders.add(OURS, ours, 4, lambda _found: "")
-    contenders.add("MAC, nothing matches", partial(matching, 0.0), 4, lambda found: differs(found, ours(0)[0].float()))
-    contenders.add("MAC, every head matches", partial(matching, 0.5), 4, lambda _found: "")
-    return in_turns(contenders.timed, rounds), contenders.left_out, 2 * KV_HEADS * length * HEAD_DIM * keys.itemsize
-
-
 def row_of(samples: dict[str, list[float]], bytes_read: int, ceilings: Ceilings) -> Row:
     """Medians in µs. Best: the fastest contender of the same kind that is not ours."""
     floor = 1e6 * bytes_read / ceilings.bandwidth
@@ -320,7 +288,7 @@ def payload_of(
         if "best other" in row:
             ratios = [a / b for a, b in zip(samples[OURS], samples[row["best other"]], strict=True)]
             values[f"{where}, ours ÷ {row['best other']}"] = record.summarize(ratios, "ratio")
-    name = "ops_{}_bfloat16" if arguments.attention or arguments.mac else "topk_{}_float32"
+    name = "ops_{}_bfloat16" if arguments.attention else "topk_{}_float32"
     return {
         "experiment": name.format(arguments.device.partition(":")[0]),
         "config": {
@@ -344,7 +312,7 @@ def sizes(text: str) -> tuple[int, int]:
 
 def made_buffers(arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
     """K and V for as many layers of the largest case as fit."""
-    most = max([sessions * length for sessions, length in arguments.attention] + list(arguments.mac), default=0)
+    most = max([sessions * length for sessions, length in arguments.attention], default=0)
     vectors = LAYERS * KV_HEADS * most
     if device.type == "cuda":
         fits = int(0.85 * torch.cuda.mem_get_info(device)[0]) // (2 * HEAD_DIM * 2)
@@ -381,7 +349,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         default=[(1, 8192), (64, 8192), (1, 131072), (8, 131072), (1, 2**20)])  # fmt: skip
     parser.add_argument("--topk", type=sizes, nargs="*", metavar="ROWSxSCORES",
                         default=[(rows, count) for count in (8192, 131072, 2**20) for rows in (1, 8)])  # fmt: skip
-    parser.add_argument("--mac", type=int, nargs="*", metavar="LENGTH", default=[8192, 131072])
 
 
 def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
@@ -403,10 +370,6 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
         for sessions, length in arguments.attention:
             run = partial(attention_case, sessions, length, buffers, ops, arguments.rounds)
             planned.append((f"attention, {sessions} x {length}", run))
-        planned += [
-            (f"MAC, 1 x {length}", partial(mac_case, length, buffers, ops, arguments.rounds))
-            for length in arguments.mac
-        ]
         run_all(planned, ceilings, cases, left_out, arguments, save)
     if not cases:
         raise KakeyaError("nothing was measured: " + "; ".join(left_out.values()))

@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,6 @@ EXPERIMENTS = {
         "recall, KL, bytes, first token and decode, length by length",
         saves_parts=True,
     ),
-    "mac-statistics": Experiment(
-        "laboratory.evaluation.mac_statistics", "how often mac matches, what it skips, what that costs"
-    ),
     "backstop": Experiment("laboratory.evaluation.backstop", "the fewest layers that must be kept full"),
     "waking": Experiment("laboratory.evaluation.waking", "what idle sessions hold, and how soon they go on"),
     "forks": Experiment("laboratory.evaluation.forks", "what forks hold and take, against prefilling anew"),
@@ -98,11 +96,20 @@ class _ExperimentParser(LateParser):
         return parsed, rest
 
 
+def experiments() -> dict[str, Experiment]:
+    """Ours, and those that installed packages add by entry points `kakeya.experiments`, which name a module."""
+    added = {
+        point.name: Experiment(point.value, f"of the package {'' if point.dist is None else point.dist.name}")
+        for point in entry_points(group="kakeya.experiments")
+    }
+    return added | EXPERIMENTS
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         dest="experiment", required=True, metavar="EXPERIMENT", parser_class=_ExperimentParser
     )
-    for name, experiment in EXPERIMENTS.items():
+    for name, experiment in experiments().items():
         one = commands.add_parser(name, help=experiment.help, description=experiment.help, allow_abbrev=False)
         one.learn = _learn(experiment)
         _add_results(one)
@@ -146,7 +153,7 @@ def _log_what_is_found() -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one experiment and write its record. Raises KakeyaError for what is refused or void; nothing is written."""
-    experiment = EXPERIMENTS[args.experiment]
+    experiment = experiments()[args.experiment]
     _check_name(args.name)
 
     from laboratory.evaluation.interrupts import ended_as_interrupted

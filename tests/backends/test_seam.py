@@ -192,7 +192,6 @@ def test_every_strategy_runs_far_past_its_window(config: PretrainedConfig) -> No
             "layer_window:sink=2,window=20,full_layers=0",
             "full:codec=int8,exact_window=20",
             "gather:block=4,sink=4,window=16,budget=48",
-            "mac:ring=16,band=2,threshold=0.6",
         ):
             session = engine.create_session(strategy=parse_strategy(strategy)).session_id
             engine.append(session, history)
@@ -205,7 +204,6 @@ def test_a_model_whose_keys_cannot_be_moved_refuses_what_moves_them_by_name() ->
             "sink_window:sink=2,window=20",
             "layer_window:sink=2,window=20,full_layers=0",
             "full:codec=int8,exact_window=20",
-            "mac:ring=16,band=2,threshold=0.6",
         ):
             with pytest.raises(InvalidArgument, match="changes its keys after they are rotated") as refusal:
                 engine.create_session(strategy=parse_strategy(strategy))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.bounds import block_bounds, block_means, bounds_scores, mean_scores
+from inference_engine.kernels.bounds import block_bounds, bounds_scores
 
 SCALING = 0.37
 # Sums of D float32 products in another order.
@@ -45,13 +45,3 @@ def test_it_is_the_formula_for_every_head_with_repeated_keys_and_the_best_head_o
     per_head = per_channel.sum(-1) * SCALING  # [T, Hq, B]
     expected = torch.stack([per_head[:, head * group : (head + 1) * group].amax(1) for head in range(3)], dim=1)
     torch.testing.assert_close(bounds_scores(queries, low, high, SCALING), expected, rtol=ROUNDING, atol=ROUNDING)
-
-
-@each_group
-def test_mean_scores_are_the_mean_score_of_every_head_and_key(group: int) -> None:
-    queries, keys = draw(5, 2 * group, 24, seed=1), draw(2, 3 * 16, 24, seed=2)
-    exact = torch.einsum("thd,hsd->ths", queries, keys.repeat_interleave(group, dim=0)) * SCALING
-    expected = exact.view(5, 2, group, 3, 16).mean(dim=(2, 4))
-    torch.testing.assert_close(
-        mean_scores(queries, block_means(keys, 16), SCALING), expected, rtol=ROUNDING, atol=ROUNDING
-    )

@@ -211,16 +211,6 @@ def test_tiered_equals_full_with_a_budget_for_everything_and_gather_with_less(mo
 
 
 @each_mode
-def test_mac_without_matches_equals_full_and_with_them_differs(mode: Mode) -> None:
-    """Degenerate and off-switch. Sums are taken in another order, so equality is up to rounding in both modes."""
-    with engine_for(mode) as engine:
-        never, often = (make_strategy("mac", ring=30, band=6, threshold=threshold) for threshold in (0.0, 1.5))
-        full = generate(engine, opened(engine, Full(), text()))
-        assert same(generate(engine, opened(engine, never, text())), full, Mode.BATCHED)
-        assert not same(generate(engine, opened(engine, often, text())), full, Mode.BATCHED)
-
-
-@each_mode
 @pytest.mark.parametrize("restores", ["hold", "stream"])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_restored_from_latents_without_what_comes_back_equals_sink_window(

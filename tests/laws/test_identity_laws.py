@@ -27,17 +27,14 @@ from tests.kept import after_a_kill, keeping, saved
 from tests.laws.drafters import Knowing
 from tests.laws.test_engine_laws import opened
 from tests.laws.test_hibernation_laws import go_on, reads
-from tests.laws.variants import all_strategies, drain, generate, mechanism, reads_chunks, text
+from tests.laws.variants import all_strategies, drain, generate, mechanism, reads_by_views, text
 from tests.tiny import EXTRAS, SMALL, tiny_components, tiny_latent
 from tests.tiny_native import tiny_native
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 # The first variant of each mechanism whose queries read regions, in one native call. Where torch attends, its sums
 # depend on the step.
-BY_TORCH = {"mac", "tiered"}
-STRATEGIES = {
-    mechanism(each): each for each in reversed(all_strategies()) if each.name not in BY_TORCH and not reads_chunks(each)
-}
+STRATEGIES = {mechanism(each): each for each in reversed(all_strategies()) if not reads_by_views(each)}
 each_mechanism = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 
 
@@ -53,7 +50,7 @@ in_exact = partial(engine_in, Identity.EXACT)
 
 
 def test_every_mechanism_that_reads_regions_is_here() -> None:
-    assert {each.name for each in STRATEGIES.values()} == {each.name for each in all_strategies()} - BY_TORCH
+    assert {"full", "sink_window", "layer_window", "restored", "gather"} <= {each.name for each in STRATEGIES.values()}
 
 
 def test_the_two_identities_differ() -> None:

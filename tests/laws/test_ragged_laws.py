@@ -50,7 +50,7 @@ from tests.laws.variants import (
     drain,
     each_strategy,
     each_strategy_with,
-    reads_chunks,
+    reads_by_views,
     same,
     text,
     tokens,
@@ -189,10 +189,11 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     counts = np.diff([*by_step, calls])
 
     options = strategy.options()
-    reads_elsewhere = strategy.name in ("mac", "tiered") or reads_chunks(strategy)
+    reads_elsewhere = reads_by_views(strategy)
     reads_elsewhere |= options.get("scorer") == "bounds"
     geometry = native.geometry(mode=Mode.BATCHED, **PAGES)
-    reads_elsewhere |= any(strategy.rule(layer, geometry).scorer is not None for layer in range(len(geometry.layers)))
+    rules = [strategy.rule(layer, geometry) for layer in range(len(geometry.layers))]
+    reads_elsewhere |= any(mechanism.ends_alone for rule in rules for mechanism in rule.mechanisms)
     assert counts[0] == 1 and (counts.max() > 1) == reads_elsewhere, counts
     assert options.get("mode") != "select" or (counts[-16:] == 1).all(), counts
 

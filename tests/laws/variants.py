@@ -21,7 +21,7 @@ from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
 from tests.further import further, one_of_each
-from tests.tiny import LATENT_BYTES, VOCABULARY
+from tests.tiny import LATENT_BYTES, PAGES, VOCABULARY, tiny_forward
 from tests.tiny_native import served_engine
 
 LATENT: dict[str, Option] = {"sink": 2, "source": "latent", "bytes_per_token": LATENT_BYTES}
@@ -59,11 +59,6 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"block": 8, "sink": 4, "window": 16, "budget": 48, "resident_tokens": 20},
         {"block": 12, "sink": 0, "window": 20, "budget": 68, "resident_tokens": 40},
         {"block": 4, "sink": 0, "window": 20, "budget": 400, "resident_tokens": 20},
-    ],
-    # Matches at about every other query, chains among them; and none ever.
-    "mac": [
-        {"ring": 24, "band": 6, "threshold": 0.6, "chain_limit": 2},
-        {"ring": 9, "band": 0, "threshold": 0.0},
     ],
     # Exact windows narrower and wider than TinyModel's own; without a sink.
     "restored": [
@@ -110,6 +105,13 @@ def reads_chunks(strategy: KVStrategy) -> bool:
     """Do some tokens read old entries chunk by chunk, outside the regions?"""
     options = strategy.options()
     return options.get("mode") == "stream" or (options.get("mode") == "select" and options.get("appended") != "select")
+
+
+def reads_by_views(strategy: KVStrategy) -> bool:
+    """Do generated tokens read by views on the native backend, too, whose sums depend on the step?"""
+    geometry = tiny_forward().geometry(mode=Mode.BATCHED, **PAGES)
+    rules = [strategy.rule(layer, geometry) for layer in range(len(geometry.layers))]
+    return reads_chunks(strategy) or any(each.by_view for rule in rules for each in rule.mechanisms)
 
 
 def covering(*parameters: Sequence[Any], of: Callable[[Any], Hashable] = lambda value: value) -> list[tuple[Any, ...]]:

@@ -1,6 +1,6 @@
 """A summary of each block of entries, and queries that read only the blocks with the highest scores.
 
-A block's summary lies in the regions, behind the entries: the smallest and largest of each key channel, or the mean. It
+A block's summary lies in the regions, behind the entries: the smallest and largest of each key channel. It
 is made from committed keys when the block is full. Generated tokens read the sink, the window and the blocks with the
 highest scores (`kernels/gather.py`); appended tokens read everything.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.bounds import block_bounds, block_means, bounds_scores, mean_scores
+from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.gather import Always, always_read, distant_blocks, gather_attend, select
 from inference_engine.kernels.reads import SINK, BlockRead
 from inference_engine.kernels.topk import Largest
@@ -36,14 +36,12 @@ class BlockSelector(LayerMechanism):
     """What a generated token reads in a layer that keeps every entry: sink, window, and the blocks of highest scores.
 
     The sink and the start of the window are rounded to whole blocks. count: distant blocks per KV head.
-    scorer: `bounds` (smallest and largest of each key channel), or `mean`, the ablation that fails.
     """
 
     block: int
     sink: int
     window: int
     count: int
-    scorer: str = "bounds"
 
     @property
     def sink_tokens(self) -> int:
@@ -69,14 +67,6 @@ class BlockSelector(LayerMechanism):
         return BlockIndex(slots, self)
 
 
-def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
-    """The summary of each block for the selector's scorer: [..., S, D] -> two of [..., B, D]."""
-    if selector.scorer == "mean":
-        means = block_means(keys, selector.block)
-        return means, means
-    return block_bounds(keys, selector.block)
-
-
 def choose_blocks(
     lines: Numbers, record: BlockRead, layout: Layout, selector: BlockSelector, queries: Positions, **others: Any
 ) -> None:
@@ -100,7 +90,7 @@ class BlockIndex(LayerPart):
             return True
         # The operation over regions takes few queries that choose blocks, and none of the same session that do not.
         fits = queries.count <= _MOST_SELECTING_QUERIES and self._slots.layout.blocks <= most_blocks(step.geometry)
-        return fits and self._selector.scorer == "bounds" and not queries.has_appended
+        return fits and not queries.has_appended
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         if not queries.has_generated:
@@ -154,7 +144,7 @@ class BlockIndex(LayerPart):
             return
         entries = slots.layout.slots((whole[:, None] * block + np.arange(block)).reshape(-1))
         keys = slots.gather(slots.buffer.keys, entries).transpose(1, 2)  # [layers, Hkv, n · block, D]
-        low, high = summaries(keys, self._selector)
+        low, high = block_bounds(keys, self._selector.block)
         for states, summary in ((slots.buffer.keys, low), (slots.buffer.values, high)):
             slots.put(states, slots.layout.summaries_from + whole, summary.transpose(1, 2))
 
@@ -227,9 +217,6 @@ class GatherView:
         """The distant blocks that these queries read: [T, Hkv, K], -1 for none."""
         blocks = self.candidates.shape[1]
         low = self.region.slots(buffer.keys, layer, self.summaries_from, blocks)
-        if self.selector.scorer == "mean":
-            scores = mean_scores(queries, low, scoring.scaling)
-        else:
-            high = self.region.slots(buffer.values, layer, self.summaries_from, blocks)
-            scores = bounds_scores(queries, low, high, scoring.scaling)
+        high = self.region.slots(buffer.values, layer, self.summaries_from, blocks)
+        scores = bounds_scores(queries, low, high, scoring.scaling)
         return select(scores, self.candidates[some], self.selector.count, largest=self.largest)

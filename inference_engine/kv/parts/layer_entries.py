@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import InvariantViolated
-from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
@@ -28,8 +28,7 @@ from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Need, Part, Saved
-from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart, mechanisms_of
-from inference_engine.kv.parts.scored import ByScore
+from inference_engine.kv.parts.layer_part import LayerPart, mechanisms_of
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
@@ -44,12 +43,6 @@ def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Deman
     return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
 
 
-def _mechanisms(layout: Layout) -> list[LayerMechanism]:
-    """Those of the rule; and what decides which entries stay, where it is not their position."""
-    found = mechanisms_of(layout)
-    return found if layout.scorer is None else [*found, ByScore(scorer=layout.scorer)]
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class LayerEntries(LayerSlots, Part):
     """A set of alike layers, and the mechanisms that belong to them."""
@@ -60,7 +53,7 @@ class LayerEntries(LayerSlots, Part):
     def need(cls, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
         """The memory of a set: each layer's regions, then its parts."""
         regions = Need(demands=(region_demand(geometry, layers, layout),) * len(layers.layers))
-        return sum((each.need(geometry, layers, layout) for each in _mechanisms(layout)), start=regions)
+        return sum((each.need(geometry, layers, layout) for each in mechanisms_of(layout)), start=regions)
 
     @classmethod
     def reserve(
@@ -85,7 +78,7 @@ class LayerEntries(LayerSlots, Part):
             starts=np.array(allocation.starts[:count], dtype=np.int64),
         )
         try:
-            for mechanism in _mechanisms(layout):
+            for mechanism in mechanisms_of(layout):
                 end = count + len(mechanism.need(context.geometry, layers, layout).demands)
                 entries.parts.append(mechanism.open(entries, allocation.starts[count:end]))
                 count = end
@@ -341,8 +334,8 @@ class LayerEntries(LayerSlots, Part):
     def transfers(self) -> TransferTotals:
         return TransferTotals.together(part.transfers() for part in self.parts)
 
-    def match_totals(self) -> Mapping[int, MatchTotals]:
-        return {layer: totals for part in self.parts for layer, totals in part.match_totals().items()}
+    def statistics(self) -> Mapping[int, Any]:
+        return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
 
     def check(self, length: int, cached: int) -> None:
         resident = int(np.count_nonzero(self.held >= 0))

@@ -15,7 +15,7 @@ from inference_engine.kv.views import StagedQueries, StepReads, View
 
 
 class LayerPart(Part):
-    """A block index, a query cache, or entries that lie outside the regions."""
+    """A block index, or entries that lie outside the regions."""
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         """Can these queries read by plan numbers?"""

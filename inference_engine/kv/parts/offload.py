@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -57,6 +58,8 @@ class OffloadingSelector(BlockSelector):
     """resident: how many of the last entries stay on the device. Older ones, except the sink, go to the second tier and
     are fetched to be read.
     """
+
+    by_view: ClassVar[bool] = True
 
     resident: int
 

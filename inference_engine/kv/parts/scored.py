@@ -1,14 +1,24 @@
-"""Eviction by score: the entries that leave the window compete for the places of those that stay (`kv/scorer.py`).
+"""Eviction by score: of the entries that leave the window, those of the highest scores keep a place.
 
-The places are the slots of the layout's sink. What they hold is decided on the device, for each KV head; that they are
-held is all that the slot table says, so the host waits for nothing. The query that scores are computed from comes by a
-view, in a step of its own: that of a segment's last token. It is kept until the commit. All others read by numbers.
+    position   0 1 2 3 4 5 6 7 | 8 … 15 | 16 … 21         sink = 8, window = 0, segment = 8: length 22
+    before     ■ ■ ■ ■ ■ ■ ■ ■ | ■ … ■  |                  at length 16 the segment from 8 to 15 leaves the window;
+    after      ■   ■ ■     ■   | ■ ■ ■  | ■ … ■            of 16 entries the 8 of the highest scores keep a place
+
+Without a scorer the first `sink` entries of a layer stay. With one, their places are for the entries of the highest
+scores: whenever a segment leaves the window, its entries compete with those that hold the places. Each KV head keeps
+entries of its own. Keys stay rotated at their own positions.
+
+What is kept is a function of the history alone: scores are computed at segment boundaries, of committed entries and the
+query of the segment's last token, never of how the tokens arrived. What a place holds is decided on the device; that it
+is held is all that the slot table says, so the host waits for nothing. The query comes by a view, in a step of its own,
+and is kept until the commit. All other queries read by numbers.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -20,34 +30,70 @@ from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.part import Need
 from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart
-from inference_engine.kv.scorer import Candidates, EntryScorer
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Scoring, StagedQueries, StepReads, View
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ByScore(LayerMechanism):
-    """Which entries stay is decided by `scorer`."""
+class Candidates:
+    """Entries of which some may stay, those that hold places first, and the query of the segment's last token.
+
+    keys, values [L, n, Hkv, D] float32, of L alike layers; query [L, Hq, D] float32. Keys and query are rotated (RoPE)
+    at their own positions. scaling, softcap: of the layers' attention, as `kernels/attention.py` has them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    query: Tensor
+    scaling: float
+    softcap: float | None
+
+    def weights(self) -> Tensor:
+        """[L, Hkv, group, n]: the attention that each query head of each KV head pays to the candidates, 1 in sum."""
+        layers, _, heads, head_dim = self.keys.shape
+        query = self.query.view(layers, heads, -1, head_dim)
+        scores = torch.einsum("lhgd,lnhd->lhgn", query, self.keys) * self.scaling
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        return scores.softmax(dim=-1)
+
+
+class EntryScorer(LayerMechanism):
+    """How entries are scored: a frozen dataclass. In a rule with a window, and with `sink` places.
+
+    Layers with a native window keep what the model itself reads.
+    """
 
     needs_every_entry: ClassVar[bool] = False
     is_selective: ClassVar[bool] = False
+    ends_alone: ClassVar[bool] = True
+    appended: bool = True
 
-    scorer: EntryScorer
+    @abstractmethod
+    def scores(self, candidates: Candidates) -> Tensor:
+        """[L, Hkv, n]: the entries of the highest scores stay, the earlier one of two equal ones. The host waits for
+        nothing here."""
+
+    def laid_out(self, layout: Layout, geometry: Geometry, limit_tokens: int | None) -> Layout:
+        if layout.window is None or not layout.sink:
+            raise ValueError("a rule with a scorer needs a window, and places: `sink`")
+        if (native := layout.native_window) is None:
+            return replace(layout, spare=0)
+        entries = native + layout.segment if limit_tokens is None else min(native + layout.segment, limit_tokens)
+        return replace(layout, sink=0, window=native, spare=0, capacity=geometry.round_up(entries), mechanisms=())
 
     def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        """Nothing: what stays is in the regions."""
         return Need()
 
     def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
-        return ScoredEntries(slots, self.scorer)
+        return ScoredEntries(slots, self)
 
 
 class ScoredEntries(LayerPart):
     """Which entries of a set of layers hold the places of the sink."""
 
     def __init__(self, slots: LayerSlots, scorer: EntryScorer) -> None:
-        self._slots = slots
-        self._scorer = scorer
+        self._slots, self._scorer = slots, scorer
         self._asked: dict[int, tuple[Tensor, Scoring]] = {}  # by layer, the query of the segment's last token
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:

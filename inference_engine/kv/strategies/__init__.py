@@ -19,7 +19,6 @@ from inference_engine.kv.installed import Registry, shown
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
-from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategies.tiered import Tiered
@@ -28,7 +27,7 @@ from inference_engine.kv.strategy import KVStrategy, Option
 STRATEGIES: Registry[type[KVStrategy]] = Registry(
     "strategy",
     installed.STRATEGIES,
-    {kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered, Mac)},
+    {kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered)},
     fits=lambda one: isinstance(one, type) and issubclass(one, KVStrategy),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)

@@ -8,7 +8,7 @@ Each KV head of each layer selects for itself. Scorer `components` selects token
 components of each unrotated key in `bits` bits, and the tokens of largest estimated weight are read
 (`kernels/components.py`). It needs components calibrated for the model (`kakeya train components`). Scorer `bounds`
 selects blocks and needs nothing: the smallest and largest value of each key channel in a block bound the score of any
-of its keys from above. `mean`, by a block's mean key, is the ablation that fails.
+of its keys from above.
 
 Appended tokens read everything, so stored entries are exact. Tokens that the model generated read what they select,
 whether they were sampled one by one or verified together. A budget of the whole history equals `full`. Memory is that
@@ -44,7 +44,7 @@ from inference_engine.kv.strategy import COMPONENTS, KVStrategy, require
 if TYPE_CHECKING:
     from inference_engine.kv.context import KVContext
 
-_SCORERS = ("components", "bounds", "mean")
+_SCORERS = ("components", "bounds")
 _BLOCK = 128
 _BUDGET = 4864  # one block of sink, 640 local entries, 32 distant blocks
 _TOKENS_BUDGET = 1280  # the sink, 512 to 544 local entries, some 600 distant tokens
@@ -54,7 +54,7 @@ _TOKENS_BUDGET = 1280  # the sink, 512 to 544 local entries, some 600 distant to
 class Gather(KVStrategy):
     """budget: entries a generated token may read: the sink, the window, and distant ones, in whole blocks or by token.
 
-    scorer: None is `components` where the model's are calibrated, else `bounds`. block: of `bounds` and `mean`. rank,
+    scorer: None is `components` where the model's are calibrated, else `bounds`. block: of `bounds`. rank,
     bits, run: of `components`: how many, bits of each, positions that share a rotation. None: as the model needs.
     """
 
@@ -115,9 +115,7 @@ class Gather(KVStrategy):
         return max(default, self._least) if self.budget is None else self.budget
 
     def _blocks(self, count: int) -> BlockSelector:
-        return BlockSelector(
-            block=self.block or _BLOCK, sink=self.sink, window=self.window, count=count, scorer=self.scorer or "bounds"
-        )
+        return BlockSelector(block=self.block or _BLOCK, sink=self.sink, window=self.window, count=count)
 
     def _tokens(self, count: int) -> TokenSelector:
         shape = IndexShape(rank=self.rank or LEAST_RANK, bits=self.bits or BITS, run=self.run or RUN)

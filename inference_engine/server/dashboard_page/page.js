@@ -7,7 +7,7 @@ const STALL_SECONDS = 10;
 const STATES = ["idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed"];
 const KINDS = {
   entries: "entries", archive: "archives", restored: "restored", draft: "draft memories", sink_copy: "sink copies",
-  bounds: "block bounds", components: "key components", mac: "past queries", fetched: "fetched blocks",
+  bounds: "block bounds", components: "key components", fetched: "fetched blocks",
 };
 const PARTS = { forward: "model", sample: "sampling", plan: "planning", draft: "drafting", settle: "settling" };
 const percentiles = (points, name) => ["p50", "p95", "p99"].map((part) => [part, points[`${name}_${part}`]]);

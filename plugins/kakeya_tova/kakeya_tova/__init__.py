@@ -22,7 +22,7 @@ from torch import Tensor
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.scorer import Candidates, EntryScorer
+from inference_engine.kv.parts.scored import Candidates, EntryScorer
 from inference_engine.kv.strategy import KVStrategy, require
 
 
@@ -53,7 +53,7 @@ class Tova(KVStrategy):
             require(value <= room, option, f"must be at most {room}, the model's positions, got {value}", limit=room)
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        return LayerRule(sink=self.budget, window=self.window, scorer=LastAttention())
+        return LayerRule(sink=self.budget, window=self.window, mechanisms=(LastAttention(),))
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[Tova, ...]:

@@ -7,7 +7,7 @@ import torch
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument
-from inference_engine.kv.scorer import Candidates
+from inference_engine.kv.parts.scored import Candidates
 from inference_engine.kv.strategies import STRATEGIES, make_strategy, parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy

@@ -20,7 +20,7 @@ const EVERY: readonly kakeya.Strategy[] = [
   { kind: "sink_window", sink: 2, window: 30 },
   { kind: "layer_window", fullLayers: [2], sink: 4, window: 30 },
   { kind: "restored", sink: 4, window: 32, source: "latent", bytesPerToken: 160, mode: "hold" },
-  { kind: "gather", budget: 64, block: 4, sink: 4, window: 16, scorer: "mean" },
+  { kind: "gather", budget: 64, block: 4, sink: 4, window: 16, scorer: "bounds" },
   { kind: "tiered", budget: 40, block: 4, sink: 0, window: 20, residentTokens: 20 },
   { kind: "mac", ring: 32, band: 8, threshold: 0.25, chainLimit: -1 },
   { kind: "named", name: "newer_window", options: { window: "30", wide_layers: "0+2", factor: "0.5", note: "text" } },

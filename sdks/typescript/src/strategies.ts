@@ -88,7 +88,7 @@ export interface Gather {
   readonly block?: number | undefined;
   readonly sink?: number | undefined;
   readonly window?: number | undefined;
-  /** "components" selects tokens by an index of their keys, "bounds" and "mean" select blocks. */
+  /** "components" selects tokens by an index of their keys, "bounds" selects blocks. */
   readonly scorer?: string | undefined;
   /** Of the index: components of a key. */
   readonly rank?: number | undefined;
@@ -113,7 +113,8 @@ export interface Tiered {
 
 /**
  * Keeps all KV entries; a generated token reuses the attention of a similar recent query, reads newer ones. Appended
- * tokens read all entries. The session ends at the model's trained positions.
+ * tokens read all entries. The session ends at the model's trained positions. A server has it if the package kakeya-mac is
+ * installed.
  */
 export interface Mac {
   readonly kind: "mac";

@@ -52,7 +52,7 @@ def test_steps_are_shown_beside_their_baselines_and_their_floors(tmp_path: Path)
 
 
 def test_operations_are_shown_beside_the_best_other_and_wrong_ones_are_left_out(tmp_path: Path) -> None:
-    typed = "--device cpu --attention 2x48 --topk 2x300 --mac 40 --rounds 2"
+    typed = "--device cpu --attention 2x48 --topk 2x300 --rounds 2"
     assert main(["gpu-ops", *typed.split(), "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("ops_cpu_bfloat16/*/record.json")
     found = read_record(path, "ops", "µs of an operation")

@@ -151,8 +151,8 @@ class Restored(Strategy):
 class Gather(Strategy):
     """Keeps all KV entries; a generated token reads `budget` of them: sink, window, the best-scoring tokens or blocks.
 
-    Appended tokens read all entries. scorer: "components" selects tokens by an index of their keys, "bounds" and "mean"
-    select blocks. block: positions of a block. rank, bits, run: of the index: components of a key, bits of each,
+    Appended tokens read all entries. scorer: "components" selects tokens by an index of their keys, "bounds" selects
+    blocks. block: positions of a block. rank, bits, run: of the index: components of a key, bits of each,
     positions that share a rotation. None leaves an option to the server. The session ends at the model's trained
     positions.
     """
@@ -205,7 +205,7 @@ class Mac(Strategy):
     Appended tokens read all entries. ring: size of the query cache, in positions. band: entries before the matched one
     that are read again. threshold: the largest distance of a match, as a share of the distance of unlike queries; 0: no
     reuse. chain_limit: links back to a token that read all entries, -1 for any number. None leaves an option to the
-    server. The session ends at the model's trained positions.
+    server. The session ends at the model's trained positions. A server has it if the package kakeya-mac is installed.
     """
 
     _arm: ClassVar[str] = "mac"
@@ -228,10 +228,10 @@ class Mac(Strategy):
 class Named(Strategy):
     """Any strategy of the server's, by its name; `server_info().strategies` lists them.
 
-    Options are those of the server's `--strategy`: `Named("mac", ring=128)`. Each is a number, a name or whole numbers,
-    kept as the text that the server reads; None leaves it to the server. A name or an option that the server does not
-    have is InvalidArgument, which lists those that it has. A session's `strategy` is `Named` if the strategy has no
-    class of its own here.
+    Options are those of the server's `--strategy`: `Named("tova", budget=128)`. Each is a number, a name or whole
+    numbers, kept as the text that the server reads; None leaves it to the server. A name or an option that the server
+    does not have is InvalidArgument, which lists those that it has. A session's `strategy` is `Named` if the strategy
+    has no class of its own here.
     """
 
     _arm: ClassVar[str] = "named"

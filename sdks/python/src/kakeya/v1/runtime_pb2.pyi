@@ -1719,8 +1719,8 @@ class GatherStrategy(_message.Message):
     """At least the server's segment_tokens."""
     scorer: _builtins.str
     """"components": tokens are chosen by an index of their keys, which needs components calibrated for the model.
-    "bounds": blocks are chosen, by what their keys can score at most. "mean": by their mean key, worse, for
-    comparison. Absent: "components" where the model's are calibrated and no block is given, else "bounds".
+    "bounds": blocks are chosen, by what their keys can score at most. Absent: "components" where the model's are
+    calibrated and no block is given, else "bounds".
     """
     rank: _builtins.int
     """With "components": how many of a key, at most the head size. Absent: one in eight channels, at least 16."""
@@ -1840,7 +1840,8 @@ Global___TieredStrategy: _TypeAlias = TieredStrategy  # noqa: Y015
 class MacStrategy(_message.Message):
     """Every entry stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
     token takes over the attention of that one over the entries more than `band` before it, and reads only the later
-    entries. The session ends at the model's trained positions.
+    entries. The session ends at the model's trained positions. A server has it if the package kakeya-mac is installed
+    beside it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

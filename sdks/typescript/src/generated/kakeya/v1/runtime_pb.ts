@@ -1840,8 +1840,8 @@ export type GatherStrategy = Message<"kakeya.v1.GatherStrategy"> & {
 
   /**
    * "components": tokens are chosen by an index of their keys, which needs components calibrated for the model.
-   * "bounds": blocks are chosen, by what their keys can score at most. "mean": by their mean key, worse, for
-   * comparison. Absent: "components" where the model's are calibrated and no block is given, else "bounds".
+   * "bounds": blocks are chosen, by what their keys can score at most. Absent: "components" where the model's are
+   * calibrated and no block is given, else "bounds".
    *
    * @generated from field: optional string scorer = 5;
    */
@@ -1924,7 +1924,8 @@ export const TieredStrategySchema: GenMessage<TieredStrategy> = /*@__PURE__*/
 /**
  * Every entry stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
  * token takes over the attention of that one over the entries more than `band` before it, and reads only the later
- * entries. The session ends at the model's trained positions.
+ * entries. The session ends at the model's trained positions. A server has it if the package kakeya-mac is installed
+ * beside it.
  *
  * @generated from message kakeya.v1.MacStrategy
  */

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend
-from inference_engine.kernels.mac import MacEntry, MacState, MacStats, mac_attend, match_limit
+from kakeya_mac.kernel import MacEntry, MacState, MacStats, mac_attend, match_limit
 
 # The same float32 sums in another order: scores reach 15 and are known to 1e-6, values of size 3 are weighted by them.
 ROUNDING = 5e-6

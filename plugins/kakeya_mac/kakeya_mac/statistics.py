@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from inference_engine.engine import Engine
-from inference_engine.kernels.mac import MatchTotals
-from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategy import KVStrategy
+from kakeya_mac import Mac
+from kakeya_mac.kernel import MatchTotals
 from laboratory.evaluation.arguments import require_at_least, strategy_argument
 from laboratory.evaluation.fidelity import measure, rows, values
 from laboratory.evaluation.haystack import KINDS
@@ -86,7 +86,7 @@ def layer_lines(engine: Engine, strategy: KVStrategy, passages: Sequence[Passage
     sums: dict[int, MatchTotals] = {}
     for passage in passages:
         with forced(engine, strategy, passage, _ignore) as session:
-            matched = engine.match_statistics(session)
+            matched = engine.layer_statistics(session)
         for layer, totals in matched.items():
             sums[layer] = sums[layer].plus(totals) if layer in sums else totals
     return [

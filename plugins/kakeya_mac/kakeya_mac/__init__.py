@@ -1,9 +1,9 @@
-"""Mac strategy: every entry stays; a generated token reuses the attention of a similar recent query to old entries.
+"""MAC for Kakeya: every entry stays; a generated token reuses the attention of a similar recent query to old entries.
 
     position   0 … 739 | 740 … 803 | 804 … 900           the query at 900 resembles the one at 804; band = 64
     reads      reused  | ■ ■ ■ ■ ■ | ■ ■ ■ ■ ■ ■
 
-Match, amend, complete (`kernels/mac.py`): each query head compares its unrotated query with those of the generated
+Match, amend, complete (`kernel.py`): each query head compares its unrotated query with those of the generated
 tokens among the last `ring` positions. If the nearest is near enough, that token's attention to entries more than
 `band` positions before it is reused, and only later entries are read. Otherwise the token reads everything, like an
 appended one. Stored entries are exact; attention is approximate where a match was used. With a threshold of 0 nothing
@@ -28,8 +28,8 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.parts.query_cache import QueryMatcher
 from inference_engine.kv.strategy import KVStrategy, require
+from kakeya_mac.query_cache import QueryMatcher
 
 _UNLIMITED = -1
 
@@ -78,3 +78,7 @@ class Mac(KVStrategy):
         chain_limit = None if self.chain_limit == _UNLIMITED else self.chain_limit
         matcher = QueryMatcher(ring=self.ring, band=self.band, threshold=self.threshold, chain_limit=chain_limit)
         return LayerRule(mechanisms=(matcher,))
+
+
+# What the laws run: matches at about every other query, chains among them; and none ever.
+VARIANTS = ({"ring": 24, "band": 6, "threshold": 0.6, "chain_limit": 2}, {"ring": 9, "band": 0, "threshold": 0.0})

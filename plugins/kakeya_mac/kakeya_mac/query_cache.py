@@ -5,7 +5,7 @@
 
 It lies in the session's allocation. A step's queries are written when their tokens are committed, those of rejected
 tokens never. Zeros mean an empty ring buffer: the query of position 0 has no prefix to reuse, and is never matched
-(`kernels/mac.py`). Queries are float32 whatever the model's dtype, so that K and V need equal room.
+(`kernel.py`). Queries are float32 whatever the model's dtype, so that K and V need equal room.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.mac import MacEntry, MacState, MacStats, MatchTotals, mac_attend
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
@@ -29,16 +28,18 @@ from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
+from kakeya_mac.kernel import MacEntry, MacState, MacStats, MatchTotals, mac_attend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryMatcher(LayerMechanism):
-    """How a generated token reuses the attention of an earlier one. `kernels/mac.py` explains each number.
+    """How a generated token reuses the attention of an earlier one. `kernel.py` explains each number.
 
     chain_limit: None for no limit.
     """
 
     moves_keys: ClassVar[bool] = True
+    by_view: ClassVar[bool] = True
 
     ring: int
     band: int
@@ -173,7 +174,7 @@ class QueryCache(LayerPart):
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(mac=self._past.held_bytes())
 
-    def match_totals(self) -> Mapping[int, MatchTotals]:
+    def statistics(self) -> Mapping[int, MatchTotals]:
         return self._past.totals
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference_engine.kv.strategies.mac import Mac
-from laboratory.evaluation.mac_statistics import draw, layer_lines, overall
+from kakeya_mac import Mac
+from kakeya_mac.statistics import draw, layer_lines, overall
 from laboratory.evaluation.passages import Passage, cut
 from laboratory.evaluation.record import VALUE_KEYS
 from tests.tiny import VOCABULARY, tiny_engine

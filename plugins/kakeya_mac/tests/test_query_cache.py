@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.mac import MacEntry, MacState, MacStats, mac_attend
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.parts.query_cache import PastQueries, QueryMatcher, query_cache_demand
-from inference_engine.kv.strategies.mac import Mac
+from kakeya_mac import Mac
+from kakeya_mac.kernel import MacEntry, MacState, MacStats, mac_attend
+from kakeya_mac.query_cache import PastQueries, QueryMatcher, query_cache_demand
 from tests.laws.test_session_kv_laws import LAYERS, Entries, active, context, feed, step, turn
 
 MAC = Mac(ring=24, band=6, threshold=0.6, chain_limit=1)
