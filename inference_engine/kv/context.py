@@ -6,7 +6,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Pool
 from inference_engine.kv.memory.tier import NoTier, Tier
-from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Part
+from inference_engine.kv.views import StagedQueries, StepReads
 
 # rotate(keys [H, n, D], shifts [n], on the host, rotary name): the keys rotated to positions so much later (negative:
 # earlier)
@@ -352,15 +352,17 @@ def open_no_tiles(*_: object) -> None:
 class DraftMemory(Part):
     """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty."""
 
+    grows_by_pages: ClassVar[bool] = False  # the drafter observes several tokens together
+
     @abstractmethod
     def clear(self) -> None:
         """Go back to an empty history."""
 
-    def quiet_until(self, position: int) -> int:
-        """A step stages nothing here."""
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
         return sys.maxsize
 
-    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
+    def quiet_until(self, position: int) -> int:
+        """A step stages nothing here."""
         return sys.maxsize
 
     def forget(self, floor: int, length: int) -> None:
@@ -369,11 +371,6 @@ class DraftMemory(Part):
     @abstractmethod
     def held_bytes(self) -> int:
         """Bytes in use, at most those demanded."""
-
-    @property
-    def grows_by_pages(self) -> bool:
-        """The drafter observes several tokens together."""
-        return False
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(draft=self.held_bytes())

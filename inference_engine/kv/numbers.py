@@ -110,6 +110,12 @@ class StepNumbers:
         np.add(self.all, growth.all, out=following.all)
         return following
 
+    def take_difference(self, token: int, later: StepNumbers, earlier: StepNumbers) -> None:
+        """Make the numbers of a token those by which `later` ones of it are larger."""
+        for heads, writes in self.writes.items():
+            writes[:, token] = later.writes[heads][:, token] - earlier.writes[heads][:, token]
+        self.regions[:, token] = later.regions[:, token] - earlier.regions[:, token]
+
     def clear(self, token: int) -> None:
         """Make all numbers of a token zeros."""
         for writes in self.writes.values():
@@ -251,7 +257,7 @@ class RegionLines:
         return line
 
     def grow_until(self, query: int) -> int:
-        """Until this query, lines grow from one to the next by `growth`, and slots by one."""
+        """Until this query, lines grow from one to the next as from this one to the next, and slots by one."""
         layout = self._layout
         if layout.window is None:
             return layout.base + layout.capacity
@@ -262,16 +268,6 @@ class RegionLines:
         end = min(lap_end, layout.segment_start(query) + layout.segment)
         # The first queries of a native window all see position 0.
         return min(end, layout.window) if self._sees_all(query) else end
-
-    def growth(self, query: int) -> Numbers:
-        """[FIELDS]: by how much the line of the next query is larger than that of this one."""
-        layout = self._layout
-        grown = np.zeros(FIELDS, dtype=np.int64)
-        grown[COUNT] = layout.window is None or query + 1 < layout.capacity
-        grown[LAST] = grown[UPTO] = 1
-        if layout.native_window is not None:
-            grown[FLOOR] = grown[SINK_FLOOR] = not self._sees_all(query)
-        return grown
 
     def _sees_all(self, query: int) -> bool:
         """Does the next query, too, see position 0, by a native window?"""

@@ -7,7 +7,7 @@ the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over par
     wake    idle     take what only an active session needs from the pool; give it back
     prepare stage    make room for the next positions; enter them in the tables
     read             how the step's queries read the part: plan numbers, or a view
-    stage_next       the same for a decoded token, where it is no more than an entry in the tables
+    advance          the same for a decoded token, where it is no more than an entry in the tables
     reject  commit   drop staged positions, or keep them: the tables first, the device second
     evict            remove entries that no later query reads, at a segment boundary
     save    load     the part's state as tensors, for a fork's copy or a file
@@ -29,7 +29,6 @@ from torch import Tensor
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
-from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.views import StagedQueries, StepReads
 
 # By name, what a part saved: tensors in the order that `load` reads. They are made while they are read, one by one.
@@ -80,6 +79,8 @@ class Part(ABC):
 
     # Does waking take room in the pool, which the idle session gives back?
     takes_room: ClassVar[bool] = False
+    # Until `steady_until`, does its footprint change with the open pages alone?
+    grows_by_pages: ClassVar[bool] = True
 
     @property
     def runs(self) -> Sequence[Run]:
@@ -96,13 +97,6 @@ class Part(ABC):
     def idle(self, length: int | None) -> None:
         """Give back what `wake` took. None: entries are still being recomputed, none are new."""
 
-    def replay_end(self, length: int) -> int:
-        """Entries below this position are recomputed before the session continues from `length`."""
-        return 0
-
-    def end_replay(self, replayed: int, length: int) -> None:
-        """Entries below `replayed` have been recomputed."""
-
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
@@ -111,39 +105,30 @@ class Part(ABC):
         Raises InvariantViolated; RestorationFailed if entries that leave within the step cannot be archived.
         """
 
-    def take_back(self, first: int) -> None:
-        """The step from `first` on is not staged: another part has no room. Put back what `prepare` has moved."""
-
     def stage(self, positions: Positions) -> None:
         """The positions that were prepared are staged now."""
 
     def quiet_until(self, position: int) -> int:
         """`position` is staged. Until this one, to commit a token is nothing, to stage the next is to enter it in the
-        tables and to open its page (`stage_next`). `position` itself: it always may be more.
+        tables and to open its page (`advance`). `position` itself: it always may be more.
         """
         return position
 
-    def stage_next(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         """As `prepare` and `stage`, for one of these positions. Raises InvariantViolated."""
 
-    def read(self, queries: StagedQueries, step: StepReads) -> None:
-        """Set where K and V of the staged positions go, and how their queries read: by numbers, or by a view."""
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
+        """Set where K and V of the staged positions go, and how their queries read: by numbers, or by a view.
 
-    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
-        """`position` was generated, is token `token` of a step, and reads by numbers. Set by how much they grow from it
-        to the next one. Returns the position until which they do so each time; `position`: not even once.
+        Returns until which position numbers of generated tokens differ from one to the next as those of the first two
+        do; the first position itself: they are always worked out.
         """
-        return position
+        return queries.first
 
     @property
     def fits_numbers(self) -> bool:
         """Can all its reads be plan numbers?"""
         return True
-
-    @property
-    def reads_by_numbers_only(self) -> bool:
-        """Do all its queries read by plan numbers, wherever the device can do that?"""
-        return self.fits_numbers
 
     def reject(self, positions: Positions) -> None:
         """Remove the last staged positions from the tables. Their slots on the device are wiped in `commit`."""
@@ -187,11 +172,6 @@ class Part(ABC):
         """Give all memory back; a failure does not stop the rest. Called once."""
 
     # -- facts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def grows_by_pages(self) -> bool:
-        """Until `quiet_until`, does its footprint change with the open pages alone? It always answers alike."""
-        return True
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         """Add the bytes in use after a history of `length`, staged positions up to `end` included."""

@@ -103,9 +103,11 @@ class StepPlan:
             attend_generated=ops.attend_generated,
         )
         by_numbers = replace(self._reads, attends_together=True) if unpadded else self._reads
+        # Of each session, until which position its numbers grow evenly (`Part.read`).
+        self._untils: list[int] = []
         for index, (session, span) in enumerate(zip(sessions, self.spans, strict=True)):
-            for part in session.parts:
-                part.read(span, by_numbers if index in unpadded else self._reads)
+            reads = by_numbers if index in unpadded else self._reads
+            self._untils.append(min([part.read(span, reads) for part in session.parts]))
         self._device = device
         self._growth: _Growth | None = None
         # Do all queries read by numbers?
@@ -125,7 +127,7 @@ class StepPlan:
             and self.query_count == len(self._sessions)
             and geometry.token_quantum == geometry.key_quantum == 1
             and not any(kv.checks_old_entries for kv in self._sessions)
-            and all(part.reads_by_numbers_only for kv in self._sessions for part in kv.parts)
+            and all(kv.reads_regions_alone for kv in self._sessions)
         )
 
     def following(self) -> StepPlan:
@@ -139,26 +141,22 @@ class StepPlan:
         vars(plan).update(vars(self))
         vars(plan).pop("tables", None)
         plan.positions = self.positions + 1
-        plan._growth = growth = self._growth or _Growth(self._geometry, self.query_count)
+        plan._growth = growth = self._growth or _Growth(self._geometry, self._untils)
         plan.numbers = self.numbers.grown(growth.numbers, self.pool.scratch)
         others = np.flatnonzero(plan.positions >= growth.ends).tolist()
         if others:
             plan.spans, plan._reads = list(self.spans), replace(self._reads, numbers=plan.numbers)
             for index in others:
-                plan._read_anew(index, growth)
+                plan._read_anew(index, growth, self.numbers)
         return plan
 
-    def _read_anew(self, index: int, growth: _Growth) -> None:
-        """Plan the token of one session, which is token `index` of the step."""
+    def _read_anew(self, index: int, growth: _Growth, before: StepNumbers) -> None:
+        """Plan the token of one session, which is token `index` of the step. before: the numbers of the step before."""
         session, span = self._sessions[index], _staged(self._sessions[index], 1, index)
         self.spans[index] = span
         self.numbers.clear(index)
-        growth.numbers.clear(index)
-        ends = [sys.maxsize]
-        for part in session.parts:
-            part.read(span, self._reads)
-            ends.append(part.read_growth(span.first, index, growth.numbers))
-        growth.ends[index] = min(ends)
+        until = min([part.read(span, self._reads) for part in session.parts])
+        growth.follow(index, span.first, until, self.numbers, before)
         self.is_numbers_only &= not span.views
 
     @cached_property
@@ -222,19 +220,29 @@ class StepPlan:
 
 
 class _Growth:
-    """By how much the numbers of steps grow from one to the next.
+    """By how much the numbers of steps grow from one to the next: known from the first two of an even run.
 
-    ends: by session, the position whose numbers have to be worked out.
+    ends: by session, the position whose numbers have to be worked out. untils: of each as it was last worked out, until
+    where its run goes.
     """
 
-    def __init__(self, geometry: Geometry, tokens: int) -> None:
-        self.numbers = StepNumbers(geometry, tokens, has_regions=True)
-        self.ends = np.zeros(tokens, dtype=np.int64)
+    def __init__(self, geometry: Geometry, untils: Sequence[int]) -> None:
+        self.numbers = StepNumbers(geometry, len(untils), has_regions=True)
+        self.ends = np.zeros(len(untils), dtype=np.int64)
+        self._untils = list(untils)
+
+    def follow(self, index: int, position: int, until: int, numbers: StepNumbers, before: StepNumbers) -> None:
+        """`numbers` of the token at `position` were worked out, and are even `until` then. before: a step earlier."""
+        is_run = position < self._untils[index]
+        if is_run:
+            self.numbers.take_difference(index, numbers, before)
+        self.ends[index] = self._untils[index] if is_run else 0
+        self._untils[index] = until
 
 
 def _has_one_order(session: SessionKV, ops: DeviceOps) -> bool:
     """Is what the session's queries read added up in one order, whatever else is in the step?"""
-    return ops.attends_in_one_order and all(part.reads_by_numbers_only for part in session.parts)
+    return ops.attends_in_one_order and session.reads_regions_alone
 
 
 def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:

@@ -328,7 +328,7 @@ class SessionKV:
 
     @property
     def _replay_end(self) -> int:
-        return max((part.replay_end(self.length) for part in self.parts), default=0)
+        return max((part.replay_end(self.length) for part in self._archived), default=0)
 
     def wake(self, tokens: int) -> bool:
         """Make the session active, for histories of up to `tokens`. False if the pool has no room now:
@@ -461,6 +461,11 @@ class SessionKV:
         return all(part.fits_numbers for part in self.parts)
 
     @property
+    def reads_regions_alone(self) -> bool:
+        """Do all its queries read by plan numbers, and all that they see, wherever the device can do that?"""
+        return not any(group.parts for group in self.groups)
+
+    @property
     def is_selective(self) -> bool:
         """Does `room` depend on whether the model generated a token?"""
         return self._is_selective
@@ -493,7 +498,7 @@ class SessionKV:
         if count == 1 and self.length < self._quiet_until and generated is not None and generated[0]:
             assert self.staged == 0
             for part in self.parts:
-                part.stage_next(self.length)
+                part.advance(self.length)
             self.staged, self.staged_generated = 1, generated
             return
         self._end_quiet()
@@ -507,8 +512,8 @@ class SessionKV:
             for part in self.parts:
                 part.prepare(positions, self.staged_generated)
         except BaseException:
-            for part in self.parts:
-                part.take_back(first)
+            for archived in self._archived:
+                archived.take_back(first)
             raise
         for part in self.parts:
             part.stage(positions)
@@ -560,8 +565,8 @@ class SessionKV:
         for part in self.parts:
             part.evict(before, length)
         if is_replay and not self.pending_replay:
-            for part in self.parts:
-                part.end_replay(length, self.length)
+            for archived in self._archived:
+                archived.end_replay(length, self.length)
             self._replayed = None
 
     def discard_staged(self) -> None:

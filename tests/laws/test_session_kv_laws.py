@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +23,9 @@ from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.memory.tier import HostTier
-from inference_engine.kv.part import Held, Part
+from inference_engine.kv.part import Part
 from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.kv.parts.layer_entries import LayerEntries
-from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.parts.scored import Candidates, EntryScorer
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
@@ -404,46 +401,6 @@ def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy)
         slack += sum(held for kind, held in kinds.items() if kind not in KV_KINDS)  # of other packages, as a whole
         slack += kinds.get("restored", 0)  # room that is held as a whole
         assert held - used <= slack
-
-
-class Tally(LayerPart):
-    """Of any layers: holds a byte more with each token, and says that it does not grow by pages."""
-
-    @property
-    def grows_by_pages(self) -> bool:
-        return False
-
-    def quiet_until(self, position: int) -> int:
-        return sys.maxsize
-
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
-        held.add(tally=end)
-
-    def forget(self, floor: int, length: int) -> None:
-        pass
-
-
-@each_strategy
-def test_the_footprint_counts_what_a_part_of_layers_holds_within_a_page(
-    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserve = LayerEntries.reserve
-
-    def with_tally(*given: Any) -> LayerEntries | None:
-        entries = reserve(*given)
-        assert entries is not None
-        entries.parts.append(Tally())
-        return entries
-
-    monkeypatch.setattr(LayerEntries, "reserve", with_tally)
-    kv, entries = active(strategy, context()), Entries(LIMIT)
-    assert not any(part.grows_by_pages for part in kv.parts)
-    feed(kv, entries, SEGMENT + 1)
-    held = []
-    for _ in range(4):
-        step(kv, entries, 1, generated=True)
-        held.append(kv.footprint().by_kind.get("tally", 0) / kv.length)
-    assert held == [held[0]] * 4  # as many as there are sets of layers that count it
 
 
 def one_by_one(strategy: KVStrategy) -> list[tuple[list[Tensor], Footprint, int, int]]:

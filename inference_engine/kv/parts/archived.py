@@ -22,7 +22,6 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Run
 from inference_engine.kv.memory.transfers import TransferTotals
-from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Saved, saved_under, under
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
@@ -131,24 +130,16 @@ class ArchivedEntries(ArchivedPart):
             return position
         return min([regions.quiet_until(position) for regions in self.regions], default=position)
 
-    def stage_next(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         for regions in self.regions:
-            regions.stage_next(position)
-
-    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
-        return min([regions.read_growth(position, token, growth) for regions in self.regions], default=position)
+            regions.advance(position)
 
     @property
     def fits_numbers(self) -> bool:
         return all(regions.fits_numbers for regions in self.regions)
 
-    @property
-    def reads_by_numbers_only(self) -> bool:
-        return all(regions.reads_by_numbers_only for regions in self.regions)
-
-    def read(self, queries: StagedQueries, step: StepReads) -> None:
-        for regions in self.regions:
-            regions.read(queries, step)
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
+        return min([regions.read(queries, step) for regions in self.regions], default=queries.first)
 
     def reject(self, positions: Positions) -> None:
         for regions in self.regions:
@@ -175,8 +166,16 @@ class ArchivedEntries(ArchivedPart):
         for regions in self.regions:
             regions.evict(before, length)
 
+    def take_back(self, first: int) -> None:
+        """The step from `first` on is not staged: another part has no room. Put back what `prepare` has moved."""
+
+    def end_replay(self, replayed: int, length: int) -> None:
+        """Entries below `replayed` have been recomputed."""
+
     def replay_end(self, length: int) -> int:
-        """From that position on, every layer has its exact entries."""
+        """Entries below this position are recomputed before the session continues from `length`: from there on, every
+        layer has its exact entries.
+        """
         return min(exact.layout.horizon(length) for exact in self._sets) if self._replays else 0
 
     def ask_finite(self) -> Asked:
@@ -256,10 +255,6 @@ class ArchivedEntries(ArchivedPart):
 
     def transfers(self) -> TransferTotals:
         return self._archive.transfers()
-
-    @property
-    def grows_by_pages(self) -> bool:
-        return all(exact.regions.grows_by_pages for exact in self._sets)
 
     def check(self, length: int, cached: int) -> None:
         for regions in self.regions:

@@ -92,23 +92,25 @@ class BlockIndex(LayerPart):
         fits = queries.count <= _MOST_SELECTING_QUERIES and self._slots.layout.blocks <= most_blocks(step.geometry)
         return fits and not queries.has_appended
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+        """The window begins with whole blocks."""
         if not queries.has_generated:
-            return
+            return queries.first
         record = BlockRead(blocks=most_blocks(step.geometry))
         lines = step.numbers.regions[self._slots.layer_index, queries.real]
         choose_blocks(lines, record, self._slots.layout, self._selector, queries.positions)
         step.numbers.regions[self._slots.layer_index, queries.real] = lines
         step.records.add(record, queries.real.stop)
+        return self._window_moves(queries.first)
+
+    def _window_moves(self, position: int) -> int:
+        """Behind `position`, the first one whose window begins with another block."""
+        block, window = self._selector.block, self._selector.window
+        return window + max(1, (position - window) // block + 1) * block
 
     def quiet_until(self, position: int) -> int:
         """A full block is summarised."""
         return (position // self._selector.block + 1) * self._selector.block
-
-    def amends_until(self, position: int) -> int:
-        """The window begins with whole blocks."""
-        block, window = self._selector.block, self._selector.window
-        return window + max(1, (position - window) // block + 1) * block
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:

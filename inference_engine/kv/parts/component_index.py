@@ -250,15 +250,18 @@ class ComponentIndex(LayerPart):
         """Does the device's operation know all that queries which choose read?"""
         return all(self._numbers) and (self.far is None or self._restores)
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+        """The window begins with whole tiles."""
         if not self._has_choosing(queries):
-            return
+            return queries.first
         layers = self._slots.layer_index
         record = self._record
         lines = step.numbers.regions[layers, queries.real]
         choose_tokens(lines, record, self._selector, queries.staged, self._numbers, queries.generated)
         step.numbers.regions[layers, queries.real] = lines
         step.records.add(record, queries.real.stop)
+        tile, window = self._shape.tile, self._selector.window
+        return window + max(1, (queries.first - window) // tile + 1) * tile
 
     @property
     def _record(self) -> TokenRead:
@@ -268,11 +271,6 @@ class ComponentIndex(LayerPart):
     def quiet_until(self, position: int) -> int:
         """A full tile is written."""
         return (position // self._shape.tile + 1) * self._shape.tile
-
-    def amends_until(self, position: int) -> int:
-        """The window begins with whole tiles."""
-        tile, window = self._shape.tile, self._selector.window
-        return window + max(1, (position - window) // tile + 1) * tile
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not self._has_choosing(queries):

@@ -26,14 +26,11 @@ from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.transfers import TransferTotals
-from inference_engine.kv.numbers import StepNumbers
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.layer_part import LayerPart, mechanisms_of
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
-
-_ONE, _NONE = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
 
 def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
@@ -147,7 +144,7 @@ class LayerEntries(LayerSlots, Part):
             return position
         return min([sys.maxsize, *(part.quiet_until(position) for part in self.parts)])
 
-    def stage_next(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         self._open_pages(position, 1)
         slot = self.layout.slot(position)
         if self.held[slot] >= 0:
@@ -158,11 +155,7 @@ class LayerEntries(LayerSlots, Part):
     def fits_numbers(self) -> bool:
         return all(part.fits_numbers for part in self.parts)
 
-    @property
-    def reads_by_numbers_only(self) -> bool:
-        return not self.parts
-
-    def read(self, queries: StagedQueries, step: StepReads) -> None:
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
         is_one = len(queries.positions) == 1
         if is_one:
             vectors = self.vectors + self.layout.slot(queries.first)
@@ -175,23 +168,19 @@ class LayerEntries(LayerSlots, Part):
             if is_one:
                 line = self.lines.of_one(queries.first, count=count)
                 step.numbers.attend_one(self.layer_index, queries.real.start, self.starts, line)
+                until = queries.first if step.is_fixed_shape else self.lines.grow_until(queries.first)
             else:
                 lines = self.lines.of(queries.positions, last=int(queries.positions[-1]), count=count)
                 step.numbers.attend(self.layer_index, queries.real, self.starts, lines)
+                until = queries.first
             for part in self.parts:
-                part.amend(queries, step)
-            return
+                until = min(until, part.amend(queries, step))
+            return until
         view: Callable[[], View] = partial(self._dense_view, queries, step)
         for part in self.parts:
             view = partial(part.view, queries, step, view)
         queries.views.update(dict.fromkeys(self.layer_set.layers, view()))
-
-    def read_growth(self, position: int, token: int, growth: StepNumbers) -> int:
-        if self.context.geometry.key_quantum > 1:
-            return position
-        growth.write_one(self.kv_heads, self.place_index, token, _ONE)
-        growth.attend_one(self.layer_index, token, _NONE, self.lines.growth(position))
-        return min([self.lines.grow_until(position), *(part.amends_until(position) for part in self.parts)])
+        return queries.first
 
     def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         """Can these queries read by numbers, in the step's one operation over regions?"""
@@ -319,10 +308,6 @@ class LayerEntries(LayerSlots, Part):
             stack.callback(self.wipe, np.concatenate([slots, copies]))
 
     # -- facts -----------------------------------------------------------------------------------------------------
-
-    @property
-    def grows_by_pages(self) -> bool:
-        return all(part.grows_by_pages for part in self.parts)
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(

@@ -21,12 +21,12 @@ class LayerPart(Part):
         """Can these queries read by plan numbers?"""
         return True
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> None:
-        """Change the numbers of these queries, which so far read all slots of the regions."""
+    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+        """Change the numbers of these queries, which so far read all slots of the regions.
 
-    def amends_until(self, position: int) -> int:
-        """It changes the numbers of the generated tokens from `position` until this one alike, whatever they are."""
-        return position
+        Returns until which position it does so alike, as `read` does.
+        """
+        return queries.first
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         """The view by which these queries read; inner: the view without this part."""

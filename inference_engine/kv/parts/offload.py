@@ -428,13 +428,12 @@ class OffloadedBlocks(BlockIndex):
     def _has_left(self) -> bool:
         return self._offloaded.end > self._slots.layout.sink
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+    def amend(self, queries: StagedQueries, step: StepReads) -> int:
         # Entries leave in whole blocks: some are seen although they are before the window.
         layers = self._slots.layer_index
         step.numbers.regions[layers, queries.real, FLOOR] = 0
         if not self._has_left or not queries.has_generated:
-            super().amend(queries, step)
-            return
+            return self._until(queries, super().amend(queries, step))
         record = OffloadedBlockRead(blocks=most_blocks(step.geometry))
         # Of a session and step only one query may change which blocks are at hand.
         end = self._offloaded.end if queries.count == 1 else -self._offloaded.end
@@ -444,12 +443,13 @@ class OffloadedBlocks(BlockIndex):
         choose_blocks(lines, record, self._slots.layout, self._selector, queries.positions, **own)
         step.numbers.regions[layers, queries.real] = lines
         step.records.add(record, queries.real.stop)
+        return self._until(queries, self._window_moves(queries.first))
 
-    def amends_until(self, position: int) -> int:
+    def _until(self, queries: StagedQueries, until: int) -> int:
         """Entries may leave, and then queries read otherwise."""
         if not self._offloaded.is_read_by_numbers:
-            return position
-        return min(super().amends_until(position), self._segment_end(position))
+            return queries.first
+        return min(until, self._segment_end(queries.first))
 
     def _segment_end(self, position: int) -> int:
         layout = self._slots.layout

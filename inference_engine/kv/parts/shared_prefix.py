@@ -101,16 +101,14 @@ class PrefixEntries(LayerPart):
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         return self.fits_numbers
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+    def amend(self, queries: StagedQueries, step: StepReads) -> int:
         region, layers = self._prefix.pieces[0].region, self._slots.layer_set.layers
         starts = np.array([region.starts[layer] for layer in layers])
         step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_START] = starts[:, None]
         step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_HEAD_SLOTS] = region.region
-
-    def quiet_until(self, position: int) -> int:
         return sys.maxsize
 
-    def amends_until(self, position: int) -> int:
+    def quiet_until(self, position: int) -> int:
         return sys.maxsize
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:

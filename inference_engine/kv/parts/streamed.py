@@ -58,6 +58,10 @@ class StreamedReads(LayerPart):
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         return not self.chunks(queries.first)
 
+    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+        """Nothing: there are no chunks, until at the segment's end there may be."""
+        return self.quiet_until(queries.first)
+
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if self.moved is not None:
             chunks = self.chunks(queries.end - 1)
@@ -76,10 +80,6 @@ class StreamedReads(LayerPart):
         """Entries leave at the end of a segment."""
         layout = self._slots.layout
         return layout.segment_start(position) + layout.segment
-
-    def amends_until(self, position: int) -> int:
-        """From then on there may be more chunks."""
-        return self.quiet_until(position)
 
     def forget(self, floor: int, length: int) -> None:
         """Nothing to do: the archive forgets."""
