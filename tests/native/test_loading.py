@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from inference_engine.backends.native.program import _Packed
 from inference_engine.compose import admit, executor, open_backend
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ModelError
+from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.models.checkpoint import StoredTensor
+from inference_engine.models.families import step_list
+from inference_engine.models.operations import Attend
 from tests.models.test_mapped import resident
 from tests.models.tiny_gguf import FAMILIES, tiny_model
 from tests.tiny_native import library
@@ -252,3 +256,26 @@ def test_threads_pack_a_matrix_as_one_does(weights: str) -> None:
 
     whole = packed(1, 2**20)
     assert packed(4, 1) == packed(2, 33 * 64) == whole
+
+
+def test_layers_of_other_sizes_have_registers_of_their_own() -> None:
+    model = tiny_model("llama")
+    small = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16)
+    steps = step_list(model.config, [small, replace(small, kv_heads=1, head_dim=32), small], _names(model, 3))
+
+    attends = [one for one in steps.operations if isinstance(one, Attend)]
+    widths = [(steps.widths[one.input], steps.widths[one.output]) for one in attends]
+    assert widths == [
+        (128, 64),
+        (192, 128),
+        (128, 64),
+    ]
+    assert attends[0].input == attends[2].input
+
+
+def _names(model: Any, layers: int) -> list[str]:
+    """Of the tensors of a model with so many layers like its first one."""
+    own = list(model.state_dict())
+    first = [name for name in own if name.startswith("model.layers.0.")]
+    more = [name.replace(".0.", f".{layer}.", 1) for layer in range(1, layers) for name in first]
+    return [*own, *more]
