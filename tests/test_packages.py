@@ -173,7 +173,17 @@ def test_a_plugin_keeps_the_laws_in_an_environment_of_its_own(plugin: Path, tmp_
 def test_the_strategy_of_the_page_is_evaluated_on_needles(tmp_path: Path) -> None:
     python, checkout = with_plugin(ROOT / "plugins/kakeya_tova", tmp_path)
     kept = "tova:budget=1,window=500"  # nothing of a prompt of 512 leaves: it finds what `full` finds
-    about = ("--quick", "--lengths", "512", "--trials", "1", "--results", str(tmp_path / "results"), "--commit", "none")
+    about = (
+        "--quick",
+        "--lengths",
+        "512",
+        "--segment-tokens",
+        "64",
+        "--results",
+        str(tmp_path / "results"),
+        "--commit",
+        "0" * 7,
+    )
     ran(python, checkout, "inference_engine.cli.main", "evaluate", "needle", *about, "--strategies", kept)
     (record,) = tmp_path.glob("results/*/*/record.json")
     values = json.loads(record.read_text(encoding="utf-8"))["values"]
