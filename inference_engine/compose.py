@@ -28,7 +28,7 @@ from inference_engine.config import EngineConfig, ModelConfig, in_full
 from inference_engine.errors import BackendError, ConfigError, ModelError, NotNative, NotOnMlx
 from inference_engine.models import FoundModel, check_model, weights_digest
 from inference_engine.types import Durability
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from inference_engine.kv.context import TokenCodec
     from inference_engine.tracing import Tracing
     from kv_cache_proposer.dflash.network import DFlashNetwork
-    from kv_cache_proposer.f_theta.late import LateCodec
+    from kv_cache_proposer.f_theta.lazy_codec import LateCodec
 
 logger = logging.getLogger(__name__)
 
@@ -340,7 +340,7 @@ def find_latent(model: ModelConfig) -> LateCodec | None:
     if folder is None:
         return None
 
-    from kv_cache_proposer.f_theta.late import open_codec
+    from kv_cache_proposer.f_theta.lazy_codec import open_codec
 
     checked = check_model(model.model, cache=model.cache_path)
     return open_codec(
@@ -358,7 +358,7 @@ def latent_identity(model: ModelConfig) -> Mapping[str, Any]:
         return {}
 
     from inference_engine.models.folder import read_json
-    from kv_cache_proposer.f_theta.store import MANIFEST
+    from kv_cache_proposer.f_theta.codec_files import MANIFEST
 
     stored = read_json(folder / MANIFEST)
     short = {name: value for name, value in stored["recipe"].items() if isinstance(value, bool | int | float | str)}
@@ -462,7 +462,7 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
 
     from inference_engine.models.checksums import sha256_of
     from inference_engine.models.folder import read_json, weight_files
-    from kv_cache_proposer.dflash.store import MANIFEST
+    from kv_cache_proposer.dflash.drafter_files import MANIFEST
 
     if _is_trained(folder):
         stored = read_json(folder / MANIFEST)
@@ -483,14 +483,14 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Dr
 
 
 def _load_trained(folder: Path, digest: str, forward: Forward) -> DFlashNetwork:
-    from kv_cache_proposer.dflash.store import load_drafter
+    from kv_cache_proposer.dflash.drafter_files import load_drafter
 
     return load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)[0]
 
 
 def _trained_folder(model: ModelConfig, forward: Forward) -> Path | None:
     """The first folder whose manifest has the digest of the model's weights."""
-    from kv_cache_proposer.dflash.store import stored_shape, stored_target
+    from kv_cache_proposer.dflash.drafter_files import stored_shape, stored_target
 
     checked = check_model(model.model, cache=model.cache_path)
     # The shape is compared first: hashing large weights without a manifest takes long.
@@ -515,12 +515,12 @@ def _in_folder(folder: Path, model: ModelConfig, forward: Forward) -> DFlashNetw
 
 
 def _digest_of_target(folder: Path) -> str:
-    from kv_cache_proposer.dflash.store import stored_target
+    from kv_cache_proposer.dflash.drafter_files import stored_target
 
     return stored_target(folder)
 
 
 def _is_trained(folder: Path) -> bool:
-    from kv_cache_proposer.dflash.store import MANIFEST
+    from kv_cache_proposer.dflash.drafter_files import MANIFEST
 
     return (folder / MANIFEST).is_file()

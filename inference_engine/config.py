@@ -315,7 +315,7 @@ class ServerConfig:
 
     bind: str = "127.0.0.1:50051"
     # What is made before the server is ready, if the cache lacks it: "auto", what the default strategy needs, for small
-    # models; "all", the latent and the components of keys; "never", nothing. See `cli/first_use.py`
+    # models; "all", the latent and the components of keys; "never", nothing. See `cli/auto_calibration.py`
     calibrate: str = "auto"
     metrics_bind: str = ""  # "": no metrics port
     trace_endpoint: str = ""  # OTLP collector over gRPC, such as http://127.0.0.1:4317; "": no traces
@@ -336,7 +336,7 @@ class ServerConfig:
     max_owner_calls: int = 1024  # of one owner at the same time, including calls whose message has not arrived
     owner_calls_per_second: float = 0.0  # starts of one owner; 0: 1,000 beyond loopback, else no limit
     max_header_bytes: int = 4096  # of one call, and 32 for each header, as HTTP/2 counts them
-    max_message_bytes: int = 4 * 2**20  # upper limit for all methods; see `server/incoming.py`
+    max_message_bytes: int = 4 * 2**20  # upper limit for all methods; see `server/message_limits.py`
     busy_wait_seconds: float = 2.0
     drain_seconds: float = 30.0
     stall_exit_seconds: float = 120.0  # the process ends if the engine stalls for so long; 0: never

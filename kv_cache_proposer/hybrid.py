@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference_engine.decode.draft import Drafter, DraftMemory, DraftMethod, Seen, TokenIds, Tokens, Wanted
+from inference_engine.decode.draft import CommittedTokens, Drafter, DraftMemory, DraftMethod, TokenIds, Tokens, Wanted
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand
@@ -52,7 +52,7 @@ class HybridDrafter:
     def method(self, history: Tokens) -> DraftMethod | None:
         return self._copies.method(history) or self._network.method(history)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         self._network.observe(seen)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:

@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from inference_engine.decode.draft import DraftMemory, DraftMethod, Seen, TokenIds, Tokens, Wanted
+from inference_engine.decode.draft import CommittedTokens, DraftMemory, DraftMethod, TokenIds, Tokens, Wanted
 from inference_engine.errors import ConfigError
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -73,7 +73,7 @@ class NgramDrafter:
         kind = "short" if length <= _SHORT else "longest" if length == self.max_ngram else "long"
         return _method(kind, self.longest)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         pass
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:

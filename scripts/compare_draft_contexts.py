@@ -36,8 +36,8 @@ from transformers import PreTrainedModel
 from inference_engine.compose import SHIPPED, drafter_folder, find_latent, latent_identity
 from inference_engine.errors import InvalidArgument, KakeyaError
 from inference_engine.models import check_model, load_model, weights_digest
+from kv_cache_proposer.dflash.drafter_files import load_drafter, stored_digest
 from kv_cache_proposer.dflash.network import DFlashNetwork
-from kv_cache_proposer.dflash.store import load_drafter, stored_digest
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from laboratory.evaluation import record

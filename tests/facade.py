@@ -29,7 +29,7 @@ from inference_engine.session.hibernation import Hibernation
 from inference_engine.session.history import Leaves
 from inference_engine.session.holding import holding
 from inference_engine.session.journal import SessionRecord, TokensRecord
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.session import Holder, Session
 from inference_engine.session.sqlite_journal import COPIES, SQLiteJournal
 from inference_engine.session.store import SessionStore
 from inference_engine.session.writer import Change
@@ -106,7 +106,7 @@ def rebuild_session(engine: Engine, began: SessionRecord, records: Sequence[Toke
         owner=began.owner,
     )
     session = session_of(engine, opened.session_id, began.owner)
-    with holding(engine._store, session, Operation.APPEND, 0.0), engine._store.locked():
+    with holding(engine._store, session, Holder.APPEND, 0.0), engine._store.locked():
         for record in records:
             assert record.position == len(session.history), "records follow each other"
             session.record(record.token_ids, record.mark)

@@ -18,7 +18,7 @@ from inference_engine.engine import Engine
 from inference_engine.models.families import step_list
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.native import library as native_library
-from inference_engine.native.library import Identity, KVType, Library
+from inference_engine.native.library import KVType, Library, ProductIdentity
 from inference_engine.types import Mode, ModelFacts
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward, tiny_model
 
@@ -35,7 +35,7 @@ def tiny_native(
     *,
     seed: int = 0,
     windowed: bool = True,
-    identity: Identity = Identity.EXACT,
+    identity: ProductIdentity = ProductIdentity.EXACT,
     weights: str = "auto",
     kv_type: KVType = KVType.FLOAT32,
     threads: int = 1,
@@ -70,7 +70,7 @@ def tiny_native(
         device="cpu",
         dtype="float32",
         backend="native",
-        numerics=f"{'exact' if identity is Identity.EXACT else 'int8'}, {kv_type.name.lower()} K/V",
+        numerics=f"{'exact' if identity is ProductIdentity.EXACT else 'int8'}, {kv_type.name.lower()} K/V",
     )
     forward = NativeForward(spec, facts, program)
     if not attends_together:

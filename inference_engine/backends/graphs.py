@@ -22,8 +22,8 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.recording import GraphMemory, Recording, Recordings, padded
 from inference_engine.errors import BackendError
+from inference_engine.kernels.graph_io import PLAIN_ENDS, Peaks, StepEnds
 from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedRead
-from inference_engine.kernels.step_ends import PLAIN_ENDS, Peaks, StepEnds
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables

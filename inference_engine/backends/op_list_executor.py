@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.kernels.fused import ExpertMatrices, Fused, RowNorm, Turn, gated
+from inference_engine.kernels.fused import ExpertMatrices, Fused, RopeTable, RowNorm, gated
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kv.geometry import UNROTATED
@@ -32,17 +32,17 @@ from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
 from inference_engine.models.families import step_list
-from inference_engine.models.families.writer import HEAD
+from inference_engine.models.families.list_writer import HEAD
 from inference_engine.models.operations import (
     Add,
     Attend,
     Embed,
     Experts,
     Gated,
-    Kernels,
     Norm,
     NoStepListError,
     Operation,
+    OperationKernels,
     PlainStep,
     Product,
     Rotate,
@@ -70,7 +70,7 @@ _MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory 
 class _State(PlainStep):
     """A step on its way through the list. turns: of the rotation tables. plan: tables, if all queries read regions."""
 
-    turns: Mapping[str, Turn]
+    turns: Mapping[str, RopeTable]
     plan: StepTables | StepPlan
 
 
@@ -86,7 +86,7 @@ class FusedProduct:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FusedNorm:
+class NormStep:
     """output = (residual +) norm(input)."""
 
     norm: Norm
@@ -114,7 +114,7 @@ class FusedExperts:
     adds: bool = False
 
 
-FusedOperation = Operation | FusedProduct | FusedNorm | FusedAttend | FusedExperts
+FusedOperation = Operation | FusedProduct | NormStep | FusedAttend | FusedExperts
 
 
 def fuse(steps: StepList, turned: Mapping[str, int]) -> tuple[FusedOperation, ...]:
@@ -141,7 +141,7 @@ def fuse(steps: StepList, turned: Mapping[str, int]) -> tuple[FusedOperation, ..
     return tuple(found)
 
 
-def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | FusedNorm | FusedExperts:
+def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | NormStep | FusedExperts:
     following = left[0] if left else None
     if isinstance(following, Product) and following.input == norm.output:
         is_mixture = len(left) > 1 and isinstance(left[1], Experts)
@@ -150,8 +150,8 @@ def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | FusedNorm |
             return (_fused_experts if is_mixture else _fused_product_behind)(norm, following, left)
     if isinstance(following, Add) and following.input == norm.output and following.factor == 1.0:
         left.pop(0)
-        return FusedNorm(norm=norm, output=following.output, residual=following.output)
-    return FusedNorm(norm=norm, output=norm.output)
+        return NormStep(norm=norm, output=following.output, residual=following.output)
+    return NormStep(norm=norm, output=norm.output)
 
 
 def _fused_experts(norm: Norm | None, router: Product, left: list[Operation]) -> FusedExperts:
@@ -358,7 +358,7 @@ class OpListExecutor:
         assert state.logits is not None, "a list ends in logits"
         return state.logits, torch.stack(state.taps, dim=1) if state.taps else None
 
-    def add_norm(self, operation: FusedNorm, state: _State) -> None:
+    def add_norm(self, operation: NormStep, state: _State) -> None:
         residual = None if operation.residual is None else state.registers[operation.residual]
         states, norm = state.registers[operation.norm.input], self._norm(operation.norm)
         state.registers[operation.output] = self._fused.norm(states, norm, residual=residual)
@@ -410,7 +410,7 @@ class OpListExecutor:
             out = plan.attend(attend.layer, by_head, None, None, **scoring)
         state.registers[attend.output] = out.reshape(len(heads), -1)
 
-    def _turn(self, name: str, positions: Tensor) -> Turn:
+    def _turn(self, name: str, positions: Tensor) -> RopeTable:
         """By which tokens at `positions` [N] are rotated."""
         if name in self._turns and not self._seam.is_beyond_trained:
             return replace(self._turns[name], rows=positions)
@@ -419,7 +419,7 @@ class OpListExecutor:
         )
 
     @torch.inference_mode()
-    def _table_of(self, name: str) -> Turn | None:
+    def _table_of(self, name: str) -> RopeTable | None:
         """The turns of all trained positions, which a step would work out anew; None: they would be too large."""
         seam = self._seam
         like = torch.empty(0, dtype=seam.dtype, device=seam.model.device)
@@ -430,7 +430,7 @@ class OpListExecutor:
             _halved(*seam.turns(like, torch.arange(first, last, device=like.device), name))
             for first, last in pairwise([*range(0, seam.trained_positions, _TURNS_AT_ONCE), seam.trained_positions])
         ]
-        return Turn(cos=torch.cat([part.cos for part in parts]), sin=torch.cat([part.sin for part in parts]))
+        return RopeTable(cos=torch.cat([part.cos for part in parts]), sin=torch.cat([part.sin for part in parts]))
 
     def _norm(self, norm: Norm) -> RowNorm:
         return RowNorm(weights=self._tensors[norm.weights], epsilon=norm.epsilon, adds_one=norm.plus_one)
@@ -515,9 +515,9 @@ class OpListExecutor:
         self._quantised[names] = whole
 
 
-KERNELS: Kernels[Callable[[OpListExecutor, Any, _State], None]] = Kernels("torch's executor of lists")
+KERNELS: OperationKernels[Callable[[OpListExecutor, Any, _State], None]] = OperationKernels("torch's executor of lists")
 KERNELS.of(FusedProduct)(OpListExecutor.multiply)
-KERNELS.of(FusedNorm)(OpListExecutor.add_norm)
+KERNELS.of(NormStep)(OpListExecutor.add_norm)
 KERNELS.of(FusedAttend)(OpListExecutor.attend)
 KERNELS.of(FusedExperts)(OpListExecutor.mix)
 
@@ -527,10 +527,10 @@ def _plain(_: OpListExecutor, operation: Operation, state: _State) -> None:
     operation.plain(state)
 
 
-def _halved(cos: Tensor, sin: Tensor) -> Turn:
+def _halved(cos: Tensor, sin: Tensor) -> RopeTable:
     """Of cosines and sines [N, D] of a rotation in halves, which are equal: two numbers are turned by one angle."""
     half = cos.shape[-1] // 2
-    return Turn(cos=cos[:, :half].contiguous(), sin=sin[:, :half].contiguous())
+    return RopeTable(cos=cos[:, :half].contiguous(), sin=sin[:, :half].contiguous())
 
 
 def _quantised(model: PreTrainedModel) -> dict[str, QuantisedLinear]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
+from inference_engine.kernels.graph_io import PLAIN_ENDS, StepEnds
 from inference_engine.kv.memory.events import Wait, event_now
 from inference_engine.kv.memory.events import mark as mark_of_device
 

@@ -44,7 +44,7 @@ Record = Callable[[Shapes, torch.device, BatchFunction], Recorded]
 
 
 @dataclass(slots=True)
-class _Known:
+class _Computation:
     """A computation of a name and shape that ran before."""
 
     is_padded: bool  # to a size; False for what is too wide
@@ -59,7 +59,7 @@ class RecordedCompute:
         self._sizes = sorted(sizes)
         self._record: Record = record or partial(TensorRecording, memory=memory)
         # By name and shapes; least recently used first.
-        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._known: OrderedDict[Hashable, _Computation] = OrderedDict()
         self._recorded: Recordings[Recorded] = Recordings(MOST, STALE_CALLS)
 
     def __call__(self, name: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -71,13 +71,13 @@ class RecordedCompute:
         key = (name, shapes)
         known, recorded = self._known.get(key), self._recorded.find(key)
         if known is None and sum(part[:1].nbytes for part in tensors) * size > MOST_BYTES:
-            known = _Known(is_padded=False, can_record=False)
+            known = _Computation(is_padded=False, can_record=False)
             self._remember(key, known)
         if known is None:
             results = _padded(function, size, tensors)
             bytes_each = sum(part[:1].nbytes for part in (*tensors, *results))
             is_padded = bytes_each * size <= MOST_BYTES
-            self._remember(key, _Known(is_padded=is_padded, can_record=is_padded))
+            self._remember(key, _Computation(is_padded=is_padded, can_record=is_padded))
             return results if is_padded else function(tensors)
         self._known.move_to_end(key)
         if recorded is None and known.can_record and self._recorded.has_place():
@@ -86,14 +86,14 @@ class RecordedCompute:
             return _padded(function, size, tensors) if known.is_padded else function(tensors)
         return [part[:count] for part in recorded.run(tensors)]
 
-    def _remember(self, key: Hashable, known: _Known) -> None:
+    def _remember(self, key: Hashable, known: _Computation) -> None:
         self._known[key] = known
         if len(self._known) > _REMEMBERED:
             oldest, _ = self._known.popitem(last=False)
             self._recorded.drop(oldest)
 
     def _try_to_record(
-        self, key: Hashable, known: _Known, shapes: Shapes, function: BatchFunction, device: torch.device
+        self, key: Hashable, known: _Computation, shapes: Shapes, function: BatchFunction, device: torch.device
     ) -> Recorded | None:
         try:
             recorded = self._record(shapes, device, function)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.pinned import Outbox
-from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
+from inference_engine.kernels.graph_io import PLAIN_ENDS, StepEnds
 
 Numbers = NDArray[np.int64]
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
-from inference_engine.kernels.long_chunks import open_long_chunks
 from inference_engine.kernels.ops import DeviceOps, open_ops
+from inference_engine.kernels.prefill_attention import open_long_chunks
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
 from inference_engine.models.families import check_family

@@ -44,7 +44,7 @@ Stream = list[list[tuple[int, float]]]  # by turn, each token with its log-proba
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class History:
+class AuditedTurns:
     """The ids appended in each turn, and how tokens are generated. seed: None for greedy decoding."""
 
     turns: tuple[tuple[int, ...], ...]
@@ -115,7 +115,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit, print the result, and return 1 if there are violations."""
-    from inference_engine.cli import first_use
+    from inference_engine.cli import auto_calibration as first_use
     from inference_engine.cli.child import child_server
     from inference_engine.cli.conversation import sdk_strategy
 
@@ -174,16 +174,16 @@ async def _audit(args: argparse.Namespace, target: str, strategy: Strategy | Non
     return found
 
 
-def _some_history(args: argparse.Namespace, rng: random.Random, vocab_size: int, *, is_sampled: bool) -> History:
+def _some_history(args: argparse.Namespace, rng: random.Random, vocab_size: int, *, is_sampled: bool) -> AuditedTurns:
     """Random ids. Sampled only in fixed-shape mode: in batched mode rounding may change a draw."""
     turns = tuple(
         tuple(rng.randrange(vocab_size) for _ in range(rng.randint(1, args.turn_tokens))) for _ in range(args.turns)
     )
     seed = rng.getrandbits(63) if is_sampled else None
-    return History(turns=turns, generate_tokens=args.generate_tokens, seed=seed)
+    return AuditedTurns(turns=turns, generate_tokens=args.generate_tokens, seed=seed)
 
 
-def _cut(history: History, rng: random.Random) -> list[tuple[int, ...]]:
+def _cut(history: AuditedTurns, rng: random.Random) -> list[tuple[int, ...]]:
     """The sizes of the appends of every turn; some are empty."""
     cut = []
     for turn in history.turns:
@@ -193,7 +193,7 @@ def _cut(history: History, rng: random.Random) -> list[tuple[int, ...]]:
 
 
 async def _stream(
-    client: AsyncClient, strategy: Strategy | None, history: History, cut: Sequence[tuple[int, ...]], found: Found
+    client: AsyncClient, strategy: Strategy | None, history: AuditedTurns, cut: Sequence[tuple[int, ...]], found: Found
 ) -> Stream | None:
     """Run the history in these pieces, in a new session. None if the server found an invariant violated."""
     from kakeya import InvariantViolated
@@ -210,7 +210,7 @@ async def _stream(
     return stream
 
 
-async def _played(session: AsyncSession, history: History, cut: Sequence[tuple[int, ...]]) -> Stream:
+async def _played(session: AsyncSession, history: AuditedTurns, cut: Sequence[tuple[int, ...]]) -> Stream:
     stream: Stream = []
     for turn, pieces in zip(history.turns, cut, strict=True):
         start = 0

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.filesize import decimal
 
-from inference_engine.cli import first_use, process
+from inference_engine.cli import auto_calibration as first_use
+from inference_engine.cli import process
 from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from inference_engine.cli import first_use, kill_demo, process, recall_demo
+from inference_engine.cli import auto_calibration as first_use
+from inference_engine.cli import kill_demo, process, recall_demo
 from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings

@@ -15,7 +15,9 @@ from inference_engine.cli import process
 
 def parser() -> argparse.ArgumentParser:
     from inference_engine import __version__
-    from inference_engine.cli import audit, chat, demo, doctor, journal, keys, late, models, serve, sessions
+    from inference_engine.cli import audit, chat, demo, doctor, keys, models, serve, sessions
+    from inference_engine.cli import journal_commands as journal
+    from inference_engine.cli import lazy_commands as late
 
     top = late.LateParser(
         prog="kakeya",

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from inference_engine import logs
-from inference_engine.cli import first_use, process
+from inference_engine.cli import auto_calibration as first_use
+from inference_engine.cli import process
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inference_engine.kv.context import DraftMemories, DraftMemory, KVContext, NoDraftMemories
 
-__all__ = ["DraftMemory", "DraftMethod", "Drafter", "NoDrafter", "Seen", "TokenIds", "Tokens", "Wanted"]
+__all__ = ["CommittedTokens", "DraftMemory", "DraftMethod", "Drafter", "NoDrafter", "TokenIds", "Tokens", "Wanted"]
 
 TokenIds = NDArray[np.uint32]
 _NO_TOKENS: TokenIds = np.zeros(0, dtype=np.uint32)
@@ -50,7 +50,7 @@ class DraftMethod(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CommittedTokens:
     """Committed tokens of one session, in order of position, each once.
 
     Positions never go back; those of Generates that had no drafting, or whose drafter failed, are missing.
@@ -70,7 +70,7 @@ class Wanted:
 
     history: every recorded id; the last one was just sampled and has no K/V yet. The draft begins after it.
     temperature, seed: of the target's sampling; temperature 0 is greedy. The token at position p is drawn with the
-    noise of (seed, p) (`kernels/noise.py`), and a drafter may use the same noise.
+    noise of (seed, p) (`kernels/gumbel_noise.py`), and a drafter may use the same noise.
     """
 
     memory: DraftMemory | None
@@ -101,7 +101,7 @@ class Drafter(DraftMemories, Protocol):
     def method(self, history: Tokens) -> DraftMethod | None:
         """The method it would draft with after this history; None for no draft. Called often, so it must be cheap."""
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         """Tokens of several sessions were committed."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
@@ -121,7 +121,7 @@ class NoDrafter(NoDraftMemories):
     def method(self, history: Tokens) -> DraftMethod | None:
         return None
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         pass
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:

@@ -24,7 +24,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.session.holding import holding
 from inference_engine.session.journal import APPENDED, Journal, ReplyRecord
 from inference_engine.session.replies import Call, Replies, identify
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.session import Holder, Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Bound
 
@@ -72,7 +72,7 @@ class Repeated(Generic[Reply]):
         to_text: Callable[[Reply], str],
         from_text: Callable[[str], Any],
         refuse: Callable[[], None],
-        operation: Operation | None = None,
+        operation: Holder | None = None,
         by_session: bool = False,
     ) -> None:
         """kind: its name in the journal. refuse: raises while none of them is done. operation: holds the session
@@ -162,7 +162,7 @@ class Calls:
                 name, page, store, metrics, to_text=to_text, from_text=from_text, **{"refuse": refuse} | how
             )
 
-        append, fork = Operation.APPEND, Operation.FORK
+        append, fork = Holder.APPEND, Holder.FORK
         self.opened: Repeated[SessionOpened] = kind("opened", opens, replies.page())
         self.forked: Repeated[SessionForked] = kind("forked", opens, replies.page(most_per_session=1), operation=fork)
         self.appended: Repeated[HistoryLength] = kind(

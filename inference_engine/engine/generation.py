@@ -29,10 +29,10 @@ from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, Request
-from inference_engine.scheduler.transcript import Reader, Transcript, check_not_behind
+from inference_engine.scheduler.transcript import Transcript, TranscriptReader, check_not_behind
 from inference_engine.session.holding import when_not_busy
 from inference_engine.session.replies import Call, Replies
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.session import Holder, Session
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TokenCommitted
@@ -49,7 +49,7 @@ class Generation:
     When a newer call attaches to the same Generate, this one ends with StreamTakenOver and stops nothing any more.
     """
 
-    def __init__(self, transcript: Transcript, reader: Reader, scheduler: Scheduler) -> None:
+    def __init__(self, transcript: Transcript, reader: TranscriptReader, scheduler: Scheduler) -> None:
         self._transcript = transcript
         self._reader = reader
         self._scheduler = scheduler
@@ -210,7 +210,7 @@ class Generates:
         call: Call | None,
         resume_from: int | None,
         forced: Forced | None,
-    ) -> tuple[Transcript, Reader, Request | None]:
+    ) -> tuple[Transcript, TranscriptReader, Request | None]:
         """A transcript, a reader and, if there is work, a request. It holds the session, and the caller submits it."""
         with self._store.locked():
             known = self._remembered.recall(call)
@@ -228,8 +228,8 @@ class Generates:
                 self._store.find_healthy(session.session_id, session.owner)
                 return known, known.attach(position=resume_from, is_replayed=True, listener=listener), None
             self._refuse()
-            self._store.acquire(session, Operation.GENERATE)
-            reader: Reader | None = None
+            self._store.acquire(session, Holder.GENERATE)
+            reader: TranscriptReader | None = None
             try:
                 if known is not None:
                     check_length(session, known.end_position, self._metrics)

@@ -11,7 +11,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.history import Marks, TokenIds
 from inference_engine.session.journal import SessionEntry
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.session import Holder, Session
 from inference_engine.types import Bound, Durability, Mark, Mode, ModelFacts
 
 
@@ -126,7 +126,7 @@ class SessionInfo:
             accepted_tokens=session.accepted_tokens,
             idle_seconds=max(0.0, now - session.used_at),
             failure_reason=session.failure_reason,
-            is_generating=session.operation is Operation.GENERATE,
+            is_generating=session.operation is Holder.GENERATE,
             is_resident=not session.kv.is_dropped,
             saved_tokens=session.saved_length if is_kept else 0,
             label=session.label,
@@ -158,7 +158,7 @@ class SessionListed:
             age_seconds=max(0.0, today - session.created_at),
             idle_seconds=max(0.0, now - session.used_at),
             is_resident=not session.kv.is_dropped,
-            is_generating=session.operation is Operation.GENERATE,
+            is_generating=session.operation is Holder.GENERATE,
             failure_reason=session.failure_reason,
             strategy=session.kv.strategy,
         )

@@ -9,7 +9,7 @@ from inference_engine.metrics import EngineStatistics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import RequestState
 from inference_engine.session.capacity import orphaned_bytes
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.session import Holder, Session
 from inference_engine.session.store import SessionStore
 
 
@@ -51,6 +51,6 @@ def _state(is_queued: bool, *, is_prefilling: bool) -> str:
 def _at_rest(session: Session) -> str:
     if session.failure_reason:
         return "failed"
-    if session.operation is Operation.APPEND:
+    if session.operation is Holder.APPEND:
         return "appending"
     return "dropped" if session.kv.is_dropped else "idle"

@@ -43,7 +43,7 @@ class RowNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Turn:
+class RopeTable:
     """What heads are rotated by, in halves: cosines and sines [n, D / 2]. rows: of each token its row, int64 [N]; None:
     they follow each other.
     """
@@ -62,7 +62,7 @@ class Turn:
         return cos, sin
 
 
-class Product(Protocol):
+class ProductKernel(Protocol):
     def __call__(
         self,
         states: Tensor,
@@ -91,7 +91,7 @@ class PlaceHeads(Protocol):
         query_heads: int,
         kv_heads: int,
         norms: tuple[RowNorm, RowNorm] | None = None,
-        turn: Turn | None = None,
+        turn: RopeTable | None = None,
     ) -> Tensor:
         """The queries [N, Hq, D] of `heads` [N, (Hq + 2 Hkv) · D]: a token's queries, keys and values.
 
@@ -101,7 +101,7 @@ class PlaceHeads(Protocol):
         """
 
 
-class Norm(Protocol):
+class NormKernel(Protocol):
     def __call__(self, states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
         """The norm of states [N, K], added to `residual` [N, K] if there is one."""
 
@@ -146,7 +146,7 @@ def product(
     residual: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """See `Product`."""
+    """See `ProductKernel`."""
     wide = states.float()
     numbers = matrix.unpacked(torch.float32) if isinstance(matrix, QuantisedMatrix) else matrix.float()
     out = (wide if norm is None else norm.of(wide)) @ numbers.T
@@ -174,7 +174,7 @@ def place_heads(
     query_heads: int,
     kv_heads: int,
     norms: tuple[RowNorm, RowNorm] | None = None,
-    turn: Turn | None = None,
+    turn: RopeTable | None = None,
 ) -> Tensor:
     """See `PlaceHeads`."""
     count, head_dim = len(heads), keys.shape[-1]
@@ -192,7 +192,7 @@ def place_heads(
 
 
 def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
-    """See `Norm`."""
+    """See `NormKernel`."""
     out = norm.of(states.float())
     return (out if residual is None else out + residual.float()).to(states.dtype)
 
@@ -220,9 +220,9 @@ def mix_experts(
 class Fused:
     """The fused operations of a device."""
 
-    product: Product = product
+    product: ProductKernel = product
     place_heads: PlaceHeads = place_heads
-    norm: Norm = norm
+    norm: NormKernel = norm
     mix_experts: MixExperts = mix_experts
 
 

@@ -17,14 +17,14 @@ from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import CausalAttention, attend_causal
 from inference_engine.kernels.components import KeyIndexes
 from inference_engine.kernels.fused import Fused
+from inference_engine.kernels.graph_io import PLAIN_ENDS, StepEnds
+from inference_engine.kernels.gumbel_noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
 from inference_engine.kernels.latents import LatentOps
-from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, MergeTwo, attend_piece, merge_two
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state
-from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
+from inference_engine.kernels.prefill_attention import AttendCausalState, AttendPiece, MergeTwo, attend_piece, merge_two
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kernels.reads import RaggedAttention
-from inference_engine.kernels.step_ends import PLAIN_ENDS, StepEnds
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kernels.trellis import PLAIN, Trellis
 
@@ -37,10 +37,10 @@ _KERNELS = {
     "latents": ("latents", "latents"),
     "merge_two": ("merging", "merge_two"),
     "merging": ("merging", "MergingByKernel"),
-    "noise_of_all": ("noise", "noise_of_all"),
+    "noise_of_all": ("gumbel_noise", "noise_of_all"),
     "open_fused": ("fused", "open_fused"),
     "open_invariant": ("fused", "open_invariant"),
-    "step_ends": ("step_ends", "step_ends"),
+    "step_ends": ("graph_io", "step_ends"),
     "trellis": ("trellis", "trellis"),
 }
 

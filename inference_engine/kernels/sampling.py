@@ -2,11 +2,11 @@
 
 Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw
 logits. The token is the id with the largest logit ÷ temperature + noise among those that are left, and the lower one of
-equals. Noise is a function of (seed, position, id) alone (`kernels/noise.py`), so neither how a history was built
-nor drafting can change it.
+equals. Noise is a function of (seed, position, id) alone (`kernels/gumbel_noise.py`), so neither how a history was
+built nor drafting can change it.
 
 All tokens of a step are drawn together, whatever their samplings, in a few operations; on a CPU row by row, from as few
-ids as decide (`few_candidates.py`). A token depends on its own row of logits alone, bit for bit, so each operation here
+ids as decide (`cpu_sampling.py`). A token depends on its own row of logits alone, bit for bit, so each operation here
 treats a row the same, whatever rows are beside it.
 """
 
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from inference_engine.kernels.few_candidates import Weigh, drawn_from_few
-from inference_engine.kernels.noise import FACTORS, GOLDEN, SHIFTS, NoiseOfAll, key, noise_of_all
+from inference_engine.kernels.cpu_sampling import Weigh, drawn_from_few
+from inference_engine.kernels.gumbel_noise import FACTORS, GOLDEN, SHIFTS, NoiseOfAll, key, noise_of_all
 from inference_engine.kernels.transfer import on_device
 from inference_engine.types import Sampling
 
@@ -127,7 +127,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DrawPlace:
     """Row number `offset` of a draw. index: which draw."""
 
     index: int
@@ -401,18 +401,18 @@ def _largest_of(row: NDArray[np.float32]) -> Sample:
     return Sample(token_id, None, is_finite)
 
 
-def _places(draws: Sequence[Draw], vocab: int) -> list[_Place]:
+def _places(draws: Sequence[Draw], vocab: int) -> list[_DrawPlace]:
     """The rows of all draws, each draw's in order. Greedy ones come first, those that rank the vocabulary last."""
-    found = [_Place(index, each, offset) for index, each in enumerate(draws) for offset in range(len(each.indices))]
+    found = [_DrawPlace(index, each, offset) for index, each in enumerate(draws) for offset in range(len(each.indices))]
 
-    def order(place: _Place) -> tuple[bool, bool]:
+    def order(place: _DrawPlace) -> tuple[bool, bool]:
         sampling = place.draw.sampler.sampling
         return not sampling.is_greedy, not sampling.is_greedy and is_ranked(sampling, vocab)
 
     return sorted(found, key=order)
 
 
-def _adjusted(logits: Tensor, places: Sequence[_Place]) -> Tensor:
+def _adjusted(logits: Tensor, places: Sequence[_DrawPlace]) -> Tensor:
     """`logits` with the penalties and biases of the draws that have any; `logits` is not written to."""
     adjusted = logits
     for first, place in enumerate(places):

@@ -53,7 +53,7 @@ Scale = Callable[[Tensor, Tensor], Tensor]
 Pack = Callable[[Tensor, "BitPlaces", Tensor], None]
 
 
-class Run(NamedTuple):
+class TableRun(NamedTuple):
     """Neighbouring numbers with one table, [first, behind), and where the table lies: [start, stop)."""
 
     first: int
@@ -75,7 +75,7 @@ class Levels:
     first: Tensor
     size: Tensor
     weights: Tensor
-    runs: tuple[Run, ...]
+    runs: tuple[TableRun, ...]
     longest: int
 
     @property
@@ -139,7 +139,7 @@ def make_levels(tables: Sequence[Tensor], weights: Tensor) -> Levels:
     runs, first = [], 0
     for table_id, alike in groupby(tables, key=id):
         own = list(alike)
-        runs.append(Run(first, first + len(own), starts[table_id], starts[table_id] + len(own[0])))
+        runs.append(TableRun(first, first + len(own), starts[table_id], starts[table_id] + len(own[0])))
         first += len(own)
     return Levels(
         values=torch.cat(distinct),

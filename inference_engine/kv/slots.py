@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.kept import as_kept
+from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.compressors.identity import Identity
 from inference_engine.kv.context import CodedPlaces, KVContext

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
-from inference_engine.kernels.long_chunks import AttendCausalState, AttendPiece, attend_piece
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
+from inference_engine.kernels.prefill_attention import AttendCausalState, AttendPiece, attend_piece
 from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedReads
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry

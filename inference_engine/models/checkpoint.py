@@ -198,7 +198,7 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _FileSpan:
     """A tensor's bytes in a file: `rows` says which part of the first dimension, None: all of it."""
 
     file: str
@@ -226,8 +226,8 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self._maps: dict[str, NDArray[np.uint8]] = {}
-        self._places: dict[str, _Place] = {}
-        found: dict[str, _Place] = {}
+        self._places: dict[str, _FileSpan] = {}
+        found: dict[str, _FileSpan] = {}
         for file in weight_files(folder):
             found |= _places(folder, file)
             self._maps[file] = _mapped(folder / file)
@@ -268,7 +268,7 @@ class SafetensorsCheckpoint(Checkpoint):
             )
         return found
 
-    def _add(self, name: str, place: _Place) -> None:
+    def _add(self, name: str, place: _FileSpan) -> None:
         """All experts of a layer in one tensor become tensors of each, as most checkpoints have them."""
         match = _EXPERTS.fullmatch(name)
         if match is None or len(place.shape) != 3:
@@ -303,7 +303,7 @@ def text_name(name: str) -> str:
     return name
 
 
-def _places(folder: Path, file: str) -> dict[str, _Place]:
+def _places(folder: Path, file: str) -> dict[str, _FileSpan]:
     path = folder / file
     tensors = check_safetensors(path)
     with path.open("rb") as opened:
@@ -325,7 +325,7 @@ def _places(folder: Path, file: str) -> dict[str, _Place]:
             raise ModelError(
                 f"{path}: {name}: {end - start} bytes cannot hold {shape} numbers of {dtype}; copy the file again"
             )
-        places[name] = _Place(file=file, dtype=dtype, shape=shape, start=first + start, end=first + end)
+        places[name] = _FileSpan(file=file, dtype=dtype, shape=shape, start=first + start, end=first + end)
     return places
 
 

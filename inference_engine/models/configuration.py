@@ -26,7 +26,7 @@ import numpy as np
 from inference_engine.errors import ModelError
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, StoredTensor
 from inference_engine.models.families import FAMILIES
-from inference_engine.models.families.writer import EMBEDDING, HEAD
+from inference_engine.models.families.list_writer import EMBEDDING, HEAD
 from inference_engine.models.file_keys import (
     CONFIG_KEYS,
     QUANTIZATION_KEYS,

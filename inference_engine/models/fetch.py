@@ -228,7 +228,7 @@ def _link(path: Path, other: Path) -> None:
 
 
 def _convert_in_child(known: KnownModel, gguf: Path, built: Path) -> None:
-    command = [sys.executable, "-P", "-m", "inference_engine.models.convert", str(gguf), str(built)]
+    command = [sys.executable, "-P", "-m", "inference_engine.models.conversion", str(gguf), str(built)]
     command += [f"--parameters={known.parameters}"]
     log = built.with_name("convert.log")
     with log.open("wb") as output:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from inference_engine.errors import ModelError
-from inference_engine.models.quantised_layout import Layout, layout_in
+from inference_engine.models.quantised_layout import QuantisedLayout, layout_in
 from inference_engine.models.safetensors_header import check_safetensors
 
 CONFIG = "config.json"
@@ -244,7 +244,7 @@ def grouping_of(folder: Path) -> Mapping[str, Any] | None:
     return grouping_in(read_json(path)) if path.is_file() else None
 
 
-def layout_of(folder: Path) -> Layout | None:
+def layout_of(folder: Path) -> QuantisedLayout | None:
     """`layout_in` the configuration of a folder; None without one."""
     path = folder / CONFIG
     if not path.is_file():

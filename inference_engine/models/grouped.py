@@ -50,7 +50,7 @@ class Grouped:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _TensorPart:
     """Where a matrix is: in the tensors of this stem, and which part of the first dimension; None: all of it."""
 
     stem: str
@@ -72,13 +72,13 @@ class GroupedCheckpoint(Checkpoint):
             if isinstance(value, dict)
         }
         names = set(self._files.names())
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _TensorPart] = {}
         for name in self._files.names():
             stem, _, last = name.rpartition(".")
             if last in ("scales", "biases") and f"{stem}.weight" in names:
                 continue
             if (match := _EXPERTS.fullmatch(name)) is None:
-                self._places[name] = _Place(stem=stem)
+                self._places[name] = _TensorPart(stem=stem)
                 continue
             shape = self._files.stored(name).shape
             if len(shape) != 3:
@@ -87,7 +87,7 @@ class GroupedCheckpoint(Checkpoint):
             if experts + len(self._places) > MAX_NAMES:
                 raise ModelError(f"{self.path}: more than {MAX_NAMES} tensors, which are not read")
             for expert in range(experts):
-                self._places[f"{match['mlp']}.experts.{expert}.{match['kind']}.weight"] = _Place(
+                self._places[f"{match['mlp']}.experts.{expert}.{match['kind']}.weight"] = _TensorPart(
                     stem=stem, expert=expert
                 )
 

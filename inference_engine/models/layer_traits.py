@@ -30,7 +30,7 @@ _TOKENS = 6
 _TOLERANCE = 1e-4
 
 
-class Seen:
+class AttentionInputs:
     """The inputs of attention by layer: queries and keys [H, N, D], and the window."""
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ AttentionInterface.register(TRIAL, _attend)
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Seen]:
+def watched(model: nn.Module) -> Iterator[AttentionInputs]:
     """Within, a forward of a model with the attention TRIAL records the inputs of each layer's attention."""
-    seen = Seen()
+    seen = AttentionInputs()
     for module in model.modules():
         module.__dict__["_kakeya_seen"] = seen
     try:

@@ -6,9 +6,9 @@
     hidden += delta · … · last = norm(hidden of the queries asked for) · logits = last · head
 
 A register holds one vector for each token; layers of other sizes have registers of their own. Families write lists
-(`models/families`); an executor registers a kernel for each operation that it runs (`Kernels`), and what it lacks for a
-list is refused by name. Where `plain` is not left out, it is the reference of these kernels, on torch; of products,
-attention and experts `inference_engine/kernels` has the references.
+(`models/families`); an executor registers a kernel for each operation that it runs (`OperationKernels`), and what it
+lacks for a list is refused by name. Where `plain` is not left out, it is the reference of these kernels, on torch; of
+products, attention and experts `inference_engine/kernels` has the references.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class StepList:
     vocabulary: int
 
 
-class Kernels(Generic[K]):
+class OperationKernels(Generic[K]):
     """What an executor has for each type of operation."""
 
     def __init__(self, executor: str) -> None:

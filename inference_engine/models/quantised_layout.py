@@ -26,7 +26,7 @@ _WHOLE = -1  # a group of all inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class QuantisedLayout:
     """method: fp8, gptq or awq. block: outputs and inputs with one scale, of fp8; None: of an output, or of a matrix.
     group: inputs of a group of 4-bit codes, -1: all. zero_offset: what is added to stored zeros. is_ordered: inputs may
     be in an order of their own, by GPTQ's desc_act; g_idx says whether they are."""
@@ -43,7 +43,7 @@ class Layout:
         return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]}·{self.block[1]}"
 
 
-def layout_in(config: Mapping[str, Any]) -> Layout | None:
+def layout_in(config: Mapping[str, Any]) -> QuantisedLayout | None:
     """The layout that a configuration names; None if it names none. Raises ModelError for one that is not read."""
     found = config.get(KEY)
     if found is None:
@@ -63,18 +63,18 @@ def layout_in(config: Mapping[str, Any]) -> Layout | None:
     return readers[method](found)
 
 
-def _fp8(found: Mapping[str, Any]) -> Layout:
+def _fp8(found: Mapping[str, Any]) -> QuantisedLayout:
     if found.get("fmt", "e4m3") != "e4m3":
         raise _unread(f"fp8 of the kind {found['fmt']!r}; e4m3 is read")
     size = found.get("weight_block_size")
-    return Layout(method="fp8", block=None if size is None else _block(size))
+    return QuantisedLayout(method="fp8", block=None if size is None else _block(size))
 
 
-def _fbgemm(_found: Mapping[str, Any]) -> Layout:
-    return Layout(method="fp8")
+def _fbgemm(_found: Mapping[str, Any]) -> QuantisedLayout:
+    return QuantisedLayout(method="fp8")
 
 
-def _compressed(found: Mapping[str, Any]) -> Layout:
+def _compressed(found: Mapping[str, Any]) -> QuantisedLayout:
     if found.get("transform_config"):
         raise _unread("compressed-tensors with a transform_config, which rotates what a matrix is multiplied with")
     groups, sparsity = found.get("config_groups"), found.get("sparsity_config") or {"format": "dense"}
@@ -89,7 +89,7 @@ def _compressed(found: Mapping[str, Any]) -> Layout:
         raise _unread(f"compressed-tensors with {own.get('num_bits')} bits of the type {own.get('type')!r}")
     if strategy not in ("tensor", "channel", "block"):
         raise _unread(f"compressed-tensors with a scale for each {strategy}; tensor, channel and block are read")
-    return Layout(method="fp8", block=_block(own.get("block_structure")) if strategy == "block" else None)
+    return QuantisedLayout(method="fp8", block=_block(own.get("block_structure")) if strategy == "block" else None)
 
 
 def _block(size: Any) -> tuple[int, int]:
@@ -99,23 +99,23 @@ def _block(size: Any) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _gptq(found: Mapping[str, Any]) -> Layout:
+def _gptq(found: Mapping[str, Any]) -> QuantisedLayout:
     if found.get("dynamic"):
         raise _unread("gptq with settings of its own for some matrices (dynamic)")
     kind = found.get("checkpoint_format", "gptq")
     if kind not in ("gptq", "gptq_v2"):
         raise _unread(f"gptq of the format {kind!r}; gptq and gptq_v2 are read")
     offset = 1 if kind == "gptq" else 0
-    return Layout(
+    return QuantisedLayout(
         method="gptq", group=_group("gptq", found), zero_offset=offset, is_ordered=bool(found.get("desc_act"))
     )
 
 
-def _awq(found: Mapping[str, Any]) -> Layout:
+def _awq(found: Mapping[str, Any]) -> QuantisedLayout:
     version = str(found.get("version", "gemm")).lower()
     if version != "gemm":
         raise _unread(f"awq of the version {version!r}; gemm is read")
-    return Layout(method="awq", group=_group("awq", found))
+    return QuantisedLayout(method="awq", group=_group("awq", found))
 
 
 def _group(method: str, found: Mapping[str, Any]) -> int:

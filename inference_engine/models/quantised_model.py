@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from inference_engine.errors import ModelError
 from inference_engine.kernels.quantised import GROUP, QuantisedMatrix, pack_codes
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, text_name
-from inference_engine.models.families.writer import EMBEDDING, HEAD
-from inference_engine.models.quantised_layout import Layout
+from inference_engine.models.families.list_writer import EMBEDDING, HEAD
+from inference_engine.models.quantised_layout import QuantisedLayout
 from inference_engine.models.quantised_linear import QuantisedLinear
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = (".input_scale", ".output_scale", ".k_scale", ".v_scale", "rot
 
 
 def load_quantised(
-    folder: Path, layout: Layout, config: PretrainedConfig, dtype: torch.dtype, attention: str
+    folder: Path, layout: QuantisedLayout, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The model, with a QuantisedLinear for each quantised matrix. Raises ModelError for tensors that do not fit."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -83,13 +83,13 @@ def load_quantised(
     return model
 
 
-def _is_quantised(files: SafetensorsCheckpoint, layout: Layout, stem: str) -> bool:
+def _is_quantised(files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: str) -> bool:
     if layout.method == "fp8":
         return f"{stem}.weight" in files and files.stored(f"{stem}.weight").encoding == "F8_E4M3"
     return f"{stem}.qweight" in files
 
 
-def _check_names(files: SafetensorsCheckpoint, layout: Layout, parameters: set[str], stems: set[str]) -> None:
+def _check_names(files: SafetensorsCheckpoint, layout: QuantisedLayout, parameters: set[str], stems: set[str]) -> None:
     """Raise ModelError unless every tensor has a place."""
     suffixes = ("weight", *_FP8_SCALES) if layout.method == "fp8" else ("qweight", "qzeros", "scales", "g_idx")
     known = {text_name(name) for name in parameters} | {f"{stem}.{suffix}" for stem in stems for suffix in suffixes}
@@ -102,7 +102,9 @@ def _check_names(files: SafetensorsCheckpoint, layout: Layout, parameters: set[s
             )
 
 
-def _matrix(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: int, inputs: int) -> QuantisedMatrix:
+def _matrix(
+    files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: str, outputs: int, inputs: int
+) -> QuantisedMatrix:
     if layout.method == "fp8":
         return _read_fp8(files, layout, stem, outputs, inputs)
     if outputs % _PACKED or inputs % _PACKED:
@@ -127,7 +129,9 @@ def _matrix(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: in
     return QuantisedMatrix(codes=pack_codes(codes.T, group), scales=scales, zeros=middles, inputs=inputs, group=group)
 
 
-def _read_fp8(files: SafetensorsCheckpoint, layout: Layout, stem: str, outputs: int, inputs: int) -> QuantisedMatrix:
+def _read_fp8(
+    files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: str, outputs: int, inputs: int
+) -> QuantisedMatrix:
     codes = _tensor(files, f"{stem}.weight", ("F8_E4M3",), (outputs, inputs))
     # Kernels do not tell it from a number. 0x7f and 0xff are the only codes of it.
     if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
@@ -153,7 +157,7 @@ def _codes(words: Tensor) -> Tensor:
     return (words[..., None] >> torch.arange(0, 4 * _PACKED, 4, dtype=torch.int32)) & 15
 
 
-def check_orders(folder: Path, layout: Layout) -> None:
+def check_orders(folder: Path, layout: QuantisedLayout) -> None:
     """Raise ModelError if a matrix of GPTQ has its inputs in another order than that of groups. Reads no others."""
     files = SafetensorsCheckpoint(folder)
     for name in files.names() if layout.method == "gptq" else ():
@@ -163,7 +167,7 @@ def check_orders(folder: Path, layout: Layout) -> None:
             _check_order(files, layout, name.removesuffix(".qweight"), inputs, group)
 
 
-def _check_order(files: SafetensorsCheckpoint, layout: Layout, stem: str, inputs: int, group: int) -> None:
+def _check_order(files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: str, inputs: int, group: int) -> None:
     """Raise ModelError for inputs that are grouped in another order than their own, or may be."""
     name = f"{stem}.g_idx"
     if name in files or layout.is_ordered:

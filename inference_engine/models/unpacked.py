@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_engine.errors import ModelError
 from inference_engine.models.checkpoint import Checkpoint
-from inference_engine.models.families.writer import HEAD
+from inference_engine.models.families.list_writer import HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor

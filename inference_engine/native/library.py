@@ -88,7 +88,7 @@ class PackError(enum.IntEnum):
     TOO_LARGE = 3
 
 
-class Identity(enum.IntEnum):
+class ProductIdentity(enum.IntEnum):
     """How activations enter a product with a quantised matrix."""
 
     EXACT = 0
@@ -129,7 +129,7 @@ class Routing(enum.IntFlag):
     SIGMOID_SCORES = 2
 
 
-class Matrix(ctypes.Structure):
+class NativeMatrix(ctypes.Structure):
     """A packed matrix. The caller keeps the array of `tiles` alive."""
 
     _fields_ = (
@@ -146,7 +146,7 @@ class Matrix(ctypes.Structure):
     tiles: int | None
 
 
-class Attention(ctypes.Structure):
+class AttentionCall(ctypes.Structure):
     """Attention of `count` single queries. The caller keeps its arrays alive."""
 
     _fields_ = (
@@ -195,7 +195,7 @@ class CodedAs(enum.IntEnum):
     LEVELS = 2
 
 
-class Coding(ctypes.Structure):
+class NativeCoding(ctypes.Structure):
     """How vectors are coded. The caller keeps the arrays of `levels` and `nearest` alive."""
 
     _fields_ = (
@@ -210,7 +210,7 @@ class CodedEntries(ctypes.Structure):
     """Where entries and their codes lie. The caller keeps its arrays alive."""
 
     _fields_ = (
-        ("coding", Coding),
+        ("coding", NativeCoding),
         *((name, ctypes.c_void_p) for name in ("codes", "means", "regions", "code_slots", "entry_slots", "turns")),
         *((name, ctypes.c_int64) for name in ("slot_bytes", "head_bytes", "region_slots", "count")),
         *((name, ctypes.c_int32) for name in ("layers", "heads", "head_dim", "turned", "kv_type", "reserved")),
@@ -229,7 +229,7 @@ class KeyIndex(ctypes.Structure):
     archive: int | None
 
 
-class LayerDecoder(ctypes.Structure):
+class NativeLayerDecoder(ctypes.Structure):
     """How codes become the entries of one layer. The caller keeps its arrays alive."""
 
     _fields_ = (
@@ -277,7 +277,7 @@ class TrellisCodes(ctypes.Structure):
     vectors: int
 
 
-class Archive(ctypes.Structure):
+class NativeArchive(ctypes.Structure):
     """Archived tokens, and where those that were chosen are restored. The caller keeps its arrays alive."""
 
     _fields_ = (
@@ -290,7 +290,7 @@ class Archive(ctypes.Structure):
     is_broken: int
 
 
-class Operation(ctypes.Structure):
+class NativeOperation(ctypes.Structure):
     """One operation of a step."""
 
     _fields_ = (
@@ -319,7 +319,7 @@ class Operation(ctypes.Structure):
     other: float
 
 
-class Layer(ctypes.Structure):
+class NativeLayer(ctypes.Structure):
     """The heads of a layer."""
 
     _fields_ = tuple((name, ctypes.c_int32) for name in ("query_heads", "kv_heads", "head_dim"))
@@ -336,7 +336,7 @@ class Rotary(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     """The arrays of one step. The caller keeps them alive."""
 
     _fields_ = (
@@ -410,7 +410,7 @@ class Kernels:
         self._functions = functions
         self.address = address
 
-    def linear(self, threads: Threads, matrix: Matrix, identity: Identity, x: Floats, out: Floats) -> None:
+    def linear(self, threads: Threads, matrix: NativeMatrix, identity: ProductIdentity, x: Floats, out: Floats) -> None:
         """out [count, outputs] = x [count, inputs] · matrix. Raises MemoryError."""
         assert x.shape[1:] == (matrix.inputs,) and out.shape == (x.shape[0], matrix.outputs)
         with threads.lock:
@@ -426,12 +426,12 @@ class Kernels:
         if fails:
             raise MemoryError(f"no memory is left for the products of {x.shape[0]} tokens")
 
-    def row(self, matrix: Matrix, output: int, out: Floats) -> None:
+    def row(self, matrix: NativeMatrix, output: int, out: Floats) -> None:
         """The numbers of one output, [inputs]: an embedding."""
         assert out.shape == (matrix.inputs,) and 0 <= output < matrix.outputs
         self._functions.kakeya_row(self.address, ctypes.byref(matrix), output, _address_of(out))
 
-    def attend(self, threads: Threads, attention: Attention) -> None:
+    def attend(self, threads: Threads, attention: AttentionCall) -> None:
         """Attention of single queries, each over a region of its own. Raises MemoryError."""
         with threads.lock:
             fails = self._functions.kakeya_attend(self.address, threads.address, ctypes.byref(attention))
@@ -516,8 +516,8 @@ class Library:
                 "run `python -m inference_engine.native.build`"
             )
         structures = (
-            *(Matrix, Attention, Operation, Layer, Rotary, Step, CodedEntries),
-            *(KeyIndex, LayerDecoder, Archive, RestoredRun, TrellisCodes),
+            *(NativeMatrix, AttentionCall, NativeOperation, NativeLayer, Rotary, NativeStep, CodedEntries),
+            *(KeyIndex, NativeLayerDecoder, NativeArchive, RestoredRun, TrellisCodes),
         )
         sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
@@ -549,7 +549,7 @@ class Library:
         self,
         kernels: Kernels,
         threads: Threads,
-        identity: Identity,
+        identity: ProductIdentity,
         kv_type: KVType,
         *arrays: ctypes.Array[Any],
     ) -> int:
@@ -567,7 +567,7 @@ class Library:
         """Free its registers."""
         self._functions.kakeya_close_program(program)
 
-    def run(self, program: int, step: Step, first: int, end: int) -> bool:
+    def run(self, program: int, step: NativeStep, first: int, end: int) -> bool:
         """The operations [first, end) of a step. False if there is no memory for its registers."""
         return not self._functions.kakeya_run(program, ctypes.byref(step), first, end)
 
@@ -624,7 +624,7 @@ def _open(path: Path) -> Library | str:
 
 def _declare(functions: ctypes.CDLL) -> None:
     """The types of every function of `src/api.cpp`."""
-    pointer, matrix, attention = ctypes.c_void_p, ctypes.POINTER(Matrix), ctypes.POINTER(Attention)
+    pointer, matrix, attention = ctypes.c_void_p, ctypes.POINTER(NativeMatrix), ctypes.POINTER(AttentionCall)
     long, integer, text = ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p
     declared: dict[str, tuple[type | None, tuple[type, ...]]] = {
         "sources": (text, ()),
@@ -645,7 +645,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
         "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 6)),
         "close_program": (None, (pointer,)),
-        "run": (integer, (pointer, ctypes.POINTER(Step), integer, integer)),
+        "run": (integer, (pointer, ctypes.POINTER(NativeStep), integer, integer)),
         "register": (pointer, (pointer, integer)),
     }
     for name, (result, arguments) in declared.items():

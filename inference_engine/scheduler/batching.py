@@ -27,7 +27,7 @@ _GENERATED.setflags(write=False)
 _MOST_TURNS = 4096  # beyond these, the owner that was served longest ago counts as never served
 
 
-class Turns:
+class OwnerTurns:
     """The step that last served each owner. Bounded in size, for any number of owners."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Batching:
         self._config = config
         self._clock = clock
         self._speculation = speculation
-        self._turns = Turns()
+        self._turns = OwnerTurns()
         self._pace = StepPace()
         self._chunk = ChunkPace(least_tokens=config.page_tokens)
         self._targets = Targets(

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from inference_engine.decode.draft import Drafter, DraftMethod, Seen, TokenIds, Tokens, Wanted
+from inference_engine.decode.draft import CommittedTokens, Drafter, DraftMethod, TokenIds, Tokens, Wanted
 from inference_engine.decode.draft_length import (
     Acceptance,
     Balance,
@@ -166,7 +166,7 @@ class Drafting(Speculation):
         self._courses: WeakKeyDictionary[Session, _Course] = WeakKeyDictionary()
         # Requests whose draft tokens the step verifies: by which method, and how many sessions the step decodes.
         self._given: dict[Request, tuple[DraftMethod, int]] = {}
-        self._seen: list[tuple[Request, Seen]] = []
+        self._seen: list[tuple[Request, CommittedTokens]] = []
 
     def needs_taps(self, request: Request) -> bool:
         return self.has_taps and self._is_served(request)
@@ -356,7 +356,7 @@ class Drafting(Speculation):
         if kept and (memory is not None or outcome.taps is not None) and self._is_served(request):
             taps = None if outcome.taps is None else outcome.taps[:kept]
             # A copy: the block of a step that was launched ahead is used again.
-            self._seen.append((request, Seen(memory, first, block.token_ids[:kept].copy(), taps)))
+            self._seen.append((request, CommittedTokens(memory, first, block.token_ids[:kept].copy(), taps)))
 
     def flush_if_many(self) -> None:
         if self._seen and sum(len(seen.token_ids) for _, seen in self._seen) >= _REPORTED_TOGETHER:
@@ -394,10 +394,10 @@ def _count_step(pace: _Pace, balance: Balance) -> None:
     pace.steps_since_draft += 1
 
 
-def _joined(reported: Sequence[Seen]) -> list[Seen]:
-    """Consecutive tokens of one session become one `Seen`."""
-    joined: list[list[Seen]] = []
-    last: dict[int, list[Seen]] = {}
+def _joined(reported: Sequence[CommittedTokens]) -> list[CommittedTokens]:
+    """Consecutive tokens of one session become one `CommittedTokens`."""
+    joined: list[list[CommittedTokens]] = []
+    last: dict[int, list[CommittedTokens]] = {}
     for seen in reported:
         run = last.get(id(seen.memory))
         if run is None or seen.memory is None or run[-1].first + len(run[-1].token_ids) != seen.first:
@@ -405,7 +405,7 @@ def _joined(reported: Sequence[Seen]) -> list[Seen]:
             joined.append(run)
         run.append(seen)
     return [
-        Seen(
+        CommittedTokens(
             run[0].memory,
             run[0].first,
             np.concatenate([seen.token_ids for seen in run]),

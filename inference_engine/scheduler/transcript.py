@@ -74,7 +74,7 @@ class Transcript:
         self._forced = forced
         self._lock = threading.Lock()
         self._request: Request | None = None  # the newest
-        self._reader: Reader | None = None  # the newest
+        self._reader: TranscriptReader | None = None  # the newest
         self._tokens = 0
         # As exact as the wire, in an eighth of what objects would take.
         self._logprobs: array[float] | None = array("f") if params.logprobs else None
@@ -140,7 +140,9 @@ class Transcript:
             isinstance(outcome, Finished) and outcome.stop_reason is StopReason.CANCELLED
         )
 
-    def attach(self, *, position: int | None = None, is_replayed: bool, listener: Listener | None = None) -> Reader:
+    def attach(
+        self, *, position: int | None = None, is_replayed: bool, listener: Listener | None = None
+    ) -> TranscriptReader:
         """A reader from `position` on (None: the first token); it replaces the one before.
 
         listener: called with each event from now on, on the engine's thread. Raises InvalidArgument for a position
@@ -153,7 +155,10 @@ class Transcript:
                 raise InvalidArgument(
                     "resume_from", f"must be from {self.first_position} to {self.end_position}, got {position}"
                 )
-            before, self._reader = self._reader, Reader(self, position, is_replayed=is_replayed, listener=listener)
+            before, self._reader = (
+                self._reader,
+                TranscriptReader(self, position, is_replayed=is_replayed, listener=listener),
+            )
             self.session.readers.add(self._reader)
         if before is not None:
             before._lose()
@@ -189,7 +194,7 @@ class Transcript:
         request.outcome = Failed(error)
         self._receive(request, request.outcome)
 
-    def stop(self, reader: Reader, how: Callable[[], StopReason | BaseException]) -> None:
+    def stop(self, reader: TranscriptReader, how: Callable[[], StopReason | BaseException]) -> None:
         """End it as `how` returns, at the next step boundary, if `reader` still is the newest reader."""
         with self._lock:
             if reader is self._reader and self._request is not None:
@@ -232,7 +237,7 @@ class Transcript:
             self._ending = event
 
 
-class Reader:
+class TranscriptReader:
     """One caller's place in a transcript. One thread reads."""
 
     def __init__(

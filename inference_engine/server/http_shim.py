@@ -24,10 +24,10 @@ from inference_engine.server.address import Address, cannot_bind
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.http.client_connection import Connection, SecuredConnection
 from inference_engine.server.http.completion import Desk, Slots
-from inference_engine.server.http.connection import Connection, SecuredConnection
 from inference_engine.server.http.door import HttpDoor
-from inference_engine.server.http.turns import Turns
+from inference_engine.server.http.turns import RequestTurns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.tls import Certificates
 
@@ -95,7 +95,7 @@ async def start_http(
             chat=chat,
             limits=limits,
             slots=Slots(engine_config.max_running + engine_config.max_queued),
-            turns=Turns(chat.processes),
+            turns=RequestTurns(chat.processes),
             max_body_bytes=config.max_message_bytes,
             now=time.time,
             given_up=asyncio.get_running_loop().create_future(),

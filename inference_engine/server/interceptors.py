@@ -2,7 +2,7 @@
 
 Default-deny: with keys set, every method needs one, known or not, except those in OPEN_METHODS, matched by exact path.
 Without keys, the client's certificate names the owner; without either, all callers are one owner. All of this is
-decided on the headers; the message of a call is read afterwards (`incoming.py`).
+decided on the headers; the message of a call is read afterwards (`message_limits.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ import grpc
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, RequestError, Unauthenticated
 from inference_engine.logs import about_request
-from inference_engine.server import incoming
+from inference_engine.server import message_limits as incoming
 from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certificate
-from inference_engine.server.grpc_door import GrpcDoor
-from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
+from inference_engine.server.grpc_listener import GrpcDoor
 from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.message_limits import (
+    MessageLimits,
+    OpenReaders,
+    OwnerReaders,
+    TransportError,
+    read_message,
+)
 from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
 from inference_engine.tracing import end_call
 

@@ -69,7 +69,7 @@ class MetricsPort:
         name = bind.rpartition(":")[0]
         handler = type("Handler", (_Handler,), {"answer": staticmethod(self._answer), "names": ("localhost", name)})
         try:
-            self._httpd = _Server(address, handler, metrics.connections_dropped.labels("metrics").inc)
+            self._httpd = _MetricsServer(address, handler, metrics.connections_dropped.labels("metrics").inc)
         except OSError as error:
             raise cannot_bind("metrics_bind", address) from error
         self.target = str(Address(host=address.host, port=self._httpd.server_port, is_loopback=True))
@@ -119,7 +119,7 @@ def refuse_unless_loopback(address: Address, bind: str) -> None:
         )
 
 
-class _Server(ThreadingHTTPServer):
+class _MetricsServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 2 * _MOST_READERS  # beyond it, clients wait for a second or more
 

@@ -28,18 +28,18 @@ from inference_engine.errors import RequestError
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.auth import KeyRing
-from inference_engine.server.barring import Bars
 from inference_engine.server.convert import check_strategies
 from inference_engine.server.durable_gate import DurableGate
-from inference_engine.server.grpc_door import GrpcDoor
+from inference_engine.server.grpc_listener import GrpcDoor
 from inference_engine.server.health import Health
-from inference_engine.server.incoming import MessageLimits
 from inference_engine.server.interceptors import CallInterceptor
+from inference_engine.server.ip_bans import Bars
 from inference_engine.server.limits import OwnerLimits, allowed_connections
+from inference_engine.server.message_limits import MessageLimits
 from inference_engine.server.metrics_port import MetricsPort
+from inference_engine.server.preauth_limits import UnauthenticatedPeers
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
 from inference_engine.server.tls import Certificates
-from inference_engine.server.unauthenticated import UnauthenticatedPeers
 from inference_engine.server.watchdog import GaveUp, Watchdog
 
 if TYPE_CHECKING:

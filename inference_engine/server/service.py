@@ -32,8 +32,8 @@ from inference_engine.errors import InvalidArgument, JournalFull, RequestError, 
 from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.durable_gate import DurableGate
-from inference_engine.server.incoming import MessageLimits, TransportError
 from inference_engine.server.interceptors import caller, route_of
+from inference_engine.server.message_limits import MessageLimits, TransportError
 from inference_engine.server.status import SlowConsumer
 from inference_engine.server.stream import Feed, Heartbeat, LoopWaker, Stall
 from inference_engine.types import Accepted, Durability, Failed, Finished, GenerateParams, Progress, TokenCommitted

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from inference_engine.errors import SessionBusy
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.session import Holder, Session
 from inference_engine.session.store import SessionStore
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def when_not_busy(store: SessionStore, session: Session, wait_seconds: float, at
 
 
 @contextmanager
-def holding(store: SessionStore, session: Session, operation: Operation, wait_seconds: float) -> Iterator[None]:
+def holding(store: SessionStore, session: Session, operation: Holder, wait_seconds: float) -> Iterator[None]:
     """Within, `operation` holds the session. Raises SessionBusy once `wait_seconds` are over."""
     when_not_busy(store, session, wait_seconds, lambda: store.acquire(session, operation))
     try:

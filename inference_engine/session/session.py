@@ -21,7 +21,7 @@ from inference_engine.types import Footprint, Mark
 _GENERATED = np.uint8(Mark.GENERATED)
 
 
-class Operation(enum.Enum):
+class Holder(enum.Enum):
     """What holds a session. At most one does."""
 
     APPEND = "append"
@@ -74,7 +74,7 @@ class Session:
     saved: Saved  # how much of the history may be sent
     history: History = field(default_factory=History)
     granted_length: int = 0  # to which a Generate may extend the history without asking: see `Histories.room`
-    operation: Operation | None = None
+    operation: Holder | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
     readers: set[Unread] = field(default_factory=set)  # of tokens of its Generates
     uses: int = 0  # how often an operation held it, or its K/V was dropped

@@ -37,7 +37,7 @@ from inference_engine.session.histories import Histories
 from inference_engine.session.history import History, Holdings
 from inference_engine.session.journal import Journal, MemoryJournal, Saved, SessionKept, SessionRecord
 from inference_engine.session.replies import ReplyBook
-from inference_engine.session.session import Operation, Session, Violations
+from inference_engine.session.session import Holder, Session, Violations
 from inference_engine.types import Bound, Mode
 
 T = TypeVar("T")
@@ -357,7 +357,7 @@ class SessionStore:
         """Hold the store's lock over a few host instructions, so that a change and its journal record are one."""
         return self._lock
 
-    def acquire(self, session: Session, operation: Operation) -> None:
+    def acquire(self, session: Session, operation: Holder) -> None:
         """Let `operation` hold the session. Raises SessionBusy at once if something else does, or if the session left
         memory and came back since it was found: then it has to be found again."""
         with self._lock:
@@ -372,7 +372,7 @@ class SessionStore:
     def free(self, session: Session) -> None:
         """The operation ended. Calls those waiting for the session, and finishes a close that came meanwhile."""
         with self._lock:
-            if session.operation is Operation.GENERATE:
+            if session.operation is Holder.GENERATE:
                 session.granted_length = 0
                 if session.journal.keeps:
                     session.journal.rest(session.session_id)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.noise import noise
+from inference_engine.kernels.gumbel_noise import noise
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 
@@ -29,7 +29,7 @@ LIKELIEST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class TargetDraws:
     """The noise that the target will draw the places of some blocks with.
 
     keys: [..., G] of the noise. temperatures: [...] of the blocks, float64; 0 adds nothing at all.
@@ -44,7 +44,7 @@ class Draws:
 
 
 def choose_draft_tokens(
-    network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Draws | None = None
+    network: DFlashNetwork, words: TargetWords, states: Tensor, draws: TargetDraws | None = None
 ) -> Tensor:
     """Ids [..., G] of the places whose states are [..., G, hidden]. Does not synchronise with the device.
 
@@ -65,12 +65,12 @@ def choose_draft_tokens(
     return best_path(ids, likeliest[..., 0, :], words.scores(after, ids[..., 1:, :]), draws)
 
 
-def best_alone(ids: Tensor, scores: Tensor, draws: Draws) -> Tensor:
+def best_alone(ids: Tensor, scores: Tensor, draws: TargetDraws) -> Tensor:
     """Of each place's `ids` [..., G, K] the best, whatever its neighbours are: [..., G]."""
     return ids.gather(-1, (scores + draws.noise(ids)).argmax(-1, keepdim=True))[..., 0]
 
 
-def best_path(ids: Tensor, first: Tensor, onward: Tensor, draws: Draws | None) -> Tensor:
+def best_path(ids: Tensor, first: Tensor, onward: Tensor, draws: TargetDraws | None) -> Tensor:
     """From place to place the best of `ids` [..., G, K] after the one before it: [..., G].
 
     first: scores [..., K] of the first place's; onward: [..., G − 1, K, K], of each pair of neighbours.

@@ -20,15 +20,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.decode.draft import DraftMemory, DraftMethod, Seen, TokenIds, Tokens, Wanted
-from inference_engine.kernels.noise import key
+from inference_engine.decode.draft import CommittedTokens, DraftMemory, DraftMethod, TokenIds, Tokens, Wanted
+from inference_engine.kernels.gumbel_noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Pool
-from kv_cache_proposer.dflash.config import DFlashConfig
-from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
-from kv_cache_proposer.dflash.graphs import DrafterGraphs
-from kv_cache_proposer.dflash.memory import (
+from kv_cache_proposer.dflash.draft_tokens import TargetDraws, choose_draft_tokens
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_memory import (
     Positions,
     RingMemory,
     buffers_of,
@@ -37,8 +36,9 @@ from kv_cache_proposer.dflash.memory import (
     write_index,
 )
 from kv_cache_proposer.dflash.network import DFlashNetwork, Entries
+from kv_cache_proposer.dflash.recorded_drafts import DrafterGraphs
 from kv_cache_proposer.dflash.target import TargetWords
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 
 
 class BlockDrafter(ABC):
@@ -75,7 +75,7 @@ class BlockDrafter(ABC):
     ) -> NDArray[np.int64]:
         """At least `longest` draft tokens [N, …] of each block. ids: [N, B]; first: [N], where the blocks begin.
 
-        keys: [N, B − 1], and temperatures: [N], as `Draws` has them.
+        keys: [N, B − 1], and temperatures: [N], as `TargetDraws` has them.
         """
 
     @property
@@ -102,7 +102,7 @@ class BlockDrafter(ABC):
     def method(self, history: Tokens) -> DraftMethod | None:
         return self._method
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         seen = [one for one in seen if len(one.token_ids)]
         if not seen:
             return
@@ -183,7 +183,7 @@ class DFlashDrafter(BlockDrafter):
         draws = None
         if temperatures.any():
             on_device = (torch.from_numpy(part).to(self._device) for part in (keys[:, :longest], temperatures))
-            draws = Draws(*on_device)
+            draws = TargetDraws(*on_device)
         chosen = choose_draft_tokens(self._network, self._words, states[:, 1 : longest + 1], draws)
         draft_tokens: NDArray[np.int64] = chosen.cpu().numpy()
         return draft_tokens

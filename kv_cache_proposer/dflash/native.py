@@ -38,12 +38,11 @@ from inference_engine.kernels.reads import (
 )
 from inference_engine.kv.context import KVContext
 from inference_engine.models.operations import Product, StepList
-from inference_engine.native.library import Identity
-from inference_engine.native.library import Step as NativeStep
-from kv_cache_proposer.dflash.config import DFlashConfig
-from kv_cache_proposer.dflash.draft_tokens import LIKELIEST, Draws, best_alone, best_path
+from inference_engine.native.library import NativeStep, ProductIdentity
+from kv_cache_proposer.dflash.draft_tokens import LIKELIEST, TargetDraws, best_alone, best_path
 from kv_cache_proposer.dflash.drafter import BlockDrafter
-from kv_cache_proposer.dflash.memory import Positions, RingMemory
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_memory import Positions, RingMemory
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.step_lists import AFTER, ROTARY, STATES, WORDS, chain_list, observe_list, propose_list
 
@@ -85,7 +84,7 @@ class NativeDrafter(BlockDrafter):
                 stored,
                 tables,
                 trained_positions=0,
-                identity=Identity.QUANTISED,
+                identity=ProductIdentity.QUANTISED,
                 weights=formats,
                 kv_type=target.kv_type,
                 level=target.kernels.level,
@@ -147,7 +146,7 @@ class NativeDrafter(BlockDrafter):
         found, likeliest = torch.from_numpy(places), torch.from_numpy(scores.reshape(shape))
         draws = None
         if temperatures.any():
-            draws = Draws(torch.from_numpy(keys[:, :longest].copy()), torch.from_numpy(temperatures))
+            draws = TargetDraws(torch.from_numpy(keys[:, :longest].copy()), torch.from_numpy(temperatures))
         if self._chain is None or longest == 1:
             alone = found[..., 0] if draws is None else best_alone(found, likeliest, draws)
             return alone.numpy()

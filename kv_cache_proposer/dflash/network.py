@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 
 Entries = tuple[Tensor, Tensor]  # K, rotated, and V: [N, Hkv, S, D] each
 Angles = tuple[Tensor, Tensor]  # cos, and sin with the sign of what it adds: [N, 1, S, D] each
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """Root mean square normalisation, in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -41,7 +41,7 @@ class Norm(nn.Module):
         return F.rms_norm(states.float(), self.weight.shape, self.weight.float(), self.eps).to(states.dtype)
 
 
-class Attention(nn.Module):
+class DrafterAttention(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -50,8 +50,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.query_heads * config.head_dim, config.hidden, bias=False)
-        self.q_norm = Norm(config.head_dim, config.norm_eps)
-        self.k_norm = Norm(config.head_dim, config.norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def entries(self, states: Tensor, angles: Angles) -> Entries:
         """K and V of states [N, S, hidden]."""
@@ -89,12 +89,12 @@ class Mlp(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class DrafterLayer(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        self.input_layernorm = Norm(config.hidden, config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = Norm(config.hidden, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.self_attn = DrafterAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, states: Tensor, angles: Angles, context: Entries, mask: Tensor) -> Tensor:
@@ -128,9 +128,9 @@ class DFlashNetwork(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.tap_layers) * config.hidden, config.hidden, bias=False)
-        self.hidden_norm = Norm(config.hidden, config.norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = Norm(config.hidden, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.chain = Chain(config) if config.chain else None
         self._turns: Tensor | None = None
 
@@ -187,8 +187,8 @@ class DFlashNetwork(nn.Module):
         cos, sin = angle.cos().to(self.norm.weight.dtype), angle.sin().to(self.norm.weight.dtype)
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
-    def _layers(self) -> list[Layer]:
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
+    def _layers(self) -> list[DrafterLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DrafterLayer)]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from inference_engine.models.folder import CONFIG, read_json, weight_files
 from inference_engine.models.safetensors_header import check_safetensors
-from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 
 # Published drafters were trained with whole contexts; earlier positions improve a draft little.
 CONTEXT_WINDOW = 2048

@@ -11,7 +11,7 @@ the target's, under the target's names.
 from __future__ import annotations
 
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.models.families.writer import EMBEDDING
+from inference_engine.models.families.list_writer import EMBEDDING
 from inference_engine.models.operations import (
     Add,
     Attend,
@@ -27,7 +27,7 @@ from inference_engine.models.operations import (
     Tap,
     Write,
 )
-from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 
 ROTARY = "drafter"
 # Which vectors a run gives besides logits, by their numbers as taps.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kv_cache_proposer.f_theta.components import Components
-from kv_cache_proposer.f_theta.layout import Group
+from kv_cache_proposer.f_theta.group_layout import Group
 from kv_cache_proposer.f_theta.leading import leading
 
 # Components whose variance is below this share of the largest count as constant.

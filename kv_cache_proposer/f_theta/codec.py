@@ -23,10 +23,10 @@ from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.trellis import Levels, Trellis, make_levels, scales
 from inference_engine.kv.context import GroupAnalyser, LayerDecoder
 from kv_cache_proposer.f_theta import alone, levels
-from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
 from kv_cache_proposer.f_theta.basis import Basis
-from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.layout import LayerShape, join
+from kv_cache_proposer.f_theta.bit_allocation import allocate_bytes, allocate_uniformly
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.group_layout import LayerShape, join
 from kv_cache_proposer.f_theta.levels import LEADING, MAX_BITS
 from kv_cache_proposer.f_theta.packing import Packing
 

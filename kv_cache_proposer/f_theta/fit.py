@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kv_cache_proposer.f_theta.basis import Basis, WeightedSpace, fit_basis, fit_leading
 from kv_cache_proposer.f_theta.codec import LatentCodec, code
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.group_layout import Group
 from kv_cache_proposer.f_theta.importance import Importances, regularised
-from kv_cache_proposer.f_theta.layout import Group
 from kv_cache_proposer.f_theta.statistics import Statistics
 
 # Components that are looked for, for each byte of a token. In SmolLM2's groups 0.8 and 0.9 of them get bits.

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.layout import LayerShape
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.group_layout import LayerShape
 from kv_cache_proposer.f_theta.statistics import Statistics
 
 # By layer of the model: [2 (K, V), Hkv, D, D], symmetric, float64.

@@ -24,7 +24,7 @@ MAX_WIDTH = 16  # with what stands before it in its first byte, a code must not 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CodeRun:
     """Neighbouring codes of one width, not 0: `first` is the first of them."""
 
     width: int
@@ -54,12 +54,12 @@ class Packing:
         return -(-sum(self.widths) // 8)
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[CodeRun, ...]:
         found, first = [], 0
         for width, alike in groupby(self.widths):
             count = len(list(alike))
             if width:
-                found.append(Run(width, first, count))
+                found.append(CodeRun(width, first, count))
             first += count
         return tuple(found)
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.layout import Group, LayerShape, join, make_groups
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.group_layout import Group, LayerShape, join, make_groups
 
 # Of the rows of a product with itself, summed one by one: what lies left of them is not, for it is the same again.
 _BLOCKS = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from inference_engine.cli.late import LateParser
+from inference_engine.cli.lazy_commands import LateParser
 from inference_engine.errors import KakeyaError
 from laboratory.bench.experiments import add_parsers
 

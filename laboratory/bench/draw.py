@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inference_engine.kernels.noise import NoiseOfAll, key
+from inference_engine.kernels.gumbel_noise import NoiseOfAll, key
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.sampling import draw
 from inference_engine.types import Sampling

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from inference_engine.cli.late import LateParser
+from inference_engine.cli.lazy_commands import LateParser
 from inference_engine.config import configure_threads_environment, forbid_model_hub, writable
 from inference_engine.errors import ConfigError, KakeyaError
 

@@ -399,7 +399,7 @@ def swept(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
     """The time of a stage with other tiles."""
     found = {}
     for rows, warps, stages in ((32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 8, 1)):
-        with patch.object(block_selection, "_SCORE", block_selection.Tile(rows, 2**15, warps, stages)):
+        with patch.object(block_selection, "_SCORE", block_selection.SelectionTile(rows, 2**15, warps, stages)):
             run = Stages(case, keys, values).score
             found[f"score {rows} rows {warps} warps {stages} stages"] = microseconds(run, case.copies)
     for programs in (256, 1024):
@@ -412,7 +412,7 @@ def swept(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
         else ((32, 4, 4, 256), (64, 4, 3, 256), (64, 8, 4, 256), (64, 4, 4, 128), (128, 4, 3, 256))
     ):
         module, tiles, counts = (gather, "_READ", "_PARTS") if by_parts else (few_queries, "_TILE", "_PROGRAMS")
-        tile = block_selection.Tile(rows, 2**15, warps, stages)
+        tile = block_selection.SelectionTile(rows, 2**15, warps, stages)
         with patch.object(module, tiles, tile), patch.object(module, counts, count):
             read = Stages(case, keys, values).read
             said = f"read {rows} rows {warps} warps {stages} stages {count} {'parts' if by_parts else 'programs'}"
@@ -467,7 +467,7 @@ def read_all(
         (128, 8, 1, 64),
         (128, 8, 2, 64),
     ):
-        tile = block_selection.Tile(rows, 2**15, warps, stages)
+        tile = block_selection.SelectionTile(rows, 2**15, warps, stages)
         with patch.object(gather, "_READ", tile), patch.object(gather, "_PARTS", parts):
             row[f"{rows} rows {warps} warps {stages} stages {parts} parts"] = microseconds(run_listed, copies)
     return row

@@ -19,7 +19,7 @@ from inference_engine.compose import find_drafter, open_backend
 from inference_engine.config import EngineConfig, ModelConfig, resolve
 from inference_engine.engine import Engine
 from inference_engine.models import tokenizer_folder
-from inference_engine.native.library import Step as NativeStep
+from inference_engine.native.library import NativeStep
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 from laboratory.bench.experiments import Save
 from laboratory.evaluation import record

@@ -16,7 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from inference_engine.cli import first_use, process
+from inference_engine.cli import auto_calibration as first_use
+from inference_engine.cli import process
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect_async
 from inference_engine.cli.conversation import sdk_strategy

@@ -23,7 +23,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from inference_engine.cli.late import LateParser
+from inference_engine.cli.lazy_commands import LateParser
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, writable
 from inference_engine.errors import ConfigError

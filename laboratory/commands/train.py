@@ -3,7 +3,7 @@ conversations.
 
 kakeya train latent                          for the default model, into the cache, where `kakeya serve` finds it
 kakeya train latent --text notes/*.md        with text like that of the sessions to come
-kakeya train latent --quick                  as servers do at first use (`inference_engine/cli/first_use.py`)
+kakeya train latent --quick                  as servers do at first use (`inference_engine/cli/auto_calibration.py`)
 
 Components of keys, by which `gather` chooses: `train_components.py` beside this file. Drafters: `train_corpus.py` and
 `train_drafter.py`.
@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.compose import latent_folder, open_backend
     from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
     from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest
+    from kv_cache_proposer.f_theta.codec_files import LatentManifest, save_codec
     from kv_cache_proposer.f_theta.fit import components_sought
-    from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
     from laboratory.evaluation.models import load_tokenizer, open_target
     from laboratory.evaluation.record import running_commit
     from laboratory.training.calibration_cost import CalibrationCost

@@ -21,7 +21,7 @@ from inference_engine.errors import ConfigError
 from laboratory.commands.train_corpus import corpus_folder
 
 if TYPE_CHECKING:
-    from kv_cache_proposer.dflash.config import DFlashConfig
+    from kv_cache_proposer.dflash.drafter_config import DFlashConfig
     from kv_cache_proposer.dflash.network import DFlashNetwork
     from laboratory.training.corpus_store import CorpusManifest, Text
     from laboratory.training.drafter import DrafterPlan, Reading
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.backends.base import use_threads
     from inference_engine.compose import drafter_folder
     from inference_engine.models import check_model, load_model, weights_digest
-    from kv_cache_proposer.dflash.store import DrafterManifest, load_drafter, save_drafter
+    from kv_cache_proposer.dflash.drafter_files import DrafterManifest, load_drafter, save_drafter
     from kv_cache_proposer.dflash.target import words_of
     from laboratory.evaluation.record import running_commit
     from laboratory.training.corpus_store import read_manifest, read_texts
@@ -195,8 +195,8 @@ def _stored(folder: Path, config: DFlashConfig, target_digest: str, *, seed: int
 
     Raises DrafterError if its shape is not `config` otherwise.
     """
-    from kv_cache_proposer.dflash.store import load_drafter, stored_digest
-    from kv_cache_proposer.errors import DrafterError
+    from kv_cache_proposer.dflash.drafter_files import load_drafter, stored_digest
+    from kv_cache_proposer.drafter_errors import DrafterError
     from laboratory.training.drafter_init import deepened
 
     network, _ = load_drafter(folder, target_digest=target_digest)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
-from inference_engine.kernels.noise import key, noise
+from inference_engine.kernels.gumbel_noise import key, noise
 from inference_engine.types import Sampling
 from laboratory.evaluation import record
 from laboratory.evaluation.asking import Asked

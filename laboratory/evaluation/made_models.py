@@ -34,7 +34,7 @@ from inference_engine.models.seam import ATTENTION
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import LatentCodec, code
 from kv_cache_proposer.f_theta.components import Components
-from kv_cache_proposer.f_theta.layout import Group, LayerShape, make_groups
+from kv_cache_proposer.f_theta.group_layout import Group, LayerShape, make_groups
 from laboratory.evaluation.models import described
 
 SEED = 1

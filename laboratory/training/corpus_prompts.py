@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 from laboratory.conversations import ChatTokenizer, between_turns
 from laboratory.training.made_text import questions
 from laboratory.training.openings import OPENINGS

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from inference_engine.models.folder import read_json
 from inference_engine.models.safetensors_header import check_safetensors
-from kv_cache_proposer.errors import DrafterError, ForeignDrafter
+from kv_cache_proposer.drafter_errors import DrafterError, ForeignDrafter
 
 MANIFEST = "corpus.json"
 FORMAT = "kakeya-corpus"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.kv.context import TokenCodec
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 from laboratory.training.capture import LayerStates, recording
 from laboratory.training.distant import Distant, Rotate, seeing
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords, words_of
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 from laboratory.training.drafter_blocks import Blocks, draw_blocks
 from laboratory.training.drafter_data import TextSet
 from laboratory.training.drafter_init import tap_scales

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference_engine.models.seam import parents_of
-from kv_cache_proposer.dflash.config import DFlashConfig, spread_layers
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig, spread_layers
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import embedding_scale_of
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 from laboratory.training.capture import attention_modules
 
 # What the last norm multiplies by at first: at one, tokens drawn blindly would look likely.

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from inference_engine.models.folder import read_json
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 
 MANIFEST = "state.json"
 MAX_FILE_BYTES = 16 * 2**20

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.models.seam import parents_of, tapped
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 from laboratory.training.capture import attention_modules
 
 # Of the target, token ids [N, T] and its layers: what a drafter takes for their outputs [N, T, taps, hidden], and the

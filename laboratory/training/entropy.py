@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kv_cache_proposer.f_theta.codec import SCALE_BYTES, LatentCodec
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 from laboratory.training.capture import capture
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.group_layout import LayerShape, join
 from kv_cache_proposer.f_theta.importance import Importances, from_projections, unweighted
-from kv_cache_proposer.f_theta.layout import LayerShape, join
 from kv_cache_proposer.f_theta.statistics import Statistics
 from laboratory.training.capture import LayerStates, capture, output_projections
 

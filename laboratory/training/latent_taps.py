@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.layout import join
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.group_layout import join
 from laboratory.training.capture import LayerStates, capture
 from laboratory.training.drafter_taps import read_taps
 

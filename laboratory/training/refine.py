@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kv_cache_proposer.f_theta.codec import GroupCoder, LatentCodec
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.components import Components
-from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.layout import join
+from kv_cache_proposer.f_theta.group_layout import join
 from laboratory.training.capture import LayerStates, capture
 from laboratory.training.distant import seeing
 from laboratory.training.divergence import divergences, log_probabilities, measure_divergence, restored, through

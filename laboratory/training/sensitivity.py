@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.importance import Importances
 from laboratory.training.distant import Distant, Rotate, seeing
 

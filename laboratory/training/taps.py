@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.group_layout import LayerShape
 from kv_cache_proposer.f_theta.importance import Importances
-from kv_cache_proposer.f_theta.layout import LayerShape
 from kv_cache_proposer.f_theta.statistics import Statistics
 from laboratory.training.capture import LayerStates, capture
 from laboratory.training.divergence import Restore

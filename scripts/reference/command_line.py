@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from inference_engine.cli.late import LateParser
+from inference_engine.cli.lazy_commands import LateParser
 from inference_engine.cli.main import parser
 from inference_engine.cli.settings import TITLES
 from scripts.reference.markdown import code, page, table

@@ -11,8 +11,8 @@ from inference_engine.backends import torch_loading
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.config import ModelConfig
-from inference_engine.kernels.long_chunks import Flash3
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
+from inference_engine.kernels.prefill_attention import Flash3
 from inference_engine.models import LoadedModel
 from tests.admissions import admitted_once
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model

@@ -11,9 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from inference_engine.cli import auto_calibration as first_use
 from inference_engine.cli import chat as chat_command
 from inference_engine.cli import demo as demo_command
-from inference_engine.cli import first_use, kill_demo
+from inference_engine.cli import kill_demo
 from inference_engine.cli.main import main
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 from filelock import FileLock
 
-from inference_engine.cli import first_use
+from inference_engine.cli import auto_calibration as first_use
 from inference_engine.compose import DLMRestoredVerifier, open_parts
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import BackendError

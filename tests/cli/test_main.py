@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import pytest
 
-from inference_engine.cli import doctor, late
+from inference_engine.cli import doctor
+from inference_engine.cli import lazy_commands as late
 from inference_engine.cli.connection import add_connection, in_flags
 from inference_engine.cli.main import main
 from tests.further import further_test

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from inference_engine.engine import Engine
 from inference_engine.kernels import sampling as sampling_module
-from inference_engine.kernels.noise import key
+from inference_engine.kernels.graph_io import PLAIN_ENDS
+from inference_engine.kernels.gumbel_noise import key
 from inference_engine.kernels.sampling import Draw, Draws, Filters, Sampler, draw, logprobs, start_drawing
-from inference_engine.kernels.step_ends import PLAIN_ENDS
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling
 from tests.decode.plain_sampling import filtered_probabilities, left, plainly

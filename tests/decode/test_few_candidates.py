@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_engine.kernels.few_candidates import drawn_from_few
+from inference_engine.kernels.cpu_sampling import drawn_from_few
 from inference_engine.kernels.sampling import Draw, Sampler, draw, draw_all
 from inference_engine.types import Sampling
 from tests.decode.test_drawing_together import noise_keys

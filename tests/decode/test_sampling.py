@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.kernels.noise import key
+from inference_engine.kernels.gumbel_noise import key
 from inference_engine.kernels.sampling import Draw, Sampler
 from inference_engine.kernels.sampling import draw as draw_all
 from inference_engine.kernels.sampling import draw_all as draw_step

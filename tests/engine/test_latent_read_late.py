@@ -18,9 +18,9 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.store import SessionStore
 from inference_engine.types import GenerateParams
-from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.late import LateCodec, open_codec
-from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, load_stated, read_stated, save_codec
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.codec_files import TENSORS, LatentManifest, load_stated, read_stated, save_codec
+from kv_cache_proposer.f_theta.lazy_codec import LateCodec, open_codec
 from tests.kept import keeping, saved
 from tests.laws.variants import drain, text, tokens
 from tests.newer_strategy import registered

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from inference_engine.server.unauthenticated import FIRST_BYTES, MOST_REFUSALS
+from inference_engine.server.preauth_limits import FIRST_BYTES, MOST_REFUSALS
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WRONG_KEY = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n\r\n"

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from inference_engine.config import EngineConfig, ServerConfig
-from inference_engine.server import incoming
+from inference_engine.server import message_limits as incoming
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc

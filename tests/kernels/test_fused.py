@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.fused import PLAIN, Fused, RowNorm, Turn
+from inference_engine.kernels.fused import PLAIN, Fused, RopeTable, RowNorm
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 
@@ -109,7 +109,7 @@ def placed(
     count: int,
     sizes: tuple[int, int, int],
     norms: tuple[RowNorm, RowNorm] | None,
-    turn: Turn | None,
+    turn: RopeTable | None,
 ) -> list[Tensor]:
     """The queries, and the buffers of keys and of values after it."""
     query_heads, kv_heads, head_dim = sizes
@@ -126,7 +126,7 @@ def placed(
         kv_heads=kv_heads,
         norms=norms and (moved(norms[0], device), moved(norms[1], device)),
         turn=turn
-        and Turn(
+        and RopeTable(
             cos=turn.cos.to(device),
             sin=turn.sin.to(device),
             rows=None if turn.rows is None else turn.rows.to(device),
@@ -146,7 +146,7 @@ def compare_heads() -> None:
             RowNorm(weights=part, epsilon=1e-6, adds_one=adds_one) for part in numbers(2, sizes[2], seed=1)
         )
         angles = numbers(count, sizes[2] // 2, seed=2)
-        turn = Turn(cos=angles.cos(), sin=angles.sin())
+        turn = RopeTable(cos=angles.cos(), sin=angles.sin())
         turned = replace(turn, rows=torch.arange(count - 1, -1, -1))
         for norms, by in (((query_norm, key_norm), turn), (None, turned), (None, None)):
             wanted = placed(PLAIN, torch.device("cpu"), count=count, sizes=sizes, norms=norms, turn=by)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels import long_chunks
+from inference_engine.kernels import prefill_attention as long_chunks
 from inference_engine.kernels.attention import CausalAttention, attend_causal
-from inference_engine.kernels.long_chunks import Flash3, LongAttention, LongChunks, fault_of, open_long_chunks
 from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ops import open_ops
+from inference_engine.kernels.prefill_attention import Flash3, LongAttention, LongChunks, fault_of, open_long_chunks
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
 from tests.kernels.test_attention import TOLERANCES, causal_mask, states

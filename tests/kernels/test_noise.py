@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from inference_engine.kernels.noise import key, noise, noise_of_all
+from inference_engine.kernels.gumbel_noise import key, noise, noise_of_all
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.plain_noise import GOLDEN, WORD, mixed
 from tests.kernels.poisoned import poison
@@ -71,7 +71,7 @@ def unshifted(word: int, count: int) -> int:
 
 def compare_kernel() -> None:
     """Triton's against plain torch: the same bits of whole numbers, logarithms but for their last bits."""
-    from inference_engine.kernels.triton import noise as module
+    from inference_engine.kernels.triton import gumbel_noise as module
 
     poison(module)
     in_triton = module.noise_of_all

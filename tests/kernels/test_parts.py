@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from inference_engine.kernels.attention import attend
-from inference_engine.kernels.parts import Part, attend_parts
+from inference_engine.kernels.segmented_attention import AttentionSegment, attend_parts
 
 
 def case(
     tokens: int, sizes: list[int], *, kv_heads: int = 2, group: int = 3, dim: int = 8, dtype: torch.dtype
-) -> tuple[torch.Tensor, list[Part]]:
+) -> tuple[torch.Tensor, list[AttentionSegment]]:
     generator = torch.Generator().manual_seed(tokens + sum(sizes))
     queries = torch.randn(tokens, kv_heads * group, dim, generator=generator, dtype=dtype)
     parts = []
     for size in sizes:
         keys, values = (torch.randn(kv_heads, size, dim, generator=generator, dtype=dtype) for _ in range(2))
-        parts.append(Part(keys, values))
+        parts.append(AttentionSegment(keys, values))
     hidden = torch.zeros(tokens, sizes[-1], dtype=dtype).masked_fill_(
         torch.rand(tokens, sizes[-1], generator=generator) < 0.4, -torch.inf
     )
     hidden[:, 0] = 0.0
-    parts[-1] = Part(parts[-1].keys, parts[-1].values, hidden)
+    parts[-1] = AttentionSegment(parts[-1].keys, parts[-1].values, hidden)
     return queries, parts
 
 

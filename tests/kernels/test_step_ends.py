@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference_engine.kernels.step_ends import PLAIN_ENDS, Peaks, StepEnds
+from inference_engine.kernels.graph_io import PLAIN_ENDS, Peaks, StepEnds
 from tests.kernels.own_process import run_with_triton
 
 
@@ -40,7 +40,7 @@ def rows(vocab: int) -> torch.Tensor:
 
 
 def compare_ends() -> None:
-    from inference_engine.kernels.triton.step_ends import step_ends
+    from inference_engine.kernels.triton.graph_io import step_ends
 
     device = device_of_tests()
     for vocab in (1, 5, 4096, 4097, 9001):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.group_layout import LayerShape
 from kv_cache_proposer.f_theta.importance import from_projections
-from kv_cache_proposer.f_theta.layout import LayerShape
 from kv_cache_proposer.f_theta.statistics import Statistics
 
 # Layers of unlike shape, the model's layer 2 left out, sizes that are multiples of nothing.

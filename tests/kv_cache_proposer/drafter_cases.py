@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from laboratory.training.corpus_store import Text
 from laboratory.training.drafter_init import config_for, new_network

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kv_cache_proposer.f_theta.allocation import allocate, allocate_bytes
+from kv_cache_proposer.f_theta.bit_allocation import allocate, allocate_bytes
 from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
 
 DISTORTIONS = [distortion(bits) for bits in range(MAX_BITS + 1)]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.decode.draft import Drafter, DraftMemory, Seen, Wanted
-from inference_engine.kernels.noise import key
+from inference_engine.decode.draft import CommittedTokens, Drafter, DraftMemory, Wanted
+from inference_engine.kernels.gumbel_noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.types import Mode
-from kv_cache_proposer.dflash import graphs
-from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
+from kv_cache_proposer.dflash import recorded_drafts as graphs
+from kv_cache_proposer.dflash.draft_tokens import TargetDraws, choose_draft_tokens
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
@@ -57,9 +57,9 @@ def opened(drafter: DFlashDrafter, place: KVContext) -> DraftMemory:
     return memory
 
 
-def seen(memory: DraftMemory, ids: Tensor, first: int, end: int, network: DFlashNetwork) -> Seen:
+def seen(memory: DraftMemory, ids: Tensor, first: int, end: int, network: DFlashNetwork) -> CommittedTokens:
     taps, _ = read_taps(tiny_model(), ids[None], network.config.tap_layers)
-    return Seen(memory, first, ids[first:end].numpy().astype(np.uint32), taps[0, first:end])
+    return CommittedTokens(memory, first, ids[first:end].numpy().astype(np.uint32), taps[0, first:end])
 
 
 def wanted(memory: DraftMemory, ids: Tensor, limit: int = 3, *, temperature: float = 0.0, seed: int = 0) -> Wanted:
@@ -73,7 +73,9 @@ def by_training(network: DFlashNetwork, ids: Tensor, *, temperature: float = 0.0
     blocks = blocks_at(texts, torch.tensor([[len(ids) - 1]]), block_size=network.config.block_size)
     words = words_of(tiny_model())
     keys = [key(seed, position) for position in range(len(ids), len(ids) + network.config.block_size - 1)]
-    draws = Draws(torch.tensor([[keys]]), torch.tensor([[temperature]], dtype=torch.float64)) if temperature else None
+    draws = (
+        TargetDraws(torch.tensor([[keys]]), torch.tensor([[temperature]], dtype=torch.float64)) if temperature else None
+    )
     draft_tokens: list[int] = choose_draft_tokens(
         network, words, draft_states(network, words, texts, blocks, taps), draws
     )[0, 0].tolist()

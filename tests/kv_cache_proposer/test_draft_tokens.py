@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.noise import key, noise, noise_of_all
-from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
+from inference_engine.kernels.gumbel_noise import key, noise, noise_of_all
+from kv_cache_proposer.dflash.draft_tokens import TargetDraws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
@@ -25,10 +25,10 @@ def states(seed: int = 0, *, count: int = 5) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def draws(*temperatures: float) -> Draws:
+def draws(*temperatures: float) -> TargetDraws:
     """A seed and a history for each block."""
     keys = [[key(seed, 100 * seed + place) for place in range(PLACES)] for seed in range(len(temperatures))]
-    return Draws(torch.tensor(keys), torch.tensor(temperatures, dtype=torch.float64))
+    return TargetDraws(torch.tensor(keys), torch.tensor(temperatures, dtype=torch.float64))
 
 
 def by_hand(network: DFlashNetwork, places: Tensor, keys: Tensor, temperature: float) -> list[int]:

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kv_cache_proposer.f_theta import alone
-from kv_cache_proposer.f_theta.allocation import allocate_uniformly
+from kv_cache_proposer.f_theta.bit_allocation import allocate_uniformly
 from kv_cache_proposer.f_theta.codec import QUANTISERS, LatentCodec
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.codec_files import LatentManifest, load_stated, read_stated, save_codec
 from kv_cache_proposer.f_theta.components import PRECISIONS
-from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import BASES, fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
-from kv_cache_proposer.f_theta.store import LatentManifest, load_stated, read_stated, save_codec
 from tests.further import further
 from tests.kv_cache_proposer.correlated import make_entries, make_projections, make_statistics, relative_error
 

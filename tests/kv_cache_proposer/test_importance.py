@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
 from kv_cache_proposer.f_theta.importance import Importances, from_projections
 from tests.kv_cache_proposer.correlated import SHAPES, Entries, make_entries, make_projections, make_statistics

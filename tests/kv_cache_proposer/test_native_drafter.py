@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference_engine.config import EngineConfig
-from inference_engine.decode.draft import Drafter, DraftMemory, Seen, Wanted
+from inference_engine.decode.draft import CommittedTokens, Drafter, DraftMemory, Wanted
 from inference_engine.engine import Engine
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.strategies.full import Full
@@ -66,9 +66,9 @@ def ids_of(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, VOCABULARY - 1, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def seen(memory: DraftMemory, ids: torch.Tensor, first: int, end: int, kind: str) -> Seen:
+def seen(memory: DraftMemory, ids: torch.Tensor, first: int, end: int, kind: str) -> CommittedTokens:
     taps, _ = read_taps(tiny_model(), ids[None], network(kind).config.tap_layers)
-    return Seen(memory, first, ids[first:end].numpy().astype(np.uint32), taps[0, first:end])
+    return CommittedTokens(memory, first, ids[first:end].numpy().astype(np.uint32), taps[0, first:end])
 
 
 def wanted(memory: DraftMemory, ids: torch.Tensor, limit: int, temperature: float, seed: int) -> Wanted:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from inference_engine import compose
 from inference_engine.config import ModelConfig
-from inference_engine.kernels.noise import key
+from inference_engine.kernels.gumbel_noise import key
 from kv_cache_proposer.dflash import beside_target
-from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
+from kv_cache_proposer.dflash.draft_tokens import TargetDraws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
 from kv_cache_proposer.dflash.target import TargetWords, words_of
@@ -42,9 +42,9 @@ def shortened(whole: TargetWords) -> TargetWords:
     return replace(whole, shortlist=Shortlist(whole.head_weight))
 
 
-def draws(blocks: int, temperature: float) -> Draws:
+def draws(blocks: int, temperature: float) -> TargetDraws:
     keys = [[key(seed, 100 * seed + place) for place in range(PLACES)] for seed in range(blocks)]
-    return Draws(torch.tensor(keys), torch.full((blocks,), temperature, dtype=torch.float64))
+    return TargetDraws(torch.tensor(keys), torch.full((blocks,), temperature, dtype=torch.float64))
 
 
 @EACH_NETWORK

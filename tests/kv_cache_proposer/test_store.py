@@ -8,9 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference_engine.models.checksums import sha256_of
+from kv_cache_proposer.f_theta.codec_errors import ForeignLatent, LatentError
+from kv_cache_proposer.f_theta.codec_files import (
+    MANIFEST,
+    TENSORS,
+    LatentManifest,
+    load_stated,
+    read_stated,
+    save_codec,
+)
 from kv_cache_proposer.f_theta.components import PRECISIONS
-from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
-from kv_cache_proposer.f_theta.store import MANIFEST, TENSORS, LatentManifest, load_stated, read_stated, save_codec
 from tests.kv_cache_proposer.correlated import make_codec, make_entries
 
 DIGEST = "5f" * 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from inference_engine.decode.draft import DraftMethod, Seen, TokenIds, Tokens, Wanted
+from inference_engine.decode.draft import CommittedTokens, DraftMethod, TokenIds, Tokens, Wanted
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand
@@ -38,7 +38,7 @@ class Plain:
     def method(self, history: Tokens) -> DraftMethod | None:
         return DraftMethod(self.name, longest=self.longest, needs_entries=bool(self.tap_layers))
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         pass
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
@@ -83,7 +83,7 @@ class Failing(Plain):
     asked: int = 0
     reported: int = 0
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         self.reported += 1
         if self.reported >= self.deaf:
             raise RuntimeError("the drafter cannot observe")
@@ -143,7 +143,7 @@ class Remembering(Plain):
         self.memories.append(Memory(context, demands[0], starts))
         return self.memories[-1]
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         for one in seen:
             assert isinstance(one.memory, Memory) and one.taps is not None
             assert one.taps.shape[:2] == (len(one.token_ids), len(self.tap_layers))

@@ -17,7 +17,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.native.library import Identity, KVType
+from inference_engine.native.library import KVType, ProductIdentity
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.sqlite_journal import COPIES
 from inference_engine.types import GenerateParams, Sampling
@@ -38,15 +38,15 @@ STRATEGIES = {mechanism(each): each for each in reversed(all_strategies()) if no
 each_mechanism = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 
 
-def engine_in(identity: Identity, **settings: Any) -> Engine:
+def engine_in(identity: ProductIdentity, **settings: Any) -> Engine:
     forward = tiny_native(identity=identity, weights="int8", kv_type=KVType.FLOAT16)
     extras = {name: settings.pop(name) for name in EXTRAS if name in settings}
     extras = {"latent": tiny_latent(), "components": tiny_components(), **extras}
     return Engine(forward, EngineConfig(**{**SMALL, **settings}), **extras)
 
 
-in_int8 = partial(engine_in, Identity.QUANTISED)
-in_exact = partial(engine_in, Identity.EXACT)
+in_int8 = partial(engine_in, ProductIdentity.QUANTISED)
+in_exact = partial(engine_in, ProductIdentity.EXACT)
 
 
 def test_every_mechanism_that_reads_regions_is_here() -> None:

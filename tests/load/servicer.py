@@ -16,7 +16,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import RequestError
 from inference_engine.server.durable_gate import DurableGate
-from inference_engine.server.incoming import TransportError
+from inference_engine.server.message_limits import TransportError
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
 from inference_engine.server.status import code_of, reason_of, to_trailers
 from kakeya.v1 import runtime_pb2 as pb

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.backends.mlx import attention
+from inference_engine.backends.mlx import region_attention as attention
 from inference_engine.backends.mlx.forward import _ByPlan
 from inference_engine.backends.mlx.program import _streams
 from inference_engine.backends.mlx.reading import Visible

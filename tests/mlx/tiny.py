@@ -11,7 +11,7 @@ import torch
 from inference_engine.backends.base import Forward
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.forward import MlxForward
-from inference_engine.backends.mlx.program import Program
+from inference_engine.backends.mlx.program import MLXProgram
 from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.config import multiply_float32_in_full
@@ -37,7 +37,7 @@ def tiny_mlx(
     model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
     checkpoint = LoadedTensors(model.state_dict())
     spec = spec_of_seam(Seam(model))
-    program = Program(spec, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
+    program = MLXProgram(spec, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
     facts = ModelFacts(
         model_id="tiny",
         vocab_size=VOCABULARY,

@@ -31,7 +31,7 @@ from inference_engine.models import (
     weights_digest,
 )
 from inference_engine.models.checksums import Advance
-from inference_engine.models.convert import convert
+from inference_engine.models.conversion import convert
 from inference_engine.models.fetch import convert_model, fetch_model
 from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.manifest import FileRecord, Manifest

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends.native.coding import NativeCoder
+from inference_engine.backends.native.entry_coder import NativeCoder
 from inference_engine.backends.native.forward import KV_DTYPES
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.kept import as_kept
+from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.compressors import compressor_names, make_compressor
 from inference_engine.kv.context import CodedPlaces, NoCoder
@@ -24,7 +24,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.native.library import CodedEntries, Identity, Kernels, KVType, RestoredRun, Threads
+from inference_engine.native.library import CodedEntries, Kernels, KVType, ProductIdentity, RestoredRun, Threads
 from tests.native.test_forward import Sessions, ids_of
 from tests.tiny import LATENT_BYTES, tiny_latent
 from tests.tiny_native import library, tiny_native
@@ -69,7 +69,7 @@ def coders(kv_type: KVType, head_dim: int) -> Iterator[NativeCoder]:
                 threads=threads,
                 kv_type=kv_type,
                 rotate=turn,
-                identity=Identity.EXACT,
+                identity=ProductIdentity.EXACT,
                 turned={"all": head_dim - 8},
                 turns={},
             )

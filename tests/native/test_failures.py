@@ -19,7 +19,7 @@ from inference_engine.kernels.routing import Router
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.operations import Embed, Experts, Product, Select, StepList
 from inference_engine.native import build
-from inference_engine.native.library import Identity, Matrix, Step
+from inference_engine.native.library import NativeMatrix, NativeStep, ProductIdentity
 from inference_engine.scheduler.lifecycle import is_out_of_memory
 from tests.native.test_forward import Sessions, ids_of
 from tests.tiny_native import library, tiny_native
@@ -52,10 +52,12 @@ def logits_of(
     steps: StepList, tensors: _Tensors, ids: list[int], *, threads: int = 1
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Of a program that has no attention."""
-    program = Program(library(), steps, tensors, {}, trained_positions=8, identity=Identity.EXACT, threads=threads)
+    program = Program(
+        library(), steps, tensors, {}, trained_positions=8, identity=ProductIdentity.EXACT, threads=threads
+    )
     tokens, asked = np.array(ids, np.int64), np.arange(len(ids))
     logits = np.empty((len(ids), steps.vocabulary), np.float32)
-    step = Step(
+    step = NativeStep(
         ids=tokens.ctypes.data,
         positions=asked.ctypes.data,
         logit_queries=asked.ctypes.data,
@@ -162,10 +164,10 @@ def test_any_number_of_threads_computes(count: int) -> None:
         packed = _Packed(library(), tensors, "auto")
         with packed.packing(2):
             index = packed.add(["a"], (64, 64))
-        matrix: Matrix = packed.matrices[index]
+        matrix: NativeMatrix = packed.matrices[index]
         out = np.empty((40, 64), np.float32)
         for _ in range(20):
-            kernels.linear(threads, matrix, Identity.EXACT, np.ones((40, 64), np.float32), out)
+            kernels.linear(threads, matrix, ProductIdentity.EXACT, np.ones((40, 64), np.float32), out)
             assert (out == 64).all()
         assert threads.count == max(count, 1)
 

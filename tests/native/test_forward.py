@@ -30,7 +30,7 @@ from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.operations import NoStepListError
-from inference_engine.native.library import Identity, KVType
+from inference_engine.native.library import KVType, ProductIdentity
 from inference_engine.types import Mode
 from tests.admissions import traits_of
 from tests.further import further
@@ -52,10 +52,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "glm4_moe": Glm4MoeConfig(num_hidden_layers=3, routed_scaling_factor=1.5, use_qk_norm=True),
 }
 KINDS = [
-    (Identity.EXACT, "auto"),
-    (Identity.EXACT, "int4"),
-    (Identity.QUANTISED, "int8"),
-    (Identity.QUANTISED, "int4"),
+    (ProductIdentity.EXACT, "auto"),
+    (ProductIdentity.EXACT, "int4"),
+    (ProductIdentity.QUANTISED, "int8"),
+    (ProductIdentity.QUANTISED, "int4"),
 ]
 SIZES = (TwinSizes(), TwinSizes(head_dim=32, kv_heads=1), TwinSizes(hidden=80, head_dim=48))
 each_kind = pytest.mark.parametrize(
@@ -139,7 +139,7 @@ STRATEGIES = (Full(), SinkWindow(sink=2, window=24))
 @each_kv_type
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_logits_are_equal_to_the_bit_however_tokens_are_cut_and_beside_others(
-    strategy: KVStrategy, kv_type: KVType, identity: Identity, weights: str
+    strategy: KVStrategy, kv_type: KVType, identity: ProductIdentity, weights: str
 ) -> None:
     forward = tiny_native(identity=identity, weights=weights, kv_type=kv_type)
     ids = ids_of(96)
@@ -192,7 +192,7 @@ def test_logits_over_compressed_entries_are_equal_to_the_bit_however_tokens_are_
 
 @each_kind
 @each_kv_type
-def test_levels_and_threads_give_equal_bits(kv_type: KVType, identity: Identity, weights: str) -> None:
+def test_levels_and_threads_give_equal_bits(kv_type: KVType, identity: ProductIdentity, weights: str) -> None:
     ids = ids_of(60)
     alone = tiny_native(identity=identity, weights=weights, kv_type=kv_type)
     expected = Sessions(alone, Full()).logits(0, ids, [16, 32, 33, 48])

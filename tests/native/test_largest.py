@@ -7,7 +7,7 @@ import pytest
 
 from inference_engine.backends.native.program import Program
 from inference_engine.models.operations import Embed, Product, Select, StepList
-from inference_engine.native.library import Identity, Step
+from inference_engine.native.library import NativeStep, ProductIdentity
 from tests.native.test_failures import _Tensors
 from tests.tiny_native import library
 
@@ -41,13 +41,13 @@ def test_a_row_has_the_lower_id_of_its_largest_logits_or_none(vocabulary: int, t
                 _Tensors(words=padded, head=head),
                 {},
                 trained_positions=8,
-                identity=Identity.EXACT,
+                identity=ProductIdentity.EXACT,
                 threads=threads,
             )
             places, logits = np.arange(ROWS), np.empty((ROWS, vocabulary), np.float32)
             largest = np.full(ROWS, 7, np.int64)
             program.run(
-                Step(
+                NativeStep(
                     ids=places.ctypes.data,
                     positions=places.ctypes.data,
                     logit_queries=places.ctypes.data,

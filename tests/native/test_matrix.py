@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from inference_engine.backends.native.program import pairs_of
 from inference_engine.models.encodings import BY_NAME
 from inference_engine.native import build
-from inference_engine.native.library import Format, Identity, Matrix, PackError, Source, why_missing
+from inference_engine.native.library import Format, NativeMatrix, PackError, ProductIdentity, Source, why_missing
 from tests.further import FURTHER
 from tests.models.tiny_gguf import random_blocks
 
@@ -30,8 +30,8 @@ ALIKE = (Format.Q6_K, Format.Q5_1, Format.Q5_K, Format.IQ4_NL, Format.IQ4_XS, Fo
 PRODUCTS = [
     pytest.param(form, identity, marks=FURTHER if form in ALIKE else ())
     for form in Format
-    for identity in Identity
-    if identity is Identity.EXACT or form.is_quantised
+    for identity in ProductIdentity
+    if identity is ProductIdentity.EXACT or form.is_quantised
 ]
 
 
@@ -63,7 +63,7 @@ class Packed:
         size = native.lib.kakeya_packed_bytes(form, ctypes.c_int64(outputs), ctypes.c_int64(inputs))
         self.memory = np.full(size + 64, 0xEE, np.uint8)
         self.tiles = self.memory.ctypes.data + 63 & ~63
-        self.matrix = Matrix(form, outputs, inputs, 0, self.tiles)
+        self.matrix = NativeMatrix(form, outputs, inputs, 0, self.tiles)
 
     def pack(self, source: Source, data: Bytes, order: NDArray[np.int64] | None = None) -> int:
         where = ctypes.c_void_p(None if order is None else order.ctypes.data)
@@ -82,7 +82,7 @@ class Packed:
             self.native.lib.kakeya_row(kernels, ctypes.byref(self.matrix), ctypes.c_int64(output), where)
         return out
 
-    def product(self, x: Floats, identity: Identity, level: str | None = None, threads: int = 1) -> Floats:
+    def product(self, x: Floats, identity: ProductIdentity, level: str | None = None, threads: int = 1) -> Floats:
         guard = 16
         # What lies around the tokens must neither be read into the result nor be written.
         around = np.full(x.size + 2 * guard, np.nan, np.float32)
@@ -154,7 +154,7 @@ def test_levels_are_what_the_processor_has(native: Native) -> None:
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
 def test_products_are_those_of_the_numbers(
-    native: Native, form: Format, identity: Identity, subtests: pytest.Subtests
+    native: Native, form: Format, identity: ProductIdentity, subtests: pytest.Subtests
 ) -> None:
     for shape in [(1, 1), (17, 33), (48, 64), (70, 100), (131, 320)]:
         with subtests.test(str(shape)):
@@ -163,14 +163,14 @@ def test_products_are_those_of_the_numbers(
             for count in (1, 3, 11, 21):
                 x = tokens(count, packed.inputs)
                 x[0, :32] = 0
-                exact = quantised(x) if identity is Identity.QUANTISED else x.astype(np.float64)
+                exact = quantised(x) if identity is ProductIdentity.QUANTISED else x.astype(np.float64)
                 got = packed.product(x, identity)
                 bound = 2e-6 * (np.abs(exact) @ np.abs(weights).T) + 1e-6
                 assert (np.abs(got - exact @ weights.T) <= bound).all()
 
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
-def test_the_bits_of_a_token_depend_on_nothing_else(native: Native, form: Format, identity: Identity) -> None:
+def test_the_bits_of_a_token_depend_on_nothing_else(native: Native, form: Format, identity: ProductIdentity) -> None:
     packed = random_matrix(native, form, 37, 160)
     x = tokens(40, packed.inputs)
     one_by_one = np.concatenate([packed.product(x[i : i + 1], identity) for i in range(40)])
@@ -185,7 +185,7 @@ def test_the_bits_of_a_token_depend_on_nothing_else(native: Native, form: Format
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
 def test_every_level_of_instructions_has_the_bits_of_plain_code_on_odd_sizes(
-    native: Native, form: Format, identity: Identity, subtests: pytest.Subtests
+    native: Native, form: Format, identity: ProductIdentity, subtests: pytest.Subtests
 ) -> None:
     for shape in [(1, 1), (17, 33), (70, 100), (131, 320)]:
         packed = random_matrix(native, form, *shape)
@@ -198,7 +198,9 @@ def test_every_level_of_instructions_has_the_bits_of_plain_code_on_odd_sizes(
 
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
-def test_many_threads_and_slices_of_tokens_change_nothing(native: Native, form: Format, identity: Identity) -> None:
+def test_many_threads_and_slices_of_tokens_change_nothing(
+    native: Native, form: Format, identity: ProductIdentity
+) -> None:
     packed = random_matrix(native, form, 20, 36)
     x = tokens(530, packed.inputs)
     whole = packed.product(x, identity, threads=3)
@@ -207,7 +209,7 @@ def test_many_threads_and_slices_of_tokens_change_nothing(native: Native, form: 
 
 
 @pytest.mark.parametrize(("form", "identity"), PRODUCTS)
-def test_what_is_not_finite_stays_with_its_token(native: Native, form: Format, identity: Identity) -> None:
+def test_what_is_not_finite_stays_with_its_token(native: Native, form: Format, identity: ProductIdentity) -> None:
     packed = random_matrix(native, form, 19, 70)
     for count in (1, 2, 7, 20):
         x = tokens(count, packed.inputs)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends.native.coding import NativeCoder
-from inference_engine.backends.native.decoders import Turns, native_decoder
+from inference_engine.backends.native.decoders import RotationTables, native_decoder
+from inference_engine.backends.native.entry_coder import NativeCoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
 from inference_engine.kernels.components import IndexShape
 from inference_engine.kernels.reads import COUNT, FLOOR, HEAD_SLOTS, RING
@@ -23,7 +23,7 @@ from inference_engine.kv.context import (
     RestoredLayer,
     Rotate,
 )
-from inference_engine.native.library import Identity, KVType, Matrix, Threads
+from inference_engine.native.library import KVType, NativeMatrix, ProductIdentity, Threads
 from tests.further import further
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
@@ -58,7 +58,7 @@ def made_coder(
     *,
     level: str = "auto",
     kv_type: KVType = KVType.FLOAT32,
-    identity: Identity = Identity.EXACT,
+    identity: ProductIdentity = ProductIdentity.EXACT,
     turn: Rotate = no_rotation,
 ) -> NativeCoder:
     return NativeCoder(
@@ -68,7 +68,7 @@ def made_coder(
         identity=identity,
         rotate=turn,
         turned={"default": 24},
-        turns={"default": Turns.of(FREQUENCIES, 10_000)},
+        turns={"default": RotationTables.of(FREQUENCIES, 10_000)},
     )
 
 
@@ -94,7 +94,7 @@ def units_of(decoder: LayerDecoder, code: list[int]) -> Tensor:
 
 def in_whole_numbers(decoder: LayerDecoder, codes: list[list[int]]) -> Tensor:
     """[Hkv, n, 2 · D]: the sums of products of whole numbers, each of 32 inputs times its scale."""
-    product = native_decoder(decoder, Identity.EXACT).product
+    product = native_decoder(decoder, ProductIdentity.EXACT).product
     levels, tables = torch.from_numpy(product.levels.astype(np.float32)), torch.from_numpy(product.tables)
     own = dataclasses.replace(decoder, levels=levels, tables=tables, scales=torch.ones(256))
     units = torch.stack([units_of(own, code) for code in codes]).double()
@@ -108,16 +108,16 @@ def in_whole_numbers(decoder: LayerDecoder, codes: list[list[int]]) -> Tensor:
     return (units @ matrix[..., : units.shape[1]].mT).float()
 
 
-def decode(decoder: LayerDecoder, codes: list[list[int]], identity: Identity) -> Tensor:
+def decode(decoder: LayerDecoder, codes: list[list[int]], identity: ProductIdentity) -> Tensor:
     """[Hkv, n, 2 · D], of levels and matrix as the library has them: of bytes with its own products, which
     `tests/native/test_matrix.py` is about."""
     structure = native_decoder(decoder, identity).structure
-    if identity is Identity.EXACT:
+    if identity is ProductIdentity.EXACT:
         return in_whole_numbers(decoder, codes) + decoder.means[:, None]
     units = torch.stack([units_of(decoder, code) for code in codes]).contiguous()
     out = torch.empty(HKV, len(codes), 2 * D)
     with library().open_threads(1) as threads:
-        for head, matrix in enumerate((Matrix * HKV).from_address(structure.matrices)):
+        for head, matrix in enumerate((NativeMatrix * HKV).from_address(structure.matrices)):
             library().kernels().linear(threads, matrix, identity, units.numpy(), out[head].numpy())
     exact = units @ decoder.make_matrix().mT
     assert (out - exact).square().mean() < 4e-4 * exact.square().mean()
@@ -132,7 +132,7 @@ class Archived(Session):
         decoder: LayerDecoder,
         *,
         slots: int = KEPT,
-        identity: Identity = Identity.EXACT,
+        identity: ProductIdentity = ProductIdentity.EXACT,
         has_series: bool = True,
     ) -> None:
         self.sink = 3
@@ -184,10 +184,10 @@ class Archived(Session):
     [
         (count, chains, identity) if place % 2 == number else further(count, chains, identity)
         for place, (count, chains) in enumerate([(300, 2), (5, 1), (37, 2), (37, 37)])
-        for number, identity in enumerate([Identity.EXACT, Identity.QUANTISED])
+        for number, identity in enumerate([ProductIdentity.EXACT, ProductIdentity.QUANTISED])
     ],
 )
-def test_chosen_tokens_are_read_as_the_decoder_gives_them(count: int, chains: int, identity: Identity) -> None:
+def test_chosen_tokens_are_read_as_the_decoder_gives_them(count: int, chains: int, identity: ProductIdentity) -> None:
     session = Archived(make_decoder(count, chains), identity=identity, has_series=False)
     queries = session.queries(len(POSITIONS))
 
@@ -226,8 +226,8 @@ def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
         assert torch.equal(run(100, 371, level, threads=2), found[:, :, 97:368]), level
 
 
-@pytest.mark.parametrize("identity", [Identity.EXACT, Identity.QUANTISED])
-def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(identity: Identity) -> None:
+@pytest.mark.parametrize("identity", [ProductIdentity.EXACT, ProductIdentity.QUANTISED])
+def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(identity: ProductIdentity) -> None:
     """Of two layers, read where they lie: keys are rotated back first."""
     first, count, outputs = 40, 70, 90
     draw = torch.Generator().manual_seed(1)
@@ -255,7 +255,7 @@ def test_the_numbers_of_entries_are_their_deviations_times_the_matrix(identity: 
 
         assert found.isfinite().all()
         lost = (numbers - expected).square().mean() / expected.square().mean()
-        assert lost < (1e-3 if identity is Identity.QUANTISED else 1e-6)
+        assert lost < (1e-3 if identity is ProductIdentity.QUANTISED else 1e-6)
         regions[1, 1, 0, 9, 3] = torch.inf
         assert coder.analyse(analyser, layers, first)[1].isfinite().tolist() == [[True, True], [True, False]]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends.native.decoders import Turns
+from inference_engine.backends.native.decoders import RotationTables
 from inference_engine.backends.native.forward import NativeAttention
 from inference_engine.backends.native.key_indexes import NativeIndex, NativeIndexes
 from inference_engine.kernels.components import (
@@ -34,7 +34,7 @@ from inference_engine.kernels.reads import (
 )
 from inference_engine.kv.context import LayerIndex
 from inference_engine.kv.parts.component_index import TokenSelector
-from inference_engine.native.library import Identity
+from inference_engine.native.library import ProductIdentity
 from tests.tiny_native import library
 
 
@@ -78,7 +78,7 @@ class Session:
         *,
         length: int = 700,
         kept: int = 60,
-        identity: Identity = Identity.EXACT,
+        identity: ProductIdentity = ProductIdentity.EXACT,
         has_series: bool = True,
     ) -> None:
         """has_series: slow frequencies are a series, as they are served; else each has a table."""
@@ -103,7 +103,7 @@ class Session:
             capacity=length,
         )
         index = NativeIndexes(
-            {"default": Table(FREQUENCIES)}, {"default": Turns.of(FREQUENCIES, 10_000)}, identity, **slow
+            {"default": Table(FREQUENCIES)}, {"default": RotationTables.of(FREQUENCIES, 10_000)}, identity, **slow
         ).open(layer)
         assert index is not None
         self.index: NativeIndex = index

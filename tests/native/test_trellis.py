@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_engine.backends.native.coding import NativeChoice
+from inference_engine.backends.native.entry_coder import NativeChoice
 from inference_engine.kernels.trellis import STEPS, choose, make_levels
 from tests.tiny_native import library
 

@@ -10,7 +10,7 @@ import torch
 
 from inference_engine.decode.draft import Wanted
 from inference_engine.engine import Engine
-from inference_engine.kernels.noise import key, noise_of_all
+from inference_engine.kernels.gumbel_noise import key, noise_of_all
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling
 from tests.further import further
 from tests.laws.drafters import Plain

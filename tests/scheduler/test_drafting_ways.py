@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from inference_engine.decode.draft import DraftMethod, Seen, Tokens, Wanted
+from inference_engine.decode.draft import CommittedTokens, DraftMethod, Tokens, Wanted
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.kernels.sampling import Sample
 from inference_engine.metrics import EngineMetrics
@@ -38,7 +38,7 @@ class TwoWays(Plain):
     def method(self, history: Tokens) -> DraftMethod | None:
         return NETWORK if history[-1] % 2 else COPY
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[CommittedTokens]) -> None:
         self.reported += sum(len(one.token_ids) for one in seen)
 
     def draft_token(self, one: Wanted) -> list[int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from inference_engine.scheduler.batching import _MOST_TURNS, Turns
+from inference_engine.scheduler.batching import _MOST_TURNS, OwnerTurns
 
 
 def test_the_owner_served_longest_ago_has_the_smallest_number_and_a_neighbour_none() -> None:
-    turns = Turns()
+    turns = OwnerTurns()
     turns.served([("a", False), ("b", False)])
     turns.served([("b", False), ("b", True)])
     assert turns.last(("neighbour", False)) == 0
@@ -14,7 +14,7 @@ def test_the_owner_served_longest_ago_has_the_smallest_number_and_a_neighbour_no
 
 
 def test_however_many_owners_come_those_served_lately_are_remembered_and_no_more() -> None:
-    turns = Turns()
+    turns = OwnerTurns()
     turns.served([("first", False)])
     for number in range(_MOST_TURNS):
         turns.served([(f"owner {number}", False)])

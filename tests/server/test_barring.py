@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.server.auth import Key, KeyRing
-from inference_engine.server.barring import (
+from inference_engine.server.ip_bans import (
     BAR_SECONDS,
     MOST_BAR_SECONDS,
     MOST_BARRED,

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from inference_engine.server import grpc_door
+from inference_engine.server import grpc_listener as grpc_door
 from inference_engine.server.auth import KeyRing
-from inference_engine.server.barring import Bars
-from inference_engine.server.grpc_door import GrpcDoor
-from inference_engine.server.unauthenticated import MOST_REFUSALS, UnauthenticatedPeers
+from inference_engine.server.grpc_listener import GrpcDoor
+from inference_engine.server.ip_bans import Bars
+from inference_engine.server.preauth_limits import MOST_REFUSALS, UnauthenticatedPeers
 
 pytestmark = pytest.mark.hostile
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kakeya.v1 import runtime_pb2 as pb
-from kv_cache_proposer.f_theta import late
+from kv_cache_proposer.f_theta import lazy_codec as late
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, StatedCodec, load_stated, save_codec
+from kv_cache_proposer.f_theta.codec_files import TENSORS, LatentManifest, StatedCodec, load_stated, save_codec
 from tests.server.wire import connected, refused, serving, until
 from tests.tiny import LATENT_BYTES, tiny_engine, tiny_latent
 

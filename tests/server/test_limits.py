@@ -13,8 +13,8 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
 from inference_engine.server.auth import Key
-from inference_engine.server.incoming import MESSAGE_BYTES
 from inference_engine.server.limits import OWN_DESCRIPTORS, OwnerLimits, allowed_connections
+from inference_engine.server.message_limits import MESSAGE_BYTES
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 

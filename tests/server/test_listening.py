@@ -18,7 +18,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, Draining
 from inference_engine.server.address import resolve_bind
-from inference_engine.server.grpc_door import GrpcDoor
+from inference_engine.server.grpc_listener import GrpcDoor
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import start_server
 from kakeya.v1 import runtime_pb2 as pb

@@ -35,9 +35,9 @@ from inference_engine.metrics import (
     EngineMetrics,
 )
 from inference_engine.scheduler.step_time import StepTimer
+from inference_engine.server.preauth_limits import FIRST_BYTES
 from inference_engine.server.service import SERVICE_NAME
 from inference_engine.server.status import CODES
-from inference_engine.server.unauthenticated import FIRST_BYTES
 from inference_engine.server.watchdog import Watchdog
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.session.writer import Change, DiskFull

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.server.auth import Key, KeyRing
-from inference_engine.server.unauthenticated import (
+from inference_engine.server.preauth_limits import (
     ADDRESS_REFUSALS,
     KEPT,
     MOST_OF_ADDRESS,

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Borrower, EmbeddingAndHead, Result, Step, T
-from inference_engine.backends.mlx.attention import attend, part_of
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
 from inference_engine.backends.mlx.device import usable_bytes
-from inference_engine.backends.mlx.program import Program
+from inference_engine.backends.mlx.program import MLXProgram
 from inference_engine.backends.mlx.reading import readings
+from inference_engine.backends.mlx.region_attention import attend, part_of
 from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.errors import BackendError
 from inference_engine.kernels.by_session import attend_by_session
@@ -54,7 +54,7 @@ class MlxForward:
     has_address_space = False  # what MLX allocates is memory at once
 
     def __init__(
-        self, spec: ModelSpec, facts: ModelFacts, program: Program, *, dtype: torch.dtype, uses_metal: bool = False
+        self, spec: ModelSpec, facts: ModelFacts, program: MLXProgram, *, dtype: torch.dtype, uses_metal: bool = False
     ) -> None:
         """dtype: of activations, and of K and V. uses_metal: few queries of a session are served by our own kernel."""
         self.spec = spec

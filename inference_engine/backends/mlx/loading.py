@@ -12,7 +12,7 @@ from inference_engine.backends.mlx import trial
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.device import describe, kind, multiplies_in_full, runs_metal
 from inference_engine.backends.mlx.forward import MlxForward
-from inference_engine.backends.mlx.program import Program
+from inference_engine.backends.mlx.program import MLXProgram
 from inference_engine.backends.native.loading import check_fits, text_names
 from inference_engine.backends.tried_spec import tried_spec
 from inference_engine.config import ModelConfig, multiply_float32_in_full
@@ -52,7 +52,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         checkpoint = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
         check_fits(checkpoint, spec.parameters)
         names = text_names(checkpoint, spec.parameters)
-        program = Program(spec, checkpoint, names, MLX_DTYPES[dtype])
+        program = MLXProgram(spec, checkpoint, names, MLX_DTYPES[dtype])
     except NoStepListError as error:
         raise NotOnMlx(str(error)) from error
     checkpoint.warn_of_unpacking("mlx", config.dtype, dtype.itemsize)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inference_engine.backends.mlx.device import Limits
 from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
 from inference_engine.backends.model_spec import ModelSpec
-from inference_engine.backends.native.program import Checkpoint
+from inference_engine.backends.native.program import TensorSource
 from inference_engine.errors import ModelError
 from inference_engine.kernels.routing import Router
 from inference_engine.models.families import step_list
@@ -29,9 +29,9 @@ from inference_engine.models.operations import (
     Embed,
     Experts,
     Gated,
-    Kernels,
     Norm,
     NoStepListError,
+    OperationKernels,
     Product,
     Rotate,
     Select,
@@ -41,16 +41,16 @@ from inference_engine.models.operations import (
 )
 
 
-class Attention(Protocol):
+class LayerAttention(Protocol):
     """Queries, keys and values of a layer, [N, H, D] each, the first two rotated -> [N, Hq · D]."""
 
     def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array: ...
 
 
-class Program:
+class MLXProgram:
     """The list of a model, with its weights."""
 
-    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, names: Sequence[str], dtype: mx.Dtype) -> None:
+    def __init__(self, spec: ModelSpec, checkpoint: TensorSource, names: Sequence[str], dtype: mx.Dtype) -> None:
         """names: of the checkpoint's tensors, those of this model. dtype: of activations.
 
         Raises NoStepListError for a list that is not one of a model, ModelError for weights that do not fit it.
@@ -89,7 +89,7 @@ class Program:
         self,
         token_ids: NDArray[np.int64],
         positions: NDArray[np.int64],
-        attend: Attention,
+        attend: LayerAttention,
         *,
         logit_queries: Sequence[int],
         tap_layers: Sequence[int] = (),
@@ -203,7 +203,7 @@ class _Step:
 
     ids: mx.array
     turns: Mapping[str, tuple[mx.array, mx.array]]
-    attend: Attention
+    attend: LayerAttention
     logit_queries: mx.array
     tap_layers: frozenset[int]
     taps: dict[int, mx.array] = field(default_factory=dict)
@@ -214,17 +214,17 @@ class _Step:
 
 Compute = Callable[[_Step], Any]
 # Prepares an operation, by its number in the list, and returns what computes the register that it writes.
-KERNELS: Kernels[Callable[[Program, Any, int], Compute]] = Kernels("MLX")
+KERNELS: OperationKernels[Callable[[MLXProgram, Any, int], Compute]] = OperationKernels("MLX")
 
 
 @KERNELS.of(Embed)
-def _embed(program: Program, operation: Embed, _: int) -> Compute:
+def _embed(program: MLXProgram, operation: Embed, _: int) -> Compute:
     matrix, factor = program.product([operation.matrix])[0], program.factor(operation.factor)
     return lambda step: _times(matrix.rows(step.ids), factor)
 
 
 @KERNELS.of(Norm)
-def _norm(program: Program, operation: Norm, index: int) -> Compute:
+def _norm(program: MLXProgram, operation: Norm, index: int) -> Compute:
     vector = program.weights.vector(operation.weights, added=1.0 if operation.plus_one else 0.0)
     vector = program.checked(operation.weights, vector, operation.width)
     part = program.part_of(operation, index)
@@ -242,7 +242,7 @@ def _norm(program: Program, operation: Norm, index: int) -> Compute:
 
 
 @KERNELS.of(Product)
-def _product(program: Program, operation: Product, index: int) -> Compute:
+def _product(program: MLXProgram, operation: Product, index: int) -> Compute:
     if operation.offset or operation.count is not None:
         raise NoStepListError("a product of a model writes its whole register")
     matrices, output = program.product(operation.matrices), operation.output
@@ -270,7 +270,7 @@ def _product(program: Program, operation: Product, index: int) -> Compute:
 
 
 @KERNELS.of(Rotate)
-def _rotate(program: Program, operation: Rotate, index: int) -> Compute:
+def _rotate(program: MLXProgram, operation: Rotate, index: int) -> Compute:
     layer = program.layer_of(operation.register, index)
     if (operation.heads, operation.offset) != (layer.query_heads + layer.kv_heads, 0):
         raise NoStepListError("a layer rotates something else than its queries and keys")
@@ -284,29 +284,29 @@ def _rotate(program: Program, operation: Rotate, index: int) -> Compute:
 
 
 @KERNELS.of(Attend)
-def _attend(_: Program, operation: Attend, __: int) -> Compute:
+def _attend(_: MLXProgram, operation: Attend, __: int) -> Compute:
     return lambda step: step.attend(operation, *step.registers[operation.input])
 
 
 @KERNELS.of(Add)
-def _add(program: Program, operation: Add, _: int) -> Compute:
+def _add(program: MLXProgram, operation: Add, _: int) -> Compute:
     factor = program.factor(operation.factor)
     return lambda step: step.registers[operation.output] + _times(step.registers[operation.input], factor)
 
 
 @KERNELS.of(Gated)
-def _gated(_: Program, operation: Gated, __: int) -> Compute:
+def _gated(_: MLXProgram, operation: Gated, __: int) -> Compute:
     gated = _ACTIVATIONS[operation.activation]
     return lambda step: gated(*mx.split(step.registers[operation.input], 2, axis=-1))
 
 
 @KERNELS.of(SigmoidGate)
-def _sigmoid_gate(_: Program, operation: SigmoidGate, __: int) -> Compute:
+def _sigmoid_gate(_: MLXProgram, operation: SigmoidGate, __: int) -> Compute:
     return lambda step: step.registers[operation.input] * mx.sigmoid(step.registers[operation.gate])
 
 
 @KERNELS.of(Experts)
-def _experts(program: Program, operation: Experts, _: int) -> Compute:
+def _experts(program: MLXProgram, operation: Experts, _: int) -> Compute:
     gates, ups, downs = (program.weights.experts([names[at] for names in operation.matrices]) for at in range(3))
     both = program.computed([Matrix.below_each_other([gates, ups])] if gates.format == ups.format else [gates, ups])
     (down,) = program.computed([downs])
@@ -324,7 +324,7 @@ def _experts(program: Program, operation: Experts, _: int) -> Compute:
 
 
 @KERNELS.of(Tap)
-def _tap(_: Program, operation: Tap, __: int) -> Compute:
+def _tap(_: MLXProgram, operation: Tap, __: int) -> Compute:
     def compute(step: _Step) -> Any:
         states = step.registers[operation.input]
         if operation.layer in step.tap_layers:
@@ -335,12 +335,12 @@ def _tap(_: Program, operation: Tap, __: int) -> Compute:
 
 
 @KERNELS.of(Select)
-def _select(_: Program, operation: Select, __: int) -> Compute:
+def _select(_: MLXProgram, operation: Select, __: int) -> Compute:
     return lambda step: step.registers[operation.input][step.logit_queries]
 
 
 @KERNELS.of(Softcap)
-def _softcap(_: Program, operation: Softcap, __: int) -> Compute:
+def _softcap(_: MLXProgram, operation: Softcap, __: int) -> Compute:
     return lambda step: mx.tanh(step.registers[None] / operation.limit) * operation.limit
 
 

@@ -37,7 +37,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EntryRun:
     """Entries `first` to `first + count` of each head's region, whose heads begin `head_slots` vectors apart.
 
     start: the buffer vector where the region of the first head begins.
@@ -65,19 +65,19 @@ class Visible:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LayerReading:
     """What queries `tokens` of the step read in one layer."""
 
     tokens: slice
-    runs: tuple[Run, ...]
+    runs: tuple[EntryRun, ...]
     visible: Visible
 
 
-def readings(plan: StepPlan, spans: Sequence[StagedQueries]) -> list[list[Reading]]:
+def readings(plan: StepPlan, spans: Sequence[StagedQueries]) -> list[list[LayerReading]]:
     """By layer, one for each of these sessions of a step. Their queries read by numbers, and none selects blocks."""
     regions, geometry = plan.numbers.regions, plan.numbers.geometry
     places = {layer: (heads, at) for heads, layers in geometry.by_heads.items() for at, layer in enumerate(layers)}
-    found: list[list[Reading]] = [[] for _ in geometry.layers]
+    found: list[list[LayerReading]] = [[] for _ in geometry.layers]
     for span in spans:
         known: dict[bytes, Visible] = {}
         lines = regions[:, span.packed].copy()
@@ -92,18 +92,18 @@ def readings(plan: StepPlan, spans: Sequence[StagedQueries]) -> list[list[Readin
             if (visible := known.get(key)) is None:
                 visible = known[key] = _visible(own, slots)
             runs = _runs(visible, own[0], start=start, prefix=prefixes[layer])
-            found[layer].append(Reading(span.packed, tuple(runs), visible))
+            found[layer].append(LayerReading(span.packed, tuple(runs), visible))
     return found
 
 
-def _runs(visible: Visible, line: NDArray[np.int64], *, start: int, prefix: int) -> Iterator[Run]:
+def _runs(visible: Visible, line: NDArray[np.int64], *, start: int, prefix: int) -> Iterator[EntryRun]:
     first, end = visible.prefix
     if end > first:
-        yield Run(prefix, int(line[PREFIX_HEAD_SLOTS]), first, end - first)
+        yield EntryRun(prefix, int(line[PREFIX_HEAD_SLOTS]), first, end - first)
     first, end = visible.own
     if end > first:
         base = int(line[BASE])
-        yield Run(start, int(line[HEAD_SLOTS]), first - base, end - first)
+        yield EntryRun(start, int(line[HEAD_SLOTS]), first - base, end - first)
 
 
 def _visible(lines: NDArray[np.int64], new: NDArray[np.int64]) -> Visible:

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.mlx.forward import MlxForward
-from inference_engine.backends.mlx.program import Program
+from inference_engine.backends.mlx.program import MLXProgram
 from inference_engine.backends.native.trial import LoadedTensors, check_rotation, checked
 from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.backends.twin import Twin, TwinSizes
@@ -33,7 +33,7 @@ def try_list(
     checkpoint = LoadedTensors(twin.tensors)
     spec = spec_of_seam(twin.seam)
     check_rotation(twin, spec)
-    program = Program(spec, checkpoint, checkpoint.names(), mx.float32)
+    program = MLXProgram(spec, checkpoint, checkpoint.names(), mx.float32)
     twin.forward = MlxForward(spec, twin.forward.facts, program, dtype=torch.float32, uses_metal=uses_metal)
     twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
     found = [twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.backends.native.program import Checkpoint, StoredTensor
+from inference_engine.backends.native.program import SourceTensor, TensorSource
 from inference_engine.models.grouped import Grouped, GroupedCheckpoint
 
 # As numpy reads them, and as what MLX takes the bytes for.
@@ -74,7 +74,7 @@ class Matrix:
 class CheckpointWeights:
     """Tensors by transformers' names. Matrices of other encodings, as of GGUF, become floating-point numbers."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
+    def __init__(self, checkpoint: TensorSource, dtype: mx.Dtype) -> None:
         self._checkpoint = checkpoint
         self._grouped = checkpoint if isinstance(checkpoint, GroupedCheckpoint) else None
         self._dtype = dtype
@@ -100,7 +100,7 @@ class CheckpointWeights:
         scales, offsets = (self._numbers(tensor) for tensor in (grouped.scales, grouped.offsets))
         return Matrix(mx.array(grouped.words), scales, offsets, grouped.group, grouped.bits)
 
-    def _numbers(self, tensor: StoredTensor) -> mx.array:
+    def _numbers(self, tensor: SourceTensor) -> mx.array:
         found: mx.array
         if tensor.encoding in _FLOATS and tensor.row_order is None:
             stored, dtype = _FLOATS[tensor.encoding]

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from inference_engine.errors import BackendError
 from inference_engine.kv.context import ArchivedCodes, GroupAnalyser, LayerDecoder
-from inference_engine.native.library import Codes, Format, Identity, Matrix, PackError, Source, Turning, load
-from inference_engine.native.library import LayerDecoder as NativeLayerDecoder
+from inference_engine.native.library import (
+    Codes,
+    Format,
+    NativeLayerDecoder,
+    NativeMatrix,
+    PackError,
+    ProductIdentity,
+    Source,
+    Turning,
+    load,
+)
 
 Floats = NDArray[np.float32]
 _WORD = 32
@@ -30,19 +39,19 @@ _FINE = 256  # positions of a table of small angles, and the distance of those i
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turns:
+class RotationTables:
     """A rotation's cosines and sines, from which those of every position follow. fine, coarse: float32 [n, turned]."""
 
     fine: Floats
     coarse: Floats
 
     @staticmethod
-    def of(frequencies: Floats, positions: int) -> Turns:
+    def of(frequencies: Floats, positions: int) -> RotationTables:
         """For positions below `positions`."""
         angles = frequencies.astype(np.float64)
         fine, coarse = np.arange(_FINE)[:, None] * angles, np.arange(-(-positions // _FINE))[:, None] * _FINE * angles
         tables = (np.concatenate([np.cos(turns), np.sin(turns)], axis=1) for turns in (fine, coarse))
-        return Turns(*(table.astype(np.float32) for table in tables))
+        return RotationTables(*(table.astype(np.float32) for table in tables))
 
     @property
     def structure(self) -> Turning:
@@ -55,7 +64,7 @@ def native_codes(codes: ArchivedCodes) -> Codes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Product:
+class CodedProduct:
     """What a decoder's codes stand for, and are multiplied with.
 
     levels: as many more of them can be read as the library asks. tables: where the levels of each code begin. Of the
@@ -65,7 +74,7 @@ class Product:
 
     levels: NDArray[np.generic]
     tables: NDArray[np.int32]
-    matrices: ctypes.Array[Matrix] | None = None
+    matrices: ctypes.Array[NativeMatrix] | None = None
     packed: tuple[NDArray[np.uint8], ...] = ()
     whole: NDArray[np.uint8] | None = None
 
@@ -75,14 +84,14 @@ class NativeDecoder:
     """A `LayerDecoder` as the library reads it, with the arrays that it points to."""
 
     structure: NativeLayerDecoder
-    product: Product
+    product: CodedProduct
     arrays: tuple[object, ...]
 
 
-_decoders: WeakKeyDictionary[LayerDecoder, dict[Identity, NativeDecoder]] = WeakKeyDictionary()
+_decoders: WeakKeyDictionary[LayerDecoder, dict[ProductIdentity, NativeDecoder]] = WeakKeyDictionary()
 
 
-def native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
+def native_decoder(decoder: LayerDecoder, identity: ProductIdentity) -> NativeDecoder:
     """Made once, for all sessions. identity: of the model; products are as exact as its own."""
     made = _decoders.setdefault(decoder, {})
     if identity not in made:
@@ -97,14 +106,14 @@ class NativeAnalyser:
     Inputs are ordered head by head, K and V of each. arrays: what the matrices point to.
     """
 
-    layers: tuple[tuple[Matrix, Tensor], ...]
+    layers: tuple[tuple[NativeMatrix, Tensor], ...]
     arrays: tuple[object, ...]
 
 
-_analysers: WeakKeyDictionary[GroupAnalyser, dict[Identity, NativeAnalyser]] = WeakKeyDictionary()
+_analysers: WeakKeyDictionary[GroupAnalyser, dict[ProductIdentity, NativeAnalyser]] = WeakKeyDictionary()
 
 
-def native_analyser(analyser: GroupAnalyser, identity: Identity) -> NativeAnalyser:
+def native_analyser(analyser: GroupAnalyser, identity: ProductIdentity) -> NativeAnalyser:
     """Made once, for all sessions. identity: of the model; products are as exact as its own."""
     made = _analysers.setdefault(analyser, {})
     if identity not in made:
@@ -112,18 +121,18 @@ def native_analyser(analyser: GroupAnalyser, identity: Identity) -> NativeAnalys
     return made[identity]
 
 
-def _native_analyser(analyser: GroupAnalyser, identity: Identity) -> NativeAnalyser:
+def _native_analyser(analyser: GroupAnalyser, identity: ProductIdentity) -> NativeAnalyser:
     layers, arrays = [], []
     for index, means in enumerate(analyser.means):
         matrix = analyser.make_matrix(index).cpu().flatten(0, 1).T.contiguous().numpy()
         # A number that lies between two codes would get the other one.
-        packed, tiles = _packed(matrix, Format.INT8 if identity is Identity.QUANTISED else Format.FLOAT32)
+        packed, tiles = _packed(matrix, Format.INT8 if identity is ProductIdentity.QUANTISED else Format.FLOAT32)
         layers.append((packed, means.cpu().float().flatten().contiguous()))
         arrays.append(tiles)
     return NativeAnalyser(tuple(layers), tuple(arrays))
 
 
-def _packed(matrix: Floats, kind: Format) -> tuple[Matrix, NDArray[np.uint8]]:
+def _packed(matrix: Floats, kind: Format) -> tuple[NativeMatrix, NDArray[np.uint8]]:
     """A matrix [outputs, inputs] as the library has it, with its memory. Raises BackendError."""
     library = load()
     assert library is not None, "a native model has it"
@@ -133,20 +142,20 @@ def _packed(matrix: Floats, kind: Format) -> tuple[Matrix, NDArray[np.uint8]]:
     error = library.pack(kind, Source.F32, data, (outputs, inputs), None, tiles)
     if error is not PackError.PACKED:
         raise BackendError(f"the latent codec's matrix of {outputs} by {inputs} cannot be packed: {error.name}")
-    return Matrix(format=kind, outputs=outputs, inputs=inputs, tiles=tiles.ctypes.data), tiles
+    return NativeMatrix(format=kind, outputs=outputs, inputs=inputs, tiles=tiles.ctypes.data), tiles
 
 
-def _in_format(decoder: LayerDecoder, kind: Format) -> Product:
+def _in_format(decoder: LayerDecoder, kind: Format) -> CodedProduct:
     """Of floats of 16 bits, which lose next to nothing. Or of bytes, as is what they are multiplied with: that loses a
     ten-thousandth of the squared deviations of entries; a latent loses hundredths."""
     packed = [_packed(own, kind) for own in decoder.make_matrix().cpu().numpy()]
-    matrices = (Matrix * len(packed))(*(matrix for matrix, _ in packed))
+    matrices = (NativeMatrix * len(packed))(*(matrix for matrix, _ in packed))
     levels = np.pad(decoder.levels.cpu().numpy().astype(np.float32), (0, _READ_BEYOND))
     tables = decoder.tables.cpu().numpy().astype(np.int32)
-    return Product(levels, tables, matrices=matrices, packed=tuple(tiles for _, tiles in packed))
+    return CodedProduct(levels, tables, matrices=matrices, packed=tuple(tiles for _, tiles in packed))
 
 
-def _of_whole_numbers(decoder: LayerDecoder) -> Product:
+def _of_whole_numbers(decoder: LayerDecoder) -> CodedProduct:
     """Levels and matrix as whole numbers of 16 bits, which lose less than a hundredth of what codes do (restoring.h).
 
     Raises BackendError for what is not finite.
@@ -170,7 +179,7 @@ def _of_whole_numbers(decoder: LayerDecoder) -> Product:
     matrix = decoder.make_matrix().cpu().numpy() * units  # [Hkv, 2 · D, C]
     if not np.isfinite(matrix).all():
         raise BackendError(f"the latent codec's matrix of {matrix.shape[1:]} has a number that is not finite")
-    return Product(
+    return CodedProduct(
         np.pad(np.concatenate(levels), (0, _SHORTS_READ_BEYOND)),
         np.array([begin for begin, _ in found], np.int32),
         whole=_whole_tiles(matrix),
@@ -199,9 +208,9 @@ def _aligned(shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return memory[first : first + size].reshape(shape)
 
 
-def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
+def _native_decoder(decoder: LayerDecoder, identity: ProductIdentity) -> NativeDecoder:
     widths = decoder.widths.cpu().int().contiguous()
-    if identity is Identity.QUANTISED:
+    if identity is ProductIdentity.QUANTISED:
         product = _in_format(decoder, Format.INT8)
     elif int(widths.max()) > _MOST_BITS:
         product = _in_format(decoder, Format.FLOAT16)
@@ -225,6 +234,6 @@ def _native_decoder(decoder: LayerDecoder, identity: Identity) -> NativeDecoder:
         first_byte=decoder.first_byte,
         bytes=1 - (-int(widths.sum()) // 8),
         # What says that there are matrices; their format says what they are multiplied with.
-        identity=Identity.QUANTISED if product.whole is None else Identity.EXACT,
+        identity=ProductIdentity.QUANTISED if product.whole is None else ProductIdentity.EXACT,
     )
     return NativeDecoder(structure, product, (octets, lefts, rights, scales, means))

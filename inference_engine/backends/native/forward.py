@@ -25,15 +25,15 @@ from torch import Tensor
 
 from inference_engine.backends.base import Borrower, Result, Step, T
 from inference_engine.backends.model_spec import ModelSpec
-from inference_engine.backends.native.coding import NativeChoice, NativeCoder
-from inference_engine.backends.native.decoders import Turns
+from inference_engine.backends.native.decoders import RotationTables
+from inference_engine.backends.native.entry_coder import NativeChoice, NativeCoder
 from inference_engine.backends.native.key_indexes import NativeIndexes
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
-from inference_engine.kernels.few_candidates import Heavy
-from inference_engine.kernels.kept import as_kept
-from inference_engine.kernels.long_chunks import State
+from inference_engine.kernels.cpu_sampling import Heavy
+from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kernels.ops import REFERENCE
+from inference_engine.kernels.prefill_attention import State
 from inference_engine.kernels.reads import (
     COUNT,
     FIELDS,
@@ -52,8 +52,7 @@ from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.models.operations import Attend
-from inference_engine.native.library import Attention, Kernels, KVType, Threads
-from inference_engine.native.library import Step as NativeStep
+from inference_engine.native.library import AttentionCall, Kernels, KVType, NativeStep, Threads
 from inference_engine.types import Mode, ModelFacts
 
 _BYTES = 8  # of each number of a step
@@ -87,7 +86,7 @@ class NativeForward:
             attend_generated=attention,
         )
         tables = spec.rotaries
-        turns = {name: Turns.of(table.frequencies, spec.trained_positions) for name, table in tables.items()}
+        turns = {name: RotationTables.of(table.frequencies, spec.trained_positions) for name, table in tables.items()}
         self._coder = NativeCoder(
             kernels=program.kernels,
             threads=program.threads,
@@ -381,7 +380,7 @@ class NativeAttention:
         lse = torch.empty((count, heads) if has_lse else 0)
         self.kernels.attend(
             self.threads,
-            Attention(
+            AttentionCall(
                 queries=queries.data_ptr(),
                 keys=keys.data_ptr(),
                 values=values.data_ptr(),

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference_engine.backends.native.decoders import Turns, native_codes, native_decoder
+from inference_engine.backends.native.decoders import RotationTables, native_codes, native_decoder
 from inference_engine.kernels.components import LANES, RUNS_OF_TILE, IndexShape, KeyComponents
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, RestoreCache
-from inference_engine.native.library import Archive, Identity, KeyIndex
+from inference_engine.native.library import KeyIndex, NativeArchive, ProductIdentity
 
 Floats = NDArray[np.float32]
 # Radians from a tile's middle to its end up to which a frequency is taken as slow, and as very slow.
@@ -64,8 +64,8 @@ class NativeIndexes:
     def __init__(
         self,
         rotaries: Mapping[str, Rotation],
-        turns: Mapping[str, Turns],
-        identity: Identity,
+        turns: Mapping[str, RotationTables],
+        identity: ProductIdentity,
         *,
         slow: float = _SLOW,
     ) -> None:
@@ -95,13 +95,18 @@ class NativeIndex:
     says_found = False
 
     def __init__(
-        self, index: LayerIndex, matrices: _Matrices, tables: RunTables, turns: Turns, identity: Identity
+        self,
+        index: LayerIndex,
+        matrices: _Matrices,
+        tables: RunTables,
+        turns: RotationTables,
+        identity: ProductIdentity,
     ) -> None:
         self._turns, self._identity = turns, identity
         self._heads = len(index.components.mean)
         even, odd = index.halves
         self._alive = (matrices, tables, index.halves)
-        self._archive: Archive | None = None
+        self._archive: NativeArchive | None = None
         self._read: tuple[object, ...] | None = None  # what the archive points to
         self._held: NDArray[np.int32] | None = None  # the token in each of its slots, -1 for none
         self._structure = KeyIndex(
@@ -130,7 +135,7 @@ class NativeIndex:
         decoder = native_decoder(codes.decoder, self._identity)
         held = np.full((self._heads, cache.slots), -1, np.int32)
         until, clocks = np.zeros((self._heads, cache.slots), np.uint32), np.zeros(self._heads, np.uint32)
-        self._archive = Archive(
+        self._archive = NativeArchive(
             codes=native_codes(codes),
             turning=self._turns.structure,
             decoder=ctypes.addressof(decoder.structure),

@@ -18,12 +18,12 @@ from inference_engine.errors import ModelError, NotNative
 from inference_engine.models import CheckedFolder, check_model, log_remarks
 from inference_engine.models.checkpoint import Checkpoint, text_name
 from inference_engine.models.families import step_list
-from inference_engine.models.families.writer import HEAD
+from inference_engine.models.families.list_writer import HEAD
 from inference_engine.models.folder import layout_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
 from inference_engine.native import library as native_library
-from inference_engine.native.library import Identity, KVType, Library
+from inference_engine.native.library import KVType, Library, ProductIdentity
 from inference_engine.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Within each of them a session's bits depend on nothing else in a step.
-_IDENTITIES = dict.fromkeys(("auto", "exact", "invariant"), Identity.EXACT) | {"int8": Identity.QUANTISED}
+_IDENTITIES = dict.fromkeys(("auto", "exact", "invariant"), ProductIdentity.EXACT) | {"int8": ProductIdentity.QUANTISED}
 _KV_TYPES = {
     "auto": KVType.FLOAT16,
     "float32": KVType.FLOAT32,
     "float16": KVType.FLOAT16,
     "bfloat16": KVType.BFLOAT16,
 }
-_NAMES = {Identity.EXACT: "exact", Identity.QUANTISED: "int8"}
+_NAMES = {ProductIdentity.EXACT: "exact", ProductIdentity.QUANTISED: "int8"}
 
 # Tensors of a text model; what else a checkpoint has is not read.
 _TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")

@@ -31,9 +31,9 @@ from inference_engine.models.operations import (
     Experts,
     Gated,
     Given,
-    Kernels,
     Norm,
     Operation,
+    OperationKernels,
     Product,
     Rotate,
     Select,
@@ -46,21 +46,21 @@ from inference_engine.models.operations import (
 from inference_engine.native.cores import usable_cores
 from inference_engine.native.library import (
     Format,
-    Identity,
     Kind,
     KVType,
-    Layer,
     Library,
-    Matrix,
+    NativeLayer,
+    NativeMatrix,
+    NativeOperation,
+    NativeStep,
     PackError,
+    ProductIdentity,
     Rotary,
     Routing,
     Source,
     Threads,
 )
 from inference_engine.native.library import Kernels as NativeKernels
-from inference_engine.native.library import Operation as NativeOperation
-from inference_engine.native.library import Step as NativeStep
 
 _LANES = 16
 _NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
@@ -81,7 +81,7 @@ WEIGHTS: Mapping[str, Format | None] = {
 }
 
 
-class StoredTensor(Protocol):
+class SourceTensor(Protocol):
     """A tensor of a checkpoint (`models/checkpoint.py`): its numbers in the encoding of the file."""
 
     @property
@@ -99,12 +99,12 @@ class StoredTensor(Protocol):
     def as_float32(self) -> NDArray[np.float32]: ...
 
 
-class Checkpoint(Protocol):
+class TensorSource(Protocol):
     """A model's tensors by transformers' names."""
 
     def names(self) -> Sequence[str]: ...
 
-    def tensor(self, name: str) -> StoredTensor: ...
+    def tensor(self, name: str) -> SourceTensor: ...
 
 
 class Program:
@@ -114,11 +114,11 @@ class Program:
         self,
         library: Library,
         steps: StepList,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         rotaries: Mapping[str, RotaryTable],
         *,
         trained_positions: int,
-        identity: Identity,
+        identity: ProductIdentity,
         weights: str = "auto",
         kv_type: KVType = KVType.FLOAT32,
         threads: int = 0,
@@ -189,12 +189,12 @@ class Program:
         if self._shares is None:
             self.threads.close()
 
-    def _open(self, rotaries: Mapping[str, RotaryTable], trained: int, identity: Identity) -> int:
+    def _open(self, rotaries: Mapping[str, RotaryTable], trained: int, identity: ProductIdentity) -> int:
         operations = (NativeOperation * self.count)(*self._operations)
-        matrices = (Matrix * len(self.packed.matrices))(*self.packed.matrices)
+        matrices = (NativeMatrix * len(self.packed.matrices))(*self.packed.matrices)
         vectors = (ctypes.c_void_p * len(self._vectors))(*(vector.ctypes.data for vector in self._vectors))
-        layers = (Layer * len(self.steps.layers))(
-            *(Layer(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in self.steps.layers)
+        layers = (NativeLayer * len(self.steps.layers))(
+            *(NativeLayer(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in self.steps.layers)
         )
         self._frequencies = [table.frequencies for table in rotaries.values()]
         tables = (Rotary * len(rotaries))(
@@ -269,7 +269,7 @@ _PLACES: Mapping[str, tuple[str, Callable[[Program, Any], int | float]]] = {
     "rotary": ("table", lambda program, name: program.tables[name]),
 }
 Lower = Callable[[Program, Any], Iterable[NativeOperation]]
-KERNELS: Kernels[Lower] = Kernels("the native backend")
+KERNELS: OperationKernels[Lower] = OperationKernels("the native backend")
 
 
 @KERNELS.of(Attend, Add, Gated, Given, Select, SigmoidGate, Softcap, Tap, Write)
@@ -346,13 +346,13 @@ class _Packed:
     def __init__(
         self,
         library: Library,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         weights: str,
         shared: _Packed | None = None,
         *,
         at_once: int = _PACKED_AT_ONCE,
     ) -> None:
-        self.matrices: list[Matrix] = []
+        self.matrices: list[NativeMatrix] = []
         self._library = library
         self.checkpoint = checkpoint
         self._weights = weights
@@ -433,9 +433,9 @@ class _Packed:
             self._pack(name, tensor, wanted, tiles[first : first + size])
             first += size
         outputs = sum(tensor.shape[0] for tensor in tensors)
-        return self._keep(names, Matrix(wanted, outputs, inputs, 0, tiles.ctypes.data), tiles)
+        return self._keep(names, NativeMatrix(wanted, outputs, inputs, 0, tiles.ctypes.data), tiles)
 
-    def _pack(self, name: str, tensor: StoredTensor, wanted: Format, tiles: NDArray[np.uint8]) -> None:
+    def _pack(self, name: str, tensor: SourceTensor, wanted: Format, tiles: NDArray[np.uint8]) -> None:
         """Have a matrix packed, some rows at a time: whole tiles, which lie one behind the other."""
         assert self._workers is not None, "matrices are added while they are packed"
         outputs, inputs = tensor.shape
@@ -446,7 +446,7 @@ class _Packed:
             result = self._workers.submit(self._pack_rows, tensor, rows, wanted, tiles[begin:end])
             self._jobs.append(_Job(name, tensor.encoding, wanted, result))
 
-    def _pack_rows(self, tensor: StoredTensor, rows: slice, wanted: Format, tiles: NDArray[np.uint8]) -> PackError:
+    def _pack_rows(self, tensor: SourceTensor, rows: slice, wanted: Format, tiles: NDArray[np.uint8]) -> PackError:
         outputs, inputs = tensor.shape
         data, order = tensor.data, tensor.row_order
         if order is None:
@@ -475,13 +475,13 @@ class _Packed:
             raise ModelError(f"{name} has the shape {shape}, not that of a matrix; the weights do not fit config.json")
         return shape[0]
 
-    def _keep(self, names: Sequence[str], matrix: Matrix, tiles: NDArray[np.uint8] | None) -> int:
+    def _keep(self, names: Sequence[str], matrix: NativeMatrix, tiles: NDArray[np.uint8] | None) -> int:
         self.matrices.append(matrix)
         self._tiles.append(_NO_TILES if tiles is None else tiles)
         self._found[tuple(names)] = len(self.matrices) - 1
         return self._found[tuple(names)]
 
-    def _of_another(self, names: Sequence[str]) -> Matrix | None:
+    def _of_another(self, names: Sequence[str]) -> NativeMatrix | None:
         """The matrix of another program that has all these names, one below the other."""
         if self._shared is None or (index := self._shared._found.get(tuple(names))) is None:
             return None
@@ -517,7 +517,7 @@ def pairs_of(numbers: NDArray[np.float32], levels: Sequence[int]) -> NDArray[np.
     return blocks
 
 
-def _check_stored(name: str, tensor: StoredTensor) -> None:
+def _check_stored(name: str, tensor: SourceTensor) -> None:
     """Raise ModelError unless every number that is read lies within the tensor's own bytes."""
     rows, inputs = tensor.shape
     stored = BY_NAME[tensor.encoding]
@@ -533,7 +533,7 @@ def _check_stored(name: str, tensor: StoredTensor) -> None:
         raise ModelError(f"{name}: its rows are not named by the numbers 0 to {rows - 1}")
 
 
-def _sized(tensor: StoredTensor, name: str, width: int) -> NDArray[np.float32]:
+def _sized(tensor: SourceTensor, name: str, width: int) -> NDArray[np.float32]:
     """The numbers of a norm or a bias. Raises ModelError if they are not `width`."""
     if tensor.shape != (width,):
         raise ModelError(
@@ -543,7 +543,7 @@ def _sized(tensor: StoredTensor, name: str, width: int) -> NDArray[np.float32]:
     return tensor.as_float32()
 
 
-def packed_format(name: str, tensor: StoredTensor, weights: str) -> Format:
+def packed_format(name: str, tensor: SourceTensor, weights: str) -> Format:
     """The format that `weights` asks for: `auto` keeps the numbers of the file. Raises BackendError."""
     wanted = WEIGHTS[weights]
     if (stored := BY_NAME.get(tensor.encoding)) is None:

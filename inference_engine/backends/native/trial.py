@@ -19,7 +19,7 @@ from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models.families import step_list
 from inference_engine.models.operations import NoStepListError
-from inference_engine.native.library import Identity, Library
+from inference_engine.native.library import Library, ProductIdentity
 from inference_engine.types import Mode
 
 
@@ -49,7 +49,7 @@ def try_list(
         checkpoint,
         spec.rotaries,
         trained_positions=twin.seam.trained_positions,
-        identity=Identity.EXACT,
+        identity=ProductIdentity.EXACT,
         threads=1,
     )
     try:

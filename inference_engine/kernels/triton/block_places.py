@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.reads import FIELDS
 from inference_engine.kernels.triton.block_selection import candidates
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.line import in_line, in_record, number_of
 
 _FOUND = 64  # listed blocks, and places, that are compared at once

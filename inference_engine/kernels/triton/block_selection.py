@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kernels.reads import FIELDS
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.line import in_line, number_of
 from inference_engine.kernels.triton.topk import in_order, lowest_of, of_order, places_of
 
@@ -24,7 +24,7 @@ _SELECT_WARPS = 8
 _FEW = 32  # blocks that are selected of many by their tiles
 
 
-class Tile(NamedTuple):
+class SelectionTile(NamedTuple):
     """What a program works on at once: so many slots or blocks, of at most so many bytes of K. stages: under way."""
 
     rows: int
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
         return int(triton.next_power_of_2(triton.cdiv(self.values.shape[2], self.best.shape[2])))
 
 
-_SCORE = Tile(64, 2**14, 4, 1)
+_SCORE = SelectionTile(64, 2**14, 4, 1)
 
 
 def score_blocks(

@@ -42,7 +42,7 @@ def pairs_of(head_dim: int, turned: int) -> tuple[Tensor, Tensor]:
     return first, torch.cat([half + torch.arange(half), turned + still + torch.arange(still)])
 
 
-class Turns(NamedTuple):
+class KeyRotations(NamedTuple):
     """The rotations of one kind of key: see `middles`, `runs`, `offsets` and `rounded` of the module."""
 
     middles: Tensor
@@ -64,7 +64,9 @@ class Rows(NamedTuple):
 class TritonIndexes:
     """Implements KeyIndexes."""
 
-    def turns(self, frequencies: Tensor, head_dim: int, shape: IndexShape, tokens: int, device: torch.device) -> Turns:
+    def turns(
+        self, frequencies: Tensor, head_dim: int, shape: IndexShape, tokens: int, device: torch.device
+    ) -> KeyRotations:
         speeds = torch.zeros(half_width(head_dim), dtype=torch.float64)
         speeds[: len(frequencies)] = frequencies
         middles = (torch.arange(-(-tokens // CHUNK), dtype=torch.float64) + 0.5) * CHUNK - 0.5
@@ -74,7 +76,7 @@ class TritonIndexes:
         # A run has the mean rotation of its positions: that of its middle, shrunk by the mean cosine of its offsets.
         shrunk = (in_run[:, None] * speeds).cos().mean(0)
         runs = (_turns(of_runs, speeds) * shrunk).float()
-        return Turns(
+        return KeyRotations(
             middles=_turns(middles, speeds).float().to(device),
             runs=runs.to(device),
             offsets=_turns(places - (CHUNK - 1) / 2, speeds).float().to(device),
@@ -105,7 +107,7 @@ class TritonIndexes:
             paired[:, place, :count] = means[:, 0, channels]
         return Rows(*(part.float().contiguous().to(device) for part in (table, scales, projection, paired)))
 
-    def numbers(self, halves: Sequence[Tensor], rows: Rows, turns: Turns) -> Tensor:
+    def numbers(self, halves: Sequence[Tensor], rows: Rows, turns: KeyRotations) -> Tensor:
         tensors = (*halves, rows.rows, rows.scales, *turns[:3], rows.projection, rows.means)
         numbers = [*(tensor.data_ptr() for tensor in tensors), turns.turned, 0, turns.rounded.data_ptr()]
         return torch.tensor(numbers, dtype=torch.int64).to(halves[0].device)

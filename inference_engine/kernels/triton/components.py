@@ -26,9 +26,9 @@ from inference_engine.kernels.latents import operand_dtype
 from inference_engine.kernels.reads import FIELDS, StagedRead, TokenRead
 from inference_engine.kernels.triton import component_index, component_scores, restoring, token_choice
 from inference_engine.kernels.triton.block_selection import reads_of
-from inference_engine.kernels.triton.chained import chained
 from inference_engine.kernels.triton.component_index import half_width, rank_width
 from inference_engine.kernels.triton.component_scores import choices_of, chooses_by
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.gather import with_tile
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.restoring import restored_before

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.fused import ExpertMatrices, RowNorm, choose_experts
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.products import (
     ACTIVATIONS,
     FEW,

@@ -13,7 +13,7 @@ device, so a launch depends on the number of queries alone and can be part of a 
 what order a query's sums are made, depends on the queries beside it; `triton/ragged_attention.py` has the operation of
 which that is not so. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
 
-The kernels are launched in a chain (`triton/chained.py`).
+The kernels are launched in a chain (`triton/dependent_launch.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.reads import FIELDS
-from inference_engine.kernels.triton.block_selection import LEAST, Tile, candidates, reads_of, width_of
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.block_selection import LEAST, SelectionTile, candidates, reads_of, width_of
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
 # Programs, if no run were rounded up: one for each processor of a large GPU where there is one query, else two.
 _PROGRAMS_OF_ONE, _PROGRAMS = 128, 256
-_TILE = Tile(64, 2**14, 4, 4)
+_TILE = SelectionTile(64, 2**14, 4, 4)
 _MERGED, _MERGED_OF_MANY = 32, 128  # channels that a program merges
 _MOST_MERGED = 2**13  # numbers of states that a program holds
 _FEW = 4  # queries, whose states are merged by as many programs as there can be

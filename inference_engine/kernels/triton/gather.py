@@ -13,7 +13,7 @@ follow from its own numbers, whatever queries are beside it. In a step of more t
 of which reads offloaded blocks, `triton/few_queries.py` reads, of which that is not so. Sums are float32; float32
 inputs are multiplied as float32.
 
-The kernels are launched in a chain (`triton/chained.py`).
+The kernels are launched in a chain (`triton/dependent_launch.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from inference_engine.kernels.reads import FIELDS, BlockRead, OffloadedBlockRead
 from inference_engine.kernels.triton.block_places import find_blocks
 from inference_engine.kernels.triton.block_selection import (
     LEAST,
-    Tile,
+    SelectionTile,
     candidates,
     reads_of,
     score_blocks,
     select_blocks,
     width_of,
 )
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.few_queries import attend_few
 from inference_engine.kernels.triton.line import in_line, in_record, number_of
 
@@ -44,7 +44,7 @@ _PARTS_OF_MANY = 8  # where queries beside them make up a chunk of some prefill
 _MERGED, _MERGING_WARPS = 32, 2  # channels that a program merges
 _AT_ONCE = 64  # queries, where the parts of each are the same however many there are
 _FEW = 4  # queries that all these parts are for: of more, the programs would be too many and too short
-_READ = Tile(64, 2**14, 2, 1)
+_READ = SelectionTile(64, 2**14, 2, 1)
 
 
 def attend_selecting(

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.fused import RowNorm, Turn
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.fused import RopeTable, RowNorm
+from inference_engine.kernels.triton.dependent_launch import chained
 
 _FEW = 64  # tokens of a step, up to which each has programs of its own
 _TOKENS = 16  # of a program, where there are more
@@ -24,7 +24,7 @@ def place_heads(
     query_heads: int,
     kv_heads: int,
     norms: tuple[RowNorm, RowNorm] | None = None,
-    turn: Turn | None = None,
+    turn: RopeTable | None = None,
 ) -> Tensor:
     """See `PlaceHeads`."""
     count, head_dim = len(heads), keys.shape[-1]

@@ -1,4 +1,4 @@
-"""`merge_two` of `kernels/long_chunks.py` in Triton: both states are read once, and nothing is written between.
+"""`merge_two` of `kernels/prefill_attention.py` in Triton: both states are read once, and nothing is written between.
 
 One launch for each state that is added, where plain operations take eight.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.long_chunks import State
+from inference_engine.kernels.prefill_attention import State
 
 _TOKENS = 32  # of a program
 

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.fused import RowNorm
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.quantised import (
     FP8,
     INT4,

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.reads import FIELDS, AttentionByRecord
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.few_queries import attend_few
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.fused import RowNorm
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 
 
 def norm_of(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:

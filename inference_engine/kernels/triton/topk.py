@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.topk import topk_by_sorting
-from inference_engine.kernels.triton.chained import chained
+from inference_engine.kernels.triton.dependent_launch import chained
 
 _ONE = 8192  # scores that one program holds
 _CHUNK = (1024, 8192)  # of a longer row, at least and at most

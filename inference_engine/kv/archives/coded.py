@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.kept import as_kept
+from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock, KeptLayers, Restorer
 from inference_engine.kv.compressor import KVCompressor

@@ -24,7 +24,7 @@ class _Question:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Answer:
+class _FoundNumbers:
     """The numbers of some questions, in a row, on their way to the host. wait: returns when they are there."""
 
     questions: tuple[_Question, ...]
@@ -37,7 +37,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._questions: list[_Question] = []
-        self._answers: deque[_Answer] = deque()
+        self._answers: deque[_FoundNumbers] = deque()
         self._sent = 0  # of all answers, those that were read included
 
     def ask(self, layers: Sequence[int], keys: Tensor, values: Tensor, *, come_back: bool) -> None:
@@ -58,7 +58,7 @@ class FiniteCheck:
             rows = [question.numbers.T.reshape(-1) for question in self._questions]
             together = rows[0] if len(rows) == 1 else torch.cat(rows)
             numbers = together.to("cpu", non_blocking=True, copy=True)  # more may be found in them meanwhile
-            self._answers.append(_Answer(tuple(self._questions), numbers, mark(together.device)))
+            self._answers.append(_FoundNumbers(tuple(self._questions), numbers, mark(together.device)))
             self._questions = []  # not before: a failed copy must not lose them
             self._sent += 1
         return self._sent
@@ -77,7 +77,7 @@ class FiniteCheck:
         self._answers.clear()
 
 
-def _look_at(answer: _Answer) -> None:
+def _look_at(answer: _FoundNumbers) -> None:
     answer.wait()
     are_finite = iter(answer.numbers.isfinite().tolist())
     for question in answer.questions:

@@ -18,7 +18,7 @@ from torch import Tensor
 _PLACES = 2
 
 
-class _Place:
+class _InboundRoom:
     def __init__(self) -> None:
         new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -32,10 +32,10 @@ class Inbound:
         new_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
         self._device = device
         self._stream = new_stream(device)
-        self._places = tuple(_Place() for _ in range(_PLACES))
+        self._places = tuple(_InboundRoom() for _ in range(_PLACES))
         self._next = 0
-        self._started: deque[tuple[_Place, Tensor]] = deque()
-        self._taken: _Place | None = None
+        self._started: deque[tuple[_InboundRoom, Tensor]] = deque()
+        self._taken: _InboundRoom | None = None
 
     def start(self, sources: Sequence[Tensor], after: torch.cuda.Event | None = None) -> None:
         """Copy tensors of one shape, contiguous each, once `after` has come.

@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
-from inference_engine.kernels.kept import as_kept
+from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, restore_cache_slots
 from inference_engine.kv.context import KVContext, RestoreCache

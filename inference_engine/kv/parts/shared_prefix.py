@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.parts import Part as AttentionPart
-from inference_engine.kernels.parts import attend_parts
 from inference_engine.kernels.reads import PREFIX_HEAD_SLOTS, PREFIX_START
+from inference_engine.kernels.segmented_attention import AttentionSegment as AttentionPart
+from inference_engine.kernels.segmented_attention import attend_parts
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import KVBuffer

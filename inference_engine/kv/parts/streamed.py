@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.kept import as_kept
+from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kv.archives.restorer import Archive
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategies.coding import CodecStrategy
+from inference_engine.kv.strategies.codec_options import CodecStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

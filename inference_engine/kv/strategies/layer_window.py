@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategies.coding import CodecStrategy, listed
+from inference_engine.kv.strategies.codec_options import CodecStrategy, listed
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import require
 

@@ -41,7 +41,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.parts.archived import ArchivedEntries
 from inference_engine.kv.parts.component_index import TokenSelector
-from inference_engine.kv.parts.restored import RestoredEntries
+from inference_engine.kv.parts.restored_entries import RestoredEntries
 from inference_engine.kv.parts.selected import SelectedEntries
 from inference_engine.kv.parts.streamed import StreamedEntries
 from inference_engine.kv.strategies.sink_window import SinkWindow

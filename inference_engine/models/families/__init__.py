@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.models.families import gemma, llama, mixtures
 from inference_engine.models.families.family import Family, Scalar
-from inference_engine.models.families.writer import LANES, Writer
+from inference_engine.models.families.list_writer import LANES, ListWriter
 from inference_engine.models.operations import NoStepListError, StepList
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def step_list(
     own = config if isinstance(config, ListConfig) else ListConfig.of(config)
     family = FAMILIES[own.model_type]
     made = family.made(own.fields)
-    writer = Writer(
+    writer = ListWriter(
         hidden=made.hidden_size,
         vocabulary=made.vocab_size,
         epsilon=made.rms_norm_eps,

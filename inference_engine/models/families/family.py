@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from inference_engine.models.operations import NoStepListError
 
 if TYPE_CHECKING:
-    from inference_engine.models.families.writer import Writer
+    from inference_engine.models.families.list_writer import ListWriter
 
 Scalar = int | float | bool | str | None
 
@@ -37,7 +37,7 @@ class Family(Generic[C]):
 
     model_types: tuple[str, ...]
     config: type[C]
-    write: Callable[[Writer, C], None]
+    write: Callable[[ListWriter, C], None]
 
     def read(self, config: Any) -> dict[str, Scalar]:
         """The fields of its configuration. config: transformers'. Raises NoStepListError."""

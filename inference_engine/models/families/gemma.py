@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inference_engine.models.families.family import Family, TextConfig
-from inference_engine.models.families.writer import Writer
+from inference_engine.models.families.list_writer import ListWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class GemmaConfig(TextConfig):
     final_logit_softcapping: float | None = None
 
 
-def write(step: Writer, config: GemmaConfig) -> None:
+def write(step: ListWriter, config: GemmaConfig) -> None:
     step.plus_one = True
     step.embed(factor=float(config.hidden_size) ** 0.5)
     for layer in step.layers():

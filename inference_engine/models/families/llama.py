@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inference_engine.models.families.family import Family, TextConfig
-from inference_engine.models.families.writer import Writer
+from inference_engine.models.families.list_writer import ListWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,7 @@ class LlamaConfig(TextConfig):
     intermediate_size: int | None = None
 
 
-def write(step: Writer, config: LlamaConfig) -> None:
+def write(step: ListWriter, config: LlamaConfig) -> None:
     step.embed()
     for layer in step.layers():
         step.norm(f"{layer.prefix}input_layernorm", "hidden", "normed")

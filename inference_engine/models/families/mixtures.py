@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from inference_engine.kernels.routing import Router
 from inference_engine.models.families.family import Family
+from inference_engine.models.families.list_writer import ListWriter
 from inference_engine.models.families.llama import LlamaConfig
-from inference_engine.models.families.writer import Writer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class MixtureConfig(LlamaConfig):
     routed_scaling_factor: float = 1.0
 
 
-def write(step: Writer, config: MixtureConfig, router: Router) -> None:
+def write(step: ListWriter, config: MixtureConfig, router: Router) -> None:
     step.embed()
     for layer in step.layers():
         step.norm(f"{layer.prefix}input_layernorm", "hidden", "normed")
@@ -56,15 +56,15 @@ def write(step: Writer, config: MixtureConfig, router: Router) -> None:
     step.head()
 
 
-def _qwen(step: Writer, config: MixtureConfig) -> None:
+def _qwen(step: ListWriter, config: MixtureConfig) -> None:
     write(step, config, Router(chosen=config.num_experts_per_tok, sums_to_one=config.norm_topk_prob))
 
 
-def _mixtral(step: Writer, config: MixtureConfig) -> None:
+def _mixtral(step: ListWriter, config: MixtureConfig) -> None:
     write(step, config, Router(chosen=config.num_experts_per_tok, sums_to_one=True))
 
 
-def _glm(step: Writer, config: MixtureConfig) -> None:
+def _glm(step: ListWriter, config: MixtureConfig) -> None:
     router = Router(
         chosen=config.num_experts_per_tok,
         scores="sigmoid",

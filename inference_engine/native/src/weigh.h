@@ -1,5 +1,5 @@
 // What a draw asks of a row of logits: which are heavy, and what all others weigh together
-// (`inference_engine/kernels/few_candidates.py`).
+// (`inference_engine/kernels/cpu_sampling.py`).
 //
 // The weight of a logit is e^(scale · (logit - largest)); heavy are those of at least e^-REACH. The sum is rough, each 64
 // weights in float32 and these in float64, and the same on every machine, alone or beside other rows.

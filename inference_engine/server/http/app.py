@@ -19,10 +19,10 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.server.address import Address, names_this_machine
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http import deprecation
+from inference_engine.server.http.chat_replies import model_list
 from inference_engine.server.http.completion import ROUTE, Completion, Desk
 from inference_engine.server.http.door import HttpDoor
-from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, said, status_of
-from inference_engine.server.http.replies import model_list
+from inference_engine.server.http.error_replies import OperatorsOnly, body_of, envelope, headers_of, said, status_of
 from inference_engine.server.status import as_request_error
 
 MODELS, HEALTH, METRICS = "/v1/models", "/healthz", "/metrics"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from inference_engine.errors import ModelError
+from inference_engine.server.http.reply_text import ReplyText
 from inference_engine.server.http.template import MAX_SECONDS, MAX_TEMPLATE_CHARACTERS, ChatTemplate, Message
-from inference_engine.server.http.text import TextStream
 from inference_engine.server.http.turn_ends import end_of_turn, template_of
 from inference_engine.session.history import TokenIds
 from kakeya._chat_template import templates_in
@@ -94,8 +94,8 @@ class ChatText:
         for template in self._templates:
             template.start()
 
-    def text_stream(self) -> TextStream:
-        return TextStream(self._decode)
+    def text_stream(self) -> ReplyText:
+        return ReplyText(self._decode)
 
     def token_id(self, text: str) -> int | None:
         """The id of a text that is an added token on its own, such as `<|im_end|>`; such ids never appear as text."""

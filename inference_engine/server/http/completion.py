@@ -18,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded, RequestError
 from inference_engine.scheduler.policy import may_join
+from inference_engine.server.http.chat_replies import ChatReplies, Json, Usage, logprob_entry
+from inference_engine.server.http.chat_request import read_request
 from inference_engine.server.http.chat_text import ChatText
-from inference_engine.server.http.errors import BodyTooLarge, BodyTooSlow, NotJson, UnknownModel, body_of
-from inference_engine.server.http.replies import Json, Replies, Usage, logprob_entry
-from inference_engine.server.http.request import read_request
+from inference_engine.server.http.error_replies import BodyTooLarge, BodyTooSlow, NotJson, UnknownModel, body_of
+from inference_engine.server.http.reply_text import StopStrings
 from inference_engine.server.http.single_shot import Prompt, prepare, single_shot
-from inference_engine.server.http.text import StopStrings
-from inference_engine.server.http.turns import Turns
+from inference_engine.server.http.turns import RequestTurns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.service import STALL_SECONDS
 from inference_engine.server.status import as_request_error
@@ -81,7 +81,7 @@ class Desk:
     chat: ChatText
     limits: OwnerLimits
     slots: Slots
-    turns: Turns
+    turns: RequestTurns
     max_body_bytes: int
     now: Callable[[], float]
     given_up: asyncio.Future[RequestError]
@@ -103,7 +103,9 @@ class Completion(Response):
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         desk = self._desk
         prompt = await desk.turns.run(self._owner, partial(self._prepare, body))
-        replies = Replies(model=prompt.asked.model, created=int(desk.now()), include_usage=prompt.asked.include_usage)
+        replies = ChatReplies(
+            model=prompt.asked.model, created=int(desk.now()), include_usage=prompt.asked.include_usage
+        )
         answer = Answer(prompt, desk.chat)
         async with single_shot(desk.engine, prompt, owner=self._owner) as events:
             if prompt.asked.stream:
@@ -181,7 +183,7 @@ class Answer:
         return shown
 
 
-async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:
+async def _whole(answer: Answer, replies: ChatReplies, events: EventQueue) -> Json:
     text = []
     async for event in _follow([], events):
         text.append(answer.take(event))
@@ -193,7 +195,7 @@ async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:
 
 
 async def _stream(
-    answer: Answer, replies: Replies, events: EventQueue, send: Send, given_up: asyncio.Future[RequestError]
+    answer: Answer, replies: ChatReplies, events: EventQueue, send: Send, given_up: asyncio.Future[RequestError]
 ) -> None:
     """Server-sent events. An error after the answer has begun is sent as the last event, that of `given_up`, too.
 

@@ -1,12 +1,12 @@
-"""Drops connections of the HTTP port, as `server/unauthenticated.py` decides, and has addresses barred."""
+"""Drops connections of the HTTP port, as `server/preauth_limits.py` decides, and has addresses barred."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from inference_engine.server.barring import OFFENCES, Bars
-from inference_engine.server.unauthenticated import Peer, UnauthenticatedPeers, address_of
+from inference_engine.server.ip_bans import OFFENCES, Bars
+from inference_engine.server.preauth_limits import Peer, UnauthenticatedPeers, address_of
 
 
 class HttpDoor:

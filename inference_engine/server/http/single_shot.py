@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from inference_engine.engine import Engine
 from inference_engine.engine.results import EngineInfo
 from inference_engine.errors import InvalidArgument, NoCapacity, SessionEvicted, SessionNotFound
+from inference_engine.server.http.chat_request import ChatRequest
 from inference_engine.server.http.chat_text import ChatText
-from inference_engine.server.http.errors import ContextLengthExceeded
-from inference_engine.server.http.request import ChatRequest
+from inference_engine.server.http.error_replies import ContextLengthExceeded
 from inference_engine.server.http.template import PromptTooLong
 from inference_engine.server.stream import EventQueue
 from inference_engine.session.history import TokenIds

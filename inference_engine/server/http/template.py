@@ -15,7 +15,7 @@ import numpy as np
 
 from inference_engine.errors import Draining, InvalidArgument, ModelError
 from inference_engine.server.http import render_process
-from inference_engine.server.http.errors import RenderLimit
+from inference_engine.server.http.error_replies import RenderLimit
 from inference_engine.server.http.render_process import read_frame, write_frame
 from inference_engine.session.history import TokenIds
 from kakeya import _special_text

@@ -29,7 +29,7 @@ SLOW_FOR_SECONDS = 60.0
 T = TypeVar("T")
 
 
-class Turns:
+class RequestTurns:
     """max_waiting: waiting requests of one owner. max_wait_seconds: how long each may wait."""
 
     def __init__(

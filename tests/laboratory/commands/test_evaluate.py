@@ -11,7 +11,7 @@ import pytest
 from inference_engine.cli.main import main
 from inference_engine.models import check_model, weights_digest
 from inference_engine.models.checksums import sha256_of
-from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, save_codec
+from kv_cache_proposer.f_theta.codec_files import TENSORS, LatentManifest, save_codec
 from laboratory.evaluation import fidelity
 from laboratory.evaluation.record import load
 from tests.further import further_test

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 from laboratory.training import corpus_prompts
 from laboratory.training.corpus import CorpusPlan, write_corpus
 from laboratory.training.corpus_lockstep import ATTENTION, Written, write

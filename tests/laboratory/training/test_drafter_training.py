@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 from laboratory.training.drafter import DrafterPlan, read_log, train
 from laboratory.training.drafter_blocks import Texts, blocks_at, draw_blocks
 from laboratory.training.drafter_data import TextSet, text_set

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from inference_engine.server.auth import Key
+from inference_engine.server.preauth_limits import ADDRESS_REFUSALS, FIRST_BYTES, MOST_EXCESS, MOST_REFUSALS
 from inference_engine.server.run import ServerHandle
-from inference_engine.server.unauthenticated import ADDRESS_REFUSALS, FIRST_BYTES, MOST_EXCESS, MOST_REFUSALS
 from tests.further import further
 from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM

@@ -17,16 +17,17 @@ from inference_engine.engine import Engine
 from inference_engine.errors import EngineStalled, OutOfMemory, Overloaded
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
-from inference_engine.server.barring import Bars
-from inference_engine.server.http import completion, connection
+from inference_engine.server.http import client_connection as connection
+from inference_engine.server.http import completion
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.http.door import HttpDoor
-from inference_engine.server.http.turns import Turns
+from inference_engine.server.http.turns import RequestTurns
+from inference_engine.server.ip_bans import Bars
 from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.preauth_limits import UnauthenticatedPeers
 from inference_engine.server.run import ServerHandle
-from inference_engine.server.unauthenticated import UnauthenticatedPeers
 from inference_engine.session.history import TokenIds
 from tests.server.http.client import (
     COMPLETIONS,
@@ -370,7 +371,7 @@ async def test_a_client_that_does_not_read_loses_its_session(
         chat=chat,
         limits=OwnerLimits(calls=10, calls_per_second=0, clock=lambda: 0.0),
         slots=Slots(10),
-        turns=Turns(1),
+        turns=RequestTurns(1),
         max_body_bytes=10_000,
         now=lambda: 0.0,
         given_up=asyncio.get_running_loop().create_future(),

@@ -23,7 +23,7 @@ from inference_engine.server.http import template as template_module
 from inference_engine.server.http.chat_text import ChatText, load_chat_text
 from inference_engine.server.http.render_process import fewest_ids
 from inference_engine.server.http.template import MAX_TEMPLATE_CHARACTERS, PromptTooLong
-from inference_engine.server.http.turns import Turns
+from inference_engine.server.http.turns import RequestTurns
 from kakeya.tokenization import tokens_for_chat
 from tests.further import further
 from tests.server.http.client import COMPLETIONS, asking, http_client, serving_http
@@ -107,7 +107,7 @@ async def test_slow_texts_of_one_owner_do_not_delay_anothers(
 
 
 async def test_places_go_to_owners_in_turn_and_one_owner_gets_all_but_one() -> None:
-    turns = Turns(3, max_waiting=4, max_wait_seconds=30.0)
+    turns = RequestTurns(3, max_waiting=4, max_wait_seconds=30.0)
     let_go, order = threading.Event(), []
 
     def hold(place: int) -> None:
@@ -133,7 +133,7 @@ async def test_places_go_to_owners_in_turn_and_one_owner_gets_all_but_one() -> N
 
 
 async def test_a_request_that_waits_too_long_is_refused_and_leaves_no_place_taken() -> None:
-    turns = Turns(1, max_wait_seconds=0.05)
+    turns = RequestTurns(1, max_wait_seconds=0.05)
     let_go = threading.Event()
     held = asyncio.create_task(turns.run("a", lambda _place: let_go.wait(30.0)))
     await asyncio.sleep(0)

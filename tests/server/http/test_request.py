@@ -20,8 +20,15 @@ from openai.types.chat.completion_create_params import (
 )
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.server.http.errors import BadJson, UnknownModel, body_of
-from inference_engine.server.http.request import HONOURED, MAX_ESCAPES, MAX_VALUES, ChatRequest, counted, read_request
+from inference_engine.server.http.chat_request import (
+    HONOURED,
+    MAX_ESCAPES,
+    MAX_VALUES,
+    ChatRequest,
+    counted,
+    read_request,
+)
+from inference_engine.server.http.error_replies import BadJson, UnknownModel, body_of
 from inference_engine.types import Sampling
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]

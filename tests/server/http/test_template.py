@@ -16,7 +16,7 @@ import pytest
 from inference_engine.errors import Draining, InvalidArgument, ModelError
 from inference_engine.server.http import template as template_module
 from inference_engine.server.http.chat_text import load_chat_text
-from inference_engine.server.http.errors import RenderLimit
+from inference_engine.server.http.error_replies import RenderLimit
 from inference_engine.server.http.render_process import write_frame
 from inference_engine.server.http.template import ChatTemplate
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference_engine.config import ModelConfig, resolve
 from inference_engine.models import tokenizer_folder
-from inference_engine.server.http.text import StopStrings, TextStream
+from inference_engine.server.http.reply_text import ReplyText, StopStrings
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Characters of one to four bytes, and joined ones.
@@ -50,7 +50,7 @@ def fallback_tokenizer() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    stream = TextStream(tokenizer.decode)
+    stream = ReplyText(tokenizer.decode)
     return [stream.push(token_id) for token_id in ids]
 
 
@@ -74,7 +74,7 @@ def test_a_replacement_character_that_was_written_is_text_unless_it_is_the_last(
 @given(ids=st.lists(st.integers(0, 255), max_size=80))
 def test_bytes_that_are_no_text_come_out_as_they_decode_and_wait_for_three_more_at_most(ids: list[int]) -> None:
     tokenizer = byte_tokenizer()
-    stream, shown = TextStream(tokenizer.decode), ""
+    stream, shown = ReplyText(tokenizer.decode), ""
     for count, token_id in enumerate(ids, start=1):
         shown += stream.push(token_id)
         whole = tokenizer.decode(ids[:count])
@@ -102,7 +102,7 @@ SCRIPTS = "ab \n.😀👍🏽👩‍👩‍👧‍👦🏳️‍🌈🇩🇪你�
 @given(text=st.text(alphabet=st.sampled_from(SCRIPTS), max_size=40))
 def test_at_every_token_of_a_real_vocabulary_what_is_shown_is_whole_characters_of_the_text(text: str) -> None:
     tokenizer = real_tokenizer()
-    stream, shown = TextStream(tokenizer.decode), ""
+    stream, shown = ReplyText(tokenizer.decode), ""
     for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
         shown += stream.push(token_id)
         assert text.startswith(shown)

@@ -23,7 +23,7 @@ from torch import Tensor
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Pool, Run
-from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 
 Positions = NDArray[np.int64]
 

@@ -1,6 +1,6 @@
 """GGUF to safetensors in float32, which torch maps: once, in a process of its own.
 
-    python -m inference_engine.models.convert FILE.gguf FOLDER --parameters N
+    python -m inference_engine.models.conversion FILE.gguf FOLDER --parameters N
 
 The quantised weights are dequantised to float32, which is exact; a 16-bit type would not be. A separate process frees
 its memory at the end, and the process with the progress bar does not import torch.

@@ -14,7 +14,7 @@ _MAX_WINDOW_IDS = 64
 Decode = Callable[[Sequence[int]], str]
 
 
-class TextStream:
+class ReplyText:
     """Decodes ids one by one. The pieces joined are what decoding all ids at once gives.
 
     A character may be spread over several ids. Its piece waits for the last one. An incomplete character at the

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class AttentionSegment(NamedTuple):
     """mask: additive, -inf where a query does not see a key; None where each of them sees each."""
 
     keys: Tensor
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 def attend_parts(
     queries: Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[AttentionSegment],
     *,
     scaling: float,
     softcap: float | None = None,
@@ -51,7 +51,7 @@ def attend_parts(
     return out.reshape(query_heads, query_count, head_dim).transpose(0, 1)
 
 
-def _scores(folded: Tensor, part: Part, query_count: int, softcap: float | None) -> Tensor:
+def _scores(folded: Tensor, part: AttentionSegment, query_count: int, softcap: float | None) -> Tensor:
     """[Hkv, group · T, S]"""
     scores = folded @ part.keys.to(folded.dtype).transpose(-1, -2)
     if softcap is not None:

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from inference_engine.backends.mlx.reading import Run, Visible
+from inference_engine.backends.mlx.reading import EntryRun, Visible
 
 Part = tuple[mx.array, mx.array]  # keys and values
 
 _FEW_QUERIES = 8
 
 
-def part_of(pool: Part, run: Run, heads: int) -> Part:
+def part_of(pool: Part, run: EntryRun, heads: int) -> Part:
     """Keys and values [Hkv, S, D] of a run: views of the pool's vectors [R, D]."""
     # Two slices and a reshape: `as_strided` counts in 32 bits.
     end, rows = run.start + heads * run.head_slots, slice(run.first, run.first + run.count)

@@ -29,7 +29,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replies:
+class ChatReplies:
     """The answers to one request. created: seconds since 1970."""
 
     model: str

@@ -11,7 +11,7 @@ unauthenticated peers are dropped, the oldest first: a client with a key is know
                     ├──▶ dropped                           too many of its address, or in all, the oldest first
                     ├──▶ waits for each further refusal    refused too often; dropped if too many wait, or if one
                     │                                      cancels its call to make another at once
-                    └──▶ dropped, and its address barred   refused far too often, or too many bytes (`barring.py`)
+                    └──▶ dropped, and its address barred   refused far too often, or too many bytes (`ip_bans.py`)
 
 An address is the peer's as the system reports it: behind a proxy, the proxy's. In IPv6 it is a network of 64 bits,
 because one host may use any of its addresses.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.kernels.noise import BITS, noise_on_host, steps_of_all
+from inference_engine.kernels.gumbel_noise import BITS, noise_on_host, steps_of_all
 from inference_engine.types import Sampling
 
 Row = NDArray[np.float32]

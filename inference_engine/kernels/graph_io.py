@@ -4,7 +4,7 @@
     step    logits ──▶ peaks ──▶ ids, for the next step ──▶ ids · smallest · largest        host
 
 Plain copies and reductions are here. Each takes a device longer to begin than to do, and beside a step of a millisecond
-they are some percent: kernels do it in three launches (`triton/step_ends.py`).
+they are some percent: kernels do it in three launches (`triton/graph_io.py`).
 """
 
 from __future__ import annotations

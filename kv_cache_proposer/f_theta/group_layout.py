@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.codec_errors import LatentError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

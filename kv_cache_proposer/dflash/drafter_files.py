@@ -26,9 +26,9 @@ from torch import Tensor
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.folder import read_json
 from inference_engine.models.safetensors_header import check_safetensors
-from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
-from kv_cache_proposer.errors import DrafterError, ForeignDrafter
+from kv_cache_proposer.drafter_errors import DrafterError, ForeignDrafter
 
 TENSORS = "drafter.safetensors"
 MANIFEST = "drafter.json"

@@ -10,7 +10,7 @@ from inference_engine.kv.archives.restorer import NoRestorer, Restorer
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.parts.restored import RestoredEntries
+from inference_engine.kv.parts.restored_entries import RestoredEntries
 from inference_engine.kv.strategy import KVStrategy, require
 
 DEFAULT_EXACT_WINDOW = 128

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inference_engine.server.http import deprecation
 from inference_engine.server.http.door import HttpDoor
-from inference_engine.server.http.errors import envelope
-from inference_engine.server.unauthenticated import Peer
+from inference_engine.server.http.error_replies import envelope
+from inference_engine.server.preauth_limits import Peer
 
 _BODY = json.dumps(envelope(400, "this is not a valid HTTP request", code="bad_http")).encode()
 _HEADERS = (

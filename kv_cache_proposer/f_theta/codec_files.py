@@ -26,9 +26,9 @@ from inference_engine.models.folder import read_json
 from inference_engine.models.safetensors_header import check_safetensors
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import BITS, QUANTISERS, LatentCodec, coded
+from kv_cache_proposer.f_theta.codec_errors import ForeignLatent, LatentError
 from kv_cache_proposer.f_theta.components import PRECISIONS, Components
-from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
-from kv_cache_proposer.f_theta.layout import Group, LayerShape
+from kv_cache_proposer.f_theta.group_layout import Group, LayerShape
 from kv_cache_proposer.f_theta.levels import MAX_BITS
 
 TENSORS = "latent.safetensors"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from inference_engine.cli.late import LABORATORY
+from inference_engine.cli.lazy_commands import LABORATORY
 from inference_engine.cli.settings import as_flags
 from inference_engine.config import EngineConfig, ModelConfig, child_environment, require_cache
 from inference_engine.errors import BackendError, ModelError, NotNative

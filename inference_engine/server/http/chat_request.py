@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.server.http.errors import BadJson, said
+from inference_engine.server.http.error_replies import BadJson, said
 from inference_engine.types import MAX_LOGIT_BIAS, Sampling
 
 MAX_MESSAGES = 4096

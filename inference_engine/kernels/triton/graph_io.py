@@ -1,4 +1,4 @@
-"""`kernels/step_ends.py` in Triton: kernels read and write the host's pinned memory themselves.
+"""`kernels/graph_io.py` in Triton: kernels read and write the host's pinned memory themselves.
 
 A copy engine begins some microseconds after the kernel before its copy, and so does the kernel behind it. Of many
 numbers a copy is faster all the same.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.step_ends import Peaks, StepEnds
+from inference_engine.kernels.graph_io import Peaks, StepEnds
 
 _MOST_BROUGHT = 2**15  # numbers; the copy engine brings more than that sooner
 _BROUGHT = 512  # of a program

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.recording import GraphMemory, Recording, padded
-from kv_cache_proposer.dflash.draft_tokens import Draws, choose_draft_tokens
-from kv_cache_proposer.dflash.memory import RingMemory
+from kv_cache_proposer.dflash.draft_tokens import TargetDraws, choose_draft_tokens
+from kv_cache_proposer.dflash.drafter_memory import RingMemory
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 
@@ -72,7 +72,7 @@ class DrafterGraphs:
     ) -> NDArray[np.int64]:
         """The draft tokens [N, B − 1] after each block's first id. ids: [N, B]; first: [N], where the blocks begin.
 
-        keys: [N, B − 1], and temperatures: [N], as `Draws` has them.
+        keys: [N, B − 1], and temperatures: [N], as `TargetDraws` has them.
         """
         config = self._network.config
         window, size = config.context_window, config.block_size
@@ -120,7 +120,7 @@ class DrafterGraphs:
             context = list(zip(keys.unbind(1), values.unbind(1), strict=True))
             block = self._words.embed(ids.view(count, size), config.embedding_scale)
             states = self._network(block, positions.view(count, size), context, seen, held)
-            draws = Draws(keys_of_noise.view(count, -1), temperatures.view(torch.float64))
+            draws = TargetDraws(keys_of_noise.view(count, -1), temperatures.view(torch.float64))
             return choose_draft_tokens(self._network, self._words, states[:, 1:], draws)
 
         padding = np.zeros(sum(sizes), dtype=np.int64)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.native.decoders import Turns, native_analyser, native_codes, native_decoder
+from inference_engine.backends.native.decoders import RotationTables, native_analyser, native_codes, native_decoder
 from inference_engine.kernels.trellis import Levels
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import ArchivedCodes, CodedPlaces, GroupAnalyser, ReadLayer, RestoredLayer, Rotate
@@ -21,10 +21,10 @@ from inference_engine.kv.layout import Positions
 from inference_engine.native.library import (
     CodedAs,
     CodedEntries,
-    Coding,
-    Identity,
     Kernels,
     KVType,
+    NativeCoding,
+    ProductIdentity,
     RestoredRun,
     Threads,
     TrellisCodes,
@@ -69,10 +69,10 @@ class NativeCoder:
     kernels: Kernels
     threads: Threads
     kv_type: KVType
-    identity: Identity
+    identity: ProductIdentity
     rotate: Rotate
     turned: Mapping[str, int]
-    turns: Mapping[str, Turns]
+    turns: Mapping[str, RotationTables]
 
     def codes(self, compressor: KVCompressor, head_dim: int) -> bool:
         return compressor.coding is not None and head_dim % _LANES == 0
@@ -172,13 +172,13 @@ def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
 
 
 @lru_cache
-def _coding_of(compressor: KVCompressor, head_dim: int) -> tuple[Coding, tuple[NDArray[Any] | None, ...]]:
+def _coding_of(compressor: KVCompressor, head_dim: int) -> tuple[NativeCoding, tuple[NDArray[Any] | None, ...]]:
     """With the tables that it points to."""
     given = compressor.coding
     assert given is not None
     levels = None if given.levels is None else np.array(given.levels, np.float32)
     nearest = None if given.nearest is None else np.frombuffer(given.nearest, np.uint8)
-    coding = Coding(
+    coding = NativeCoding(
         kind=_KINDS[given.dtype],
         bits=given.bits,
         group=0 if given.dtype is not None else min(given.group or head_dim, head_dim),

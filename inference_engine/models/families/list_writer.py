@@ -37,7 +37,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class ListedLayer:
     """index: its number. prefix: of the names of its tensors."""
 
     index: int
@@ -46,7 +46,7 @@ class Layer:
 
 
 @dataclass(kw_only=True, slots=True)
-class Writer:
+class ListWriter:
     """A list while it is written. geometries: of each layer. names: of the tensors in the checkpoint.
 
     epsilon, plus_one: of all norms; see `Norm`.
@@ -81,17 +81,17 @@ class Writer:
         self.widths |= dict.fromkeys(("hidden", "normed", "delta", "last"), self.hidden)
         self.operations.append(Embed(output="hidden", matrix=self._own(EMBEDDING), factor=factor))
 
-    def layers(self) -> Iterator[Layer]:
+    def layers(self) -> Iterator[ListedLayer]:
         """The layers, one after another. Behind each, steps may ask for its hidden states."""
         for index, geometry in enumerate(self.geometries):
-            yield Layer(index=index, prefix=f"model.layers.{index}.", geometry=geometry)
+            yield ListedLayer(index=index, prefix=f"model.layers.{index}.", geometry=geometry)
             self.operations.append(Tap(input="hidden", layer=index))
 
     def norm(self, name: str, register: str, output: str) -> None:
         """output = the norm of the register, by the weights `name`."""
         self._norm(name, register, output, width=self.widths[register])
 
-    def attend(self, layer: Layer, *, scaling: float | None = None, softcap: float | None = None) -> None:
+    def attend(self, layer: ListedLayer, *, scaling: float | None = None, softcap: float | None = None) -> None:
         """delta = attention of normed: projections `q_proj`, `k_proj`, `v_proj` or `qkv_proj`, norms `q_norm` and
         `k_norm` of heads where they are there, rotation, attention, `o_proj`.
 

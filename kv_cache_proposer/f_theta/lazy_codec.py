@@ -19,8 +19,8 @@ from inference_engine.kernels.trellis import Trellis
 from inference_engine.kv.context import GroupAnalyser, LayerDecoder
 from inference_engine.models.verified import Look, look_of
 from kv_cache_proposer.f_theta.codec import SCALE_BYTES, LatentCodec
-from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.store import StatedCodec, load_stated, read_stated
+from kv_cache_proposer.f_theta.codec_errors import LatentError
+from kv_cache_proposer.f_theta.codec_files import StatedCodec, load_stated, read_stated
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Drops connections of the gRPC port, as `unauthenticated.py` decides, and has addresses barred."""
+"""Drops connections of the gRPC port, as `preauth_limits.py` decides, and has addresses barred."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import stat
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from inference_engine.server.barring import FILES, OFFENCES, Bars, received_bytes
-from inference_engine.server.unauthenticated import (
+from inference_engine.server.ip_bans import FILES, OFFENCES, Bars, received_bytes
+from inference_engine.server.preauth_limits import (
     Peer,
     UnauthenticatedPeers,
     address_of,

@@ -1,4 +1,4 @@
-"""`noise_of_all` of `kernels/noise.py` in Triton: one launch instead of some twenty."""
+"""`noise_of_all` of `kernels/gumbel_noise.py` in Triton: one launch instead of some twenty."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.noise import BITS, FACTORS, GOLDEN, SHIFTS
+from inference_engine.kernels.gumbel_noise import BITS, FACTORS, GOLDEN, SHIFTS
 
 _BLOCK = 1024
 _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.drafter_errors import DrafterError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
