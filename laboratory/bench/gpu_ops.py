@@ -272,7 +272,7 @@ def row_of(samples: dict[str, list[float]], bytes_read: int, ceilings: Ceilings)
     others = {name: row[name] for name in samples if name != OURS}
     row |= {"floor by bytes": round(floor, 3), "ours ÷ floor": round(row[OURS] / floor, 3)}
     if others:
-        best = min(others, key=lambda name: others[name])  # of MAC, what it would replace is ours
+        best = min(others, key=lambda name: others[name])
         row |= {"best other": best, "ours ÷ best other": round(row[OURS] / others[best], 3)}
     return row
 

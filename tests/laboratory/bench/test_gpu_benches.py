@@ -60,7 +60,6 @@ def test_operations_are_shown_beside_the_best_other_and_wrong_ones_are_left_out(
     assert cases["attention, 2 x 48"]["best other"] == "SDPA"
     assert found["values"]["attention, 2 x 48, ours ÷ SDPA"]["count"] == 2
     assert cases["2 x 150 of 300"]["best other"] == "torch.topk"
-    assert {"MAC, nothing matches", "MAC, every head matches"} < set(cases["MAC, 1 x 40"])
     assert found["left_out"] == {}
 
 
