@@ -36,20 +36,12 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: kakeya {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("audit",), "Check that a server's tokens depend on the history alone.\n\n    in one piece"),
-        (("bench", "serve"), "Measure a server under the load of many agents.\n\nThe load is that of agents"),
-    ],
-)
-def test_a_long_help_begins_with_what_the_command_does(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_help_begins_with_what_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
     """And names nothing of the code."""
-    assert status_of(*arguments, "--help") == 0
+    assert status_of("audit", "--help") == 0
     printed = capsys.readouterr().out
-    assert said in printed and "NEAR_TIE" not in printed
+    assert "Check that a server's tokens depend on the history alone.\n\n    in one piece" in printed
+    assert "NEAR_TIE" not in printed
 
 
 def test_reading_the_command_line_loads_neither_torch_nor_grpc() -> None:

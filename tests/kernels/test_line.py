@@ -99,9 +99,9 @@ def test_no_kernel_counts_the_numbers_of_a_line_by_itself() -> None:
     assert counted.search("tl.load(p_line + 4)") and counted.search("p_regions + o_query * FIELDS + 6")
 
 
-@pytest.mark.parametrize("name", ["Format", "Source", "PackError", "Identity", "KVType", "CodedAs"])
+@pytest.mark.parametrize("name", ["Format", "Source", "PackError", "ProductIdentity", "KVType", "CodedAs"])
 def test_cpp_numbers_what_the_library_names_as_python_does(name: str) -> None:
-    found = enumerators((NATIVE / "types.h").read_text(encoding="utf-8"), name)
+    found = enumerators((NATIVE / "types.h").read_text(encoding="utf-8"), name.removeprefix("Product"))
     found = {called.removeprefix(PREFIXES.get(name, "")): place for called, place in found.items()}
     if name == "Source":
         found = {SHORTER.get(called, called): place for called, place in found.items()}
