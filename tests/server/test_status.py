@@ -74,7 +74,7 @@ async def test_an_error_arrives_with_its_code_reason_metadata_and_hints(
                 details = await info_refused(client)
 
             assert details.reason == expected
-            # A busy session is waited for, here for as long as the server is told to.
+            # A busy session is waited for, as long as the setting says.
             assert re.sub(r"within 0\.2\S* s", "within 2 s", details.text) == error.message
             assert details.error_info is not None
             assert details.error_info.domain == "kakeya.v1"
