@@ -30,10 +30,9 @@ class NoStepListError(Exception):
     """The model cannot be written as a list of operations that the executor has; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
 class Operation:
     """Base of all operations: frozen values."""
-
-    __slots__ = ()
 
     @property
     def reads(self) -> tuple[str, ...]:

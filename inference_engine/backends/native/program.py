@@ -213,7 +213,7 @@ class Program:
         one = NativeOperation(kind=Kind[re.sub("(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__).upper()])
         one.input = one.second = one.output = one.matrix = one.vector = one.table = one.layer = -1
         one.number = 1.0
-        for each in fields(operation):  # type: ignore[arg-type]  # all operations are dataclasses
+        for each in fields(operation):
             value = getattr(operation, each.name)
             if value is not None and (place := _PLACES.get(each.name)) is not None:
                 name, convert = place
