@@ -259,7 +259,7 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float
             # A server for each round: what one attack leaves is not held against those of the next round.
             with scripted_child(EngineConfig(kv_bytes=2**26), server, step_seconds=0.001) as process:
                 target = process.wait_ready()
-                with child("--victim", target) as asking:
+                with child(WAYS[0], target) as asking:
                     assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
                     watched = Watched(target, process.pid, asking)
                     watched.ask(1.0)
@@ -287,7 +287,7 @@ def measure_http(rounds: int, seconds: float) -> dict[str, list[dict[str, float]
             engine = EngineConfig(kv_bytes=2**26)
             with scripted_child(engine, server, step_seconds=0.001, tokenizer=tokenizer) as process:
                 target = process.wait_ready()
-                with child("--victim", target) as over_grpc, child("--http-victim", http_target) as over_http:
+                with child(WAYS[0], target) as over_grpc, child(WAYS[1], http_target) as over_http:
                     victims = {}
                     for way, asking in zip(WAYS, (over_grpc, over_http), strict=True):
                         assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
@@ -354,4 +354,4 @@ def main(options: argparse.Namespace, _save: Save) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    {"grpc": victim, "http": http_victim}[sys.argv[1]](sys.argv[2])
+    dict(zip(WAYS, (victim, http_victim), strict=True))[sys.argv[1]](sys.argv[2])
