@@ -28,7 +28,6 @@ from torch import Tensor
 
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.views import StagedQueries, StepReads
 
 # By name, what a part saved: tensors in the order that `load` reads. They are made while they are read, one by one.
@@ -175,10 +174,6 @@ class Part(ABC):
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         """Add the bytes in use after a history of `length`, staged positions up to `end` included."""
-
-    def transfers(self) -> TransferTotals:
-        """What moved between the device and the second tier."""
-        return TransferTotals()
 
     def statistics(self) -> Mapping[int, Any]:
         """What its mechanism counts, by layer."""

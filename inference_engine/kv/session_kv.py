@@ -28,7 +28,6 @@ from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
@@ -577,10 +576,6 @@ class SessionKV:
     def statistics(self) -> dict[int, Any]:
         """What mechanisms count, by layer. Empty if none of them counts anything."""
         return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
-
-    def transfers(self) -> TransferTotals:
-        """What moved between the device and the second tier. Zero if the strategy has none."""
-        return TransferTotals.together(part.transfers() for part in self.parts)
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""

@@ -21,7 +21,6 @@ from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBl
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Saved, saved_under, under
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
@@ -125,9 +124,7 @@ class ArchivedEntries(ArchivedPart):
             regions.stage(positions)
 
     def quiet_until(self, position: int) -> int:
-        """Entries leave at the end of a segment. What a step moves between the tiers is counted after each."""
-        if self._archive.moves:
-            return position
+        """Entries leave at the end of a segment."""
         return min([regions.quiet_until(position) for regions in self.regions], default=position)
 
     def advance(self, position: int) -> None:
@@ -159,7 +156,6 @@ class ArchivedEntries(ArchivedPart):
         leaving = [exact.leaving(before, length) for exact in self._sets]
         if not self._replays and any(len(positions) for positions in leaving):
             self._keep(leaving, before, length)
-        self._archive.commit(length)
         self._archive.ask_finite()
 
     def evict(self, before: int, length: int) -> None:
@@ -252,9 +248,6 @@ class ArchivedEntries(ArchivedPart):
                 stack.callback(exact.regions.release)
 
     # -- facts -----------------------------------------------------------------------------------------------------
-
-    def transfers(self) -> TransferTotals:
-        return self._archive.transfers()
 
     def check(self, length: int, cached: int) -> None:
         for regions in self.regions:

@@ -25,7 +25,6 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.layer_part import LayerPart, mechanisms_of
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
@@ -315,9 +314,6 @@ class LayerEntries(LayerSlots, Part):
         )
         for part in self.parts:
             part.add_footprint(held, length, end)
-
-    def transfers(self) -> TransferTotals:
-        return TransferTotals.together(part.transfers() for part in self.parts)
 
     def statistics(self) -> Mapping[int, Any]:
         return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}

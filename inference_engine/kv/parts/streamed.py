@@ -160,10 +160,9 @@ class StreamedEntries(ArchivedEntries):
     # -- a step of two segments --------------------------------------------------------------------------------------
 
     def room_beyond(self, position: int) -> int:
-        # What the second tier was given is not taken back.
         segment = self._context.geometry.segment_tokens
         has_room = self._spare and all(region.region >= segment for region in self._spare)
-        joins = has_room and self._joins_segments and not self._archive.moves
+        joins = has_room and self._joins_segments and self._archive.gives_back
         return segment if joins and all(reads.chunks(position) for reads in self._reads) else 0
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
