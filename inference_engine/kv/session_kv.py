@@ -70,7 +70,6 @@ class SessionKV:
         self.evicted = 0  # committed positions that no query can read any more
         self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.quiet_until`)
         self._quiet_footprint: tuple[int, Footprint] | None = None  # while that is so; with the pages that are open
-        self._grows_by_pages = False
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
@@ -302,7 +301,6 @@ class SessionKV:
             if self.draft_memory is None:
                 return False
             self.parts += (self.draft_memory,)
-        self._grows_by_pages = all(part.grows_by_pages for part in self.parts)
         self._is_active = not self.takes_room
         return True
 
@@ -339,11 +337,8 @@ class SessionKV:
         if self._is_active:
             return True
         most = max(self.length, tokens if self.limit_tokens is None else min(tokens, self.limit_tokens))
-        for index, part in enumerate(self.parts):
-            if not part.wake(most, self.length):
-                for active in self.parts[:index]:
-                    active.idle(None)
-                return False
+        if not all(part.wake(most, self.length) for part in self._archived):
+            return False
         if self._replay_end:
             self._replayed = 0
         self._is_active = True
@@ -353,7 +348,7 @@ class SessionKV:
     @property
     def takes_room(self) -> bool:
         """Does waking take room in the pool, which the idle session gives back?"""
-        return any(part.takes_room for part in self.parts)
+        return bool(self._archived)
 
     @property
     def checks_old_entries(self) -> bool:
@@ -391,7 +386,7 @@ class SessionKV:
         self.ask_finite()
         self.require_finite()
         self._end_quiet()
-        for part in self.parts:
+        for part in self._archived:
             part.idle(self.length if self._replayed is None else None)
         self._replayed = None
         self._is_active = False
@@ -403,7 +398,7 @@ class SessionKV:
         device fails here, the session is still empty: slots are wiped again when they are opened.
         """
         length = max(self.length, self.next_position + self.staged)
-        floor = min(length, *(part.floor for part in self.parts)) if self.parts else 0
+        floor = min(length, min((group.floor for group in self._resident), default=0))
         self.length, self.staged, self.evicted = floor, 0, 0
         self._replayed = None
         self._is_active = not self.takes_room
@@ -457,7 +452,7 @@ class SessionKV:
     @property
     def fits_numbers(self) -> bool:
         """Do all its queries read regions, so that its steps can be plan numbers alone?"""
-        return all(part.fits_numbers for part in self.parts)
+        return not self._plan.by_view and all(prefix.is_one_piece for prefix in self._prefixes)
 
     @property
     def reads_regions_alone(self) -> bool:
@@ -579,8 +574,8 @@ class SessionKV:
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
-        for part in self.parts:
-            part.check(self.next_position, self.next_position + self.staged)
+        for group in self.groups:
+            group.check(self.next_position, self.next_position + self.staged)
 
     def release(self) -> None:
         """Give all memory back; a part that fails does not stop the others. Safe to call twice."""
@@ -614,7 +609,7 @@ class SessionKV:
         for part in self.parts:
             part.add_footprint(held, self.length, end)
         footprint = Footprint(held.by_kind, tier_bytes=held.tier_bytes)
-        if end < self._quiet_until and self._grows_by_pages:
+        if end < self._quiet_until and self.draft_memory is None:  # which observes several tokens together
             self._quiet_footprint = pages, footprint
         return footprint
 

@@ -211,8 +211,11 @@ class Archive(ABC):
 class ArchivedPart(Part):
     """The part of a session that holds its archived layers. `kv/parts/archived.py` has what its kinds have in common.
 
-    strategy, placement: as in `kv/strategy.py`.
+    strategy, placement: as in `kv/strategy.py`. by_view: do queries read archived entries by a view, where no device
+    has an operation for them?
     """
+
+    by_view: ClassVar[bool]
 
     @classmethod
     @abstractmethod
@@ -226,6 +229,17 @@ class ArchivedPart(Part):
     @abstractmethod
     def active_need(cls, geometry: Geometry, placement: Any) -> Need:
         """What waking takes."""
+
+    @abstractmethod
+    def wake(self, tokens: int, length: int) -> bool:
+        """Take what only an active session needs, for histories of up to `tokens`, after one of `length`.
+
+        False, and nothing taken, if the pool has no room now. Raises RestorationFailed, with nothing taken.
+        """
+
+    @abstractmethod
+    def idle(self, length: int | None) -> None:
+        """Give back what `wake` took. None: entries are still being recomputed, none are new."""
 
 
 class Restorer(ABC):

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,8 +77,6 @@ Asked = tuple[int, ...]
 class ArchivedEntries(ArchivedPart):
     """The layers of one session whose old entries are restored."""
 
-    takes_room: ClassVar[bool] = True
-
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
@@ -130,10 +128,6 @@ class ArchivedEntries(ArchivedPart):
     def advance(self, position: int) -> None:
         for regions in self.regions:
             regions.advance(position)
-
-    @property
-    def fits_numbers(self) -> bool:
-        return all(regions.fits_numbers for regions in self.regions)
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         return min([regions.read(queries, step) for regions in self.regions], default=queries.first)
@@ -228,10 +222,6 @@ class ArchivedEntries(ArchivedPart):
         """The archived positions of a history of `length`, per set of layers."""
         return [exact.leaving(0, length) for exact in self._sets]
 
-    @property
-    def floor(self) -> int:
-        return 0
-
     def forget(self, floor: int, length: int) -> None:
         for exact in self._sets:
             exact.wipe()
@@ -246,12 +236,6 @@ class ArchivedEntries(ArchivedPart):
             stack.callback(self._archive.release)
             for exact in self._sets:
                 stack.callback(exact.regions.release)
-
-    # -- facts -----------------------------------------------------------------------------------------------------
-
-    def check(self, length: int, cached: int) -> None:
-        for regions in self.regions:
-            regions.check(length, cached)
 
     def _counts(self, length: int) -> list[int]:
         return [max(0, exact.layout.horizon(length) - exact.layout.sink) for exact in self._sets]

@@ -108,6 +108,7 @@ class LayerEntries(LayerSlots, Part):
 
     @property
     def floor(self) -> int:
+        """`forget` keeps entries of positions below this one: other sessions read or own them."""
         return max(self.layout.base, self.allocation.lent_until if self.allocation.is_lent else 0)
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -149,10 +150,6 @@ class LayerEntries(LayerSlots, Part):
         if self.held[slot] >= 0:
             raise InvariantViolated("INV1", f"a slot for position {position} is still held")
         self.held[slot] = position
-
-    @property
-    def fits_numbers(self) -> bool:
-        return all(part.fits_numbers for part in self.parts)
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         is_one = len(queries.positions) == 1
@@ -319,7 +316,11 @@ class LayerEntries(LayerSlots, Part):
         return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
 
     def check(self, length: int, cached: int) -> None:
-        resident = int(np.count_nonzero(self.held >= 0))
+        """Raise InvariantViolated unless resident and evicted positions add up to `cached`, of which `length` are
+        committed."""
+        resident = int(np.count_nonzero(self.held >= 0)) + (
+            0 if self.moved_out is None else len(self.moved_out.positions)
+        )
         gone = max(0, self.layout.horizon(length) - self.layout.sink) + self.layout.base
         if resident + gone != cached:
             raise InvariantViolated(

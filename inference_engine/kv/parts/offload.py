@@ -407,10 +407,6 @@ class OffloadedBlocks(BlockIndex):
             return position
         return min(super().quiet_until(position), self._segment_end(position))
 
-    @property
-    def fits_numbers(self) -> bool:
-        return False
-
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         if self._has_left and not (self._offloaded.is_read_by_numbers and queries.has_generated):
             return False
