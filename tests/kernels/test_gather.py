@@ -167,6 +167,17 @@ def test_entries_are_found_in_every_layout_without_copying_the_rest(layout: str)
     assert torch.equal(gather_vectors(states, entries), expected)
 
 
+def test_a_padded_query_past_the_last_entry_reads_what_there_is() -> None:
+    queries, keys, values = draw(2, KV_HEADS, DIM), *draw(2, KV_HEADS, 50, DIM, seed=1)
+    kept = torch.full((2, KV_HEADS, 1), 3)  # entries 48 … 63, of which two exist
+    always = read_from([49, 90], [40, 70], 4)
+    out, lse = gather_attend(queries, keys, values, kept, always, block=16, scaling=SCALING)
+    seen = torch.zeros(2, KV_HEADS, 50, dtype=torch.bool)
+    seen[0, :, [0, 1, 2, 3, *range(40, 50)]] = True
+    seen[1, :, [0, 1, 2, 3, 48, 49]] = True
+    torch.testing.assert_close((out, lse), masked_attend(queries, keys, values, seen, scaling=SCALING), **ROUNDING)
+
+
 def test_a_query_does_not_depend_on_its_company() -> None:
     count, block = 200, 16
     positions = [150 + index for index in range(QUERIES_AT_ONCE + 5)]
@@ -185,8 +196,65 @@ def test_a_query_does_not_depend_on_its_company() -> None:
         torch.testing.assert_close(lse, together[1][only], **ROUNDING)
 
 
+def test_padding_of_any_kind_changes_nothing() -> None:
+    queries, keys, values = draw(2, KV_HEADS, DIM), *draw(2, KV_HEADS, 100, DIM, seed=1)
+    kept = torch.tensor([[[1, 2], [3, 1]]]).expand(2, -1, -1)
+    padded = torch.cat([torch.full((2, KV_HEADS, 1), -1), kept, torch.full((2, KV_HEADS, 3), -1)], dim=-1)
+    narrow, wide = (read_from([90, 95], [80, 80], 4, width=width) for width in (None, 64))
+    assert wide.positions.shape == (2, 64)
+    expected = gather_attend(queries, keys, values, kept, narrow, block=16, scaling=SCALING)
+    result = gather_attend(queries, keys, values, padded, wide, block=16, scaling=SCALING)
+    torch.testing.assert_close(result, expected, **ROUNDING)
+
+
+def test_the_dtype_of_the_entries_changes_the_entries_alone() -> None:
+    queries, keys, values = (some.bfloat16() for some in (draw(1, 6, DIM), *draw(2, KV_HEADS, 64, DIM, seed=1)))
+    kept, always = torch.tensor([[[0], [1]]]), read_from([60], [40], 2)
+    expected = gather_attend(queries.float(), keys.float(), values.float(), kept, always, block=16, scaling=SCALING)
+    result = gather_attend(queries, keys, values, kept, always, block=16, scaling=SCALING)
+    assert result[0].dtype == result[1].dtype == torch.float32
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_a_query_that_sees_nothing_is_an_empty_state() -> None:
+    queries, keys, values = draw(2, KV_HEADS, DIM), *draw(2, KV_HEADS, 9, DIM, seed=1)
+    seen = torch.zeros(2, KV_HEADS, 9, dtype=torch.bool)
+    seen[0] = True
+    out, lse = masked_attend(queries, keys, values, seen, scaling=SCALING)
+    assert (out[1] == 0).all()
+    assert lse[1].isneginf().all()
+    assert lse[0].isfinite().all()
+
+
+def test_candidates_are_the_blocks_wholly_outside_sink_and_local_where_these_end_at_blocks() -> None:
+    always = read_from([100, 79, 10], [64, 48, 0], 16)
+    blocks = distant_blocks(always, block=16, count=6)
+    assert blocks.int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0], [0] * 6]
+
+
+def test_a_block_that_sink_or_local_cut_is_a_candidate() -> None:
+    blocks = distant_blocks(read_from([100], [65], 4), block=16, count=6)
+    assert blocks.int().tolist() == [[1, 1, 1, 1, 1, 0]]
+
+
 def test_the_best_candidates_are_selected_per_query_and_head_and_ties_go_to_the_first() -> None:
     scores = torch.tensor([[[9.0, 1, 5, 3, 5], [0, 0, 0, 0, 0]], [[9.0, 1, 5, 3, 5], [1, 2, 3, 4, 5]]])
     candidates = torch.tensor([[False, True, True, True, True], [True, False, False, True, False]])
     kept = select(scores, candidates, 3)
     assert kept.tolist() == [[[2, 3, 4], [1, 2, 3]], [[0, 3, -1], [0, 3, -1]]]
+
+
+@pytest.mark.parametrize(("blocks", "k"), [(0, 4), (5, 0)])
+def test_without_blocks_only_sink_and_local_are_read(blocks: int, k: int) -> None:
+    queries, keys, values = draw(1, KV_HEADS, DIM), *draw(2, KV_HEADS, 90, DIM, seed=1)
+    always = read_from([85], [70], 4)
+    kept = select(torch.zeros(1, KV_HEADS, blocks), distant_blocks(always, block=16, count=blocks), k)
+    assert kept.shape == (1, KV_HEADS, 0)
+    out, _ = gather_attend(queries, keys, values, kept, always, block=16, scaling=SCALING)
+    seen = union(kept, [85], [70], 4, 16, 90)
+    torch.testing.assert_close(out, masked_attend(queries, keys, values, seen, scaling=SCALING)[0], **ROUNDING)
+
+
+def test_a_width_too_small_is_refused_not_truncated() -> None:
+    with pytest.raises(AssertionError, match="25 entries"):
+        read_from([100], [80], 4, width=24)
