@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,16 +93,15 @@ def test_a_small_file_is_read(tmp_path: Path) -> None:
     ],
     ids=["strings", "numbers", "keys", "tensors"],
 )
-def test_a_large_file_of_zeros_takes_little_time_and_memory(content: bytes, tmp_path: Path) -> None:
+def test_a_large_file_of_zeros_takes_little_memory(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     with path.open("wb") as file:
         file.write(content)
         file.truncate(2**30)
-    before, began = _peak_bytes(), time.monotonic()
+    before = _peak_bytes()
     with contextlib.suppress(ModelError):  # some of them are whole
         read_gguf(path)
     assert _peak_bytes() - before < 3 * MAX_HEADER_BYTES  # the pages of the file that were looked at count, too
-    assert time.monotonic() - began < 10.0  # a second, on a machine that has nothing else to do
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -185,3 +186,10 @@ async def begin_bodies(handle: ServerHandle, count: int) -> list[asyncio.StreamW
     for writer in writers:
         writer.close()
     return []
+
+
+def posted(body: Any) -> bytes:
+    """A request for a completion, as it is sent."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content

@@ -131,6 +131,18 @@ async def test_a_stop_string_ends_the_answer_before_it_wherever_tokens_cut_it(cl
     assert choices[-1].finish_reason == "stop"
 
 
+async def test_a_stop_string_that_is_a_token_of_its_own_ends_the_answer(client: openai.AsyncOpenAI) -> None:
+    start = "<|im_start|>"
+    bias = {str(tiny_tokenizer().convert_tokens_to_ids(start)): 1000}
+    answer = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=8, logit_bias=bias, stop=start
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == ""
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1
+
+
 async def test_the_end_of_the_turn_ends_the_answer_and_is_not_shown(client: openai.AsyncOpenAI) -> None:
     bias = {str(tiny_tokenizer().convert_tokens_to_ids(END)): 1000}
     answer = await client.chat.completions.create(

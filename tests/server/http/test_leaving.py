@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import openai
 import pytest
 
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import EngineStalled, OutOfMemory, Overloaded
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
@@ -26,7 +29,7 @@ from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.turns import RequestTurns
 from inference_engine.server.ip_bans import Bars
 from inference_engine.server.limits import OwnerLimits
-from inference_engine.server.preauth_limits import UnauthenticatedPeers
+from inference_engine.server.preauth_limits import Peer, UnauthenticatedPeers
 from inference_engine.server.run import ServerHandle
 from inference_engine.session.history import TokenIds
 from tests.server.http.client import (
@@ -41,11 +44,12 @@ from tests.server.http.client import (
     http_client,
     left_nothing,
     openai_client,
+    posted,
     serving_http,
     tiny_chat,
 )
 from tests.server.http.test_template import ENDLESS
-from tests.server.wire import TIMEOUT_SECONDS, held
+from tests.server.wire import TIMEOUT_SECONDS, held, until
 from tests.tiny import tiny_engine
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
@@ -99,6 +103,24 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, str], asyncio.E
     return called
 
 
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], asyncio.Event]:
+    """An event that is set once a connection has read just these bytes."""
+
+    def received(awaited: bytes) -> asyncio.Event:
+        receive, is_received = connection.Connection.data_received, asyncio.Event()
+
+        def data_received(of: connection.Connection, data: bytes) -> None:
+            receive(of, data)
+            if data == awaited:
+                is_received.set()
+
+        monkeypatch.setattr(connection.Connection, "data_received", data_received)
+        return is_received
+
+    return received
+
+
 async def test_a_request_that_waits_when_the_server_gives_up_on_its_engine_gets_the_reason(
     engine: Engine, chat: ChatText, called: Callable[[Engine, str], asyncio.Event]
 ) -> None:
@@ -113,15 +135,49 @@ async def test_a_request_that_waits_when_the_server_gives_up_on_its_engine_gets_
     assert int(answer.headers["retry-after"]) > 0
 
 
+async def test_a_streamed_answer_ends_with_the_reason_when_the_server_gives_up_on_its_engine(
+    engine: Engine, chat: ChatText, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_http(engine, chat) as server, http_client(server) as client:
+        async with client.stream("POST", COMPLETIONS, json={**FOREVER, "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            assert "role" in await anext(lines)
+            giving_up = asyncio.create_task(server.abandon(EngineStalled()))
+            events = [line.removeprefix("data: ") async for line in lines if line]
+            await giving_up
+        error = json.loads(events[-1])["error"]
+        assert (error["code"], error["type"]) == ("engine_stalled", "server_error")
+        assert "[DONE]" not in events
+        assert all("choices" in json.loads(event) for event in events[:-1])
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_what_a_completion_leaves_in_the_log_has_a_tag_of_its_own(
+    client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "inference_engine")
+    for _ in range(2):
+        await client.chat.completions.create(**{**FOREVER, "max_tokens": 1})
+    tags = {vars(record)["request"] for record in caplog.records if record.getMessage() == "a Generate ended"}
+    assert len(tags) == 2
+
+
+SLOW = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
+
+
 @pytest.mark.parametrize(
-    "begun", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: "], ids=["silent", "slow"]
+    ("answered", "begun"),
+    [(b"", b""), (b"", SLOW), (b"HEAD /none HTTP/1.1\r\nHost: localhost\r\n\r\n", SLOW)],
+    ids=["silent", "slow", "reused"],
 )
 async def test_a_connection_that_never_finishes_its_request_is_closed(
-    server: ServerHandle, monkeypatch: pytest.MonkeyPatch, begun: bytes
+    server: ServerHandle, monkeypatch: pytest.MonkeyPatch, answered: bytes, begun: bytes
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
     async with calling(server) as caller:
-        caller.send(begun)
+        caller.send(answered + begun)
+        while answered and await caller.status() not in (b"\r\n", b""):
+            pass
         assert await caller.is_hung_up()
 
 
@@ -152,6 +208,87 @@ async def test_a_body_whose_chunks_are_broken_is_answered_like_other_errors(
     assert json.loads(body)["error"]["code"] == "bad_http"
     assert await left_nothing(engine)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("begun", [CHUNKED, posted({"model": "tiny"})[:-3]], ids=["chunks", "length"])
+async def test_a_client_that_ends_its_body_early_and_still_reads_is_answered(
+    server: ServerHandle, begun: bytes
+) -> None:
+    async with calling(server) as caller:
+        caller.send(begun)
+        caller.end()
+        head, body = await caller.answer()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+@pytest.mark.parametrize("is_broken", [True, False], ids=["broken", "left"])
+async def test_a_body_that_breaks_off_counts_at_the_door_once(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    """Once as what is not HTTP; what the application answers to a client that has left is never read."""
+    counted: list[bool] = []
+    answers = HttpDoor.answers
+
+    def counting(door: HttpDoor, peer: Peer, *, refuses: bool) -> bool:
+        counted.append(refuses)
+        return answers(door, peer, refuses=refuses)
+
+    monkeypatch.setattr(HttpDoor, "answers", counting)
+    async with calling(server) as caller:
+        caller.send(CHUNKED.replace(b"\r\nHost", b"\r\nExpect: 100-continue\r\nHost"))
+        assert await caller.status() == b"HTTP/1.1 100 Continue\r\n"  # the application reads the body
+        if is_broken:
+            caller.send(b"zz\r\n")
+            await caller.rest()
+    await until(lambda: bool(answered_with(engine, 400)))
+    assert counted == [True]
+
+
+def answered_with(engine: Engine, status: int) -> float | None:
+    labels = {"route": "/v1/chat/completions", "status": str(status)}
+    return engine.metrics.registry.get_sample_value("http_response_total", labels)
+
+
+@pytest.mark.parametrize("more", [b"\r\n", MODELS % b"close"], ids=["line", "request"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        posted({"model": "tiny", "messages": MESSAGES}).replace(b"\r\nHost", b"\r\nConnection: close\r\nHost"),
+        posted({"model": "tiny", "messages": MESSAGES}).replace(b"HTTP/1.1", b"HTTP/1.0"),
+    ],
+    ids=["close", "HTTP/1.0"],
+)
+async def test_what_follows_the_last_request_of_a_connection_is_ignored(
+    engine: Engine,
+    server: ServerHandle,
+    called: Callable[[Engine, str], asyncio.Event],
+    received: Callable[[bytes], asyncio.Event],
+    asked: bytes,
+    more: bytes,
+) -> None:
+    is_received, is_asked = received(more), called(engine, "generate")
+    async with calling(server) as caller:
+        with held(engine):
+            caller.send(asked)
+            await is_asked.wait()
+            caller.send(more)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await is_received.wait()
+        answer = await caller.rest()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(body)["choices"]
+    assert ended(engine, "closed") == 0
+
+
+async def test_chunks_that_break_after_the_answer_began_add_nothing_to_it(engine: Engine, server: ServerHandle) -> None:
+    async with calling(server) as caller:
+        caller.send(CHUNKED.replace(b"/v1/chat/completions", b"/none"))
+        assert await caller.status() == b"HTTP/1.1 404 Not Found\r\n"
+        caller.send(b"zz\r\n")
+        rest = await caller.rest()
+    assert b"HTTP/1.1 " not in rest
 
 
 async def test_a_connection_that_waits_for_an_answer_is_not_closed(
@@ -221,6 +358,50 @@ async def test_a_client_that_leaves_its_stream_frees_the_engine_within_a_step(
     assert closed - asked <= 1
 
 
+async def test_a_client_that_leaves_before_the_first_step_costs_none(
+    engine: Engine, client: openai.AsyncOpenAI, called: Callable[[Engine, str], asyncio.Event]
+) -> None:
+    with held(engine) as let_go:
+        is_queued, is_closed = called(engine, "generate"), called(engine, "close_session")
+        asking_for_all = asyncio.create_task(client.chat.completions.create(**FOREVER))
+        await is_queued.wait()
+        asking_for_all.cancel()
+        await is_closed.wait()
+        let_go()
+    await asyncio.to_thread(engine.drain, TIMEOUT_SECONDS)
+    assert ended(engine, "closed") == 1
+    # The step that was held gives the first token; another one would show.
+    assert engine.metrics.registry.get_sample_value("generate_tokens_total") == 1
+
+
+async def test_a_client_that_leaves_while_its_answer_is_made_frees_the_engine(
+    engine: Engine, client: openai.AsyncOpenAI, called: Callable[[Engine, str], asyncio.Event]
+) -> None:
+    is_running = called(engine, "generate")
+    asking_for_all = asyncio.create_task(client.chat.completions.create(**FOREVER))
+    await is_running.wait()
+    asking_for_all.cancel()
+    assert await left_nothing(engine)
+    assert ended(engine, "closed") == 1
+
+
+async def test_a_client_that_leaves_after_the_next_request_began_frees_the_engine(
+    engine: Engine,
+    server: ServerHandle,
+    called: Callable[[Engine, str], asyncio.Event],
+    received: Callable[[bytes], asyncio.Event],
+) -> None:
+    begun = b"GET /v1/models HTTP/1.1\r\n"
+    is_received, is_asked = received(begun), called(engine, "generate")
+    async with calling(server) as caller:
+        caller.send(posted(FOREVER))
+        await is_asked.wait()
+        caller.send(begun)
+        await is_received.wait()
+    assert await left_nothing(engine)
+    assert ended(engine, "closed") == 1
+
+
 async def test_a_client_that_leaves_while_its_messages_are_rendered_gets_no_session(
     engine: Engine, called: Callable[[Engine, str], asyncio.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +469,14 @@ async def test_where_too_many_ask_some_get_429_with_a_time_and_the_rest_is_answe
             assert again == [200] * 4
             await asyncio.to_thread(engine.drain, TIMEOUT_SECONDS)
             assert engine.info().kv_reserved_bytes == reserved_bytes
+
+
+async def test_no_room_for_a_session_is_429_with_a_time(chat: ChatText) -> None:
+    with tiny_engine(max_sessions=1) as engine:
+        async with serving_http(engine, chat) as handle, openai_client(handle) as client:
+            with held(engine), pytest.raises(openai.RateLimitError) as refused:
+                await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2)
+            assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
 async def test_an_owner_that_holds_every_place_keeps_no_other_owner_out(chat: ChatText, tmp_path: Path) -> None:
@@ -410,6 +599,29 @@ async def test_a_client_that_does_not_read_loses_its_session(
         pass
 
 
+async def test_a_client_that_does_not_read_loses_its_connection(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    made, lost = connection.Connection.connection_made, asyncio.Event()
+
+    def connection_made(of: connection.Connection, transport: asyncio.Transport) -> None:
+        # So that little is on its way before a write has to wait.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(high=4096)
+        made(of, transport)
+
+    monkeypatch.setattr(connection.Connection, "connection_made", connection_made)
+    monkeypatch.setattr(HttpDoor, "closed", lambda _door, _peer: lost.set())
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        async with calling(server, receives_bytes=4096) as caller:
+            caller.stop_reading()
+            caller.send(posted({**FOREVER, "stream": True}))
+            await lost.wait()
+    assert ended(engine, "closed") == 1
+
+
 async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(chat: ChatText) -> None:
     with tiny_engine(strategy=ENDLESS_SESSIONS) as engine:
         async with (
@@ -432,3 +644,39 @@ async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(ch
             assert last.choices[0].finish_reason == "length"
             await draining
         assert not engine.info().kv_reserved_bytes
+
+
+async def test_an_answer_that_outlives_the_grace_ends_with_an_error_in_its_stream(
+    engine: Engine, server: ServerHandle, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.chat.completions.create(**FOREVER, stream=True)
+    await anext(stream)
+    draining = asyncio.create_task(server.drain_and_stop())
+    with pytest.raises(openai.APIError) as ending:
+        async for _ in stream:
+            pass
+    assert ending.value.code == "draining"
+    await draining
+    assert not engine.info().kv_reserved_bytes
+
+
+async def test_a_stream_that_fails_before_it_begins_has_a_status(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, is_queued = engine.generate, asyncio.Event()
+
+    def generate_and_stop(*arguments: Any, **named: Any) -> Generation:
+        generation = generate(*arguments, **named)
+        generation.abort(Overloaded("later", retry_after_seconds=2.5))
+        is_queued.set()
+        return generation
+
+    async with http_client(server) as client:
+        with held(engine) as let_go:
+            monkeypatch.setattr(engine, "generate", generate_and_stop)
+            waiting = asyncio.create_task(client.post(COMPLETIONS, json={**FOREVER, "stream": True}))
+            await is_queued.wait()
+            let_go()
+            answer = await waiting
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert answer.json()["error"]["message"] == "later"

@@ -116,11 +116,22 @@ async def test_half_a_surrogate_anywhere_is_the_callers_mistake(
             assert "Traceback" not in stream.getvalue() and "ud800" not in stream.getvalue()
 
 
+async def test_a_whole_surrogate_pair_in_a_name_is_a_name(client: httpx2.AsyncClient) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "\\ud83d\\ude42": 1}'
+    answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "\U0001f642")
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 async def test_a_body_that_a_page_could_send_unasked_is_refused(client: httpx2.AsyncClient, kind: str) -> None:
     answer = await client.post(COMPLETIONS, content=json.dumps(asking()).encode(), headers={"content-type": kind})
     assert answer.status_code == 415
     assert error_of(answer)["code"] == "unsupported_media_type"
+
+
+async def test_a_body_that_is_too_large_is_refused(client: httpx2.AsyncClient) -> None:
+    answer = await client.post(COMPLETIONS, json=asking(stop="x" * MAX_BODY_BYTES))
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
 
 
 async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(

@@ -80,6 +80,29 @@ def test_values_that_ask_for_what_happens_anyway_are_taken(subtests: pytest.Subt
             assert read(**parameters) == read()
 
 
+def test_null_is_the_same_as_nothing() -> None:
+    nothing = dict.fromkeys([*HONOURED, "tools", "anything"])
+    assert read(**{**nothing, "model": "m", "messages": MESSAGES}) == read()
+
+
+CONTENTS: list[tuple[Any, str]] = [
+    ("a", "a"),
+    ("", ""),
+    ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+]
+
+
+def test_content_is_text_or_text_parts(subtests: pytest.Subtests) -> None:
+    for content, text in CONTENTS:
+        with subtests.test(content=content, text=text):
+            assert read(messages=[{"role": "user", "content": content}]).messages[0]["content"] == text
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer: Any = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
+    assert read(messages=[*MESSAGES, answer]).messages[1] == {"role": "assistant", "content": "Hi"}
+
+
 NOT_HONOURED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 5}, "top_k"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
@@ -247,6 +270,17 @@ def test_a_body_of_escapes_is_refused_before_it_is_parsed(piece: str, monkeypatc
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(BadJson, match=rf"escapes such as \\n .* the limit is {MAX_ESCAPES}. Send characters"):
         read_request(body)
+
+
+def test_a_text_that_is_escaped_is_taken_as_it_is_with_as_many_escapes_as_are_allowed() -> None:
+    message = {"role": "user", "content": "é" * MAX_ESCAPES}
+    assert read(messages=[message]).messages == (message,)
+
+
+def test_a_long_text_may_be_of_any_characters() -> None:
+    content = '\\",[{' * 100_000
+    message = {"role": "user", "content": content}
+    assert read(messages=[message]).messages == (message,)
 
 
 json_values = st.recursive(

@@ -127,6 +127,17 @@ def test_a_template_with_wrong_syntax_is_the_models_fault(make: Callable[..., Ch
         make("{% for m in messages %}").render(MESSAGES)
 
 
+def test_a_template_that_was_closed_starts_when_it_is_reported_to(make: Callable[..., ChatTemplate]) -> None:
+    template = make("fine")
+    assert template.render(MESSAGES) == "fine"
+    for _ in range(2):
+        template.close()
+        with pytest.raises(Draining):
+            template.render(MESSAGES)
+    template.start()
+    assert template.render(MESSAGES) == "fine"
+
+
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """Those that were started."""
@@ -195,3 +206,25 @@ def test_the_template_of_a_folder_is_found_wherever_it_is_or_refused(
         assert chat.end_ids == (tokenizer.eos_token_id,)
         ids = chat.prompt_ids([{"role": "user", "content": "Hello"}])
         assert "Hello" in tokenizer.decode(ids)
+
+
+def test_closing_while_the_process_loads_ends_it(
+    make: Callable[..., ChatTemplate], processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = make("fine")
+    write = write_frame
+    closing: list[threading.Thread] = []
+
+    def close_after(stream: IO[bytes], body: bytes) -> None:
+        write(stream, body)
+        closing.append(threading.Thread(target=template.close))
+        closing[-1].start()
+        processes[-1].wait(60.0)
+
+    monkeypatch.setattr(template_module, "write_frame", close_after)
+    with pytest.raises(Draining):
+        template.render(MESSAGES)
+    for thread in closing:
+        thread.join(60.0)
+    (process,) = processes
+    assert process.returncode is not None
