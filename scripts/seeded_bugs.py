@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from inference_engine.config import child_environment
@@ -393,7 +394,7 @@ class Copy:
         done = subprocess.run(
             [*(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header"), *tests],
             cwd=self._folder,
-            env=child_environment(PYTHONPATH=str(self._folder), PYTHONDONTWRITEBYTECODE="1"),
+            env=child_environment(PYTHONPATH=str(self._folder)),
             capture_output=True,
             text=True,
             timeout=LIMIT_SECONDS,
@@ -420,16 +421,22 @@ class Copy:
         """Put the bug in, run its tests, take it out again."""
         path = self._folder / bug.path
         healthy = path.read_text(encoding="utf-8")
-        path.write_text(planted(bug, healthy), encoding="utf-8")
+        _write(path, planted(bug, healthy))
         began = time.monotonic()
         try:
             status, name = self.run(bug.tests)
         except subprocess.TimeoutExpired:
             status, name = 1, "the tests did not end in time"
         finally:
-            path.write_text(healthy, encoding="utf-8")
+            _write(path, healthy)
         # Status 1: tests ran, and some failed. Anything else is no answer.
         return Found(bug, name if status == 1 else "", time.monotonic() - began)
+
+
+def _write(path: Path, text: str) -> None:
+    """What was compiled of another text goes: Python looks at size and second alone."""
+    path.write_text(text, encoding="utf-8")
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def planted(bug: Bug, text: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
@@ -20,7 +21,13 @@ MASK = 127
 
 def tiny_config(*, windows: tuple[int, ...] = (), causal: tuple[bool, ...] = (), **changes: int) -> DFlashConfig:
     shape = {"layers": 2, "taps": 2, "block_size": 4, "mask_token_id": MASK, "context_window": 24, **changes}
-    return replace(config_for(tiny_model(), **shape), windows=windows, causal=causal)
+    return replace(config_for(_target(), **shape), windows=windows, causal=causal)
+
+
+@cache
+def _target() -> PreTrainedModel:
+    """Of which the configuration alone is read: the module makes networks while it is collected."""
+    return tiny_model()
 
 
 def tiny_network(*, seed: int = 0, **changes: Any) -> DFlashNetwork:

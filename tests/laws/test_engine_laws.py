@@ -22,7 +22,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mark, Mode, Sampling, Truncated
 from tests.facade import rebuild_session
-from tests.garbage import left_aside
+from tests.garbage import leave_aside
 from tests.laws.variants import (
     FEW,
     LENGTH,
@@ -144,7 +144,8 @@ def test_the_footprint_never_passes_the_bound(strategy: KVStrategy, guaranteed: 
 @pytest.mark.parametrize("strategy", [*all_strategies(), FEWER_BYTES], ids=str)
 def test_a_session_holds_no_memory_but_what_it_reserves(strategy: KVStrategy) -> None:
     """The pool is there from the start: more sessions bring no more tensors, but for those that hold positions."""
-    with left_aside(), engine_for(Mode.BATCHED) as engine:
+    leave_aside()
+    with engine_for(Mode.BATCHED) as engine:
         generate(engine, opened(engine, strategy, text(LENGTH)), 3)
         before, of_tier = tensor_bytes(), engine.info().tier_reserved_bytes
         assert before > engine.info().kv_capacity_bytes  # of the pool, at least

@@ -42,7 +42,7 @@ MOST_TOKENS = 250  # of one session
 LONGEST_SECONDS = 0.2  # until a kill; most come sooner, when much is new
 # After as many kills without some of that, lives become twice as long: the machine is busy. A session has to have left
 # memory, and K/V to have come from a file.
-PATIENT_KILLS, LATE = 25, ("came back", "from a file")
+PATIENT_KILLS, LATE = 15, ("came back", "from a file")
 IDLE_SECONDS = 0.03  # between some calls, so that there are copies of K/V
 MOST_SESSIONS = 3  # of an agent, and how many of them may be in memory: one can be forked, and the third leaves
 IN_MEMORY = 2

@@ -11,7 +11,6 @@ import ctypes
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,11 +155,9 @@ def _compiled(generated: str) -> Callable[..., bytes | None]:
 
 
 IS_EMULATED = not runs_metal()
-needs_a_kernel = pytest.mark.skipif(
-    IS_EMULATED and not (sys.platform == "linux" and compiler()),
-    reason="neither a GPU that runs Metal nor a C++ compiler is here",
-)
-needs_emulation = pytest.mark.skipif(not IS_EMULATED or not compiler(), reason="it is about the emulation")
+# Fixtures of `conftest.py`: a compiler is looked for when a test needs it, and not by all that is collected.
+needs_a_kernel = pytest.mark.usefixtures("a_kernel")
+needs_emulation = pytest.mark.usefixtures("emulation")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.compose import open_backend
 from inference_engine.config import child_environment
 from inference_engine.errors import BackendError, ModelError
-from tests.further import off_metal
+from tests.further import off_metal_test
 from tests.mlx.test_loading import DENSE, config_of, saved
 
 OPENED = """
@@ -37,7 +37,8 @@ except KakeyaError:  # there is no such model
 """
 
 
-@pytest.mark.parametrize("given", [off_metal(""), "1"], ids=["by default", "whatever the environment says"])
+@off_metal_test
+@pytest.mark.parametrize("given", ["", "1"], ids=["by default", "whatever the environment says"])
 def test_float32_is_multiplied_as_float32_before_a_model_is_loaded(given: str) -> None:
     """MLX looks at its variable when it multiplies first. What was there is named."""
     variables = child_environment(MLX_ENABLE_TF32=given)

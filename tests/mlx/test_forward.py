@@ -40,7 +40,7 @@ def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
     assert try_list(kind, config, traits, seed=1, sizes=sizes) < 2e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, off_metal(torch.float16)], ids=str)
 def test_fewer_bits_give_the_same_logits_up_to_their_rounding(dtype: torch.dtype) -> None:
     ids = ids_of(60)
     expected = Sessions(tiny_forward(), Full()).logits(0, ids, range(16, 60, 16))

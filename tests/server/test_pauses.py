@@ -29,7 +29,7 @@ from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.scripted import Script
 from tests.facade import session_of, store_of
-from tests.garbage import left_aside
+from tests.garbage import leave_aside
 from tests.load.scripted import scripted_engine
 from tests.server.wire import connected, refused, serving
 
@@ -126,7 +126,8 @@ async def test_a_call_that_is_refused_leaves_no_frames_to_the_garbage_collector(
     path.write_text(Key.of(KEY, "alice").line, encoding="utf-8")
     script, go_on = Script(), threading.Event()
     script.on_step = lambda _: assert_came(go_on)
-    with left_aside(), scripted_engine(script=script, max_running=1, max_queued=1, stall_seconds=600.0) as engine:
+    leave_aside()
+    with scripted_engine(script=script, max_running=1, max_queued=1, stall_seconds=600.0) as engine:
         async with serving(engine, api_key_file=str(path), busy_wait_seconds=0.0) as handle:
             as_alice = [("authorization", f"Bearer {KEY}")]
             async with connected(handle) as keyless, connected(handle, metadata=as_alice) as client:

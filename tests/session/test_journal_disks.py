@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_loses_nothing() -> None:
     assert start_read_only((0, 7)) == {"whole": 6}
 
 
-@pytest.mark.parametrize("seed", [0, 1, *map(further, range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *map(further, range(1, 10))])
 def test_whatever_a_loss_of_power_leaves_has_all_that_was_confirmed(tmp_path: Path, seed: int) -> None:
     assert cut_power(tmp_path, seed=seed, states=1000) == {"whole": 1000}
 
