@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ import kv_cache_proposer
 from inference_engine.config import EngineConfig, ModelConfig, in_full
 from inference_engine.errors import BackendError, ConfigError, ModelError, NotNative, NotOnMlx
 from inference_engine.models import FoundModel, check_model, weights_digest
-from inference_engine.types import Durability
+from inference_engine.models.tokenizer_ids import read_token_bytes
+from inference_engine.types import Durability, ReadTokenBytes
 from kv_cache_proposer.drafter_errors import DrafterError
 from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
@@ -58,6 +60,7 @@ class Parts:
     # Digests of the weights and of the latent codec ("": there is none): what kept sessions belong to.
     digests: Callable[[], tuple[str, str]]
     components: ModelComponents | None = None
+    read_tokens: ReadTokenBytes | None = None  # their bytes, for constraints
     end_ids: tuple[int, ...] = ()  # end a turn by the model's files: `server/http/turn_ends.py` finds them
 
     def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
@@ -73,6 +76,7 @@ class Parts:
                 components=self.components,
                 drafter=self.drafter,
                 end_ids=self.end_ids,
+                read_tokens=self.read_tokens,
                 tracing=tracing,
             )
         from inference_engine.session.sqlite_journal import SQLiteJournal
@@ -97,6 +101,7 @@ class Parts:
                 components=self.components,
                 drafter=self.drafter,
                 end_ids=self.end_ids,
+                read_tokens=self.read_tokens,
                 tracing=tracing,
             )
         except BaseException:
@@ -125,6 +130,7 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
         drafter=find_drafter(model, forward),
         digests=lambda: _digests(model),
         components=components,
+        read_tokens=partial(read_token_bytes, model.model, model.cache_path),
     )
 
 

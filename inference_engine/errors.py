@@ -8,7 +8,8 @@
     │   ├── NotNative        the native backend does not run this model here
     │   └── NotOnMlx         MLX does not run this model here
     └── RequestError         one request; has a wire `reason`
-        ├── InvalidArgument ── TokenOutOfRange, RequestIdReused
+        ├── InvalidArgument ── TokenOutOfRange, RequestIdReused, InvalidConstraint
+        ├── ConstraintUnavailable, ConstraintFailed
         ├── SessionNotFound ── SessionEvicted
         ├── SessionBusy, HistoryLengthMismatch, HistoryBehindClient, SessionClosed, StreamTakenOver
         ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded, QuotaExceeded
@@ -122,6 +123,41 @@ class RequestIdReused(InvalidArgument):
             "request_id", "an earlier call used this id with other content; nothing was done. Use a new id"
         )
         self.session_id = session_id
+
+
+class InvalidConstraint(InvalidArgument):
+    """A constraint that cannot be compiled, permits nothing, or is larger or dearer than the server allows."""
+
+    reason = "INVALID_CONSTRAINT"
+
+    def __init__(self, message: str) -> None:
+        super().__init__("constraint", message)
+
+
+class ConstraintUnavailable(RequestError):
+    """The server does not know the bytes of its model's tokens, which all constraints but a choice of ids need."""
+
+    reason = "CONSTRAINT_UNAVAILABLE"
+    reveals_session = False
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"this server cannot constrain output by its text: {why}; a choice of id lists needs no tokenizer, or "
+            "generate without a constraint"
+        )
+
+
+class ConstraintFailed(RequestError):
+    """A Generate cannot go on under its constraint. Its tokens so far are kept."""
+
+    reason = "CONSTRAINT_FAILED"
+
+    def __init__(self, why: str, position: int) -> None:
+        super().__init__(
+            f"the constraint allows no token at position {position}: {why}. The tokens before are in the history; "
+            "generate with a simpler constraint, or without one",
+            position=position,
+        )
 
 
 class SessionNotFound(RequestError):

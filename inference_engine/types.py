@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from inference_engine.errors import InvalidArgument
+from inference_engine.errors import InvalidArgument, InvalidConstraint
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**64 - 1
+MAX_CONSTRAINT_BYTES = 2**18
+MAX_CHOICES = 1024
+MAX_CHOICE_IDS = 2**14  # of all choices together
 # Below these, logits overflow. Powers of two, which float32 on the wire represents exactly.
 SMALLEST_TEMPERATURE = 2.0**-20
 SMALLEST_PENALTY = 2.0**-7
@@ -48,6 +51,7 @@ class StopReason(enum.Enum):
     EOS = "eos"
     CANCELLED = "cancelled"
     TRUNCATED = "truncated"
+    CONSTRAINT = "constraint"  # it permits nothing more
 
 
 def _shown(value: float) -> str:
@@ -116,6 +120,50 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBytes:
+    """The bytes of a model's tokens, by id; or a specification of them, as the tokenizers library writes it.
+
+    specials: ids that stand for no text.
+    """
+
+    specification: str = ""
+    tokens: tuple[bytes, ...] = ()
+    specials: tuple[int, ...] = ()
+
+
+ReadTokenBytes = Callable[[], TokenBytes]
+
+
+class ConstraintKind(enum.Enum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constraint:
+    """What the tokens of a Generate must spell: text that fits `source`, or the ids of one of `choices`."""
+
+    kind: ConstraintKind
+    source: str = ""
+    choices: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind is ConstraintKind.CHOICE:
+            if not 1 <= len(self.choices) <= MAX_CHOICES:
+                raise InvalidConstraint(f"choice: must be 1 to {MAX_CHOICES} lists of ids, got {len(self.choices)}")
+            if not all(self.choices):
+                raise InvalidConstraint("choice: a list of ids is empty")
+            if (ids := sum(map(len, self.choices))) > MAX_CHOICE_IDS:
+                raise InvalidConstraint(f"choice: at most {MAX_CHOICE_IDS} ids in all lists together, got {ids}")
+        elif not self.source:
+            raise InvalidConstraint(f"{self.kind.value}: it is empty")
+        elif (size := len(self.source.encode("utf-8", "surrogatepass"))) > MAX_CONSTRAINT_BYTES:
+            raise InvalidConstraint(f"{self.kind.value}: at most {MAX_CONSTRAINT_BYTES} bytes, got {size}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateParams:
     """The parameters of one Generate. The engine checks ids against the vocabulary."""
 
@@ -125,6 +173,7 @@ class GenerateParams:
     logprobs: bool = False
     expected_history_length: int | None = None
     drafting: bool = True  # may a drafter be used? It changes the speed, never a token
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", f"must be ≥ 1, got {self.max_tokens}")
@@ -187,6 +236,7 @@ class Finished:
     accepted_tokens: int = 0
     is_degraded: bool = False  # the drafter failed; the tokens are not affected
     is_replayed: bool = False  # the call attached to an existing Generate
+    fits_constraint: bool | None = None  # do the tokens fit the constraint as they are? None: there is none
 
 
 @dataclass(frozen=True, slots=True)

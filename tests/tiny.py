@@ -31,7 +31,18 @@ from tests.facade import WatchedForward
 VOCABULARY = 128
 TRAINED_POSITIONS = 512
 NATIVE_WINDOW = 24
-EXTRAS = ("clock", "journal", "metrics", "latent", "codec_digest", "components", "drafter", "end_ids", "tracing")
+EXTRAS = (
+    "clock",
+    "journal",
+    "metrics",
+    "latent",
+    "codec_digest",
+    "components",
+    "drafter",
+    "end_ids",
+    "read_tokens",
+    "tracing",
+)
 LATENT_BYTES = 160  # of at most 192: 128 numbers in 12 bits each
 PAGES = {"page_tokens": 4, "segment_tokens": 16}
 # Small units, so that windows wrap and segments end within a short test.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -126,6 +127,8 @@ class Arguments:
             )
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("logit_bias", list(params.sampling.logit_bias))
+        if params.constraint is not None:
+            self.check_ids("constraint.choice", list(itertools.chain(*params.constraint.choices)))
 
 
 def check_label(label: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -16,6 +17,7 @@ import numpy as np
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
+from inference_engine.decode.constraints import Constraints, Grammar
 from inference_engine.decode.draft import Drafter, NoDrafter
 from inference_engine.decode.verifier import Verifier
 from inference_engine.engine.arguments import (
@@ -58,7 +60,7 @@ from inference_engine.session.replies import identify
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
-from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark
+from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark, ReadTokenBytes
 
 _FAILED_STEPS = 3  # consecutive: then the device, not a request, is at fault
 
@@ -84,6 +86,7 @@ class Engine:
         components: ModelComponents | None = None,
         drafter: Drafter | None = None,
         end_ids: Sequence[int] = (),
+        read_tokens: ReadTokenBytes | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -92,7 +95,8 @@ class Engine:
         journal: keeps sessions; the engine stops it when it closes. None: they end with the process.
         latent: serves sessions that restore KV entries from a latent; codec_digest: of it. components: of the model's
         keys, by layer, for sessions that choose tokens by them. drafter: drafts tokens for Generates that allow it.
-        end_ids: end a turn by the model's files, for sessions that ask for them.
+        end_ids: end a turn by the model's files, for sessions that ask for them. read_tokens: the bytes of tokens, for
+        the first Generate that is constrained by them.
         Raises ConfigError or BackendError if a setting cannot be served.
         """
         config = config or EngineConfig()
@@ -146,6 +150,7 @@ class Engine:
             components=components_digest(components or {}),
             wall_clock=wall_clock,
         )
+        self._constraints = Constraints(forward.facts.vocab_size, read_tokens)
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
             Verifier(forward, self._context, tap_layers=self._drafter.tap_layers, lap=timer.lap),
@@ -157,6 +162,7 @@ class Engine:
             vocab_size=forward.facts.vocab_size,
             timer=timer,
             drafter=self._drafter,
+            constraints=self._constraints,
             open_copies=open_copies(
                 self._journal.book, self._store, self._context, forward, self.config, self.metrics, clock
             ),
@@ -318,6 +324,7 @@ class Engine:
         """
         session = self._store.find_healthy(session_id, owner)
         self._arguments.check_params(params)
+        grammar = None if params.constraint is None else self.compile_constraint(params, owner=owner).result()
         call = identify(request_id, params, owner=owner, session_id=session_id)
         return self._generates.start(
             session,
@@ -326,8 +333,20 @@ class Engine:
             wait_seconds=wait_seconds,
             call=call,
             resume_from=resume_from,
+            grammar=grammar,
             refuse_late=refuse_late,
         )
+
+    def compile_constraint(self, params: GenerateParams, *, owner: str = "") -> Future[Grammar]:
+        """Compile the constraint that `params` have, for Generates of the owner; the result is there at once if it is
+        known. `generate` does it, too, and its caller waits.
+
+        The result raises InvalidConstraint or ConstraintUnavailable. Raises InvalidArgument, and QuotaExceeded if so
+        many of the owner's are being compiled already.
+        """
+        assert params.constraint is not None
+        self._arguments.check_params(params)
+        return self._constraints.compile(params.constraint, owner)
 
     def score(
         self,
@@ -558,6 +577,7 @@ class Engine:
             self._scheduler.stop()
         if not self._scheduler.is_alive:
             self._scheduler.copies.close()
+        self._constraints.close()
         self._store.close_all()
         self._journal.stop()
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from inference_engine.decode.constraints import Grammar
 from inference_engine.engine.arguments import check_length
 from inference_engine.errors import (
     DeadlineExceeded,
@@ -168,6 +169,7 @@ class Generates:
         call: Call | None = None,
         resume_from: int | None = None,
         forced: Forced | None = None,
+        grammar: Grammar | None = None,
         refuse_late: bool = False,
     ) -> Generation:
         """Start one once nothing else holds the session, or attach to the one that `call` names.
@@ -179,7 +181,7 @@ class Generates:
                 self._store,
                 session,
                 wait_seconds,
-                lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced),
+                lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced, grammar),
             )
         except HistoryBehindClient:
             self._metrics.histories_behind.inc()
@@ -210,12 +212,13 @@ class Generates:
         call: Call | None,
         resume_from: int | None,
         forced: Forced | None,
+        grammar: Grammar | None,
     ) -> tuple[Transcript, TranscriptReader, Request | None]:
         """A transcript, a reader and, if there is work, a request. It holds the session, and the caller submits it."""
         with self._store.locked():
             known = self._remembered.recall(call)
             if known is not None:
-                known.complete(params)
+                known.complete(params, grammar)
             if known is None and resume_from is not None:
                 # The session may have ended meanwhile, and its Generates with it; then this raises how.
                 self._store.find_healthy(session.session_id, session.owner)
@@ -236,7 +239,7 @@ class Generates:
                 self._refuse_without_place(session, known, forced)
                 self._store.ensure_memory(session)
                 self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
-                transcript = known or _new_transcript(session, params, forced, call, self._metrics)
+                transcript = known or _new_transcript(session, params, forced, grammar, call, self._metrics)
                 reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
                 request = transcript.run(self._clock())
                 self._follow(request)
@@ -281,12 +284,18 @@ class Generates:
 
 
 def _new_transcript(
-    session: Session, params: GenerateParams, forced: Forced | None, call: Call | None, metrics: EngineMetrics
+    session: Session,
+    params: GenerateParams,
+    forced: Forced | None,
+    grammar: Grammar | None,
+    call: Call | None,
+    metrics: EngineMetrics,
 ) -> Transcript:
     check_length(session, params.expected_history_length, metrics)
     if not len(session.history):
         raise InvalidArgument("history", "it is empty; append tokens to the session before generating")
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
     if call is None:
-        return Transcript(session, params, seed, forced=forced)
-    return Transcript(session, params, seed, forced=forced, request_id=call.request_id, digest=call.digest)
+        return Transcript(session, params, seed, forced=forced, grammar=grammar)
+    request_id, digest = call.request_id, call.digest
+    return Transcript(session, params, seed, forced=forced, grammar=grammar, request_id=request_id, digest=digest)

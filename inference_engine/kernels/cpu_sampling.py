@@ -51,18 +51,28 @@ Weigh = Callable[[Sequence[Row], Sequence[float]], Sequence[Heavy | None]]
 
 
 def drawn_from_few(
-    rows: Sequence[Row], samplings: Sequence[Sampling], keys: Sequence[int], weigh: Weigh | None = None
+    rows: Sequence[Row],
+    samplings: Sequence[Sampling],
+    keys: Sequence[int],
+    weigh: Weigh | None = None,
+    allowed: Sequence[Ids | None] | None = None,
 ) -> list[int | None]:
     """A token of each row of finite logits [V], or None. No sampling is greedy. keys: of the rows' noise.
 
-    weigh: the device's own; None: there is none.
+    weigh: the device's own; None: there is none. allowed: of each row the ids it may be, ascending; None: all.
     """
-    heavy: Sequence[Heavy | None] = [None] * len(rows)
+    allowed = [None] * len(rows) if allowed is None else allowed
+    heavy: list[Heavy | None] = [None] * len(rows)
     if weigh is not None and any(sampling.top_p < 1.0 for sampling in samplings):
-        heavy = weigh(rows, [sampling.temperature for sampling in samplings])
+        whole = [place for place, ids in enumerate(allowed) if ids is None]
+        weighed = (
+            weigh([rows[place] for place in whole], [samplings[place].temperature for place in whole]) if whole else []
+        )
+        for place, one in zip(whole, weighed, strict=True):
+            heavy[place] = one
     found = [
-        _candidates(row, sampling, key, one)
-        for row, sampling, key, one in zip(rows, samplings, keys, heavy, strict=True)
+        _candidates(row, sampling, key, one) if ids is None else _candidates_of(ids, row, sampling, key)
+        for ids, row, sampling, key, one in zip(allowed, rows, samplings, keys, heavy, strict=True)
     ]
     known = [ids for ids in found if ids is not None]
     if not known:
@@ -102,6 +112,32 @@ def _candidates(row: Row, sampling: Sampling, key: int, heavy: Heavy | None = No
         kept = kept[left >= left.max() + math.log(sampling.min_p)]
     kept.sort()
     return kept
+
+
+def _candidates_of(allowed: Ids, row: Row, sampling: Sampling, key: int) -> Ids | None:
+    """As `_candidates`, of the ids that are allowed alone."""
+    if len(allowed) > _MOST:
+        masked = only(row, allowed)
+        found = _candidates(masked, sampling, key)
+        return None if found is None else found[masked[found] > -np.inf]
+    kept = allowed
+    if sampling.top_k or sampling.top_p < 1.0:
+        kept = _ranked(row, allowed)[: sampling.top_k or None]
+    if sampling.top_p < 1.0:
+        kept = kept[: _share(row, kept, sampling, 0.0)]
+        if not len(kept):
+            return None
+    if sampling.min_p > 0.0:
+        left = row[kept].astype(np.float64) / sampling.temperature
+        kept = kept[left >= left.max() + math.log(sampling.min_p)]
+    return np.sort(kept)
+
+
+def only(row: Row, ids: Ids) -> Row:
+    """The numbers of `ids`, and -inf of all others."""
+    left = np.full_like(row, -np.inf)
+    left[ids] = row[ids]
+    return left
 
 
 def _largest(row: Row, count: int) -> Ids:

@@ -1,9 +1,9 @@
 """Samples a token from each of many logits vectors, by keyed Gumbel noise.
 
-Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw
-logits. The token is the id with the largest logit ÷ temperature + noise among those that are left, and the lower one of
-equals. Noise is a function of (seed, position, id) alone (`kernels/gumbel_noise.py`), so neither how a history was
-built nor drafting can change it.
+Order: repetition penalty (whole history), bias, mask of a constraint, temperature, top_k, top_p, min_p;
+log-probabilities are of the raw logits. The token is the id with the largest logit ÷ temperature + noise among those
+that are left, and the lower one of equals. Noise is a function of (seed, position, id) alone
+(`kernels/gumbel_noise.py`), so neither how a history was built nor drafting can change it.
 
 All tokens of a step are drawn together, whatever their samplings, in a few operations; on a CPU row by row, from as few
 ids as decide (`cpu_sampling.py`). A token depends on its own row of logits alone, bit for bit, so each operation here
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from inference_engine.kernels.cpu_sampling import Weigh, drawn_from_few
+from inference_engine.kernels.cpu_sampling import Weigh, drawn_from_few, only
 from inference_engine.kernels.gumbel_noise import FACTORS, GOLDEN, SHIFTS, NoiseOfAll, key, noise_of_all
 from inference_engine.kernels.transfer import on_device
 from inference_engine.types import Sampling
@@ -39,6 +39,16 @@ _UNKNOWN_VOCABULARY = 0  # draws of the largest logits alone do not depend on it
 STEPS_OF_KEYS = 64  # that are worked out at once, where one step is drawn behind another
 
 
+Mask = NDArray[np.uint8]  # [ceil(V / 8)]: a bit for each id, the lowest first, set if it may be drawn
+
+
+class Masks(Protocol):
+    """What a constraint allows for the next tokens of one Generate."""
+
+    def along(self, drafted: Sequence[int]) -> Sequence[Mask | None]:
+        """For the token after the first r of `drafted`, for each r. None: whatever is drawn there is not used."""
+
+
 @dataclass(slots=True)
 class Sampler:
     """One Generate's sampling, with what it must remember of the history on the device."""
@@ -47,6 +57,7 @@ class Sampler:
     seed: int
     seen: Tensor | None = None  # [V] bool: ids in the history, kept only under a repetition penalty
     bias: Tensor | None = None  # [V]
+    masks: Masks | None = None
 
     @staticmethod
     def start(
@@ -66,13 +77,23 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Raw logits are drawn from as they are."""
+        return self.seen is None and self.bias is None and self.masks is None
+
+    @property
+    def is_unweighted(self) -> bool:
+        """Neither a penalty nor a bias changes the logits."""
         return self.seen is None and self.bias is None
 
     def adjusted(self, logits: Tensor, draft_tokens: Sequence[int]) -> Tensor:
-        """Raw float32 `logits` [n, V] with penalty and bias. Row r follows the first r of `draft_tokens` [n - 1].
+        """Raw float32 `logits` [n, V] with penalty, bias and mask. Row r follows the first r of `draft_tokens` [n - 1].
 
         Draft tokens have not been observed.
         """
+        logits = self.weighted(logits, draft_tokens)
+        return logits if self.masks is None else _masked(logits, self.masks.along(draft_tokens))
+
+    def weighted(self, logits: Tensor, draft_tokens: Sequence[int]) -> Tensor:
+        """As `adjusted`, without the mask."""
         sampling = self.sampling
         if self.seen is not None:
             seen = self.seen
@@ -111,8 +132,7 @@ class Draw:
     def is_plainly_greedy(self) -> bool:
         """Are its samples the ids of the largest raw logits, and nothing else?"""
         sampler = self.sampler
-        is_raw = sampler.seen is None and sampler.bias is None
-        return is_raw and sampler.sampling.temperature == 0.0 and not self.needs_logprob
+        return sampler.is_plain and sampler.sampling.temperature == 0.0 and not self.needs_logprob
 
 
 class Sample(NamedTuple):
@@ -367,31 +387,56 @@ def _drawn_on_host(
     samplings: list[Sampling] = []
     keys: list[int] = []
     places: list[tuple[list[Sample], int]] = []
+    allowed: list[NDArray[np.int64] | None] = []
     for each, own in zip(draws, samples, strict=True):
         sampler, indices = each.sampler, each.indices
-        adjusted = raw[indices.start : indices.stop]
-        if not sampler.is_plain:
-            adjusted = sampler.adjusted(logits[indices.start : indices.stop], each.drafted).numpy()
-        for offset, (index, row) in enumerate(zip(indices, adjusted, strict=True)):
+        weighted = raw[indices.start : indices.stop]
+        if not sampler.is_unweighted:
+            weighted = sampler.weighted(logits[indices.start : indices.stop], each.drafted).numpy()
+        masks = itertools.repeat(None, len(indices)) if sampler.masks is None else sampler.masks.along(each.drafted)
+        for offset, (index, row, mask) in enumerate(zip(indices, weighted, masks, strict=True)):
             largest = _largest_of(raw[index]) if peaks is None else peaks[index]
             own.append(largest)
             if not largest.is_finite:
                 continue
-            if sampler.sampling.is_greedy:
-                own[-1] = largest if sampler.is_plain else largest._replace(token_id=int(row.argmax()))
+            is_greedy = sampler.sampling.is_greedy
+            if is_greedy and not sampler.is_unweighted:
+                largest = own[-1] = largest._replace(token_id=int(row.argmax()))
+            if is_greedy and (mask is None or mask[largest.token_id >> 3] >> (largest.token_id & 7) & 1):
+                continue
+            ids = None if mask is None else ids_in(mask, len(row))
+            if ids is not None and (is_greedy or len(ids) == 1):
+                own[-1] = largest._replace(token_id=int(ids[row[ids].argmax()]))
                 continue
             rows.append(row)
             samplings.append(sampler.sampling)
             keys.append(key(sampler.seed, each.position + offset))
             places.append((own, offset))
-    for row, sampling, own_key, (own, offset), found in zip(
-        rows, samplings, keys, places, drawn_from_few(rows, samplings, keys, weigh), strict=True
+            allowed.append(ids)
+    found_of = drawn_from_few(rows, samplings, keys, weigh, allowed)
+    for row, ids, sampling, own_key, (own, offset), found in zip(
+        rows, allowed, samplings, keys, places, found_of, strict=True
     ):
-        token_id = (
-            int(draw(torch.from_numpy(row)[None], [sampling], [own_key], noise_of_all)) if found is None else found
-        )
+        token_id = found
+        if token_id is None:
+            left = torch.from_numpy(row if ids is None else only(row, ids))
+            token_id = int(draw(left[None], [sampling], [own_key], noise_of_all))
         own[offset] = Sample(token_id, None, is_finite=True)
     return samples
+
+
+def ids_in(mask: Mask, vocab: int) -> NDArray[np.int64]:
+    """The ids that a mask allows, ascending."""
+    return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_).nonzero()[0]
+
+
+def _masked(logits: Tensor, masks: Sequence[Mask | None]) -> Tensor:
+    """`logits` [n, V] of what each row's mask allows, and -inf of all others."""
+    every = np.full(-(-logits.shape[-1] // 8), 0xFF, dtype=np.uint8)
+    packed = on_device(np.stack([every if mask is None else mask for mask in masks]), logits.device)
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (packed[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[-1]]
+    return torch.where(bits.bool(), logits, -torch.inf)
 
 
 def _largest_of(row: NDArray[np.float32]) -> Sample:

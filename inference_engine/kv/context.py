@@ -6,7 +6,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -351,6 +351,8 @@ def open_no_tiles(*_: object) -> None:
 
 class DraftMemory(Part):
     """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty."""
+
+    grows_by_pages: ClassVar[bool] = False  # the drafter observes several tokens together
 
     @abstractmethod
     def clear(self) -> None:

@@ -69,7 +69,7 @@ class Mechanism:
     ends_alone: ClassVar[bool] = False
     # Do generated tokens read less than all?
     is_selective: ClassVar[bool] = True
-    # Do queries read by a view, as far as no device has an operation for them?
+    # Do they read by a view, as far as no device has an operation for them?
     by_view: ClassVar[bool] = False
     # Do appended tokens read as generated ones do?
     appended: bool = False

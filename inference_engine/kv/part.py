@@ -4,6 +4,7 @@ A session's entries in a set of alike layers are a part, and so is a drafter's m
 the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over parts: a new mechanism is one file in
 `parts/`, or in any package; where it belongs to layers, a strategy's rule names it (`Mechanism` in `layout.py`).
 
+    wake    idle     take what only an active session needs from the pool; give it back
     prepare stage    make room for the next positions; enter them in the tables
     read             how the step's queries read the part: plan numbers, or a view
     advance          the same for a decoded token, where it is no more than an entry in the tables
@@ -15,10 +16,11 @@ the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over par
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
+from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.views import StagedQueries, StepReads
 
 # By name, what a part saved: tensors in the order that `load` reads. They are made while they are read, one by one.
@@ -74,10 +77,25 @@ class Held:
 class Part(ABC):
     """One mechanism's share of a session. Everything but `release` runs on the engine's thread."""
 
+    # Does waking take room in the pool, which the idle session gives back?
+    takes_room: ClassVar[bool] = False
+    # Until `steady_until`, does its footprint change with the open pages alone?
+    grows_by_pages: ClassVar[bool] = True
+
     @property
     def runs(self) -> Sequence[Run]:
         """Those of the pool that it holds while the session is idle."""
         return ()
+
+    # -- idle and active --------------------------------------------------------------------------------------------
+
+    def wake(self, tokens: int, length: int) -> bool:
+        """Prepare for histories of up to `tokens`, after one of `length`. False, and nothing taken, if the pool has no
+        room now. Raises RestorationFailed, with nothing taken."""
+        return True
+
+    def idle(self, length: int | None) -> None:
+        """Give back what `wake` took. None: entries are still being recomputed, none are new."""
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -107,6 +125,11 @@ class Part(ABC):
         """
         return queries.first
 
+    @property
+    def fits_numbers(self) -> bool:
+        """Can all its reads be plan numbers?"""
+        return True
+
     def reject(self, positions: Positions) -> None:
         """Remove the last staged positions from the tables. Their slots on the device are wiped in `commit`."""
 
@@ -135,6 +158,11 @@ class Part(ABC):
     def load(self, length: int, saved: Saved) -> None:
         """Restore what was saved after a history of `length`. Only while empty. Raises OSError."""
 
+    @property
+    def floor(self) -> int:
+        """`forget` keeps entries of positions below this one: other sessions read or own them."""
+        return sys.maxsize
+
     @abstractmethod
     def forget(self, floor: int, length: int) -> None:
         """Forget entries from `floor` on of a history that reached `length`. Idle afterwards."""
@@ -148,6 +176,14 @@ class Part(ABC):
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         """Add the bytes in use after a history of `length`, staged positions up to `end` included."""
 
+    def transfers(self) -> TransferTotals:
+        """What moved between the device and the second tier."""
+        return TransferTotals()
+
     def statistics(self) -> Mapping[int, Any]:
         """What its mechanism counts, by layer."""
         return {}
+
+    def check(self, length: int, cached: int) -> None:
+        """Raise InvariantViolated unless resident and evicted positions add up to `cached`, of which `length` are
+        committed."""

@@ -28,6 +28,7 @@ from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
+from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
@@ -70,6 +71,7 @@ class SessionKV:
         self.evicted = 0  # committed positions that no query can read any more
         self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.quiet_until`)
         self._quiet_footprint: tuple[int, Footprint] | None = None  # while that is so; with the pages that are open
+        self._grows_by_pages = False
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
@@ -301,6 +303,7 @@ class SessionKV:
             if self.draft_memory is None:
                 return False
             self.parts += (self.draft_memory,)
+        self._grows_by_pages = all(part.grows_by_pages for part in self.parts)
         self._is_active = not self.takes_room
         return True
 
@@ -337,8 +340,11 @@ class SessionKV:
         if self._is_active:
             return True
         most = max(self.length, tokens if self.limit_tokens is None else min(tokens, self.limit_tokens))
-        if not all(part.wake(most, self.length) for part in self._archived):
-            return False
+        for index, part in enumerate(self.parts):
+            if not part.wake(most, self.length):
+                for active in self.parts[:index]:
+                    active.idle(None)
+                return False
         if self._replay_end:
             self._replayed = 0
         self._is_active = True
@@ -348,7 +354,7 @@ class SessionKV:
     @property
     def takes_room(self) -> bool:
         """Does waking take room in the pool, which the idle session gives back?"""
-        return bool(self._archived)
+        return any(part.takes_room for part in self.parts)
 
     @property
     def checks_old_entries(self) -> bool:
@@ -386,7 +392,7 @@ class SessionKV:
         self.ask_finite()
         self.require_finite()
         self._end_quiet()
-        for part in self._archived:
+        for part in self.parts:
             part.idle(self.length if self._replayed is None else None)
         self._replayed = None
         self._is_active = False
@@ -398,7 +404,7 @@ class SessionKV:
         device fails here, the session is still empty: slots are wiped again when they are opened.
         """
         length = max(self.length, self.next_position + self.staged)
-        floor = min(length, min((group.floor for group in self._resident), default=0))
+        floor = min(length, *(part.floor for part in self.parts)) if self.parts else 0
         self.length, self.staged, self.evicted = floor, 0, 0
         self._replayed = None
         self._is_active = not self.takes_room
@@ -452,7 +458,7 @@ class SessionKV:
     @property
     def fits_numbers(self) -> bool:
         """Do all its queries read regions, so that its steps can be plan numbers alone?"""
-        return not self._plan.by_view and all(prefix.is_one_piece for prefix in self._prefixes)
+        return all(part.fits_numbers for part in self.parts)
 
     @property
     def reads_regions_alone(self) -> bool:
@@ -572,10 +578,14 @@ class SessionKV:
         """What mechanisms count, by layer. Empty if none of them counts anything."""
         return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
 
+    def transfers(self) -> TransferTotals:
+        """What moved between the device and the second tier. Zero if the strategy has none."""
+        return TransferTotals.together(part.transfers() for part in self.parts)
+
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
-        for group in self.groups:
-            group.check(self.next_position, self.next_position + self.staged)
+        for part in self.parts:
+            part.check(self.next_position, self.next_position + self.staged)
 
     def release(self) -> None:
         """Give all memory back; a part that fails does not stop the others. Safe to call twice."""
@@ -609,7 +619,7 @@ class SessionKV:
         for part in self.parts:
             part.add_footprint(held, self.length, end)
         footprint = Footprint(held.by_kind, tier_bytes=held.tier_bytes)
-        if end < self._quiet_until and self.draft_memory is None:  # which observes several tokens together
+        if end < self._quiet_until and self._grows_by_pages:
             self._quiet_footprint = pages, footprint
         return footprint
 

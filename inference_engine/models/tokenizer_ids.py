@@ -1,4 +1,5 @@
-"""The ids that a model's files name, read without transformers: those of its tokenizer, and the ends of a turn.
+"""The ids that a model's files name, read without transformers: those of its tokenizer, the ends of a turn, and the
+bytes that ids stand for.
 
 Ends are a union, because files of one model disagree by omission: config.json has one id, generation_config.json a
 list, the tokenizer the end of a text, a GGUF header those of a turn and of a message. What the chat template writes
@@ -17,8 +18,10 @@ from inference_engine.errors import ModelError
 from inference_engine.models.folder import CONFIG, read_json
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.gguf_tokenizer import check_made_tokenizer
-from inference_engine.models.gguf_vocabulary import end_ids
-from inference_engine.models.loader import FoundModel
+from inference_engine.models.gguf_vocabulary import end_ids, vocabulary_of
+from inference_engine.models.loader import FoundModel, check_model, own_tokenizer
+from inference_engine.models.token_bytes import bytes_of
+from inference_engine.types import TokenBytes
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +108,18 @@ def _ids_in(config: Mapping[str, Any]) -> Iterable[int]:
         for at in found if isinstance(found, list) else [found]:
             if isinstance(at, int) and not isinstance(at, bool) and at >= 0:
                 yield at
+
+
+def read_token_bytes(name_or_path: str, cache: Path) -> TokenBytes:
+    """Of a model by its name. Raises ModelError where its files do not say."""
+    found = check_model(name_or_path, cache=cache)
+    folder = own_tokenizer(found, name_or_path, cache)
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        return TokenBytes(specification=(folder / "tokenizer.json").read_text(encoding="utf-8"))
+    if found.only_gguf:
+        header = read_gguf(found.stored)
+        return bytes_of(vocabulary_of(header), is_byte_level=header.text("tokenizer.ggml.model") == "gpt2")
+    raise ModelError(f"{found.folder}: it has no tokenizer.json, and no GGUF file says the bytes of its tokens")
 
 
 def text_of(token: Any) -> str | None:

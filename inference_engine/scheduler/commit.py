@@ -85,6 +85,8 @@ class StepResults:
             taken = _up_to_stop(outcome.samples, request.stop_ids)
             if not taken:
                 return 0, ()
+            if request.matching is not None:
+                taken = taken[: request.matching.end_draw()]
             if not is_stopped and session.history.length + len(taken) > session.granted_length:
                 taken = taken[: self._histories.room(session, len(taken))]
             if is_stopped or not taken:
@@ -94,6 +96,8 @@ class StepResults:
             logprobs = _logprobs(taken) if request.params.logprobs else None
             session.record(ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
             request.began, request.last_ids = None, ids[-1:]
+            if request.matching is not None and taken[-1].token_id not in request.stop_ids:
+                request.matching.advance(ids.tolist())
             return tokens - block.drafted + len(taken) - 1, taken
         if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
             if is_stopped:
@@ -138,6 +142,8 @@ class StepResults:
         elif samples[0].is_finite and not session.is_closed:
             # Another call of the owner took the last place. The logits that come next are computed with that entry.
             session.forget_entries()
+        if block.drafted:
+            self._count_draft(request, block.drafted, min(len(samples) - 1, len(taken)))
         if not is_replayed:
             self._speculation.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
         if not request.generated:
@@ -160,6 +166,16 @@ class StepResults:
             self._endings.end(request, Failed(failure))
         elif failure is not None:
             raise failure
+
+    def _count_draft(self, request: Request, drafted: int, accepted: int) -> None:
+        """accepted: the Generate may have been stopped, or have ended among them."""
+        for counter in (request, request.session):
+            counter.drafted_tokens += drafted
+            counter.accepted_tokens += accepted
+        self._metrics.drafted_tokens.inc(drafted)
+        self._metrics.accepted_tokens.inc(accepted)
+        self._metrics.acceptance_length.observe(accepted + 1)
+        request.trace.note("verify", drafted=drafted, accepted=accepted)
 
     def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
         """Pass on the logits of a block whose last token predicts the one at `position`."""
@@ -208,15 +224,10 @@ class StepResults:
 
 
 def _stop_reason(request: Request, token_id: int) -> StopReason | None:
-    session = request.session
     if token_id in request.stop_ids:
         return StopReason.EOS
-    if request.generated >= request.params.max_tokens:
-        return StopReason.MAX_TOKENS
-    longest = session.longest
-    if longest is not None and session.history.length >= longest:
-        return StopReason.TRUNCATED
-    return None
+    # Whether its tokens fit its grammar is known a moment later; the loop ends it then.
+    return None if request.matching is not None else request.reached_limit
 
 
 def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence[Sample]:

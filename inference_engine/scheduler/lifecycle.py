@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from inference_engine.decode.constraints import Constraints
 from inference_engine.errors import (
     InternalError,
     InvariantViolated,
@@ -199,8 +200,10 @@ class Beginnings:
         *,
         vocab_size: int,
         copies: Copies,
+        constraints: Constraints,
     ) -> None:
         self._copies = copies
+        self._constraints = constraints
         self._metrics = metrics
         self._clock = clock
         self._endings = endings
@@ -246,6 +249,10 @@ class Beginnings:
         sampling = request.params.sampling
         seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
         request.sampler = Sampler.start(sampling, request.seed, seen, self._vocab_size, session.kv.context.device)
+        if request.grammar is not None:
+            history, before = session.history, request.earlier.generated
+            ids = history.ids(len(history) - before, len(history)).tolist() if before else []
+            request.matching = request.sampler.masks = self._constraints.start(request.grammar, ids, request.stop_ids)
         return True
 
 

@@ -13,13 +13,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from inference_engine.config import EngineConfig
+from inference_engine.decode.constraints import Constraints, wait_for
 from inference_engine.decode.draft import Drafter, NoDrafter, TokenIds
 from inference_engine.decode.verifier import Block, BlockFailed, InFlight, Outcome, Verifier, discard
 from inference_engine.errors import (
+    ConstraintFailed,
     Draining,
     InternalError,
     Overloaded,
@@ -34,20 +37,21 @@ from inference_engine.scheduler.commit import StepResults
 from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
 from inference_engine.scheduler.policy import admit, may_join, places
 from inference_engine.scheduler.request import Request, RequestState
-from inference_engine.scheduler.speculation import Drafting, Speculation
+from inference_engine.scheduler.speculation import Drafting, Speculation, draft_forced, most_draft_tokens
 from inference_engine.scheduler.step_time import EndPace, StepTimer
 from inference_engine.scheduler.stream_notify import StreamNotifier
 from inference_engine.scheduler.ttft_prediction import Room, TTFTPredictor
 from inference_engine.session.copies import NoCopies, OpenCopies
 from inference_engine.session.journal import Journal
 from inference_engine.session.store import SessionStore
-from inference_engine.types import Accepted, Failed
+from inference_engine.types import Accepted, Failed, StopReason
 
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 1.0  # between two rounds, if nothing asks for one
 _HOUSEKEEPING_SECONDS = 0.05
 _DRAFT_TOKENS = 16  # draft tokens that a session is granted memory for at most, if any is free
+_MATCHING_SECONDS = 0.0005  # between two looks whether a constraint's worker is done
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
 _BEHIND_SECONDS = 0.02  # between two looks whether the journal has caught up
@@ -87,6 +91,7 @@ class Scheduler:
         vocab_size: int,
         timer: StepTimer,
         drafter: Drafter,
+        constraints: Constraints,
         open_copies: OpenCopies = NoCopies,
     ) -> None:
         """open_copies: makes what saves and reads copies of K/V, which calls back when there is more to do."""
@@ -114,6 +119,7 @@ class Scheduler:
             self._enter,
             vocab_size=vocab_size,
             copies=self.copies,
+            constraints=constraints,
         )
         self._batching = Batching(config, clock, self._speculation)
         self._results = StepResults(store, metrics, clock, self._endings, self._speculation)
@@ -122,6 +128,7 @@ class Scheduler:
         self._tasks: deque[Callable[[], None]] = deque()
         self._queued: deque[Request] = deque()  # in order of arrival
         self._running: deque[Request] = deque()  # longest unserved first
+        self._constrained: set[Request] = set()  # of the running ones
         self._ends = EndPace()
         room = Room(
             max_running=config.max_running,
@@ -329,7 +336,7 @@ class Scheduler:
         for request in (*self._queued, *self._running):
             if request.session.is_closed:
                 self._endings.end(request, Failed(SessionClosed()))
-            elif request.stop is not None:
+            elif request.stop is not None and not request.is_waiting_for_verdict:
                 self._endings.end(request, request.ending(request.stop(), self._clock()))
 
     def _admitted(self, waiting: Sequence[Request]) -> Sequence[int]:
@@ -360,13 +367,18 @@ class Scheduler:
             time.sleep(_BEHIND_SECONDS)  # nothing of one more step could be sent
             self._last_step = None
             return
+        if self._constrained:
+            wait_for([request.matching for request in self._constrained if request.matching is not None])
         requests = [
             request
             for request in list(self._running)
-            if request.session.history.length <= request.secured_length or self._is_secured(request)
+            if (request.matching is None or self._may_go_on(request))
+            and (request.session.history.length <= request.secured_length or self._is_secured(request))
         ]
         last, self._last_step = self._last_step, None
         if not requests:
+            if self._running:
+                time.sleep(_MATCHING_SECONDS)  # workers look at their tokens
             return
         step_began = self._timer.begin()
         chosen = self._batching.choose(requests)
@@ -376,7 +388,8 @@ class Scheduler:
         drafts: dict[Request, TokenIds] = {}
         if is_decoding:
             tokens_left = self._config.step_tokens - len(batch)
-            drafts = self._speculation.draft(batch, tokens_left, on_work=self.notifier.release)
+            draft = partial(draft_forced, self._speculation) if self._constrained else self._speculation.draft
+            drafts = draft(batch, tokens_left, on_work=self.notifier.release)
         blocks = [self._batching.block(request, tokens, drafts.get(request)) for request, tokens in chosen.items()]
         began = self._clock()
         try:
@@ -403,6 +416,28 @@ class Scheduler:
         served = batch if is_decoding else [each for each in batch if not each.is_within_turn(chosen[each], turn)]
         self._move_back(served, None if last is None else (last[1], step_began - last[0]))
         self._settle(batch, blocks, outcomes, first=first)
+
+    def _may_go_on(self, request: Request) -> bool:
+        """May a constrained request be in the next step? Ends it if its output is whole, or nothing may follow."""
+        matching = request.matching
+        assert matching is not None
+        limit = request.reached_limit
+        if not matching.is_ready:
+            return not matching.is_late and limit is None
+        try:
+            look = matching.look(len(request.session.history))
+        except ConstraintFailed as error:
+            if limit is None:
+                self._endings.end(request, Failed(error))
+                return False
+        except Exception as error:
+            self._endings.fail_all([request], error)
+            return False
+        else:
+            limit = StopReason.CONSTRAINT if look.is_over else limit
+        if limit is not None:
+            self._endings.end(request, request.finished(limit, self._clock()))
+        return limit is None
 
     def _end_unrestored(self, request: Request, failed: SpanFailed) -> None:
         logger.error("a session's old KV entries could not be read", exc_info=failed, extra=request.about)
@@ -453,7 +488,10 @@ class Scheduler:
     def _can_launch(self, batch: Sequence[Request], blocks: Sequence[Block]) -> bool:
         """Does the step decode one token for each running request, drawn without a look at the tokens before it?"""
         return len(batch) == len(self._running) and all(
-            block.sampled == len(block.token_ids) == 1 and block.sampler is not None and block.sampler.seen is None
+            block.sampled == len(block.token_ids) == 1
+            and block.sampler is not None
+            and block.sampler.seen is None
+            and block.sampler.masks is None
             for block in blocks
         )
 
@@ -581,7 +619,7 @@ class Scheduler:
                 self._endings.end(request, Failed(error))
                 return False
         tokens, kv = session.history.length, session.kv
-        draft_tokens = min(_DRAFT_TOKENS, self._speculation.most_draft_tokens(request))
+        draft_tokens = min(_DRAFT_TOKENS, most_draft_tokens(request, self._speculation))
         if not kv.covers(tokens + draft_tokens):
             if not (draft_tokens and kv.covers(tokens)):
                 try:
@@ -633,6 +671,8 @@ class Scheduler:
             self._queued.remove(request)
             self._running.append(request)
             self._changes += 1
+        if request.grammar is not None:
+            self._constrained.add(request)
 
     def _leave(self, request: Request) -> None:
         self._results.count_reported()  # before its end is reported
@@ -644,6 +684,7 @@ class Scheduler:
                 self._queued.remove(request)
                 return
             self._running.remove(request)
+            self._constrained.discard(request)
             self._ttft.ended(request)
             self._ends.ended(self._clock())
 

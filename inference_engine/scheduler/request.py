@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from inference_engine.decode.constraints import Grammar, Matching
 from inference_engine.kernels.sampling import Sampler
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import GenerateRecord
@@ -88,6 +89,8 @@ class Request:
     has_recorded_forced: bool = False
     state: RequestState = RequestState.QUEUED
     sampler: Sampler | None = None
+    grammar: Grammar | None = None  # None: its tokens may be any
+    matching: Matching | None = None  # its place in the grammar, while it runs
     # None until a stop is requested; then it returns how the request ends.
     stop: Callable[[], StopReason | BaseException] | None = None
     outcome: Finished | Failed | None = None  # known before its session is free
@@ -112,7 +115,8 @@ class Request:
         assert state in _MOVES[self.state], (self.state, state)
         self.state = state
         if state is RequestState.ENDED:
-            self.sampler = None  # it holds the device's memory, and the request may be remembered
+            # They hold memory, and the request may be remembered.
+            self.sampler = self.matching = self.grammar = None
 
     def ask_to_stop(self, how: Callable[[], StopReason | BaseException]) -> None:
         """The first stop wins."""
@@ -132,6 +136,19 @@ class Request:
     def is_prefilling(self) -> bool:
         """Has it generated no token yet? A score prefills from beginning to end."""
         return self.generated == 0
+
+    @property
+    def is_waiting_for_verdict(self) -> bool:
+        """Has it all tokens that it may have, and only whether they fit its grammar is not known yet?"""
+        return self.matching is not None and self.reached_limit is not None
+
+    @property
+    def reached_limit(self) -> StopReason | None:
+        """Why it may generate no more, whatever its tokens are."""
+        if self.generated >= self.params.max_tokens:
+            return StopReason.MAX_TOKENS
+        longest = self.session.longest
+        return StopReason.TRUNCATED if longest is not None and self.session.history.length >= longest else None
 
     def is_within_turn(self, tokens: int, turn_tokens: int) -> bool:
         """After a chunk of `tokens` of its prefill: does it come before others of its owner still?
@@ -164,7 +181,15 @@ class Request:
             drafted_tokens=done.drafted_tokens,
             accepted_tokens=done.accepted_tokens,
             is_degraded=self.is_degraded,
+            fits_constraint=self._judged(reason),
         )
+
+    def _judged(self, reason: StopReason) -> bool | None:
+        if self.params.constraint is None:
+            return None
+        if reason in (StopReason.EOS, StopReason.CONSTRAINT):
+            return True
+        return self.matching is not None and self.matching.fits_constraint
 
     def done(self, now: float) -> Done:
         """What the Generate has done until `now`, by this request and those it continues."""

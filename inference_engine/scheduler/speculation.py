@@ -36,6 +36,7 @@ _WATCH_SHARE = 0.01
 _PROBE_STEPS, _PROBE_LENGTH = 256, 4
 # Decoded tokens that are passed to the drafter together, unless a draft needs them earlier.
 _REPORTED_TOGETHER = 16
+_MOST_FORCED = 31  # draft tokens that a constraint forces, in one step
 _NONE: TokenIds = np.zeros(0, dtype=np.uint32)
 
 
@@ -90,6 +91,13 @@ class _Asked:
             temperature=request.params.sampling.temperature,
             seed=request.seed,
         )
+
+
+def draft_room(request: Request) -> int:
+    """Draft tokens for which there is memory, and after which another token may be generated."""
+    session = request.session
+    room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
+    return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
 
 class Speculation:
@@ -252,7 +260,7 @@ class Drafting(Speculation):
 
     def _method(self, request: Request, most: int) -> tuple[DraftMethod, int] | None:
         """How to draft for it, if that is possible, and the longest draft, of `most` tokens at most."""
-        room = min(self._drafter.longest, self._room(request), most)
+        room = min(self._drafter.longest, draft_room(request), most)
         if room <= 0 or not self._is_served(request):
             return None
         try:
@@ -281,13 +289,6 @@ class Drafting(Speculation):
 
     def _is_served(self, request: Request) -> bool:
         return request.params.drafting and not request.is_degraded and request.forced is None
-
-    @staticmethod
-    def _room(request: Request) -> int:
-        """Draft tokens for which there is memory, and after which another token may be generated."""
-        session = request.session
-        room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
-        return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
     def _length(self, request: Request, method: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
         """How many draft tokens to request, and whether they are only watched. A step is decided on."""
@@ -331,16 +332,8 @@ class Drafting(Speculation):
         self._steps[sessions.bit_length()].saw(tokens, seconds, is_plain=tokens == sessions)
 
     def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
-        if block.drafted:
+        if taken and block.drafted and request in self._given:  # else its constraint forced them
             right = len(outcome.samples) - 1
-            accepted = min(right, taken)  # the Generate may have been stopped, or have ended among them
-            for counter in (request, request.session):
-                counter.drafted_tokens += block.drafted
-                counter.accepted_tokens += accepted
-            self._metrics.drafted_tokens.inc(block.drafted)
-            self._metrics.accepted_tokens.inc(accepted)
-            self._metrics.acceptance_length.observe(accepted + 1)
-            request.trace.note("verify", drafted=block.drafted, accepted=accepted)
             method, sessions = self._given[request]
             pace, balance = self._state(request, method)
             balance.won(right, sessions)
@@ -349,7 +342,7 @@ class Drafting(Speculation):
         elif request.is_prefilling:
             for pace in self._course(request).paces.values():
                 pace.watched = _NONE  # what was watched belongs to an earlier Generate
-        elif outcome.samples:
+        elif taken and not block.drafted:
             for pace in self._course(request).paces.values():
                 pace.compare(outcome.samples[0].token_id)
         memory = request.session.kv.draft_memory
@@ -386,6 +379,35 @@ class Drafting(Speculation):
             self._metrics.drafter_failures.inc()
             if request.session.kv.draft_memory is not None:
                 request.session.kv.draft_memory.clear()
+
+
+def draft_forced(
+    speculation: Speculation, batch: Sequence[Request], tokens_left: int, *, on_work: Callable[[], None]
+) -> dict[Request, TokenIds]:
+    """As `Speculation.draft`, with constraints in the batch: what one forces is a draft, what it refuses is cut."""
+    constrained = {each: each.matching for each in batch if each.matching is not None and each.params.drafting}
+    forced = {
+        request: np.array(ids[:room], dtype=np.uint32)
+        for request, matching in constrained.items()
+        if (ids := matching.forced())
+        and (room := min(draft_room(request), tokens_left // len(batch), _MOST_FORCED)) > 0
+    }
+    tokens_left -= sum(map(len, forced.values()))
+    others = [request for request in batch if request not in forced]
+    drafts = speculation.draft(others, tokens_left, on_work=on_work) | forced
+    for request, matching in constrained.items():
+        if request in drafts:
+            drafts[request] = drafts[request][: matching.cut(drafts[request].tolist())]
+            if not len(drafts[request]):
+                del drafts[request]
+    return drafts
+
+
+def most_draft_tokens(request: Request, speculation: Speculation) -> int:
+    """Most draft tokens in its next step, whatever memory is free: the drafter's, or those that a constraint forces."""
+    if request.matching is not None and request.params.drafting and request.generated:
+        return max(0, request.params.max_tokens - request.generated - 1)
+    return speculation.most_draft_tokens(request)
 
 
 def _count_step(pace: _Pace, balance: Balance) -> None:

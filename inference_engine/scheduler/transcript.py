@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
+from inference_engine.decode.constraints import Grammar
 from inference_engine.errors import HistoryBehindClient, InvalidArgument, SessionClosed, StreamTakenOver
 from inference_engine.logs import about_session
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
@@ -63,10 +64,12 @@ class Transcript:
         seed: int,
         *,
         forced: Forced | None = None,
+        grammar: Grammar | None = None,
         request_id: bytes = b"",
         digest: bytes = b"",
     ) -> None:
         self.session = session
+        self._grammar = grammar  # of its constraint
         self.params = params
         self.first_position = len(session.history)
         self.identity = request_id, digest  # of the call; empty: it has none
@@ -91,11 +94,11 @@ class Transcript:
         transcript._logprobs = None if logprobs is None else array("f", logprobs.tobytes())
         return transcript
 
-    def complete(self, params: GenerateParams) -> None:
+    def complete(self, params: GenerateParams, grammar: Grammar | None = None) -> None:
         """A recalled one gets its parameters: those of the call that names it, whose digest was found equal."""
         if self.params is not _UNKNOWN:
             return
-        self.params = params
+        self.params, self._grammar = params, grammar
         history, longest = self.session.history, self.session.longest
         reason: StopReason | None = None
         if history[self.end_position - 1] in self.session.eos_token_ids | frozenset(params.stop_token_ids):
@@ -117,7 +120,13 @@ class Transcript:
                 cached_tokens=0,
                 attended_positions=0,
                 evicted_positions=0,
+                fits_constraint=None if grammar is None else reason is StopReason.EOS or self._fits(grammar),
             )
+
+    def _fits(self, grammar: Grammar) -> bool:
+        automaton = grammar.start()
+        ids = self.session.history.ids(self.first_position, self.end_position).tolist()
+        return all(map(automaton.consume, ids)) and automaton.may_end
 
     @property
     def end_position(self) -> int:
@@ -179,6 +188,7 @@ class Transcript:
             accepted_at=now,
             earlier=done,
             forced=self._forced,
+            grammar=self._grammar,
             began=None if self._tokens else GenerateRecord(self.first_position, *self.identity, self._seed),
         )
         if before is not None:

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBl
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Run
+from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Saved, saved_under, under
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
@@ -77,6 +78,8 @@ Asked = tuple[int, ...]
 class ArchivedEntries(ArchivedPart):
     """The layers of one session whose old entries are restored."""
 
+    takes_room: ClassVar[bool] = True
+
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
@@ -122,12 +125,18 @@ class ArchivedEntries(ArchivedPart):
             regions.stage(positions)
 
     def quiet_until(self, position: int) -> int:
-        """Entries leave at the end of a segment."""
+        """Entries leave at the end of a segment. What a step moves between the tiers is counted after each."""
+        if self._archive.moves:
+            return position
         return min([regions.quiet_until(position) for regions in self.regions], default=position)
 
     def advance(self, position: int) -> None:
         for regions in self.regions:
             regions.advance(position)
+
+    @property
+    def fits_numbers(self) -> bool:
+        return all(regions.fits_numbers for regions in self.regions)
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         return min([regions.read(queries, step) for regions in self.regions], default=queries.first)
@@ -150,6 +159,7 @@ class ArchivedEntries(ArchivedPart):
         leaving = [exact.leaving(before, length) for exact in self._sets]
         if not self._replays and any(len(positions) for positions in leaving):
             self._keep(leaving, before, length)
+        self._archive.commit(length)
         self._archive.ask_finite()
 
     def evict(self, before: int, length: int) -> None:
@@ -222,6 +232,10 @@ class ArchivedEntries(ArchivedPart):
         """The archived positions of a history of `length`, per set of layers."""
         return [exact.leaving(0, length) for exact in self._sets]
 
+    @property
+    def floor(self) -> int:
+        return 0
+
     def forget(self, floor: int, length: int) -> None:
         for exact in self._sets:
             exact.wipe()
@@ -236,6 +250,15 @@ class ArchivedEntries(ArchivedPart):
             stack.callback(self._archive.release)
             for exact in self._sets:
                 stack.callback(exact.regions.release)
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    def transfers(self) -> TransferTotals:
+        return self._archive.transfers()
+
+    def check(self, length: int, cached: int) -> None:
+        for regions in self.regions:
+            regions.check(length, cached)
 
     def _counts(self, length: int) -> list[int]:
         return [max(0, exact.layout.horizon(length) - exact.layout.sink) for exact in self._sets]

@@ -25,6 +25,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand, Run
+from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.layer_part import LayerPart, mechanisms_of
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
@@ -108,7 +109,6 @@ class LayerEntries(LayerSlots, Part):
 
     @property
     def floor(self) -> int:
-        """`forget` keeps entries of positions below this one: other sessions read or own them."""
         return max(self.layout.base, self.allocation.lent_until if self.allocation.is_lent else 0)
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -150,6 +150,10 @@ class LayerEntries(LayerSlots, Part):
         if self.held[slot] >= 0:
             raise InvariantViolated("INV1", f"a slot for position {position} is still held")
         self.held[slot] = position
+
+    @property
+    def fits_numbers(self) -> bool:
+        return all(part.fits_numbers for part in self.parts)
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         is_one = len(queries.positions) == 1
@@ -312,15 +316,14 @@ class LayerEntries(LayerSlots, Part):
         for part in self.parts:
             part.add_footprint(held, length, end)
 
+    def transfers(self) -> TransferTotals:
+        return TransferTotals.together(part.transfers() for part in self.parts)
+
     def statistics(self) -> Mapping[int, Any]:
         return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
 
     def check(self, length: int, cached: int) -> None:
-        """Raise InvariantViolated unless resident and evicted positions add up to `cached`, of which `length` are
-        committed."""
-        resident = int(np.count_nonzero(self.held >= 0)) + (
-            0 if self.moved_out is None else len(self.moved_out.positions)
-        )
+        resident = int(np.count_nonzero(self.held >= 0))
         gone = max(0, self.layout.horizon(length) - self.layout.sink) + self.layout.base
         if resident + gone != cached:
             raise InvariantViolated(

@@ -38,6 +38,7 @@ from inference_engine.kv.memory.events import event_now
 from inference_engine.kv.memory.inbound import Inbound
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.memory.tier import ChunkShape
+from inference_engine.kv.memory.transfers import Transfers, TransferTotals
 from inference_engine.kv.numbers import most_blocks
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.block_index import BlockIndex, BlockSelector, GatherView, choose_blocks
@@ -144,7 +145,7 @@ class OffloadedEntries:
         )
         self._head_bytes = 2 * head_dim * context.geometry.itemsize  # of one entry's KV head in one layer
         self.end = layout.sink  # the first position after the sink that is not stored
-        self._count = context.tier.count
+        self.transfers = Transfers(context.tier.count)
         places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
         self._places: dict[int, Blocks] = {layer: places.copy() for layer in layers}
         # By layer, for the running step: the block in each place before it, and after each generated token.
@@ -166,7 +167,7 @@ class OffloadedEntries:
         self._expected: deque[tuple[int, range]] = deque()  # layer and positions of what is asked for next
         self._kept: torch.cuda.Event | None = None  # when all that was kept is stored
         self._recorded = 0  # chunks whose addresses the record has
-        self._counted = 0  # of the blocks that the record says were fetched
+        self._counted = [0, 0]  # of the record's counts, what the transfers have
         self._is_by_numbers = False  # does the operation fill the places?
 
     # -- entries that leave ----------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ class OffloadedEntries:
         self._count_fetched()
         if self._inbound is not None:
             self._kept = event_now(self._device)
-        self._count("kept", states.nbytes)
+        self.transfers.add(kept_bytes=states.numel() * states.itemsize)
 
     def save(self) -> Iterator[tuple[Tensor]]:
         """The stored entries, [layers, 2, Hkv, n, D] of a chunk at a time: views. Without the fetched blocks."""
@@ -244,8 +245,11 @@ class OffloadedEntries:
         if not self._is_by_numbers:
             return
         assert self._record is not None
-        before, self._counted = self._counted, int(self._record.counts[..., 1].sum())
-        self._count("fetched", (self._counted - before) * self._tier.block * self._head_bytes)
+        totals = self._record.counts.sum((0, 1)).tolist()
+        found, fetched = (total - before for total, before in zip(totals, self._counted, strict=True))
+        self._counted = totals
+        block_bytes = self._tier.block * self._head_bytes
+        self.transfers.add(blocks_found=found, blocks_fetched=fetched, fetched_bytes=fetched * block_bytes)
 
     # -- entries that are read -------------------------------------------------------------------------------------
 
@@ -278,11 +282,11 @@ class OffloadedEntries:
         assert number >= 0 and not begin and last - first <= self.piece and last <= self.end
         if self._inbound is None:
             states = self._store.read(number)[self._index[layer]][:, :, : last - first]
-            self._count("streamed", states.nbytes)
+            self.transfers.add(streamed_bytes=states.numel() * states.itemsize)
             keys, values = states.to(self._device)
             return keys, values
         chunks = self._inbound.take()  # [n, 2, Hkv, chunk, D]
-        self._count("streamed", chunks.nbytes)
+        self.transfers.add(streamed_bytes=chunks.nbytes)
         self._bring_next(self._inbound)
         keys, values = chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : last - first]
         return keys, values
@@ -302,6 +306,7 @@ class OffloadedEntries:
             _make_room(asked, held)
         self._load(layer, before)
         trail.append((position, places.copy()))
+        self.transfers.add(blocks_found=int(here.sum() - (places != before).sum()))
         at = (wanted[:, :, None] == places[:, None, :]).argmax(-1) if places.size else np.zeros_like(wanted)
         resident = self.layout.slots(np.maximum(wanted, 0) * size)
         slots: Positions = np.where(here, self.layout.fetched_from + at * size, np.where(wanted >= 0, resident, 0))
@@ -323,7 +328,8 @@ class OffloadedEntries:
             (self._buffer.keys, self._buffer.values), states.to(self._device).unbind(1), strict=True
         ):
             target.index_copy_(0, targets, source.reshape(-1, target.shape[-1]))
-        self._count("fetched", int(np.count_nonzero(blocks >= 0)) * size * self._head_bytes)
+        fetched = int(np.count_nonzero(blocks >= 0))
+        self.transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._head_bytes)
 
     def _block(self, layer: int, head: int, block: int) -> Tensor:
         """Keys and values [2, block, D] of one KV head; zeros for no block."""
@@ -336,12 +342,13 @@ class OffloadedEntries:
     # -- the end of a step ------------------------------------------------------------------------------------------
 
     def commit(self, length: int) -> None:
-        """Restore the places as the last generated token below `length` left them."""
+        """Restore the places as the last generated token below `length` left them, and count what the step moved."""
         for layer, trail in self._trail.items():
             after = next(places for position, places in reversed(trail) if position < length)
             before, self._places[layer] = self._places[layer], after
             self._load(layer, before)
         self._trail.clear()
+        self.transfers.commit(length)
 
     def forget(self) -> None:
         """Drop all entries and fetched blocks."""
@@ -355,6 +362,7 @@ class OffloadedEntries:
             self._places[layer] = np.full_like(places, -1)
             self._load(layer, before)
         self._trail.clear()
+        self.transfers.commit(0)
         self._store.clear()
 
     def release(self) -> None:
@@ -406,6 +414,10 @@ class OffloadedBlocks(BlockIndex):
         if not self._offloaded.is_read_by_numbers:
             return position
         return min(super().quiet_until(position), self._segment_end(position))
+
+    @property
+    def fits_numbers(self) -> bool:
+        return False
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         if self._has_left and not (self._offloaded.is_read_by_numbers and queries.has_generated):
@@ -487,6 +499,9 @@ class OffloadedBlocks(BlockIndex):
         super().add_footprint(held, length, end)
         held.add(fetched=self._offloaded.fetched_bytes())
         held.tier_bytes += self._offloaded.held_bytes()
+
+    def transfers(self) -> TransferTotals:
+        return self._offloaded.transfers.totals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ once, and the regions get what the archive restores: a session reads the same en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
@@ -31,8 +31,6 @@ _DECODED_BYTES = 128 * 2**20
 
 class RestoredEntries(ArchivedEntries):
     """The archived layers of one session. With a restorer that replays, their old entries are staged again."""
-
-    by_view: ClassVar[bool] = False
 
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive

@@ -60,11 +60,6 @@ class SharedPrefix:
         return self.pieces[-1].last
 
     @property
-    def is_one_piece(self) -> bool:
-        """Then regions continue it, as far as numbers go."""
-        return len(self.pieces) == 1
-
-    @property
     def nbytes(self) -> int:
         return self.end * self._entry_bytes
 
@@ -98,8 +93,13 @@ class PrefixEntries(LayerPart):
         self._slots = slots
         self._prefix = prefix
 
+    @property
+    def fits_numbers(self) -> bool:
+        """Is there one piece? Then a region continues another one."""
+        return len(self._prefix.pieces) == 1
+
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        return self._prefix.is_one_piece
+        return self.fits_numbers
 
     def amend(self, queries: StagedQueries, step: StepReads) -> int:
         region, layers = self._prefix.pieces[0].region, self._slots.layer_set.layers

@@ -1,0 +1,563 @@
+"""Constrained output: which ids a Generate may take next, so that its tokens fit a schema, a regex, a grammar or a
+choice.
+
+    grammar     compiled once, by owner and content, on threads of low priority; what is too dear is refused
+    automaton   one place in it: consume ids, roll back, the ids that may follow, those that must
+    matching    the automaton of one Generate: a worker moves it on while the device computes the next step
+
+    worker      consume the last tokens ─ look: over? what may follow? what must?  ─ masks along a draft
+    engine's    settle a step ▸ advance     choose a step ▸ is it over? draft       draw ▸ along
+
+A mask is a function of the tokens since the Generate began, so it is rebuilt from the history wherever a Generate goes
+on. Ids that end the Generate are allowed where the output may end, and nowhere else. A worker that takes longer than
+the step and `_GRACE_SECONDS` makes its own Generate wait for a later step, and no other.
+
+Text is matched by llguidance (https://github.com/guidance-ai/llguidance), over the bytes of tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from inference_engine.errors import (
+    ConstraintFailed,
+    ConstraintUnavailable,
+    InvalidConstraint,
+    ModelError,
+    QuotaExceeded,
+)
+from inference_engine.kernels.sampling import Mask
+from inference_engine.types import Constraint, ConstraintKind, ReadTokenBytes, TokenBytes
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_GRAMMARS, MOST_PER_OWNER = 256, 16  # compiled ones that are kept
+MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
+_COMPILERS, _WORKERS = 4, 2
+_COMPILER_PRIORITY = 19  # of its threads: they yield the processor to a step
+_GRACE_SECONDS = 0.001
+_SLOW_SECONDS = 0.001  # a grammar whose masks take longer gets no drafts
+_RETRY_SECONDS = 1.0
+# Of llguidance: work and memory of one grammar. A mask takes a few milliseconds at most.
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 60_000,
+    "step_max_items": 30_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 50_000,
+    "verbose_errors": False,
+}
+
+
+# As Python's json.dumps writes it: a model knows that, and nothing is left open that a schema does not leave open.
+# What a schema says in "x-guidance" comes before it.
+_JSON: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Automaton(Protocol):
+    """A place in a grammar. One thread at a time."""
+
+    @property
+    def is_over(self) -> bool:
+        """May nothing follow?"""
+
+    @property
+    def may_end(self) -> bool:
+        """Are the ids so far a whole output?"""
+
+    @property
+    def broken(self) -> str:
+        """Why it cannot go on; "" if it can."""
+
+    def consume(self, token_id: int) -> bool:
+        """May the id follow? Then it is consumed."""
+
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        """How many of them, from the first on, may follow."""
+
+    def roll_back(self, count: int) -> None:
+        """Undo the last `count` ids."""
+
+    def forced(self) -> Sequence[int]:
+        """Ids that spell what must follow, as the tokenizer would."""
+
+    def mask(self) -> Mask:
+        """The ids that may follow. May be written to."""
+
+
+class Grammar(Protocol):
+    """A compiled constraint. Any thread."""
+
+    def start(self) -> Automaton: ...
+
+
+class ChoiceGrammar:
+    """One of several lists of ids. Needs no tokenizer."""
+
+    def __init__(self, choices: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self.choices = sorted({tuple(choice) for choice in choices})
+        self.mask_bytes = -(-vocab_size // 8)
+
+    def start(self) -> ChoiceAutomaton:
+        return ChoiceAutomaton(self)
+
+
+class ChoiceAutomaton:
+    """Implements Automaton: the ids so far, and which lists begin with them."""
+
+    broken = ""
+
+    def __init__(self, grammar: ChoiceGrammar) -> None:
+        self._mask_bytes = grammar.mask_bytes
+        self._ids: list[int] = []
+        self._left = [grammar.choices]  # after each number of ids
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._left[-1]) == 1 and self.may_end
+
+    @property
+    def may_end(self) -> bool:
+        return any(len(choice) == len(self._ids) for choice in self._left[-1])
+
+    def consume(self, token_id: int) -> bool:
+        place = len(self._ids)
+        left = [choice for choice in self._left[-1] if choice[place : place + 1] == (token_id,)]
+        if left:
+            self._ids.append(token_id)
+            self._left.append(left)
+        return bool(left)
+
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        place = len(self._ids)
+        lengths = range(len(token_ids), -1, -1)
+        return next(
+            count
+            for count in lengths
+            if not count or any(choice[place : place + count] == tuple(token_ids[:count]) for choice in self._left[-1])
+        )
+
+    def roll_back(self, count: int) -> None:
+        if count:
+            del self._ids[-count:], self._left[-count:]
+
+    def forced(self) -> Sequence[int]:
+        first, last = self._left[-1][0], self._left[-1][-1]  # in order: what these have in common, all have
+        place = until = len(self._ids)
+        while until < min(len(first), len(last)) and first[until] == last[until]:
+            until += 1
+        return first[place:until]
+
+    def mask(self) -> Mask:
+        place = len(self._ids)
+        bits = np.zeros(self._mask_bytes, dtype=np.uint8)
+        for choice in self._left[-1]:
+            if place < len(choice):
+                bits[choice[place] >> 3] |= 1 << (choice[place] & 7)
+        return bits
+
+
+class TextGrammar:
+    """What llguidance compiles."""
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], mask_bytes: int) -> None:
+        """ends: ids by which llguidance says that output may end."""
+        self._matcher = matcher
+        self._ends, self._mask_bytes = ends, mask_bytes
+        self._lock = threading.Lock()
+
+    def start(self) -> TextAutomaton:
+        with self._lock:
+            return TextAutomaton(self._matcher.deep_copy(), self._ends, self._mask_bytes)
+
+
+class TextAutomaton:
+    """Implements Automaton."""
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._ends, self._mask_bytes = ends, mask_bytes
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def broken(self) -> str:
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def consume(self, token_id: int) -> bool:
+        if token_id in self._ends or self._matcher.validate_tokens([token_id]) != 1:
+            return False
+        return self._matcher.consume_token(token_id)
+
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        count = next((place for place, each in enumerate(token_ids) if each in self._ends), len(token_ids))
+        return self._matcher.validate_tokens(list(token_ids[:count]))
+
+    def roll_back(self, count: int) -> None:
+        if count and not self._matcher.rollback(count):
+            raise RuntimeError(f"llguidance cannot roll back: {self._matcher.get_error()}")
+
+    def forced(self) -> Sequence[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def mask(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: self._mask_bytes].copy()
+        for end in self._ends:
+            bits[end >> 3] &= ~(1 << (end & 7)) & 0xFF
+        return bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """What is known of the place of a Generate in its grammar. mask: with the ids that may end it."""
+
+    is_over: bool
+    may_end: bool
+    forced: tuple[int, ...] = ()
+    mask: Mask | None = None
+
+
+class Matching:
+    """The place of one Generate in its grammar; implements Masks. Called on the engine's thread.
+
+    At any time at most one worker moves the automaton, and `_work` is its result.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        before: Sequence[int],
+        stop_ids: frozenset[int],
+        work_on: Callable[[Callable[[], Any]], Future[Any]],
+    ) -> None:
+        """before: the ids that the Generate has already. stop_ids: those that end it."""
+        self._grammar = grammar
+        self._work_on = work_on
+        self._stop_ids = stop_ids
+        self._ids: list[int] = []  # that were consumed
+        self._automaton: Automaton | None = None
+        self._known: Look | None = None  # of the place after all tokens so far; None until it was looked at
+        self._along: Sequence[Mask | None] = ()  # after each number of draft tokens, of the draw that is under way
+        self._is_slow = False
+        self.is_late = False  # a step came to its draw before the worker was done
+        self._work = work_on(functools.partial(self._go, before))
+
+    @property
+    def is_ready(self) -> bool:
+        """Is the worker done? Then `look` does not wait."""
+        return self._work.done()
+
+    @property
+    def is_expected(self) -> bool:
+        """Is the worker soon done, by what it took before?"""
+        return not (self._is_slow or self.is_late)
+
+    def look(self, position: int) -> Look:
+        """The place after all tokens so far. Waits. Raises ConstraintFailed; position: of the token to come."""
+        self.is_late = False
+        if (error := self._work.exception()) is not None:
+            if not isinstance(error, _BrokenError):
+                raise RuntimeError("an automaton failed") from error  # a panic of the library is no Exception
+            raise ConstraintFailed(str(error), position) from error
+        assert self._known is not None
+        if self._known.mask is not None and not self._known.mask.any():
+            raise ConstraintFailed("no token of the vocabulary spells what has to follow", position)
+        return self._known
+
+    @property
+    def fits_constraint(self) -> bool:
+        """Are the tokens so far known to be a whole output?"""
+        return self._known is not None and self._known.may_end
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Tokens were committed, none of which ends the Generate."""
+        self._known = None
+        self._work = self._work_on(functools.partial(self._go, token_ids))
+
+    def forced(self) -> Sequence[int]:
+        """Ids that follow in any output, if they are known."""
+        return self._known.forced if self.is_ready and self._known is not None else ()
+
+    def cut(self, draft: Sequence[int]) -> int:
+        """How much of a draft may follow. The worker finds the masks along that."""
+        if not self.is_ready or self._known is None or self._automaton is None or self._is_slow:
+            return 0
+        count = next((place for place, each in enumerate(draft) if each in self._stop_ids), len(draft))
+        if count := self._automaton.fitting(draft[:count]):
+            self._work = self._work_on(functools.partial(self._look_along, draft[:count], self._known.mask))
+        return count
+
+    def along(self, drafted: Sequence[int]) -> Sequence[Mask | None]:
+        if self._along:  # the device looks again
+            return self._along
+        count = len(drafted) + 1
+        done, _ = wait([self._work], timeout=_GRACE_SECONDS)
+        self.is_late = not done
+        found: Sequence[Mask | None] = ()
+        if done and self._work.exception() is None:
+            found = self._work.result()
+        self._along = [*found, *[None] * (count - len(found))]
+        return self._along
+
+    def end_draw(self) -> int:
+        """A step was drawn. Returns how many of its samples may be used: none after the output's end, and none if the
+        masks came late."""
+        masks, self._along = self._along, ()
+        return next((place for place, mask in enumerate(masks) if mask is None), len(masks))
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _go(self, token_ids: Sequence[int]) -> list[Mask | None]:
+        began = time.perf_counter()
+        if self._automaton is None:
+            self._automaton = self._grammar.start()
+        automaton = self._automaton
+        for token_id in token_ids:
+            if not automaton.consume(token_id):
+                raise _BrokenError(automaton.broken or f"the id {token_id} does not follow")
+        self._ids += token_ids
+        is_over = automaton.is_over
+        forced = () if is_over else tuple(automaton.forced())
+        mask = None if is_over else self._mask(automaton)
+        if automaton.broken:
+            raise _BrokenError(automaton.broken)
+        self._known = Look(is_over=is_over, may_end=is_over or automaton.may_end, forced=forced, mask=mask)
+        self._is_slow = time.perf_counter() - began > _SLOW_SECONDS
+        return [mask]
+
+    def _mask(self, automaton: Automaton) -> Mask:
+        """The ids that may follow, and those that end the Generate if they may."""
+        mask, may_end = automaton.mask(), automaton.may_end
+        for end in self._stop_ids:
+            mask[end >> 3] &= ~(1 << (end & 7)) & 0xFF
+            mask[end >> 3] |= may_end << (end & 7)
+        return mask
+
+    def _look_along(self, draft: Sequence[int], mask: Mask | None) -> list[Mask | None]:
+        """mask: before the draft."""
+        automaton = self._automaton
+        assert automaton is not None
+        found, consumed = [mask], 0
+        for token_id in draft:
+            if not automaton.consume(token_id):
+                break
+            consumed += 1
+            if automaton.is_over:
+                break
+            after = self._mask(automaton)
+            if automaton.broken:
+                break
+            found.append(after)
+        if automaton.broken:  # a draft changes no token, and ends nothing
+            self._automaton = automaton = self._grammar.start()
+            for token_id in self._ids:
+                automaton.consume(token_id)
+        else:
+            automaton.roll_back(consumed)
+        return found
+
+
+def wait_for(matchings: Sequence[Matching]) -> None:
+    """A moment, for the workers of those that are soon done: what they find is drafted."""
+    wait([each._work for each in matchings if each.is_expected], timeout=_GRACE_SECONDS)
+
+
+class Constraints:
+    """The grammars of one engine, by owner and content, and the threads that compile and match them. Any thread.
+
+    Nothing is loaded and no thread is started before the first constraint.
+    """
+
+    def __init__(self, vocab_size: int, read_tokens: ReadTokenBytes | None) -> None:
+        self._vocab_size = vocab_size
+        self._read_tokens = read_tokens
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._loaded: tuple[LLTokenizer, tuple[int, ...]] | None = None
+        self._grammars: OrderedDict[tuple[str, Constraint], Grammar] = OrderedDict()  # used longest ago first
+        self._asked: dict[str, OrderedDict[Constraint, Future[Grammar]]] = {}  # by owner, the first one under way
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "kakeya-grammar", initializer=_yield_the_processor)
+        self._workers = ThreadPoolExecutor(_WORKERS, "kakeya-mask")
+
+    def close(self) -> None:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def start(self, grammar: Grammar, before: Sequence[int], stop_ids: frozenset[int]) -> Matching:
+        return Matching(grammar, before, stop_ids, self._workers.submit)
+
+    def find(self, constraint: Constraint, owner: str) -> Grammar | None:
+        """The compiled grammar, if it is there."""
+        with self._lock:
+            found = self._grammars.get((owner, constraint))
+            if found is not None:
+                self._grammars.move_to_end((owner, constraint))
+            return found
+
+    def compile(self, constraint: Constraint, owner: str) -> Future[Grammar]:
+        """Compile it, one after another of each owner. The result raises InvalidConstraint or ConstraintUnavailable.
+
+        Raises QuotaExceeded if so many of the owner's are being compiled already.
+        """
+        with self._lock:
+            if (found := self._grammars.get((owner, constraint))) is not None:
+                there: Future[Grammar] = Future()
+                there.set_result(found)
+                return there
+            asked = self._asked.setdefault(owner, OrderedDict())
+            if (same := asked.get(constraint)) is not None:
+                return same
+            if len(asked) >= MOST_COMPILING_PER_OWNER:
+                raise QuotaExceeded(
+                    "constraints",
+                    MOST_COMPILING_PER_OWNER,
+                    f"{len(asked)} constraints of yours are being compiled, as many as one owner's may; retry later",
+                    retry_after_seconds=_RETRY_SECONDS,
+                )
+            future = asked[constraint] = Future()
+            if len(asked) == 1:
+                self._compilers.submit(self._compile_next, owner)
+            return future
+
+    def _compile_next(self, owner: str) -> None:
+        with self._lock:
+            constraint, future = next(iter(self._asked[owner].items()))
+        grammar: Grammar | None = None
+        error: BaseException | None = None
+        try:
+            grammar = self._compiled(constraint)
+        except BaseException as raised:  # noqa: BLE001 - raised where it is waited for; a panic of the library, too
+            error = raised
+        with self._lock:
+            if grammar is not None:
+                self._keep(owner, constraint, grammar)
+            del self._asked[owner][constraint]
+            if self._asked[owner]:
+                with contextlib.suppress(RuntimeError):  # the engine is closed
+                    self._compilers.submit(self._compile_next, owner)
+            else:
+                del self._asked[owner]
+        if grammar is None:
+            assert error is not None
+            future.set_exception(error)
+        else:
+            future.set_result(grammar)
+
+    def _keep(self, owner: str, constraint: Constraint, grammar: Grammar) -> None:
+        self._grammars[owner, constraint] = grammar
+        own = [key for key in self._grammars if key[0] == owner]
+        if len(own) > MOST_PER_OWNER:
+            del self._grammars[own[0]]
+        while len(self._grammars) > MOST_GRAMMARS:
+            self._grammars.popitem(last=False)
+
+    def _compiled(self, constraint: Constraint) -> Grammar:
+        grammar: Grammar
+        if constraint.kind is ConstraintKind.CHOICE:
+            grammar = ChoiceGrammar(constraint.choices, self._vocab_size)
+        else:
+            grammar = self._compiled_text(constraint)
+        automaton = grammar.start()
+        if automaton.is_over or automaton.broken or not automaton.mask().any():
+            reason = f": {automaton.broken}" if automaton.broken else ""
+            raise InvalidConstraint(f"{constraint.kind.value}: no output of one token or more fits it{reason}")
+        return grammar
+
+    def _compiled_text(self, constraint: Constraint) -> TextGrammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer, ends = self._tokenizer()
+        grammar_from: dict[ConstraintKind, Callable[[str], str]] = {
+            ConstraintKind.JSON_SCHEMA: lambda schema: LLMatcher.grammar_from_json_schema(schema, defaults=_JSON),
+            ConstraintKind.REGEX: LLMatcher.grammar_from_regex,
+            ConstraintKind.LARK: LLMatcher.grammar_from_lark,
+        }
+        try:
+            source = grammar_from[constraint.kind](constraint.source)
+        except ValueError as error:
+            raise InvalidConstraint(f"{constraint.kind.value}: {_first_line(str(error))}") from error
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if matcher.is_error():
+            raise InvalidConstraint(f"{constraint.kind.value}: {_first_line(matcher.get_error())}")
+        return TextGrammar(matcher, ends, -(-self._vocab_size // 8))
+
+    def _tokenizer(self) -> tuple[LLTokenizer, tuple[int, ...]]:
+        """llguidance's view of the vocabulary, and the ids that it takes for an end. Loaded when it is used first."""
+        with self._loading:
+            if self._loaded is None:
+                if self._read_tokens is None:
+                    raise ConstraintUnavailable("it has no files that say the bytes of its model's tokens")
+                try:
+                    tokenizer = _made(self._read_tokens(), self._vocab_size)
+                except (ModelError, ValueError) as error:
+                    raise ConstraintUnavailable(_first_line(str(error))) from error
+                self._loaded = tokenizer, tuple(tokenizer.eos_tokens)
+            return self._loaded
+
+
+def _made(tokens: TokenBytes, vocab_size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if tokens.specification:
+        return LLTokenizer(tokens.specification, n_vocab=vocab_size)
+    return LLTokenizer(TokenizerWrapper(_ByBytes(tokens)), n_vocab=vocab_size)
+
+
+class _ByBytes:
+    """What TokenizerWrapper asks of a tokenizer. It spells what must follow by the longest tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: TokenBytes) -> None:
+        specials = {*tokens.specials}
+        self.tokens = tokens.tokens
+        self.special_token_ids = list(tokens.specials)
+        self.eos_token_id = min(specials, default=0)
+        self._ids = {of: at for at, of in reversed([*enumerate(tokens.tokens)]) if of and at not in specials}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids, place = [], 0
+        while place < len(text):
+            lengths = range(min(self._longest, len(text) - place), 0, -1)
+            length = next((one for one in lengths if text[place : place + one] in self._ids), 0)
+            if not length:
+                break
+            ids.append(self._ids[text[place : place + length]])
+            place += length
+        return ids
+
+
+def _yield_the_processor() -> None:
+    """Of the calling thread, where the system has priorities of threads."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILER_PRIORITY)
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it cannot be compiled"])[0][:300]
+
+
+class _BrokenError(Exception):
+    """An automaton cannot go on."""

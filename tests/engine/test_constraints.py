@@ -1,0 +1,245 @@
+"""Constraints of Generates: what is refused and when, what is loaded when, what one owner may take of the others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inference_engine.decode import constraints as constraints_module
+from inference_engine.decode.constraints import MOST_COMPILING_PER_OWNER, MOST_PER_OWNER, Constraints
+from inference_engine.engine import Engine
+from inference_engine.errors import ConstraintUnavailable, InvalidConstraint, ModelError, QuotaExceeded
+from inference_engine.types import (
+    Constraint,
+    ConstraintKind,
+    Finished,
+    GenerateParams,
+    Sampling,
+    StopReason,
+    TokenBytes,
+    TokenCommitted,
+)
+from tests.constraints import CHOICES, END, KINDS, TOKENS, text
+from tests.laws.variants import drain, tokens
+from tests.laws.variants import text as history
+from tests.tiny import VOCABULARY, tiny_engine
+
+REGEX, CHOICE = KINDS[1].constraint, KINDS[3].constraint
+
+
+def nested(depth: int, width: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"anyOf": [{"type": "object", "properties": {f"k{at}": schema}} for at in range(width)]}
+    return schema
+
+
+REFUSED = {
+    "no schema": (ConstraintKind.JSON_SCHEMA, {"type": "wrong"}),
+    "no JSON": (ConstraintKind.JSON_SCHEMA, "{"),
+    "recursive without an end": (ConstraintKind.JSON_SCHEMA, {"$ref": "#"}),
+    "exponential": (ConstraintKind.JSON_SCHEMA, nested(9, 3)),
+    "deep": (ConstraintKind.JSON_SCHEMA, '{"items":' * 3000 + "{}" + "}" * 3000),
+    "of a reference that is not there": (ConstraintKind.JSON_SCHEMA, {"$ref": "#/$defs/none"}),
+    "no regex": (ConstraintKind.REGEX, "("),
+    "a regex that matches nothing": (ConstraintKind.REGEX, r"[^\s\S]"),
+    "a regex of the empty text alone": (ConstraintKind.REGEX, "()"),
+    "no grammar": (ConstraintKind.LARK, "start"),
+    "a grammar that names nothing": (ConstraintKind.LARK, "start: missing"),
+}
+
+
+@pytest.fixture(scope="module")
+def constraints() -> Iterator[Constraints]:
+    made = Constraints(VOCABULARY, lambda: TOKENS)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(constraints: Constraints, what: str) -> None:
+    kind, source = REFUSED[what]
+    with pytest.raises(InvalidConstraint, match=f"^constraint: {kind.value}: .") as refused:
+        constraints.compile(text(kind, source), "owner").result(timeout=30)
+    assert refused.value.reason == "INVALID_CONSTRAINT" and len(refused.value.message) < 500
+
+
+def test_constraints_have_a_size() -> None:
+    with pytest.raises(InvalidConstraint, match="at most 262144 bytes, got 4194304"):
+        text(ConstraintKind.REGEX, "a" * 2**22)
+    with pytest.raises(InvalidConstraint, match="it is empty"):
+        text(ConstraintKind.LARK, "")
+    for choices, reason in (
+        ((), "got 0"),
+        (((),), "is empty"),
+        (((1,),) * 1025, "got 1025"),
+        (((1,) * 16385,), "16385"),
+    ):
+        with pytest.raises(InvalidConstraint, match=reason):
+            Constraint(kind=ConstraintKind.CHOICE, choices=choices)
+
+
+def test_nothing_is_loaded_before_the_first_constraint_about_text() -> None:
+    read = list[int]()
+
+    def read_tokens() -> TokenBytes:
+        read.append(1)
+        return TOKENS
+
+    before = {thread.name for thread in threading.enumerate()}
+    with tiny_engine(read_tokens=read_tokens) as engine:
+        session = engine.create_session(eos_token_ids=[END]).session_id
+        engine.append(session, history(20))
+        drain(engine.generate(session, GenerateParams(max_tokens=3)))
+        new = {thread.name for thread in threading.enumerate()} - before
+        assert not [name for name in new if name.startswith(("kakeya-grammar", "kakeya-mask"))]
+        drain(engine.generate(session, GenerateParams(max_tokens=9, constraint=CHOICE)))
+        assert read == []
+        for _ in range(2):
+            drain(engine.generate(session, GenerateParams(max_tokens=9, constraint=REGEX)))
+        assert read == [1]
+
+
+def unreadable() -> TokenBytes:
+    raise ModelError("the folder holds no tokenizer")
+
+
+@pytest.mark.parametrize(("read_tokens", "reason"), [
+    (None, "no files"), (unreadable, "holds no tokenizer"), (lambda: TokenBytes(specification="{}"), "cannot"),
+])  # fmt: skip
+def test_without_the_bytes_of_tokens_only_a_choice_is_possible(read_tokens: Any, reason: str) -> None:
+    with tiny_engine(read_tokens=read_tokens) as engine:
+        session = engine.create_session(eos_token_ids=[END]).session_id
+        engine.append(session, history(20))
+        with pytest.raises(ConstraintUnavailable, match=reason):
+            engine.generate(session, GenerateParams(max_tokens=9, constraint=REGEX))
+        end = drain(engine.generate(session, GenerateParams(max_tokens=9, constraint=CHOICE)))[-1]
+        assert isinstance(end, Finished) and end.fits_constraint
+
+
+class Waiting(Constraints):
+    """Compiles once it may."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, lambda: TOKENS)
+        self.may = threading.Event()
+        self.compiled = list[str]()
+
+    def _compiled(self, constraint: Constraint) -> Any:
+        if constraint.source != "quick":
+            assert self.may.wait(30)
+        self.compiled.append(constraint.source)
+        return super()._compiled(constraint)
+
+
+def test_an_owner_compiles_one_at_a_time_and_leaves_the_others_theirs() -> None:
+    constraints = Waiting()
+    asked = [text(ConstraintKind.REGEX, f"a{at}") for at in range(MOST_COMPILING_PER_OWNER + 1)]
+    futures = [constraints.compile(one, "many") for one in asked[:-1]]
+    with pytest.raises(QuotaExceeded, match="4 constraints of yours are being compiled") as refused:
+        constraints.compile(asked[-1], "many")
+    assert refused.value.retry_after_seconds is not None
+    assert constraints.compile(asked[0], "many") is futures[0]
+    constraints.compile(text(ConstraintKind.REGEX, "quick"), "other").result(timeout=30)
+    assert constraints.compiled == ["quick"]
+    constraints.may.set()
+    for future in futures:
+        future.result(timeout=30)
+    assert constraints.compiled == ["quick", "a0", "a1", "a2", "a3"]
+    constraints.close()
+
+
+def test_grammars_are_kept_by_owner_and_those_used_longest_ago_are_dropped() -> None:
+    constraints = Waiting()
+    constraints.may.set()
+    asked = [text(ConstraintKind.REGEX, f"a{at}") for at in range(MOST_PER_OWNER + 1)]
+    for one in asked:
+        constraints.compile(one, "owner").result(timeout=30)
+    constraints.compile(asked[0], "other").result(timeout=30)
+    count = len(constraints.compiled)
+    for one in asked[1:]:
+        constraints.compile(one, "owner").result(timeout=30)
+    assert len(constraints.compiled) == count
+    constraints.compile(asked[0], "owner").result(timeout=30)
+    assert len(constraints.compiled) == count + 1
+    constraints.close()
+
+
+def test_a_mask_that_comes_late_delays_its_own_generate_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second mask of one waits until another's Generate is over; its tokens are those without a delay."""
+    plain, slowed = GenerateParams(max_tokens=30), GenerateParams(max_tokens=30, constraint=KINDS[0].constraint)
+    go_on = threading.Event()
+    with tiny_engine(read_tokens=lambda: TOKENS) as engine:
+        expected = tokens(drain(engine.generate(opened(engine), slowed)))
+        free = tokens(drain(engine.generate(opened(engine), plain)))
+        mask, calls = constraints_module.TextAutomaton.mask, list[int]()
+
+        def late(automaton: Any) -> Any:
+            calls.append(1)
+            if len(calls) % 2 == 0:
+                assert go_on.wait(30)
+            return mask(automaton)
+
+        monkeypatch.setattr(constraints_module.TextAutomaton, "mask", late)
+        waiting = engine.generate(opened(engine), slowed)
+        assert tokens(drain(engine.generate(opened(engine), plain))) == free
+        assert not go_on.is_set()
+        go_on.set()
+        assert tokens(drain(waiting)) == expected
+
+
+def opened(engine: Engine) -> str:
+    session = engine.create_session(eos_token_ids=[END]).session_id
+    engine.append(session, history(40))
+    return session
+
+
+def test_a_generate_that_is_cancelled_while_its_mask_is_late_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    with tiny_engine(read_tokens=lambda: TOKENS) as engine:
+        session = opened(engine)
+        mask = constraints_module.TextAutomaton.mask
+        engine.compile_constraint(GenerateParams(max_tokens=9, constraint=REGEX)).result()
+        monkeypatch.setattr(
+            constraints_module.TextAutomaton, "mask", lambda automaton: (go_on.wait(30), mask(automaton))[1]
+        )
+        generation = engine.generate(session, GenerateParams(max_tokens=9, constraint=REGEX))
+        time.sleep(0.1)
+        generation.cancel()
+        end = drain(generation)[-1]
+        go_on.set()
+        assert isinstance(end, Finished) and end.stop_reason is StopReason.CANCELLED and end.fits_constraint is False
+        drain(engine.generate(session, GenerateParams(max_tokens=2)))
+
+
+def test_a_choice_is_drawn_from_all_its_lists() -> None:
+    found = set()
+    with tiny_engine() as engine:
+        parent = opened(engine)
+        for seed in range(40):
+            session = engine.fork_session(parent).session_id
+            params = GenerateParams(max_tokens=9, constraint=CHOICE, sampling=sampled(seed))
+            events = drain(engine.generate(session, params))
+            found.add(tuple(e.token_id for e in events if isinstance(e, TokenCommitted) and e.token_id != END))
+            engine.close_session(session)
+    assert found == set(CHOICES)
+
+
+def sampled(seed: int) -> Sampling:
+    return Sampling(temperature=100.0, seed=seed)
+
+
+def test_schemas_are_read_as_they_are_written() -> None:
+    """x-guidance in the schema comes before the separators that are ours."""
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    constraints = Constraints(VOCABULARY, lambda: TOKENS)
+    for given, spelled in (({}, b"[1, 1]"), ({"x-guidance": {"item_separator": ";"}}, b"[1;1]")):
+        grammar = constraints.compile(text(ConstraintKind.JSON_SCHEMA, json.dumps({**schema, **given})), "").result()
+        automaton = grammar.start()
+        assert all(map(automaton.consume, spelled)) and automaton.is_over
+    constraints.close()
