@@ -25,13 +25,15 @@ from inference_engine.engine.results import (
     SessionListed,
     SessionOpened,
 )
-from inference_engine.errors import ConfigError, InvalidArgument
+from inference_engine.errors import ConfigError, InvalidArgument, InvalidConstraint
 from inference_engine.kv.strategies import STRATEGIES, make_strategy, option_types, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.history import TokenIds
 from inference_engine.types import (
     Accepted,
     Bound,
+    Constraint,
+    ConstraintKind,
     Durability,
     Event,
     Finished,
@@ -78,6 +80,7 @@ _STOP_REASONS = {
     StopReason.EOS: pb.GenerateDone.STOP_REASON_EOS,
     StopReason.CANCELLED: pb.GenerateDone.STOP_REASON_CANCELLED,
     StopReason.TRUNCATED: pb.GenerateDone.STOP_REASON_TRUNCATED,
+    StopReason.CONSTRAINT: pb.GenerateDone.STOP_REASON_CONSTRAINT,
 }
 
 
@@ -199,7 +202,20 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
         logprobs=request.logprobs,
         expected_history_length=optional(request, "expected_history_length"),
         drafting=request.drafting if request.HasField("drafting") else True,
+        constraint=_constraint_from_wire(request.constraint) if request.HasField("constraint") else None,
     )
+
+
+def _constraint_from_wire(message: pb.Constraint) -> Constraint:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        kinds = ", ".join(one.value for one in ConstraintKind)
+        raise InvalidConstraint(f"no kind that this server supports is set; it supports {kinds}")
+    if kind == ConstraintKind.CHOICE.value:
+        return Constraint(
+            kind=ConstraintKind.CHOICE, choices=tuple(tuple(each.token_ids) for each in message.choice.choices)
+        )
+    return Constraint(kind=ConstraintKind(kind), source=getattr(message, kind))
 
 
 def heartbeat_of(request: pb.GenerateRequest) -> float | None:
@@ -285,6 +301,7 @@ def _done_to_wire(event: Finished) -> pb.GenerateDone:
         accepted_token_count=event.accepted_tokens,
         degraded=event.is_degraded,
         replayed=event.is_replayed,
+        fits_constraint=event.fits_constraint,
     )
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -149,6 +149,8 @@ class RuntimeService:
             if (seconds := convert.heartbeat_of(request)) is not None:
                 heartbeat = Heartbeat(context.write, convert.progress_to_wire(), seconds)
                 await stack.enter_async_context(heartbeat)
+            if request.HasField("constraint"):
+                await self._compile_constraint(request, owner)
             generation = await self._on_session(request.session_id, start)
             feed = Feed(generation, self._loop_waker())
             with self._supervised(generation, feed, context) as stall:
@@ -377,6 +379,16 @@ class RuntimeService:
             # An unknown session is reported before an invalid argument.
             self._engine.session_info(request.session_id, owner=owner)
             raise
+
+    async def _compile_constraint(self, request: pb.GenerateRequest, owner: str) -> None:
+        """Have the constraint of a Generate compiled, which may take long, before it is begun."""
+
+        def compile_it() -> Future[Any]:
+            self._engine.session_info(request.session_id, owner=owner)
+            return self._engine.compile_constraint(self._params(request, owner), owner=owner)
+
+        # Others may wait for the same one: that this call is left ends it for none of them.
+        await asyncio.shield(asyncio.wrap_future(await self._on_session(request.session_id, compile_it)))
 
     async def _when_free(self, session_id: str, attempt: Callable[[], Awaitable[T]]) -> T:
         try:

@@ -47,6 +47,14 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+CONSTRAINTS: dict[str, Any] = {
+    "schema": kakeya.JsonSchema,
+    "pattern": kakeya.Regex,
+    "grammar": kakeya.Lark,
+    "choices": lambda lists: kakeya.Choice(lists.values()),
+}
+
+
 class Player:
     """One scenario's sessions, and the tokens that its steps keep."""
 
@@ -110,6 +118,9 @@ class Player:
             options["seed"] = int(options["seed"])
         if "logit_bias" in options:
             options["logit_bias"] = {int(token_id): bias for token_id, bias in options["logit_bias"].items()}
+        if "constraint" in options:
+            kind, value = next(iter(options["constraint"].items()))
+            options["constraint"] = CONSTRAINTS[kind](value)
         session = self._sessions[step["session"]]
         stream = session.generate(step["max_tokens"], **options)
         if "leave_after" in step:

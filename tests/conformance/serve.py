@@ -42,6 +42,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.server.run import ServerHandle, start_server
 from inference_engine.server.status import CODES
+from tests.constraints import TOKENS
 from tests.middle import Fate, Middle, open_middle
 from tests.newer_strategy import NewerWindow, registered
 from tests.processes import Restarted
@@ -127,7 +128,7 @@ class Servers:
     ) -> dict[str, str]:
         guards, shown = self._guards() if guarded else ({}, {})
         config = ServerConfig(**{"bind": "127.0.0.1:0", "drain_seconds": 1.0, **guards, **(server or {})})
-        runtime = tiny_engine(**(engine or {}))
+        runtime = tiny_engine(**{"read_tokens": lambda: TOKENS, **(engine or {})})
         handle = await start_server(runtime, config)
         self._running[handle.target] = handle, runtime
         return {"target": handle.target, **shown}

@@ -9,6 +9,7 @@ import pytest
 import kakeya
 from tests.conformance.python_runner import RETRY, Player, in_loop
 from tests.conformance.scenarios import SCENARIOS, SETTINGS
+from tests.constraints import TOKENS
 from tests.newer_strategy import NewerWindow, registered
 from tests.server.wire import serving
 from tests.tiny import tiny_engine
@@ -20,7 +21,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
 async def test_both_clients_play_a_scenario_and_see_the_same(scenario: dict[str, Any]) -> None:
-    with registered(NewerWindow), tiny_engine(**SETTINGS["engine"]) as engine:
+    with registered(NewerWindow), tiny_engine(read_tokens=lambda: TOKENS, **SETTINGS["engine"]) as engine:
         async with serving(engine, **SETTINGS["server"]) as server:
             async with kakeya.AsyncClient(server.target, retry=RETRY) as client:
                 awaited = await Player(client, in_loop).play(scenario["steps"])

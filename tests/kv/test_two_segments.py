@@ -20,7 +20,7 @@ from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.views import Region
+from inference_engine.kv.views import Moved, Region
 from inference_engine.native.library import KVType
 from tests.facade import drop_entries
 from tests.laws.test_session_kv_laws import COMPONENTS, LAYERS, SEGMENT, Entries, HalfTokens, context, step
@@ -135,10 +135,10 @@ def test_a_step_that_cannot_be_staged_leaves_everything_as_it_was(fails: str, mo
     def broken(*_: Any) -> Tensor:
         raise MemoryError
 
-    def moved(self: LayerEntries, staged: Positions, to: Region) -> None:
+    def moved(self: LayerEntries, staged: Positions, to: Region) -> Moved:
         if self is last:  # after another one
             raise MemoryError
-        move_out(self, staged, to)
+        return move_out(self, staged, to)
 
     def prepared(self: LayerEntries, *args: Any) -> None:
         if self is last:

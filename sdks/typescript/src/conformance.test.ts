@@ -61,6 +61,9 @@ const SESSION_FACTS = [
   "modelId",
 ] as const;
 
+// Constraints, by the name of what they hold.
+const KINDS: Record<string, string> = { schema: "json_schema", pattern: "regex", grammar: "lark", choices: "choice" };
+
 let client: Client;
 let python: Record<string, Seen[]>;
 beforeAll(async () => {
@@ -163,6 +166,13 @@ class Player {
             ),
           }),
     };
+    const asked = options["constraint"] as Record<string, unknown> | undefined;
+    if (asked !== undefined) {
+      const kind = KINDS[Object.keys(asked)[0] ?? ""];
+      const lists = asked["choices"];
+      const said = typeof lists === "object" && lists !== null ? { choices: Object.values(lists) } : asked;
+      (given as { constraint?: unknown }).constraint = { kind, ...said };
+    }
     const stream = session.generate(step.max_tokens ?? 0, given);
     if (step.leave_after !== undefined) {
       const ids: number[] = [];

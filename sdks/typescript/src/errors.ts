@@ -3,9 +3,10 @@
  *
  *     KakeyaError
  *     ├── CallerError                 yours to fix; the same call fails again
- *     │   ├── InvalidArgument         ── TokenOutOfRange, InvalidTokenIds, RequestIdReused
+ *     │   ├── InvalidArgument         ── TokenOutOfRange, InvalidTokenIds, InvalidConstraint, RequestIdReused
  *     │   ├── SessionNotFound         ── SessionEvicted
  *     │   ├── SessionClosed, HistoryLengthMismatch, HistoryLimit, AppendTooLarge
+ *     │   ├── ConstraintUnavailable, ConstraintFailed
  *     │   ├── SlowConsumer, StreamTakenOver, Unauthenticated
  *     │   ├── StateError              a client, session or stream used out of order
  *     │   └── InvalidMessages, TemplateError, TokenizerError     from @kakeya/runtime/tokenization
@@ -97,6 +98,9 @@ export class InvalidTokenIds extends InvalidArgument {
   }
 }
 
+/** The constraint cannot be compiled, permits nothing, or takes more work than the server allows. */
+export class InvalidConstraint extends InvalidArgument {}
+
 /** A request id was used before, for another request. The SDK makes up its own, so this is a fault of the SDK's. */
 export class RequestIdReused extends InvalidArgument {}
 
@@ -139,6 +143,16 @@ export class HistoryLimit extends CallerError {
 export class AppendTooLarge extends CallerError {
   get maxAppendTokens(): number | undefined {
     return this.numberOf("max_append_tokens");
+  }
+}
+
+/** The server does not know the bytes of its model's tokens, which all constraints but a choice need. */
+export class ConstraintUnavailable extends CallerError {}
+
+/** The constraint allows no token at `position`; the tokens before are in the history. */
+export class ConstraintFailed extends CallerError {
+  get position(): number | undefined {
+    return this.numberOf("position");
   }
 }
 
@@ -308,6 +322,7 @@ const NAMES = new Map<unknown, string>(
     InvalidArgument,
     TokenOutOfRange,
     InvalidTokenIds,
+    InvalidConstraint,
     RequestIdReused,
     SessionNotFound,
     SessionEvicted,
@@ -315,6 +330,8 @@ const NAMES = new Map<unknown, string>(
     HistoryLengthMismatch,
     HistoryLimit,
     AppendTooLarge,
+    ConstraintUnavailable,
+    ConstraintFailed,
     SlowConsumer,
     StreamTakenOver,
     Unauthenticated,

@@ -11,11 +11,14 @@
  */
 export type { TokenIds } from "./checks.js";
 export { Client } from "./client.js";
+export type { Choice, Constraint, JsonSchema, Lark, Regex } from "./constraints.js";
 export {
   AppendTooLarge,
   AppendUnresolved,
   CallerError,
   ConnectionFailed,
+  ConstraintFailed,
+  ConstraintUnavailable,
   DeadlineExceeded,
   Draining,
   EngineStalled,
@@ -25,6 +28,7 @@ export {
   HistoryLimit,
   InternalError,
   InvalidArgument,
+  InvalidConstraint,
   InvalidMessages,
   InvalidTokenIds,
   InvariantViolated,

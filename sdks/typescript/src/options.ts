@@ -1,5 +1,6 @@
 /** What callers may say of a client and its calls. An option of any other name is an error: it would be lost in silence. */
 import { invalid, shown, type TokenIds } from "./checks.js";
+import type { Constraint } from "./constraints.js";
 import type { RetryPolicy } from "./retry.js";
 import type { Strategy } from "./strategies.js";
 import type { ChatOptions, NextTurnOptions } from "./tokenization.js";
@@ -117,6 +118,8 @@ export interface GenerateOptions extends CallOptions {
   readonly expectedHistoryLength?: number | undefined;
   /** May the server's drafter be used? It changes the speed, never a token. Default true. */
   readonly drafting?: boolean | undefined;
+  /** What the tokens have to spell. The result says whether they do, or were cut. Default: anything. */
+  readonly constraint?: Constraint | undefined;
 }
 
 /** The names of every option of `T`, in a table that the compiler wants to be whole. */
@@ -170,6 +173,7 @@ const KNOWN = {
     onProgress: true,
     expectedHistoryLength: true,
     drafting: true,
+    constraint: true,
     ...CALL,
   } satisfies Names<GenerateOptions>,
   "this call": CALL,

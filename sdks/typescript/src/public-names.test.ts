@@ -7,9 +7,9 @@ import { PYTHON, ROOT } from "../testing/python.mjs";
 import * as kakeya from "./index.js";
 
 const VALUES = `
-AppendTooLarge AppendUnresolved CallerError Client ConnectionFailed DeadlineExceeded Draining EngineStalled
+AppendTooLarge AppendUnresolved CallerError Client ConnectionFailed ConstraintFailed ConstraintUnavailable DeadlineExceeded Draining EngineStalled
 GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit JournalFull ModelMismatch
-InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError NoCapacity NonFiniteLogits
+InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvariantViolated KakeyaError NoCapacity NonFiniteLogits
 OutOfMemory Overloaded ProtocolError QuotaExceeded RequestIdReused RestorationFailed RetryableError ServerError
 Session SessionBusy SessionClosed SessionEvicted SessionNotFound SlowConsumer StateError StreamTakenOver TemplateError
 TLSFailed TokenizerError TokenOutOfRange TransportError Unauthenticated
@@ -18,7 +18,7 @@ TLSFailed TokenizerError TokenOutOfRange TransportError Unauthenticated
   .split(/\s+/);
 /** Plain values have types alone; the compiler knows them. */
 const TYPES = `
-Durability Full Gather GenerateResult HistoryPiece LayerWindow Mac Mode Named Progress Restored RetryPolicy ServerInfo
+Choice Constraint Durability Full Gather GenerateResult HistoryPiece JsonSchema Lark LayerWindow Mac Mode Named Progress Regex Restored RetryPolicy ServerInfo
 SessionInfo SessionSummary SinkWindow StopReason Strategy TLS Tiered TokenDetail
 `
   .trim()

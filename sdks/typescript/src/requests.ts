@@ -4,6 +4,7 @@ import { randomBytes } from "node:crypto";
 import { create } from "@bufbuild/protobuf";
 
 import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of, wholeIn } from "./checks.js";
+import { constraintToWire } from "./constraints.js";
 import {
   AppendTokensRequestSchema,
   CloseSessionRequestSchema,
@@ -89,6 +90,7 @@ export function generateRequest(
     ...(options.drafting === false ? { drafting: false } : {}),
     requestId: newRequestId(),
     heartbeatSeconds: HEARTBEAT_SECONDS,
+    ...(options.constraint === undefined ? {} : { constraint: constraintToWire(options.constraint) }),
   });
 }
 

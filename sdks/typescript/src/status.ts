@@ -16,6 +16,9 @@ type ErrorClass = new (message: string, facts: errors.ErrorFacts) => errors.Kake
 export const CLASS_BY_REASON: Readonly<Record<string, ErrorClass>> = {
   INVALID_ARGUMENT: errors.InvalidArgument,
   TOKEN_OUT_OF_RANGE: errors.TokenOutOfRange,
+  INVALID_CONSTRAINT: errors.InvalidConstraint,
+  CONSTRAINT_UNAVAILABLE: errors.ConstraintUnavailable,
+  CONSTRAINT_FAILED: errors.ConstraintFailed,
   REQUEST_ID_REUSED: errors.RequestIdReused,
   SESSION_NOT_FOUND: errors.SessionNotFound,
   SESSION_EVICTED: errors.SessionEvicted,

@@ -119,6 +119,7 @@ export class Fold {
       draftedTokens: exact(done.draftedTokenCount, "drafted_token_count"),
       acceptedTokens: exact(done.acceptedTokenCount, "accepted_token_count"),
       isDegraded: done.degraded,
+      fitsConstraint: done.fitsConstraint,
     });
   }
 }

@@ -15,9 +15,10 @@ import { strategyFromWire, type Strategy } from "./strategies.js";
 
 /**
  * Why a Generate ended. "eos": by an end id of the session's or a stop id of the request's; the id itself is emitted and
- * stays in the history. "truncated": the session's length limit was reached. "unknown": a reason newer than this SDK.
+ * stays in the history. "truncated": the session's length limit was reached. "constraint": the output is whole by its constraint, and nothing may follow. "unknown": a
+ * reason newer than this SDK.
  */
-export type StopReason = "max_tokens" | "eos" | "cancelled" | "truncated" | "unknown";
+export type StopReason = "max_tokens" | "eos" | "cancelled" | "truncated" | "constraint" | "unknown";
 
 /** What equal histories promise: "batched" equal up to rounding, "fixed-shape" equal to the bit. */
 export type Mode = "batched" | "fixed-shape" | "unknown";
@@ -77,6 +78,8 @@ export interface GenerateResult {
   readonly acceptedTokens: number;
   /** The drafter failed and was not asked again; the tokens are what they would have been. */
   readonly isDegraded: boolean;
+  /** Is the output whole by its constraint? false: it was cut; undefined: it had none. */
+  readonly fitsConstraint: boolean | undefined;
 }
 
 /**
@@ -230,6 +233,8 @@ export function stopReasonOf(reason: WireStopReason): StopReason {
       return "cancelled";
     case WireStopReason.TRUNCATED:
       return "truncated";
+    case WireStopReason.CONSTRAINT:
+      return "constraint";
     default:
       return "unknown";
   }

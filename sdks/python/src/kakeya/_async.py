@@ -20,6 +20,7 @@ from kakeya._append import Append, Tail
 from kakeya._channel import TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
+from kakeya._constraints import Constraint
 from kakeya._errors import KakeyaError, StateError
 from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
 from kakeya._fork import fork_session
@@ -236,6 +237,7 @@ class AsyncSession(SessionBase):
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
         drafting: bool = True,
+        constraint: Constraint | None = None,
         timeout: Timeout = DEFAULT,
     ) -> AsyncGenerateStream:
         """As `Session.generate`."""
@@ -255,6 +257,7 @@ class AsyncSession(SessionBase):
             on_progress=on_progress,
             expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
             drafting=drafting,
+            constraint=constraint,
         )
         fold = Fold(wants_logprobs=request.logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)

@@ -2,9 +2,11 @@
 
     KakeyaError
     ├── CallerError                 the caller must fix it; the same call fails again
-    │   ├── InvalidArgument         ── TokenOutOfRange, InvalidTokenIds, RequestIdReused   (also ValueError)
+    │   ├── InvalidArgument         ── TokenOutOfRange, InvalidTokenIds, InvalidConstraint, RequestIdReused
+    │   │                              (also ValueError)
     │   ├── SessionNotFound         ── SessionEvicted
     │   ├── SessionClosed, HistoryLengthMismatch, HistoryLimit, AppendTooLarge
+    │   ├── ConstraintUnavailable, ConstraintFailed
     │   ├── StreamTakenOver, SlowConsumer, Unauthenticated
     │   ├── StateError              a client, session or stream used out of order
     │   └── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
@@ -91,6 +93,10 @@ class InvalidTokenIds(InvalidArgument):
         self.value = value
 
 
+class InvalidConstraint(InvalidArgument):
+    """The constraint cannot be compiled, permits nothing, or takes more work than the server allows."""
+
+
 class RequestIdReused(InvalidArgument):
     """An earlier call with other content used this id. The SDK makes a new id for each call, so this is its own bug."""
 
@@ -145,6 +151,18 @@ class AppendTooLarge(CallerError):
 
 class StreamTakenOver(CallerError):
     """Another stream of the same Generate receives its tokens from `position` on; this one has ended."""
+
+    @property
+    def position(self) -> int | None:
+        return self._number("position")
+
+
+class ConstraintUnavailable(CallerError):
+    """The server does not know the bytes of its model's tokens, which all constraints but `Choice` need."""
+
+
+class ConstraintFailed(CallerError):
+    """The constraint allows no token at `position`; the tokens before are in the history."""
 
     @property
     def position(self) -> int | None:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 
 from kakeya._checks import finite, flag, invalid, text, token_ids, whole_number
+from kakeya._constraints import Constraint
 from kakeya._strategies import Strategy
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -93,6 +94,7 @@ def generate(
     on_progress: object,
     expected_history_length: int | None,
     drafting: bool,
+    constraint: Constraint | None,
 ) -> pb.GenerateRequest:
     """The request for one Generate. It always asks for detailed frames, which carry the history length as it grows, and
     for a heartbeat before the first token."""
@@ -100,6 +102,8 @@ def generate(
         raise invalid("logit_bias", f"must be a mapping from token ids to numbers, got {logit_bias!r}")
     if on_progress is not None and not callable(on_progress):
         raise invalid("on_progress", f"must be a function of a Progress, or None, got {on_progress!r}")
+    if constraint is not None and not isinstance(constraint, Constraint):
+        raise invalid("constraint", f"must be a constraint such as JsonSchema(…), or None, got {constraint!r}")
     bias = dict(logit_bias or {})
     biased_ids = token_ids(list(bias), "logit_bias")
     return pb.GenerateRequest(
@@ -123,6 +127,7 @@ def generate(
         drafting=None if flag(drafting, "drafting") else False,
         request_id=new_request_id(),
         heartbeat_seconds=HEARTBEAT_SECONDS,
+        constraint=None if constraint is None else constraint._to_wire(),
     )
 
 

@@ -37,6 +37,9 @@ _TLS_SIGNS = {
 _BY_REASON: dict[str, type[errors.KakeyaError]] = {
     "INVALID_ARGUMENT": errors.InvalidArgument,
     "TOKEN_OUT_OF_RANGE": errors.TokenOutOfRange,
+    "INVALID_CONSTRAINT": errors.InvalidConstraint,
+    "CONSTRAINT_UNAVAILABLE": errors.ConstraintUnavailable,
+    "CONSTRAINT_FAILED": errors.ConstraintFailed,
     "REQUEST_ID_REUSED": errors.RequestIdReused,
     "SESSION_NOT_FOUND": errors.SessionNotFound,
     "SESSION_EVICTED": errors.SessionEvicted,

@@ -95,6 +95,7 @@ class Fold:
             drafted_tokens=done.drafted_token_count,
             accepted_tokens=done.accepted_token_count,
             is_degraded=done.degraded,
+            fits_constraint=done.fits_constraint if done.HasField("fits_constraint") else None,
         )
 
 

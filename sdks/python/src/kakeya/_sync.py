@@ -19,6 +19,7 @@ from kakeya._append import Append, Tail
 from kakeya._channel import TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
+from kakeya._constraints import Constraint
 from kakeya._errors import KakeyaError
 from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
 from kakeya._fork import fork_session
@@ -246,6 +247,7 @@ class Session(SessionBase):
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
         drafting: bool = True,
+        constraint: Constraint | None = None,
         timeout: Timeout = DEFAULT,
     ) -> GenerateStream:
         """Generate from the history; what is generated becomes part of it, token by token.
@@ -253,7 +255,8 @@ class Session(SessionBase):
         Greedy unless `temperature` is above 0. The same seed at the same position draws the same token; without one the
         server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
         token. `drafting=False` turns the server's drafter off, which changes the speed, never a token. When the
-        connection breaks, the stream goes on where it was: no token is lost, none comes twice.
+        connection breaks, the stream goes on where it was: no token is lost, none comes twice. `constraint` is what the
+        tokens have to spell: the result says whether they do, or were cut by `max_tokens`.
 
         From a history that is shorter than the server had said nothing is generated: HistoryBehindClient. With
         `expected_history_length`, nothing is from one of any other length: HistoryLengthMismatch.
@@ -274,6 +277,7 @@ class Session(SessionBase):
             on_progress=on_progress,
             expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
             drafting=drafting,
+            constraint=constraint,
         )
         fold = Fold(wants_logprobs=request.logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)

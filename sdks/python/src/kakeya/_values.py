@@ -17,6 +17,7 @@ class StopReason(enum.Enum):
     EOS = "eos"  # or one of the request's stop ids; the id itself is emitted and stays in the history
     CANCELLED = "cancelled"
     TRUNCATED = "truncated"  # the session's length limit was reached
+    CONSTRAINT = "constraint"  # the output is whole by its constraint, and nothing may follow
     UNKNOWN = "unknown"  # a reason newer than this SDK
 
 
@@ -42,6 +43,7 @@ STOP_REASONS = {
     pb.GenerateDone.STOP_REASON_EOS: StopReason.EOS,
     pb.GenerateDone.STOP_REASON_CANCELLED: StopReason.CANCELLED,
     pb.GenerateDone.STOP_REASON_TRUNCATED: StopReason.TRUNCATED,
+    pb.GenerateDone.STOP_REASON_CONSTRAINT: StopReason.CONSTRAINT,
 }
 MODES = {pb.MODE_BATCHED: Mode.BATCHED, pb.MODE_FIXED_SHAPE: Mode.FIXED_SHAPE}
 DURABILITIES = {
@@ -94,6 +96,7 @@ class GenerateResult:
     drafted_tokens: int  # draft tokens that were verified
     accepted_tokens: int  # how many of them were accepted
     is_degraded: bool  # the drafter failed and was not used any more; the tokens are not affected
+    fits_constraint: bool | None = None  # is the output whole by its constraint? False: it was cut; None: it had none
 
     @property
     def generated_tokens(self) -> int:

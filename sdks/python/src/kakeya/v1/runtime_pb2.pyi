@@ -335,6 +335,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     max_tokens: _builtins.int
     """At least 1, at most the server's max_tokens_limit."""
@@ -387,6 +388,10 @@ class GenerateRequest(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits, by token id. Finite, within ±1000; at most 1024 entries."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the generated tokens must spell. Absent: anything."""
+
     def __init__(
         self,
         *,
@@ -408,10 +413,11 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.bytes = ...,
         resume_from: _builtins.int | None = ...,
         heartbeat_seconds: _builtins.float | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafting: _TypeAlias = _typing.Literal["drafting"]  # noqa: Y015
     _WhichOneofArgType__drafting: _TypeAlias = _typing.Literal["_drafting", b"_drafting"]  # noqa: Y015
@@ -467,6 +473,75 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What the tokens of one Generate must spell, from its first token to its end. The ids that may follow are those that can
+    still lead to a whole output; among them tokens are drawn as always: penalty and logit_bias come before, and lift nothing
+    that is not allowed. An id that ends the Generate, of the session's or of stop_token_ids, is allowed where the output is
+    whole, and nowhere else. Where nothing may follow, the Generate ends by itself. A seed gives the same tokens as without
+    drafting, and in parts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema. Its output has one space after each comma and colon, and no other outside of strings, unless its
+    "x-guidance" says otherwise; keys come in the order of "properties".
+    """
+    regex: _builtins.str
+    """A regular expression that matches the whole output, in the syntax of Rust's crate `regex`, without anchors and
+    look-around.
+    """
+    lark: _builtins.str
+    """A grammar in the variant of Lark's syntax that llguidance documents."""
+    @_builtins.property
+    def choice(self) -> Global___TokenChoice:
+        """One of several lists of ids."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+        choice: Global___TokenChoice | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "lark", "choice"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class TokenChoice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """1 to 1024, none of them empty, of at most 16,384 ids together."""
+
+    def __init__(
+        self,
+        *,
+        choices: _abc.Iterable[Global___TokenIds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenChoice: _TypeAlias = TokenChoice  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -536,6 +611,8 @@ class GenerateDone(_message.Message):
         STOP_REASON_CANCELLED: GenerateDone._StopReason.ValueType  # 3
         STOP_REASON_TRUNCATED: GenerateDone._StopReason.ValueType  # 4
         """The session's length limit was reached."""
+        STOP_REASON_CONSTRAINT: GenerateDone._StopReason.ValueType  # 5
+        """The output is whole by its constraint, and nothing may follow."""
 
     class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper): ...
     STOP_REASON_UNSPECIFIED: GenerateDone.StopReason.ValueType  # 0
@@ -544,6 +621,8 @@ class GenerateDone(_message.Message):
     STOP_REASON_CANCELLED: GenerateDone.StopReason.ValueType  # 3
     STOP_REASON_TRUNCATED: GenerateDone.StopReason.ValueType  # 4
     """The session's length limit was reached."""
+    STOP_REASON_CONSTRAINT: GenerateDone.StopReason.ValueType  # 5
+    """The output is whole by its constraint, and nothing may follow."""
 
     STOP_REASON_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
@@ -560,6 +639,7 @@ class GenerateDone(_message.Message):
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
+    FITS_CONSTRAINT_FIELD_NUMBER: _builtins.int
     stop_reason: Global___GenerateDone.StopReason.ValueType
     generated_token_count: _builtins.int
     prefill_duration_seconds: _builtins.float
@@ -585,6 +665,10 @@ class GenerateDone(_message.Message):
     """The drafter failed and was not asked again. The tokens are what they would have been."""
     replayed: _builtins.bool
     """The call had attached to a Generate that was there already; the counts are of the whole Generate."""
+    fits_constraint: _builtins.bool
+    """Are the generated tokens a whole output by the constraint? False: the output was cut, by max_tokens or a stop. Absent:
+    there was no constraint.
+    """
     def __init__(
         self,
         *,
@@ -603,12 +687,15 @@ class GenerateDone(_message.Message):
         accepted_token_count: _builtins.int = ...,
         degraded: _builtins.bool = ...,
         replayed: _builtins.bool = ...,
+        fits_constraint: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint", "fits_constraint", b"fits_constraint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "degraded", b"degraded", "drafted_token_count", b"drafted_token_count", "evicted_position_count", b"evicted_position_count", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "replayed", b"replayed", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint", "accepted_token_count", b"accepted_token_count", "attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "degraded", b"degraded", "drafted_token_count", b"drafted_token_count", "evicted_position_count", b"evicted_position_count", "fits_constraint", b"fits_constraint", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "replayed", b"replayed", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__fits_constraint: _TypeAlias = _typing.Literal["fits_constraint"]  # noqa: Y015
+    _WhichOneofArgType__fits_constraint: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fits_constraint) -> _WhichOneofReturnType__fits_constraint | None: ...
 
 Global___GenerateDone: _TypeAlias = GenerateDone  # noqa: Y015
 

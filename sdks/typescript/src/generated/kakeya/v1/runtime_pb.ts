@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kakeya/v1/runtime.proto.
  */
 export const file_kakeya_v1_runtime: GenFile = /*@__PURE__*/
-  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxIowCChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMEhcKCmd1YXJhbnRlZWQYDSABKAhIAYgBARIgChNtb2RlbF9lb3NfdG9rZW5faWRzGA4gASgISAKIAQFCDwoNX2xpbWl0X3Rva2Vuc0INCgtfZ3VhcmFudGVlZEIWChRfbW9kZWxfZW9zX3Rva2VuX2lkcyLxAgoVQ3JlYXRlU2Vzc2lvblJlc3BvbnNlEhIKCnNlc3Npb25faWQYASABKAkSJQoIc3RyYXRlZ3kYCiABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGAsgASgEEhIKCnBlYWtfYnl0ZXMYDCABKAQSGQoMbGltaXRfdG9rZW5zGA0gASgESACIAQESHQoEbW9kZRgOIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGA8gASgJEhIKCnRpZXJfYnl0ZXMYECABKAQSEAoIcmVwbGF5ZWQYESABKAgSFgoOcmVzZXJ2ZWRfYnl0ZXMYEiABKAQSKQoKZHVyYWJpbGl0eRgTIAEoDjIVLmtha2V5YS52MS5EdXJhYmlsaXR5EioKDWVvc190b2tlbl9pZHMYFCABKAsyEy5rYWtleWEudjEuVG9rZW5JZHNCDwoNX2xpbWl0X3Rva2VucyIdCghUb2tlbklkcxIRCgl0b2tlbl9pZHMYASADKA0ikgEKE0FwcGVuZFRva2Vuc1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYCiABKARIAIgBARISCgpyZXF1ZXN0X2lkGAsgASgMQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJAChRBcHBlbmRUb2tlbnNSZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCLqBQoPR2VuZXJhdGVSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKbWF4X3Rva2VucxgCIAEoDRIRCgRzZWVkGAMgASgESACIAQESGAoLdGVtcGVyYXR1cmUYBCABKAJIAYgBARISCgV0b3BfcBgFIAEoAkgCiAEBEhIKBXRvcF9rGAYgASgNSAOIAQESFgoOc3RvcF90b2tlbl9pZHMYCiADKA0SEgoFbWluX3AYCyABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYDCABKAJIBYgBARI9Cgpsb2dpdF9iaWFzGA0gAygLMikua2FrZXlhLnYxLkdlbmVyYXRlUmVxdWVzdC5Mb2dpdEJpYXNFbnRyeRIVCghsb2dwcm9icxgOIAEoCEgGiAEBEhoKDXRva2VuX2RldGFpbHMYDyABKAhIB4gBARIVCghwcm9ncmVzcxgQIAEoCEgIiAEBEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGBEgASgESAmIAQESFQoIZHJhZnRpbmcYEiABKAhICogBARISCgpyZXF1ZXN0X2lkGBMgASgMEhgKC3Jlc3VtZV9mcm9tGBQgASgESAuIAQESHgoRaGVhcnRiZWF0X3NlY29uZHMYFSABKAJIDIgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQgcKBV9zZWVkQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX3BCCAoGX3RvcF9rQggKBl9taW5fcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QgsKCV9sb2dwcm9ic0IQCg5fdG9rZW5fZGV0YWlsc0ILCglfcHJvZ3Jlc3NCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoQgsKCV9kcmFmdGluZ0IOCgxfcmVzdW1lX2Zyb21CFAoSX2hlYXJ0YmVhdF9zZWNvbmRzIpYCChBHZW5lcmF0ZVJlc3BvbnNlEhIKCHRva2VuX2lkGAEgASgNSAASJwoEZG9uZRgCIAEoCzIXLmtha2V5YS52MS5HZW5lcmF0ZURvbmVIABIwCgl0cnVuY2F0ZWQYAyABKAsyGy5rYWtleWEudjEuSGlzdG9yeVRydW5jYXRlZEgAEi8KCGFjY2VwdGVkGAogASgLMhsua2FrZXlhLnYxLkdlbmVyYXRlQWNjZXB0ZWRIABIuCghwcm9ncmVzcxgLIAEoCzIaLmtha2V5YS52MS5QcmVmaWxsUHJvZ3Jlc3NIABInCgV0b2tlbhgMIAEoCzIWLmtha2V5YS52MS5Ub2tlbkRldGFpbEgAQgkKB3BheWxvYWQi3QQKDEdlbmVyYXRlRG9uZRI3CgtzdG9wX3JlYXNvbhgBIAEoDjIiLmtha2V5YS52MS5HZW5lcmF0ZURvbmUuU3RvcFJlYXNvbhIdChVnZW5lcmF0ZWRfdG9rZW5fY291bnQYAiABKA0SIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAMgASgBEh4KFnRvdGFsX2R1cmF0aW9uX3NlY29uZHMYBCABKAESDAoEc2VlZBgKIAEoBBIdChVwcmVmaWxsZWRfdG9rZW5fY291bnQYCyABKAQSGgoSY2FjaGVkX3Rva2VuX2NvdW50GAwgASgEEh8KF2F0dGVuZGVkX3Bvc2l0aW9uX2NvdW50GA0gASgEEh4KFmV2aWN0ZWRfcG9zaXRpb25fY291bnQYDiABKAQSFgoOaGlzdG9yeV9sZW5ndGgYDyABKAQSHwoXcmVzdG9yZWRfcG9zaXRpb25fY291bnQYECABKAQSGwoTZHJhZnRlZF90b2tlbl9jb3VudBgRIAEoBBIcChRhY2NlcHRlZF90b2tlbl9jb3VudBgSIAEoBBIQCghkZWdyYWRlZBgTIAEoCBIQCghyZXBsYXllZBgUIAEoCCKQAQoKU3RvcFJlYXNvbhIbChdTVE9QX1JFQVNPTl9VTlNQRUNJRklFRBAAEhoKFlNUT1BfUkVBU09OX01BWF9UT0tFTlMQARITCg9TVE9QX1JFQVNPTl9FT1MQAhIZChVTVE9QX1JFQVNPTl9DQU5DRUxMRUQQAxIZChVTVE9QX1JFQVNPTl9UUlVOQ0FURUQQBCIvChBIaXN0b3J5VHJ1bmNhdGVkEhsKE2Ryb3BwZWRfdG9rZW5fY291bnQYASABKAQicQoQR2VuZXJhdGVBY2NlcHRlZBIWCg5xdWV1ZV9wb3NpdGlvbhgBIAEoDRIbChNwcmVmaWxsX3Rva2VuX2NvdW50GAIgASgEEhYKDmZpcnN0X3Bvc2l0aW9uGAMgASgEEhAKCHJlcGxheWVkGAQgASgIIkYKD1ByZWZpbGxQcm9ncmVzcxIYChBkb25lX3Rva2VuX2NvdW50GAEgASgEEhkKEXRvdGFsX3Rva2VuX2NvdW50GAIgASgEIlMKC1Rva2VuRGV0YWlsEhAKCHRva2VuX2lkGAEgASgNEhAKCHBvc2l0aW9uGAIgASgEEhQKB2xvZ3Byb2IYAyABKAJIAIgBAUIKCghfbG9ncHJvYiJ/ChNDbG9zZVNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgKIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgLIAEoBEgAiAEBQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJGChRDbG9zZVNlc3Npb25SZXNwb25zZRIcChRmaW5hbF9oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCLAAQoSRm9ya1Nlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgDIAEoBEgAiAEBEhQKDGNsaWVudF9sYWJlbBgEIAEoCRIZCgxsaW1pdF90b2tlbnMYBSABKARIAYgBAUIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGhCDwoNX2xpbWl0X3Rva2VucyLxAgoTRm9ya1Nlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAIgASgEEiUKCHN0cmF0ZWd5GAMgASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhcKD3N1c3RhaW5lZF9ieXRlcxgEIAEoBBISCgpwZWFrX2J5dGVzGAUgASgEEhkKDGxpbWl0X3Rva2VucxgGIAEoBEgAiAEBEhIKCnRpZXJfYnl0ZXMYByABKAQSHQoEbW9kZRgIIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGAkgASgJEhQKDHNoYXJlZF9ieXRlcxgKIAEoBBIQCghyZXBsYXllZBgLIAEoCBIWCg5yZXNlcnZlZF9ieXRlcxgMIAEoBBIpCgpkdXJhYmlsaXR5GA0gASgOMhUua2FrZXlhLnYxLkR1cmFiaWxpdHlCDwoNX2xpbWl0X3Rva2VucyIrChVHZXRTZXNzaW9uSW5mb1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCSKuBQoWR2V0U2Vzc2lvbkluZm9SZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIVCg1rdl9saXZlX2J5dGVzGAIgASgEEicKH2NhY2hlX2ludmFyaWFudF9pbnYxX3Zpb2xhdGlvbnMYAyABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjJfdmlvbGF0aW9ucxgEIAEoBBIUCgxpZGxlX3NlY29uZHMYBSABKAESGgoSY2FjaGVkX3Rva2VuX2NvdW50GAogASgEEhsKE2V2aWN0ZWRfdG9rZW5fY291bnQYCyABKAQSJQoIc3RyYXRlZ3kYDCABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGA0gASgEEhIKCnBlYWtfYnl0ZXMYDiABKAQSGQoMbGltaXRfdG9rZW5zGA8gASgESACIAQESFgoOZmFpbHVyZV9yZWFzb24YECABKAkSEgoKZ2VuZXJhdGluZxgRIAEoCBInCh9jYWNoZV9pbnZhcmlhbnRfaW52M192aW9sYXRpb25zGBIgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYEyABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYFCABKAQSFwoPdGllcl9saXZlX2J5dGVzGBUgASgEEhIKCnRpZXJfYnl0ZXMYFiABKAQSFAoMY2xpZW50X2xhYmVsGBcgASgJEhYKDnJlc2VydmVkX2J5dGVzGBggASgEEhUKDWhpc3RvcnlfYnl0ZXMYGSABKAQSEAoIcmVzaWRlbnQYGiABKAgSGQoRc2F2ZWRfdG9rZW5fY291bnQYGyABKAQSFQoNZW9zX3Rva2VuX2lkcxgcIAMoDUIPCg1fbGltaXRfdG9rZW5zIjwKE0xpc3RTZXNzaW9uc1JlcXVlc3QSEgoKcGFnZV90b2tlbhgBIAEoCRIRCglwYWdlX3NpemUYAiABKA0iXAoUTGlzdFNlc3Npb25zUmVzcG9uc2USKwoIc2Vzc2lvbnMYASADKAsyGS5rYWtleWEudjEuU2Vzc2lvblN1bW1hcnkSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIuIBCg5TZXNzaW9uU3VtbWFyeRISCgpzZXNzaW9uX2lkGAEgASgJEhQKDGNsaWVudF9sYWJlbBgCIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgDIAEoBBITCgthZ2Vfc2Vjb25kcxgEIAEoARIUCgxpZGxlX3NlY29uZHMYBSABKAESEAoIcmVzaWRlbnQYBiABKAgSEgoKZ2VuZXJhdGluZxgHIAEoCBIWCg5mYWlsdXJlX3JlYXNvbhgIIAEoCRIlCghzdHJhdGVneRgJIAEoCzITLmtha2V5YS52MS5TdHJhdGVneSJUChJSZWFkSGlzdG9yeVJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5maXJzdF9wb3NpdGlvbhgCIAEoBBISCgptYXhfdG9rZW5zGAMgASgNIm0KE1JlYWRIaXN0b3J5UmVzcG9uc2USFgoOZmlyc3RfcG9zaXRpb24YASABKAQSEQoJdG9rZW5faWRzGAIgAygNEhYKDmhpc3RvcnlfbGVuZ3RoGAMgASgEEhMKC3J1bl9sZW5ndGhzGAQgAygNIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IpkGChVHZXRTZXJ2ZXJJbmZvUmVzcG9uc2USDwoHdmVyc2lvbhgBIAEoCRIQCghtb2RlbF9pZBgCIAEoCRISCgp2b2NhYl9zaXplGAMgASgNEh4KFnRyYWluZWRfcG9zaXRpb25fY291bnQYBCABKAQSDgoGZGV2aWNlGAUgASgJEg0KBWR0eXBlGAYgASgJEh0KBG1vZGUYByABKA4yDy5rYWtleWEudjEuTW9kZRISCgpzdHJhdGVnaWVzGAggAygJEi0KEGRlZmF1bHRfc3RyYXRlZ3kYCSABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSGAoQbWF4X3Rva2Vuc19saW1pdBgKIAEoDRIZChFtYXhfYXBwZW5kX3Rva2VucxgLIAEoDRIZChFtYXhfbWVzc2FnZV9ieXRlcxgMIAEoDRIZChFrdl9jYXBhY2l0eV9ieXRlcxgNIAEoBBIZChFrdl9yZXNlcnZlZF9ieXRlcxgOIAEoBBIWCg5zZWdtZW50X3Rva2VucxgPIAEoDRIgChhzZXNzaW9uX2lkbGVfdHRsX3NlY29uZHMYECABKAESDwoHZHJhZnRlchgRIAEoCRIbChN0aWVyX2NhcGFjaXR5X2J5dGVzGBIgASgEEhsKE3RpZXJfcmVzZXJ2ZWRfYnl0ZXMYEyABKAQSIQoUZGVmYXVsdF9saW1pdF90b2tlbnMYFCABKARIAIgBARIZChFncm93dGhfZ3VhcmFudGVlZBgVIAEoCBIiChpoaXN0b3J5X3Rva2Vuc19wZXJfc2Vzc2lvbhgWIAEoBBIgChhoaXN0b3J5X3Rva2Vuc19wZXJfb3duZXIYFyABKAQSGwoTaGlzdG9yeV90b2tlbl9jb3VudBgYIAEoBBIPCgdiYWNrZW5kGBkgASgJEhAKCG51bWVyaWNzGBogASgJEikKCmR1cmFiaWxpdHkYGyABKA4yFS5rYWtleWEudjEuRHVyYWJpbGl0eRIVCg1lb3NfdG9rZW5faWRzGBwgAygNQhcKFV9kZWZhdWx0X2xpbWl0X3Rva2VucyKGAwoIU3RyYXRlZ3kSJwoEZnVsbBgBIAEoCzIXLmtha2V5YS52MS5GdWxsU3RyYXRlZ3lIABI0CgtzaW5rX3dpbmRvdxgCIAEoCzIdLmtha2V5YS52MS5TaW5rV2luZG93U3RyYXRlZ3lIABI2CgxsYXllcl93aW5kb3cYAyABKAsyHi5rYWtleWEudjEuTGF5ZXJXaW5kb3dTdHJhdGVneUgAEi8KCHJlc3RvcmVkGAQgASgLMhsua2FrZXlhLnYxLlJlc3RvcmVkU3RyYXRlZ3lIABIrCgZnYXRoZXIYBSABKAsyGS5rYWtleWEudjEuR2F0aGVyU3RyYXRlZ3lIABIlCgNtYWMYBiABKAsyFi5rYWtleWEudjEuTWFjU3RyYXRlZ3lIABIrCgZ0aWVyZWQYByABKAsyGS5rYWtleWEudjEuVGllcmVkU3RyYXRlZ3lIABIpCgVuYW1lZBgPIAEoCzIYLmtha2V5YS52MS5OYW1lZFN0cmF0ZWd5SABCBgoEa2luZCKFAQoNTmFtZWRTdHJhdGVneRIMCgRuYW1lGAEgASgJEjYKB29wdGlvbnMYAiADKAsyJS5rYWtleWEudjEuTmFtZWRTdHJhdGVneS5PcHRpb25zRW50cnkaLgoMT3B0aW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEibgoMRnVsbFN0cmF0ZWd5EhIKBWNvZGVjGAEgASgJSACIAQESGQoMZXhhY3Rfd2luZG93GAIgASgNSAGIAQESFAoMZXhhY3RfbGF5ZXJzGAMgAygNQggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IrABChJTaW5rV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhIKBWNvZGVjGAMgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAQgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAUgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3cixgEKE0xheWVyV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKC2Z1bGxfbGF5ZXJzGAMgAygNEhIKBWNvZGVjGAQgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAUgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAYgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3ciugMKEFJlc3RvcmVkU3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKBnNvdXJjZRgDIAEoCUgCiAEBEhwKD2J5dGVzX3Blcl90b2tlbhgEIAEoDUgDiAEBEhEKBG1vZGUYBSABKAlIBIgBARIiChVyZXNpZGVudF9sYXRlbnRfYnl0ZXMYBiABKARIBYgBARITCgZidWRnZXQYCiABKA1IBogBARIRCgRyYW5rGAsgASgNSAeIAQESEQoEYml0cxgMIAEoDUgIiAEBEhAKA3J1bhgNIAEoDUgJiAEBEhgKC2F3YWtlX2J5dGVzGA4gASgESAqIAQESFQoIYXBwZW5kZWQYDyABKAlIC4gBAUIHCgVfc2lua0IJCgdfd2luZG93QgkKB19zb3VyY2VCEgoQX2J5dGVzX3Blcl90b2tlbkIHCgVfbW9kZUIYChZfcmVzaWRlbnRfbGF0ZW50X2J5dGVzQgkKB19idWRnZXRCBwoFX3JhbmtCBwoFX2JpdHNCBgoEX3J1bkIOCgxfYXdha2VfYnl0ZXNCCwoJX2FwcGVuZGVkIvwBCg5HYXRoZXJTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARITCgZzY29yZXIYBSABKAlIBIgBARIRCgRyYW5rGAogASgNSAWIAQESEQoEYml0cxgLIAEoDUgGiAEBEhAKA3J1bhgMIAEoDUgHiAEBQgkKB19idWRnZXRCCAoGX2Jsb2NrQgcKBV9zaW5rQgkKB193aW5kb3dCCQoHX3Njb3JlckIHCgVfcmFua0IHCgVfYml0c0IGCgRfcnVuIrwBCg5UaWVyZWRTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARIcCg9yZXNpZGVudF90b2tlbnMYBSABKA1IBIgBAUIJCgdfYnVkZ2V0QggKBl9ibG9ja0IHCgVfc2lua0IJCgdfd2luZG93QhIKEF9yZXNpZGVudF90b2tlbnMilQEKC01hY1N0cmF0ZWd5EhEKBHJpbmcYASABKA1IAIgBARIRCgRiYW5kGAIgASgNSAGIAQESFgoJdGhyZXNob2xkGAMgASgBSAKIAQESGAoLY2hhaW5fbGltaXQYBCABKBFIA4gBAUIHCgVfcmluZ0IHCgVfYmFuZEIMCgpfdGhyZXNob2xkQg4KDF9jaGFpbl9saW1pdCpECgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABIQCgxNT0RFX0JBVENIRUQQARIUChBNT0RFX0ZJWEVEX1NIQVBFEAIqawoKRHVyYWJpbGl0eRIaChZEVVJBQklMSVRZX1VOU1BFQ0lGSUVEEAASEwoPRFVSQUJJTElUWV9OT05FEAESFgoSRFVSQUJJTElUWV9QUk9DRVNTEAISFAoQRFVSQUJJTElUWV9QT1dFUhADMuUFCg5SdW50aW1lU2VydmljZRJSCg1DcmVhdGVTZXNzaW9uEh8ua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0GiAua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXNwb25zZRJPCgxBcHBlbmRUb2tlbnMSHi5rYWtleWEudjEuQXBwZW5kVG9rZW5zUmVxdWVzdBofLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXNwb25zZRJFCghHZW5lcmF0ZRIaLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5rYWtleWEudjEuR2VuZXJhdGVSZXNwb25zZTABEk8KDENsb3NlU2Vzc2lvbhIeLmtha2V5YS52MS5DbG9zZVNlc3Npb25SZXF1ZXN0Gh8ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlc3BvbnNlElUKDkdldFNlc3Npb25JbmZvEiAua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVxdWVzdBohLmtha2V5YS52MS5HZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEkwKC0ZvcmtTZXNzaW9uEh0ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVxdWVzdBoeLmtha2V5YS52MS5Gb3JrU2Vzc2lvblJlc3BvbnNlElIKDUdldFNlcnZlckluZm8SHy5rYWtleWEudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rYWtleWEudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlEk8KDExpc3RTZXNzaW9ucxIeLmtha2V5YS52MS5MaXN0U2Vzc2lvbnNSZXF1ZXN0Gh8ua2FrZXlhLnYxLkxpc3RTZXNzaW9uc1Jlc3BvbnNlEkwKC1JlYWRIaXN0b3J5Eh0ua2FrZXlhLnYxLlJlYWRIaXN0b3J5UmVxdWVzdBoeLmtha2V5YS52MS5SZWFkSGlzdG9yeVJlc3BvbnNlYgZwcm90bzM");
+  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxIowCChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMEhcKCmd1YXJhbnRlZWQYDSABKAhIAYgBARIgChNtb2RlbF9lb3NfdG9rZW5faWRzGA4gASgISAKIAQFCDwoNX2xpbWl0X3Rva2Vuc0INCgtfZ3VhcmFudGVlZEIWChRfbW9kZWxfZW9zX3Rva2VuX2lkcyLxAgoVQ3JlYXRlU2Vzc2lvblJlc3BvbnNlEhIKCnNlc3Npb25faWQYASABKAkSJQoIc3RyYXRlZ3kYCiABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGAsgASgEEhIKCnBlYWtfYnl0ZXMYDCABKAQSGQoMbGltaXRfdG9rZW5zGA0gASgESACIAQESHQoEbW9kZRgOIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGA8gASgJEhIKCnRpZXJfYnl0ZXMYECABKAQSEAoIcmVwbGF5ZWQYESABKAgSFgoOcmVzZXJ2ZWRfYnl0ZXMYEiABKAQSKQoKZHVyYWJpbGl0eRgTIAEoDjIVLmtha2V5YS52MS5EdXJhYmlsaXR5EioKDWVvc190b2tlbl9pZHMYFCABKAsyEy5rYWtleWEudjEuVG9rZW5JZHNCDwoNX2xpbWl0X3Rva2VucyIdCghUb2tlbklkcxIRCgl0b2tlbl9pZHMYASADKA0ikgEKE0FwcGVuZFRva2Vuc1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYCiABKARIAIgBARISCgpyZXF1ZXN0X2lkGAsgASgMQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJAChRBcHBlbmRUb2tlbnNSZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCKVBgoPR2VuZXJhdGVSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKbWF4X3Rva2VucxgCIAEoDRIRCgRzZWVkGAMgASgESACIAQESGAoLdGVtcGVyYXR1cmUYBCABKAJIAYgBARISCgV0b3BfcBgFIAEoAkgCiAEBEhIKBXRvcF9rGAYgASgNSAOIAQESFgoOc3RvcF90b2tlbl9pZHMYCiADKA0SEgoFbWluX3AYCyABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYDCABKAJIBYgBARI9Cgpsb2dpdF9iaWFzGA0gAygLMikua2FrZXlhLnYxLkdlbmVyYXRlUmVxdWVzdC5Mb2dpdEJpYXNFbnRyeRIVCghsb2dwcm9icxgOIAEoCEgGiAEBEhoKDXRva2VuX2RldGFpbHMYDyABKAhIB4gBARIVCghwcm9ncmVzcxgQIAEoCEgIiAEBEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGBEgASgESAmIAQESFQoIZHJhZnRpbmcYEiABKAhICogBARISCgpyZXF1ZXN0X2lkGBMgASgMEhgKC3Jlc3VtZV9mcm9tGBQgASgESAuIAQESHgoRaGVhcnRiZWF0X3NlY29uZHMYFSABKAJIDIgBARIpCgpjb25zdHJhaW50GBYgASgLMhUua2FrZXlhLnYxLkNvbnN0cmFpbnQaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIHCgVfc2VlZEIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUILCglfbG9ncHJvYnNCEAoOX3Rva2VuX2RldGFpbHNCCwoJX3Byb2dyZXNzQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aEILCglfZHJhZnRpbmdCDgoMX3Jlc3VtZV9mcm9tQhQKEl9oZWFydGJlYXRfc2Vjb25kcyJ2CgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASKAoGY2hvaWNlGAQgASgLMhYua2FrZXlhLnYxLlRva2VuQ2hvaWNlSABCBgoEa2luZCIzCgtUb2tlbkNob2ljZRIkCgdjaG9pY2VzGAEgAygLMhMua2FrZXlhLnYxLlRva2VuSWRzIpYCChBHZW5lcmF0ZVJlc3BvbnNlEhIKCHRva2VuX2lkGAEgASgNSAASJwoEZG9uZRgCIAEoCzIXLmtha2V5YS52MS5HZW5lcmF0ZURvbmVIABIwCgl0cnVuY2F0ZWQYAyABKAsyGy5rYWtleWEudjEuSGlzdG9yeVRydW5jYXRlZEgAEi8KCGFjY2VwdGVkGAogASgLMhsua2FrZXlhLnYxLkdlbmVyYXRlQWNjZXB0ZWRIABIuCghwcm9ncmVzcxgLIAEoCzIaLmtha2V5YS52MS5QcmVmaWxsUHJvZ3Jlc3NIABInCgV0b2tlbhgMIAEoCzIWLmtha2V5YS52MS5Ub2tlbkRldGFpbEgAQgkKB3BheWxvYWQiqwUKDEdlbmVyYXRlRG9uZRI3CgtzdG9wX3JlYXNvbhgBIAEoDjIiLmtha2V5YS52MS5HZW5lcmF0ZURvbmUuU3RvcFJlYXNvbhIdChVnZW5lcmF0ZWRfdG9rZW5fY291bnQYAiABKA0SIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAMgASgBEh4KFnRvdGFsX2R1cmF0aW9uX3NlY29uZHMYBCABKAESDAoEc2VlZBgKIAEoBBIdChVwcmVmaWxsZWRfdG9rZW5fY291bnQYCyABKAQSGgoSY2FjaGVkX3Rva2VuX2NvdW50GAwgASgEEh8KF2F0dGVuZGVkX3Bvc2l0aW9uX2NvdW50GA0gASgEEh4KFmV2aWN0ZWRfcG9zaXRpb25fY291bnQYDiABKAQSFgoOaGlzdG9yeV9sZW5ndGgYDyABKAQSHwoXcmVzdG9yZWRfcG9zaXRpb25fY291bnQYECABKAQSGwoTZHJhZnRlZF90b2tlbl9jb3VudBgRIAEoBBIcChRhY2NlcHRlZF90b2tlbl9jb3VudBgSIAEoBBIQCghkZWdyYWRlZBgTIAEoCBIQCghyZXBsYXllZBgUIAEoCBIcCg9maXRzX2NvbnN0cmFpbnQYFSABKAhIAIgBASKsAQoKU3RvcFJlYXNvbhIbChdTVE9QX1JFQVNPTl9VTlNQRUNJRklFRBAAEhoKFlNUT1BfUkVBU09OX01BWF9UT0tFTlMQARITCg9TVE9QX1JFQVNPTl9FT1MQAhIZChVTVE9QX1JFQVNPTl9DQU5DRUxMRUQQAxIZChVTVE9QX1JFQVNPTl9UUlVOQ0FURUQQBBIaChZTVE9QX1JFQVNPTl9DT05TVFJBSU5UEAVCEgoQX2ZpdHNfY29uc3RyYWludCIvChBIaXN0b3J5VHJ1bmNhdGVkEhsKE2Ryb3BwZWRfdG9rZW5fY291bnQYASABKAQicQoQR2VuZXJhdGVBY2NlcHRlZBIWCg5xdWV1ZV9wb3NpdGlvbhgBIAEoDRIbChNwcmVmaWxsX3Rva2VuX2NvdW50GAIgASgEEhYKDmZpcnN0X3Bvc2l0aW9uGAMgASgEEhAKCHJlcGxheWVkGAQgASgIIkYKD1ByZWZpbGxQcm9ncmVzcxIYChBkb25lX3Rva2VuX2NvdW50GAEgASgEEhkKEXRvdGFsX3Rva2VuX2NvdW50GAIgASgEIlMKC1Rva2VuRGV0YWlsEhAKCHRva2VuX2lkGAEgASgNEhAKCHBvc2l0aW9uGAIgASgEEhQKB2xvZ3Byb2IYAyABKAJIAIgBAUIKCghfbG9ncHJvYiJ/ChNDbG9zZVNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgKIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgLIAEoBEgAiAEBQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJGChRDbG9zZVNlc3Npb25SZXNwb25zZRIcChRmaW5hbF9oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCLAAQoSRm9ya1Nlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgDIAEoBEgAiAEBEhQKDGNsaWVudF9sYWJlbBgEIAEoCRIZCgxsaW1pdF90b2tlbnMYBSABKARIAYgBAUIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGhCDwoNX2xpbWl0X3Rva2VucyLxAgoTRm9ya1Nlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAIgASgEEiUKCHN0cmF0ZWd5GAMgASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhcKD3N1c3RhaW5lZF9ieXRlcxgEIAEoBBISCgpwZWFrX2J5dGVzGAUgASgEEhkKDGxpbWl0X3Rva2VucxgGIAEoBEgAiAEBEhIKCnRpZXJfYnl0ZXMYByABKAQSHQoEbW9kZRgIIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGAkgASgJEhQKDHNoYXJlZF9ieXRlcxgKIAEoBBIQCghyZXBsYXllZBgLIAEoCBIWCg5yZXNlcnZlZF9ieXRlcxgMIAEoBBIpCgpkdXJhYmlsaXR5GA0gASgOMhUua2FrZXlhLnYxLkR1cmFiaWxpdHlCDwoNX2xpbWl0X3Rva2VucyIrChVHZXRTZXNzaW9uSW5mb1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCSKuBQoWR2V0U2Vzc2lvbkluZm9SZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIVCg1rdl9saXZlX2J5dGVzGAIgASgEEicKH2NhY2hlX2ludmFyaWFudF9pbnYxX3Zpb2xhdGlvbnMYAyABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjJfdmlvbGF0aW9ucxgEIAEoBBIUCgxpZGxlX3NlY29uZHMYBSABKAESGgoSY2FjaGVkX3Rva2VuX2NvdW50GAogASgEEhsKE2V2aWN0ZWRfdG9rZW5fY291bnQYCyABKAQSJQoIc3RyYXRlZ3kYDCABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGA0gASgEEhIKCnBlYWtfYnl0ZXMYDiABKAQSGQoMbGltaXRfdG9rZW5zGA8gASgESACIAQESFgoOZmFpbHVyZV9yZWFzb24YECABKAkSEgoKZ2VuZXJhdGluZxgRIAEoCBInCh9jYWNoZV9pbnZhcmlhbnRfaW52M192aW9sYXRpb25zGBIgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYEyABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYFCABKAQSFwoPdGllcl9saXZlX2J5dGVzGBUgASgEEhIKCnRpZXJfYnl0ZXMYFiABKAQSFAoMY2xpZW50X2xhYmVsGBcgASgJEhYKDnJlc2VydmVkX2J5dGVzGBggASgEEhUKDWhpc3RvcnlfYnl0ZXMYGSABKAQSEAoIcmVzaWRlbnQYGiABKAgSGQoRc2F2ZWRfdG9rZW5fY291bnQYGyABKAQSFQoNZW9zX3Rva2VuX2lkcxgcIAMoDUIPCg1fbGltaXRfdG9rZW5zIjwKE0xpc3RTZXNzaW9uc1JlcXVlc3QSEgoKcGFnZV90b2tlbhgBIAEoCRIRCglwYWdlX3NpemUYAiABKA0iXAoUTGlzdFNlc3Npb25zUmVzcG9uc2USKwoIc2Vzc2lvbnMYASADKAsyGS5rYWtleWEudjEuU2Vzc2lvblN1bW1hcnkSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIuIBCg5TZXNzaW9uU3VtbWFyeRISCgpzZXNzaW9uX2lkGAEgASgJEhQKDGNsaWVudF9sYWJlbBgCIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgDIAEoBBITCgthZ2Vfc2Vjb25kcxgEIAEoARIUCgxpZGxlX3NlY29uZHMYBSABKAESEAoIcmVzaWRlbnQYBiABKAgSEgoKZ2VuZXJhdGluZxgHIAEoCBIWCg5mYWlsdXJlX3JlYXNvbhgIIAEoCRIlCghzdHJhdGVneRgJIAEoCzITLmtha2V5YS52MS5TdHJhdGVneSJUChJSZWFkSGlzdG9yeVJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5maXJzdF9wb3NpdGlvbhgCIAEoBBISCgptYXhfdG9rZW5zGAMgASgNIm0KE1JlYWRIaXN0b3J5UmVzcG9uc2USFgoOZmlyc3RfcG9zaXRpb24YASABKAQSEQoJdG9rZW5faWRzGAIgAygNEhYKDmhpc3RvcnlfbGVuZ3RoGAMgASgEEhMKC3J1bl9sZW5ndGhzGAQgAygNIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IpkGChVHZXRTZXJ2ZXJJbmZvUmVzcG9uc2USDwoHdmVyc2lvbhgBIAEoCRIQCghtb2RlbF9pZBgCIAEoCRISCgp2b2NhYl9zaXplGAMgASgNEh4KFnRyYWluZWRfcG9zaXRpb25fY291bnQYBCABKAQSDgoGZGV2aWNlGAUgASgJEg0KBWR0eXBlGAYgASgJEh0KBG1vZGUYByABKA4yDy5rYWtleWEudjEuTW9kZRISCgpzdHJhdGVnaWVzGAggAygJEi0KEGRlZmF1bHRfc3RyYXRlZ3kYCSABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSGAoQbWF4X3Rva2Vuc19saW1pdBgKIAEoDRIZChFtYXhfYXBwZW5kX3Rva2VucxgLIAEoDRIZChFtYXhfbWVzc2FnZV9ieXRlcxgMIAEoDRIZChFrdl9jYXBhY2l0eV9ieXRlcxgNIAEoBBIZChFrdl9yZXNlcnZlZF9ieXRlcxgOIAEoBBIWCg5zZWdtZW50X3Rva2VucxgPIAEoDRIgChhzZXNzaW9uX2lkbGVfdHRsX3NlY29uZHMYECABKAESDwoHZHJhZnRlchgRIAEoCRIbChN0aWVyX2NhcGFjaXR5X2J5dGVzGBIgASgEEhsKE3RpZXJfcmVzZXJ2ZWRfYnl0ZXMYEyABKAQSIQoUZGVmYXVsdF9saW1pdF90b2tlbnMYFCABKARIAIgBARIZChFncm93dGhfZ3VhcmFudGVlZBgVIAEoCBIiChpoaXN0b3J5X3Rva2Vuc19wZXJfc2Vzc2lvbhgWIAEoBBIgChhoaXN0b3J5X3Rva2Vuc19wZXJfb3duZXIYFyABKAQSGwoTaGlzdG9yeV90b2tlbl9jb3VudBgYIAEoBBIPCgdiYWNrZW5kGBkgASgJEhAKCG51bWVyaWNzGBogASgJEikKCmR1cmFiaWxpdHkYGyABKA4yFS5rYWtleWEudjEuRHVyYWJpbGl0eRIVCg1lb3NfdG9rZW5faWRzGBwgAygNQhcKFV9kZWZhdWx0X2xpbWl0X3Rva2VucyKGAwoIU3RyYXRlZ3kSJwoEZnVsbBgBIAEoCzIXLmtha2V5YS52MS5GdWxsU3RyYXRlZ3lIABI0CgtzaW5rX3dpbmRvdxgCIAEoCzIdLmtha2V5YS52MS5TaW5rV2luZG93U3RyYXRlZ3lIABI2CgxsYXllcl93aW5kb3cYAyABKAsyHi5rYWtleWEudjEuTGF5ZXJXaW5kb3dTdHJhdGVneUgAEi8KCHJlc3RvcmVkGAQgASgLMhsua2FrZXlhLnYxLlJlc3RvcmVkU3RyYXRlZ3lIABIrCgZnYXRoZXIYBSABKAsyGS5rYWtleWEudjEuR2F0aGVyU3RyYXRlZ3lIABIlCgNtYWMYBiABKAsyFi5rYWtleWEudjEuTWFjU3RyYXRlZ3lIABIrCgZ0aWVyZWQYByABKAsyGS5rYWtleWEudjEuVGllcmVkU3RyYXRlZ3lIABIpCgVuYW1lZBgPIAEoCzIYLmtha2V5YS52MS5OYW1lZFN0cmF0ZWd5SABCBgoEa2luZCKFAQoNTmFtZWRTdHJhdGVneRIMCgRuYW1lGAEgASgJEjYKB29wdGlvbnMYAiADKAsyJS5rYWtleWEudjEuTmFtZWRTdHJhdGVneS5PcHRpb25zRW50cnkaLgoMT3B0aW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEibgoMRnVsbFN0cmF0ZWd5EhIKBWNvZGVjGAEgASgJSACIAQESGQoMZXhhY3Rfd2luZG93GAIgASgNSAGIAQESFAoMZXhhY3RfbGF5ZXJzGAMgAygNQggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IrABChJTaW5rV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhIKBWNvZGVjGAMgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAQgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAUgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3cixgEKE0xheWVyV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKC2Z1bGxfbGF5ZXJzGAMgAygNEhIKBWNvZGVjGAQgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAUgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAYgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3ciugMKEFJlc3RvcmVkU3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKBnNvdXJjZRgDIAEoCUgCiAEBEhwKD2J5dGVzX3Blcl90b2tlbhgEIAEoDUgDiAEBEhEKBG1vZGUYBSABKAlIBIgBARIiChVyZXNpZGVudF9sYXRlbnRfYnl0ZXMYBiABKARIBYgBARITCgZidWRnZXQYCiABKA1IBogBARIRCgRyYW5rGAsgASgNSAeIAQESEQoEYml0cxgMIAEoDUgIiAEBEhAKA3J1bhgNIAEoDUgJiAEBEhgKC2F3YWtlX2J5dGVzGA4gASgESAqIAQESFQoIYXBwZW5kZWQYDyABKAlIC4gBAUIHCgVfc2lua0IJCgdfd2luZG93QgkKB19zb3VyY2VCEgoQX2J5dGVzX3Blcl90b2tlbkIHCgVfbW9kZUIYChZfcmVzaWRlbnRfbGF0ZW50X2J5dGVzQgkKB19idWRnZXRCBwoFX3JhbmtCBwoFX2JpdHNCBgoEX3J1bkIOCgxfYXdha2VfYnl0ZXNCCwoJX2FwcGVuZGVkIvwBCg5HYXRoZXJTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARITCgZzY29yZXIYBSABKAlIBIgBARIRCgRyYW5rGAogASgNSAWIAQESEQoEYml0cxgLIAEoDUgGiAEBEhAKA3J1bhgMIAEoDUgHiAEBQgkKB19idWRnZXRCCAoGX2Jsb2NrQgcKBV9zaW5rQgkKB193aW5kb3dCCQoHX3Njb3JlckIHCgVfcmFua0IHCgVfYml0c0IGCgRfcnVuIrwBCg5UaWVyZWRTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARIcCg9yZXNpZGVudF90b2tlbnMYBSABKA1IBIgBAUIJCgdfYnVkZ2V0QggKBl9ibG9ja0IHCgVfc2lua0IJCgdfd2luZG93QhIKEF9yZXNpZGVudF90b2tlbnMilQEKC01hY1N0cmF0ZWd5EhEKBHJpbmcYASABKA1IAIgBARIRCgRiYW5kGAIgASgNSAGIAQESFgoJdGhyZXNob2xkGAMgASgBSAKIAQESGAoLY2hhaW5fbGltaXQYBCABKBFIA4gBAUIHCgVfcmluZ0IHCgVfYmFuZEIMCgpfdGhyZXNob2xkQg4KDF9jaGFpbl9saW1pdCpECgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABIQCgxNT0RFX0JBVENIRUQQARIUChBNT0RFX0ZJWEVEX1NIQVBFEAIqawoKRHVyYWJpbGl0eRIaChZEVVJBQklMSVRZX1VOU1BFQ0lGSUVEEAASEwoPRFVSQUJJTElUWV9OT05FEAESFgoSRFVSQUJJTElUWV9QUk9DRVNTEAISFAoQRFVSQUJJTElUWV9QT1dFUhADMuUFCg5SdW50aW1lU2VydmljZRJSCg1DcmVhdGVTZXNzaW9uEh8ua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0GiAua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXNwb25zZRJPCgxBcHBlbmRUb2tlbnMSHi5rYWtleWEudjEuQXBwZW5kVG9rZW5zUmVxdWVzdBofLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXNwb25zZRJFCghHZW5lcmF0ZRIaLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5rYWtleWEudjEuR2VuZXJhdGVSZXNwb25zZTABEk8KDENsb3NlU2Vzc2lvbhIeLmtha2V5YS52MS5DbG9zZVNlc3Npb25SZXF1ZXN0Gh8ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlc3BvbnNlElUKDkdldFNlc3Npb25JbmZvEiAua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVxdWVzdBohLmtha2V5YS52MS5HZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEkwKC0ZvcmtTZXNzaW9uEh0ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVxdWVzdBoeLmtha2V5YS52MS5Gb3JrU2Vzc2lvblJlc3BvbnNlElIKDUdldFNlcnZlckluZm8SHy5rYWtleWEudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rYWtleWEudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlEk8KDExpc3RTZXNzaW9ucxIeLmtha2V5YS52MS5MaXN0U2Vzc2lvbnNSZXF1ZXN0Gh8ua2FrZXlhLnYxLkxpc3RTZXNzaW9uc1Jlc3BvbnNlEkwKC1JlYWRIaXN0b3J5Eh0ua2FrZXlhLnYxLlJlYWRIaXN0b3J5UmVxdWVzdBoeLmtha2V5YS52MS5SZWFkSGlzdG9yeVJlc3BvbnNlYgZwcm90bzM");
 
 /**
  * @generated from message kakeya.v1.CreateSessionRequest
@@ -397,6 +397,13 @@ export type GenerateRequest = Message<"kakeya.v1.GenerateRequest"> & {
    * @generated from field: optional float heartbeat_seconds = 21;
    */
   heartbeatSeconds?: number | undefined;
+
+  /**
+   * What the generated tokens must spell. Absent: anything.
+   *
+   * @generated from field: kakeya.v1.Constraint constraint = 22;
+   */
+  constraint?: Constraint | undefined;
 };
 
 /**
@@ -405,6 +412,86 @@ export type GenerateRequest = Message<"kakeya.v1.GenerateRequest"> & {
  */
 export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 5);
+
+/**
+ * What the tokens of one Generate must spell, from its first token to its end. The ids that may follow are those that can
+ * still lead to a whole output; among them tokens are drawn as always: penalty and logit_bias come before, and lift nothing
+ * that is not allowed. An id that ends the Generate, of the session's or of stop_token_ids, is allowed where the output is
+ * whole, and nowhere else. Where nothing may follow, the Generate ends by itself. A seed gives the same tokens as without
+ * drafting, and in parts.
+ *
+ * @generated from message kakeya.v1.Constraint
+ */
+export type Constraint = Message<"kakeya.v1.Constraint"> & {
+  /**
+   * At most 262,144 bytes each. What cannot be compiled, permits nothing or takes too much work is INVALID_ARGUMENT,
+   * INVALID_CONSTRAINT. All but choice need a server that knows the bytes of its model's tokens: FAILED_PRECONDITION,
+   * CONSTRAINT_UNAVAILABLE.
+   *
+   * @generated from oneof kakeya.v1.Constraint.kind
+   */
+  kind: {
+    /**
+     * A JSON schema. Its output has one space after each comma and colon, and no other outside of strings, unless its
+     * "x-guidance" says otherwise; keys come in the order of "properties".
+     *
+     * @generated from field: string json_schema = 1;
+     */
+    value: string;
+    case: "jsonSchema";
+  } | {
+    /**
+     * A regular expression that matches the whole output, in the syntax of Rust's crate `regex`, without anchors and
+     * look-around.
+     *
+     * @generated from field: string regex = 2;
+     */
+    value: string;
+    case: "regex";
+  } | {
+    /**
+     * A grammar in the variant of Lark's syntax that llguidance documents.
+     *
+     * @generated from field: string lark = 3;
+     */
+    value: string;
+    case: "lark";
+  } | {
+    /**
+     * One of several lists of ids.
+     *
+     * @generated from field: kakeya.v1.TokenChoice choice = 4;
+     */
+    value: TokenChoice;
+    case: "choice";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message kakeya.v1.Constraint.
+ * Use `create(ConstraintSchema)` to create a new message.
+ */
+export const ConstraintSchema: GenMessage<Constraint> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 6);
+
+/**
+ * @generated from message kakeya.v1.TokenChoice
+ */
+export type TokenChoice = Message<"kakeya.v1.TokenChoice"> & {
+  /**
+   * 1 to 1024, none of them empty, of at most 16,384 ids together.
+   *
+   * @generated from field: repeated kakeya.v1.TokenIds choices = 1;
+   */
+  choices: TokenIds[];
+};
+
+/**
+ * Describes the message kakeya.v1.TokenChoice.
+ * Use `create(TokenChoiceSchema)` to create a new message.
+ */
+export const TokenChoiceSchema: GenMessage<TokenChoice> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 7);
 
 /**
  * @generated from message kakeya.v1.GenerateResponse
@@ -469,7 +556,7 @@ export type GenerateResponse = Message<"kakeya.v1.GenerateResponse"> & {
  * Use `create(GenerateResponseSchema)` to create a new message.
  */
 export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 6);
+  messageDesc(file_kakeya_v1_runtime, 8);
 
 /**
  * @generated from message kakeya.v1.GenerateDone
@@ -566,6 +653,14 @@ export type GenerateDone = Message<"kakeya.v1.GenerateDone"> & {
    * @generated from field: bool replayed = 20;
    */
   replayed: boolean;
+
+  /**
+   * Are the generated tokens a whole output by the constraint? False: the output was cut, by max_tokens or a stop. Absent:
+   * there was no constraint.
+   *
+   * @generated from field: optional bool fits_constraint = 21;
+   */
+  fitsConstraint?: boolean | undefined;
 };
 
 /**
@@ -573,7 +668,7 @@ export type GenerateDone = Message<"kakeya.v1.GenerateDone"> & {
  * Use `create(GenerateDoneSchema)` to create a new message.
  */
 export const GenerateDoneSchema: GenMessage<GenerateDone> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 7);
+  messageDesc(file_kakeya_v1_runtime, 9);
 
 /**
  * @generated from enum kakeya.v1.GenerateDone.StopReason
@@ -605,13 +700,20 @@ export enum GenerateDone_StopReason {
    * @generated from enum value: STOP_REASON_TRUNCATED = 4;
    */
   TRUNCATED = 4,
+
+  /**
+   * The output is whole by its constraint, and nothing may follow.
+   *
+   * @generated from enum value: STOP_REASON_CONSTRAINT = 5;
+   */
+  CONSTRAINT = 5,
 }
 
 /**
  * Describes the enum kakeya.v1.GenerateDone.StopReason.
  */
 export const GenerateDone_StopReasonSchema: GenEnum<GenerateDone_StopReason> = /*@__PURE__*/
-  enumDesc(file_kakeya_v1_runtime, 7, 0);
+  enumDesc(file_kakeya_v1_runtime, 9, 0);
 
 /**
  * @generated from message kakeya.v1.HistoryTruncated
@@ -630,7 +732,7 @@ export type HistoryTruncated = Message<"kakeya.v1.HistoryTruncated"> & {
  * Use `create(HistoryTruncatedSchema)` to create a new message.
  */
 export const HistoryTruncatedSchema: GenMessage<HistoryTruncated> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 8);
+  messageDesc(file_kakeya_v1_runtime, 10);
 
 /**
  * @generated from message kakeya.v1.GenerateAccepted
@@ -670,7 +772,7 @@ export type GenerateAccepted = Message<"kakeya.v1.GenerateAccepted"> & {
  * Use `create(GenerateAcceptedSchema)` to create a new message.
  */
 export const GenerateAcceptedSchema: GenMessage<GenerateAccepted> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 9);
+  messageDesc(file_kakeya_v1_runtime, 11);
 
 /**
  * @generated from message kakeya.v1.PrefillProgress
@@ -694,7 +796,7 @@ export type PrefillProgress = Message<"kakeya.v1.PrefillProgress"> & {
  * Use `create(PrefillProgressSchema)` to create a new message.
  */
 export const PrefillProgressSchema: GenMessage<PrefillProgress> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 10);
+  messageDesc(file_kakeya_v1_runtime, 12);
 
 /**
  * @generated from message kakeya.v1.TokenDetail
@@ -725,7 +827,7 @@ export type TokenDetail = Message<"kakeya.v1.TokenDetail"> & {
  * Use `create(TokenDetailSchema)` to create a new message.
  */
 export const TokenDetailSchema: GenMessage<TokenDetail> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 11);
+  messageDesc(file_kakeya_v1_runtime, 13);
 
 /**
  * @generated from message kakeya.v1.CloseSessionRequest
@@ -756,7 +858,7 @@ export type CloseSessionRequest = Message<"kakeya.v1.CloseSessionRequest"> & {
  * Use `create(CloseSessionRequestSchema)` to create a new message.
  */
 export const CloseSessionRequestSchema: GenMessage<CloseSessionRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 12);
+  messageDesc(file_kakeya_v1_runtime, 14);
 
 /**
  * @generated from message kakeya.v1.CloseSessionResponse
@@ -780,7 +882,7 @@ export type CloseSessionResponse = Message<"kakeya.v1.CloseSessionResponse"> & {
  * Use `create(CloseSessionResponseSchema)` to create a new message.
  */
 export const CloseSessionResponseSchema: GenMessage<CloseSessionResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 13);
+  messageDesc(file_kakeya_v1_runtime, 15);
 
 /**
  * @generated from message kakeya.v1.ForkSessionRequest
@@ -826,7 +928,7 @@ export type ForkSessionRequest = Message<"kakeya.v1.ForkSessionRequest"> & {
  * Use `create(ForkSessionRequestSchema)` to create a new message.
  */
 export const ForkSessionRequestSchema: GenMessage<ForkSessionRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 14);
+  messageDesc(file_kakeya_v1_runtime, 16);
 
 /**
  * @generated from message kakeya.v1.ForkSessionResponse
@@ -917,7 +1019,7 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
  * Use `create(ForkSessionResponseSchema)` to create a new message.
  */
 export const ForkSessionResponseSchema: GenMessage<ForkSessionResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 15);
+  messageDesc(file_kakeya_v1_runtime, 17);
 
 /**
  * @generated from message kakeya.v1.GetSessionInfoRequest
@@ -934,7 +1036,7 @@ export type GetSessionInfoRequest = Message<"kakeya.v1.GetSessionInfoRequest"> &
  * Use `create(GetSessionInfoRequestSchema)` to create a new message.
  */
 export const GetSessionInfoRequestSchema: GenMessage<GetSessionInfoRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 16);
+  messageDesc(file_kakeya_v1_runtime, 18);
 
 /**
  * @generated from message kakeya.v1.GetSessionInfoResponse
@@ -1091,7 +1193,7 @@ export type GetSessionInfoResponse = Message<"kakeya.v1.GetSessionInfoResponse">
  * Use `create(GetSessionInfoResponseSchema)` to create a new message.
  */
 export const GetSessionInfoResponseSchema: GenMessage<GetSessionInfoResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 17);
+  messageDesc(file_kakeya_v1_runtime, 19);
 
 /**
  * @generated from message kakeya.v1.ListSessionsRequest
@@ -1117,7 +1219,7 @@ export type ListSessionsRequest = Message<"kakeya.v1.ListSessionsRequest"> & {
  * Use `create(ListSessionsRequestSchema)` to create a new message.
  */
 export const ListSessionsRequestSchema: GenMessage<ListSessionsRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 18);
+  messageDesc(file_kakeya_v1_runtime, 20);
 
 /**
  * @generated from message kakeya.v1.ListSessionsResponse
@@ -1141,7 +1243,7 @@ export type ListSessionsResponse = Message<"kakeya.v1.ListSessionsResponse"> & {
  * Use `create(ListSessionsResponseSchema)` to create a new message.
  */
 export const ListSessionsResponseSchema: GenMessage<ListSessionsResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 19);
+  messageDesc(file_kakeya_v1_runtime, 21);
 
 /**
  * @generated from message kakeya.v1.SessionSummary
@@ -1202,7 +1304,7 @@ export type SessionSummary = Message<"kakeya.v1.SessionSummary"> & {
  * Use `create(SessionSummarySchema)` to create a new message.
  */
 export const SessionSummarySchema: GenMessage<SessionSummary> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 20);
+  messageDesc(file_kakeya_v1_runtime, 22);
 
 /**
  * @generated from message kakeya.v1.ReadHistoryRequest
@@ -1233,7 +1335,7 @@ export type ReadHistoryRequest = Message<"kakeya.v1.ReadHistoryRequest"> & {
  * Use `create(ReadHistoryRequestSchema)` to create a new message.
  */
 export const ReadHistoryRequestSchema: GenMessage<ReadHistoryRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 21);
+  messageDesc(file_kakeya_v1_runtime, 23);
 
 /**
  * @generated from message kakeya.v1.ReadHistoryResponse
@@ -1272,7 +1374,7 @@ export type ReadHistoryResponse = Message<"kakeya.v1.ReadHistoryResponse"> & {
  * Use `create(ReadHistoryResponseSchema)` to create a new message.
  */
 export const ReadHistoryResponseSchema: GenMessage<ReadHistoryResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 22);
+  messageDesc(file_kakeya_v1_runtime, 24);
 
 /**
  * @generated from message kakeya.v1.GetServerInfoRequest
@@ -1285,7 +1387,7 @@ export type GetServerInfoRequest = Message<"kakeya.v1.GetServerInfoRequest"> & {
  * Use `create(GetServerInfoRequestSchema)` to create a new message.
  */
 export const GetServerInfoRequestSchema: GenMessage<GetServerInfoRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 23);
+  messageDesc(file_kakeya_v1_runtime, 25);
 
 /**
  * @generated from message kakeya.v1.GetServerInfoResponse
@@ -1471,7 +1573,7 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
  * Use `create(GetServerInfoResponseSchema)` to create a new message.
  */
 export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 24);
+  messageDesc(file_kakeya_v1_runtime, 26);
 
 /**
  * How a session treats its K/V. Fields may be absent, the server fills in its defaults. What the server or its model
@@ -1540,7 +1642,7 @@ export type Strategy = Message<"kakeya.v1.Strategy"> & {
  * Use `create(StrategySchema)` to create a new message.
  */
 export const StrategySchema: GenMessage<Strategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 25);
+  messageDesc(file_kakeya_v1_runtime, 27);
 
 /**
  * Any strategy of the server, by name: those above, and those that have no arm. GetServerInfo lists the names. An unknown
@@ -1568,7 +1670,7 @@ export type NamedStrategy = Message<"kakeya.v1.NamedStrategy"> & {
  * Use `create(NamedStrategySchema)` to create a new message.
  */
 export const NamedStrategySchema: GenMessage<NamedStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 26);
+  messageDesc(file_kakeya_v1_runtime, 28);
 
 /**
  * Every KV entry stays. The session ends at the model's trained positions.
@@ -1604,7 +1706,7 @@ export type FullStrategy = Message<"kakeya.v1.FullStrategy"> & {
  * Use `create(FullStrategySchema)` to create a new message.
  */
 export const FullStrategySchema: GenMessage<FullStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 27);
+  messageDesc(file_kakeya_v1_runtime, 29);
 
 /**
  * The first `sink` entries and at least the last `window` entries stay; the rest are evicted and not read again.
@@ -1647,7 +1749,7 @@ export type SinkWindowStrategy = Message<"kakeya.v1.SinkWindowStrategy"> & {
  * Use `create(SinkWindowStrategySchema)` to create a new message.
  */
 export const SinkWindowStrategySchema: GenMessage<SinkWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 28);
+  messageDesc(file_kakeya_v1_runtime, 30);
 
 /**
  * In the layers of `full_layers` every entry stays, in the others those of SinkWindowStrategy. Layers with a sliding
@@ -1698,7 +1800,7 @@ export type LayerWindowStrategy = Message<"kakeya.v1.LayerWindowStrategy"> & {
  * Use `create(LayerWindowStrategySchema)` to create a new message.
  */
 export const LayerWindowStrategySchema: GenMessage<LayerWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 29);
+  messageDesc(file_kakeya_v1_runtime, 31);
 
 /**
  * The entries of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session
@@ -1802,7 +1904,7 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
  * Use `create(RestoredStrategySchema)` to create a new message.
  */
 export const RestoredStrategySchema: GenMessage<RestoredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 30);
+  messageDesc(file_kakeya_v1_runtime, 32);
 
 /**
  * Every entry stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last
@@ -1874,7 +1976,7 @@ export type GatherStrategy = Message<"kakeya.v1.GatherStrategy"> & {
  * Use `create(GatherStrategySchema)` to create a new message.
  */
 export const GatherStrategySchema: GenMessage<GatherStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 31);
+  messageDesc(file_kakeya_v1_runtime, 33);
 
 /**
  * Every entry stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a
@@ -1919,7 +2021,7 @@ export type TieredStrategy = Message<"kakeya.v1.TieredStrategy"> & {
  * Use `create(TieredStrategySchema)` to create a new message.
  */
 export const TieredStrategySchema: GenMessage<TieredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 32);
+  messageDesc(file_kakeya_v1_runtime, 34);
 
 /**
  * Every entry stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
@@ -1966,7 +2068,7 @@ export type MacStrategy = Message<"kakeya.v1.MacStrategy"> & {
  * Use `create(MacStrategySchema)` to create a new message.
  */
 export const MacStrategySchema: GenMessage<MacStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 33);
+  messageDesc(file_kakeya_v1_runtime, 35);
 
 /**
  * What equal histories promise.
