@@ -33,6 +33,7 @@ class Experiment:
 EXPERIMENTS = {
     "batch": Experiment("laboratory.bench.batch", "many sessions that decode at once, beside each alone"),
     "codecs": Experiment("laboratory.bench.codecs", "error, bytes and time of every compressor of entries"),
+    "constraint": Experiment("laboratory.bench.constraint", "constrained output: its validity, cost and gain"),
     "cpu": Experiment("laboratory.bench.cpu", "decode, appends and prefill on a CPU beside llama.cpp"),
     "decode": Experiment("laboratory.bench.decode", "prefill and decode beside transformers' generate"),
     "draw": Experiment("laboratory.bench.draw", "sampling a token beside transformers' logits warpers"),
