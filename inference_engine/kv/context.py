@@ -6,9 +6,11 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.components import IndexShape, KeyComponents, ModelComponents
@@ -352,8 +354,6 @@ def open_no_tiles(*_: object) -> None:
 class DraftMemory(Part):
     """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty."""
 
-    grows_by_pages: ClassVar[bool] = False  # the drafter observes several tokens together
-
     @abstractmethod
     def clear(self) -> None:
         """Go back to an empty history."""
@@ -361,7 +361,7 @@ class DraftMemory(Part):
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         return sys.maxsize
 
-    def quiet_until(self, position: int) -> int:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         """A step stages nothing here."""
         return sys.maxsize
 
@@ -372,7 +372,7 @@ class DraftMemory(Part):
     def held_bytes(self) -> int:
         """Bytes in use, at most those demanded."""
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
+    def report(self, held: Held, length: int, end: int) -> None:
         held.add(draft=self.held_bytes())
 
 

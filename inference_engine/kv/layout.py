@@ -69,7 +69,7 @@ class Mechanism:
     ends_alone: ClassVar[bool] = False
     # Do generated tokens read less than all?
     is_selective: ClassVar[bool] = True
-    # Do they read by a view, as far as no device has an operation for them?
+    # Do queries read by a view, as far as no device has an operation for them?
     by_view: ClassVar[bool] = False
     # Do appended tokens read as generated ones do?
     appended: bool = False
@@ -241,6 +241,10 @@ class Layout:
 
     def segment_start(self, position: int) -> int:
         return position - position % self.segment
+
+    def segment_end(self, position: int) -> int:
+        """Entries leave when the history gets there."""
+        return self.segment_start(position) + self.segment
 
     def horizon(self, position: int) -> int:
         """First position outside the sink that is resident for queries in the segment of `position`.

@@ -265,7 +265,7 @@ class RegionLines:
             return query
         ring = max(1, layout.capacity - layout.sink)
         lap_end = layout.sink + (max(0, query - layout.sink) // ring + 1) * ring
-        end = min(lap_end, layout.segment_start(query) + layout.segment)
+        end = min(lap_end, layout.segment_end(query))
         # The first queries of a native window all see position 0.
         return min(end, layout.window) if self._sees_all(query) else end
 

@@ -4,23 +4,24 @@ A session's entries in a set of alike layers are a part, and so is a drafter's m
 the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over parts: a new mechanism is one file in
 `parts/`, or in any package; where it belongs to layers, a strategy's rule names it (`Mechanism` in `layout.py`).
 
-    wake    idle     take what only an active session needs from the pool; give it back
-    prepare stage    make room for the next positions; enter them in the tables
-    read             how the step's queries read the part: plan numbers, or a view
-    advance          the same for a decoded token, where it is no more than an entry in the tables
-    reject  commit   drop staged positions, or keep them: the tables first, the device second
-    evict            remove entries that no later query reads, at a segment boundary
-    save    load     the part's state as tensors, for a fork's copy or a file
-    forget  release  go back to an empty history; give everything back to the pool
+                     what a part does                                               llama.cpp's `llama_memory_i`
+    stage            makes room for the next positions                              init_batch
+    read             says how the step's queries read: plan numbers, or a view      apply
+    commit           keeps what was accepted, wipes the rest, evicts                seq_rm
+    save    load     its state as tensors, to a file and back                       state_write, state_read
+    copy_from        the same from another session, for a fork                      seq_cp
+    forget  release  goes back to an empty history; gives everything back           clear
+    runs    report   what it holds of the pool; bytes in use, and what it counts    memory_breakdown
+
+What it takes is a `Need`, known before there is a session, as from vLLM's `KVCacheSpec`.
 """
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.views import StagedQueries, StepReads
 
 # By name, what a part saved: tensors in the order that `load` reads. They are made while they are read, one by one.
@@ -64,10 +64,11 @@ class Need:
 
 @dataclass(kw_only=True, slots=True)
 class Held:
-    """Bytes in use: of the pool by kind, and of the second tier."""
+    """Bytes in use: of the pool by kind, and of the second tier. counted: what mechanisms count, by layer."""
 
     by_kind: dict[str, int] = field(default_factory=dict)
     tier_bytes: int = 0
+    counted: dict[int, Any] = field(default_factory=dict)
 
     def add(self, **by_kind: int) -> None:
         for kind, count in by_kind.items():
@@ -77,45 +78,22 @@ class Held:
 class Part(ABC):
     """One mechanism's share of a session. Everything but `release` runs on the engine's thread."""
 
-    # Does waking take room in the pool, which the idle session gives back?
-    takes_room: ClassVar[bool] = False
-    # Until `steady_until`, does its footprint change with the open pages alone?
-    grows_by_pages: ClassVar[bool] = True
-
     @property
     def runs(self) -> Sequence[Run]:
         """Those of the pool that it holds while the session is idle."""
         return ()
 
-    # -- idle and active --------------------------------------------------------------------------------------------
-
-    def wake(self, tokens: int, length: int) -> bool:
-        """Prepare for histories of up to `tokens`, after one of `length`. False, and nothing taken, if the pool has no
-        room now. Raises RestorationFailed, with nothing taken."""
-        return True
-
-    def idle(self, length: int | None) -> None:
-        """Give back what `wake` took. None: entries are still being recomputed, none are new."""
-
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         """Make room for consecutive positions; generated: [n], which of them the model generated.
 
-        Raises InvariantViolated; RestorationFailed if entries that leave within the step cannot be archived.
+        Returns until which position the part is neither asked to stage nor to commit generated tokens, one at a time:
+        they change nothing but the tables of regions, and the pages that are open. The first position itself: each may
+        change more. Raises InvariantViolated; RestorationFailed if entries that leave within the step cannot be
+        archived.
         """
-
-    def stage(self, positions: Positions) -> None:
-        """The positions that were prepared are staged now."""
-
-    def quiet_until(self, position: int) -> int:
-        """`position` is staged. Until this one, to commit a token is nothing, to stage the next is to enter it in the
-        tables and to open its page (`advance`). `position` itself: it always may be more.
-        """
-        return position
-
-    def advance(self, position: int) -> None:
-        """As `prepare` and `stage`, for one of these positions. Raises InvariantViolated."""
+        return int(positions[0])
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         """Set where K and V of the staged positions go, and how their queries read: by numbers, or by a view.
@@ -125,22 +103,12 @@ class Part(ABC):
         """
         return queries.first
 
-    @property
-    def fits_numbers(self) -> bool:
-        """Can all its reads be plan numbers?"""
-        return True
-
-    def reject(self, positions: Positions) -> None:
-        """Remove the last staged positions from the tables. Their slots on the device are wiped in `commit`."""
-
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
-        """The history, or its replay, went from `before` to `length`; `rejected` are wiped.
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
+        """The history, or its replay, went from `before` to `length`. Wipe `rejected`, which are in no table any more,
+        and let leave what no query of a history of `length` reads.
 
         Raises RestorationFailed if entries that leave cannot be archived.
         """
-
-    def evict(self, before: int, length: int) -> None:
-        """Evict entries that no query of a history of `length` reads. Raises RestorationFailed."""
 
     # -- as a whole -------------------------------------------------------------------------------------------------
 
@@ -158,11 +126,6 @@ class Part(ABC):
     def load(self, length: int, saved: Saved) -> None:
         """Restore what was saved after a history of `length`. Only while empty. Raises OSError."""
 
-    @property
-    def floor(self) -> int:
-        """`forget` keeps entries of positions below this one: other sessions read or own them."""
-        return sys.maxsize
-
     @abstractmethod
     def forget(self, floor: int, length: int) -> None:
         """Forget entries from `floor` on of a history that reached `length`. Idle afterwards."""
@@ -173,17 +136,5 @@ class Part(ABC):
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
-        """Add the bytes in use after a history of `length`, staged positions up to `end` included."""
-
-    def transfers(self) -> TransferTotals:
-        """What moved between the device and the second tier."""
-        return TransferTotals()
-
-    def statistics(self) -> Mapping[int, Any]:
-        """What its mechanism counts, by layer."""
-        return {}
-
-    def check(self, length: int, cached: int) -> None:
-        """Raise InvariantViolated unless resident and evicted positions add up to `cached`, of which `length` are
-        committed."""
+    def report(self, held: Held, length: int, end: int) -> None:
+        """Add what is in use after a history of `length`, staged positions up to `end` included, and what it counts."""

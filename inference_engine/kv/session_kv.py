@@ -28,7 +28,6 @@ from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
@@ -69,9 +68,9 @@ class SessionKV:
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
-        self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.quiet_until`)
+        self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.stage`)
+        self._tables: tuple[LayerEntries, ...] = ()  # of that time
         self._quiet_footprint: tuple[int, Footprint] | None = None  # while that is so; with the pages that are open
-        self._grows_by_pages = False
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
@@ -303,13 +302,14 @@ class SessionKV:
             if self.draft_memory is None:
                 return False
             self.parts += (self.draft_memory,)
-        self._grows_by_pages = all(part.grows_by_pages for part in self.parts)
         self._is_active = not self.takes_room
         return True
 
     @property
     def groups(self) -> tuple[LayerEntries, ...]:
         """The regions that attention reads."""
+        if not self._archived:
+            return self._resident
         return (*self._resident, *(group for archived in self._archived for group in archived.regions))
 
     # -- active and idle --------------------------------------------------------------------------------------------
@@ -340,11 +340,8 @@ class SessionKV:
         if self._is_active:
             return True
         most = max(self.length, tokens if self.limit_tokens is None else min(tokens, self.limit_tokens))
-        for index, part in enumerate(self.parts):
-            if not part.wake(most, self.length):
-                for active in self.parts[:index]:
-                    active.idle(None)
-                return False
+        if not all(part.wake(most, self.length) for part in self._archived):
+            return False
         if self._replay_end:
             self._replayed = 0
         self._is_active = True
@@ -354,7 +351,7 @@ class SessionKV:
     @property
     def takes_room(self) -> bool:
         """Does waking take room in the pool, which the idle session gives back?"""
-        return any(part.takes_room for part in self.parts)
+        return bool(self._archived)
 
     @property
     def checks_old_entries(self) -> bool:
@@ -392,7 +389,7 @@ class SessionKV:
         self.ask_finite()
         self.require_finite()
         self._end_quiet()
-        for part in self.parts:
+        for part in self._archived:
             part.idle(self.length if self._replayed is None else None)
         self._replayed = None
         self._is_active = False
@@ -404,7 +401,7 @@ class SessionKV:
         device fails here, the session is still empty: slots are wiped again when they are opened.
         """
         length = max(self.length, self.next_position + self.staged)
-        floor = min(length, *(part.floor for part in self.parts)) if self.parts else 0
+        floor = min(length, min((group.floor for group in self._resident), default=0))
         self.length, self.staged, self.evicted = floor, 0, 0
         self._replayed = None
         self._is_active = not self.takes_room
@@ -458,7 +455,7 @@ class SessionKV:
     @property
     def fits_numbers(self) -> bool:
         """Do all its queries read regions, so that its steps can be plan numbers alone?"""
-        return all(part.fits_numbers for part in self.parts)
+        return not self._plan.by_view and all(prefix.is_one_piece for prefix in self._prefixes)
 
     @property
     def reads_regions_alone(self) -> bool:
@@ -497,8 +494,8 @@ class SessionKV:
         """
         if count == 1 and self.length < self._quiet_until and generated is not None and generated[0]:
             assert self.staged == 0
-            for part in self.parts:
-                part.advance(self.length)
+            for group in self._tables:
+                group.advance(self.length)
             self.staged, self.staged_generated = 1, generated
             return
         self._end_quiet()
@@ -509,30 +506,30 @@ class SessionKV:
         positions = np.arange(first, first + count, dtype=np.int64)
         self.staged_generated = np.zeros(count, dtype=np.bool_) if generated is None else generated
         try:
-            for part in self.parts:
-                part.prepare(positions, self.staged_generated)
+            until = min([part.stage(positions, self.staged_generated) for part in self.parts])
         except BaseException:
             for archived in self._archived:
                 archived.take_back(first)
             raise
-        for part in self.parts:
-            part.stage(positions)
+        tables = self.groups
+        for group in tables:
+            group.enter(positions)
         self.staged = count
         if count == 1 and self.staged_generated[0] and self._replayed is None:
-            self._quiet_until = self._quiet_after(first)
+            self._quiet_until, self._tables = min(until, self._most_quiet(first)), tables
 
-    def _quiet_after(self, position: int) -> int:
+    def _most_quiet(self, position: int) -> int:
         segment = self.context.geometry.segment_tokens
         end = position - position % segment + segment  # where entries may be evicted
         if self.limit_tokens is not None:
             end = min(end, self.limit_tokens)
         if self.grows and self.granted_tokens is not None:
             end = min(end, self.granted_tokens)
-        return min([end, *(part.quiet_until(position) for part in self.parts)])
+        return end
 
     def _end_quiet(self) -> None:
         """More happens than that tokens are entered in the tables."""
-        self._quiet_until, self._quiet_footprint = 0, None
+        self._quiet_until, self._quiet_footprint, self._tables = 0, None, ()
 
     def commit(self, length: int) -> None:
         """Keep staged entries below `length`, wipe the others, and evict entries that no later query may see.
@@ -549,8 +546,7 @@ class SessionKV:
             raise InvariantViolated("INV2", f"commit to {length} of {before} and {self.staged} staged positions")
         rejected = np.arange(length, before + self.staged, dtype=np.int64)
         self.staged = 0
-        is_replay = self._replayed is not None
-        if is_replay:
+        if self._replayed is not None:
             self._replayed = length
         else:
             self.length = length
@@ -558,13 +554,11 @@ class SessionKV:
                 self.evicted = self.strategy.evicted(self.context.geometry, length)
         # The tables first, the device second: if the device fails, the tables are right.
         if len(rejected):
-            for part in self.parts:
-                part.reject(rejected)
+            for group in self.groups:
+                group.reject(rejected)
         for part in self.parts:
-            part.commit(before, length, rejected, is_replay=is_replay)
-        for part in self.parts:
-            part.evict(before, length)
-        if is_replay and not self.pending_replay:
+            part.commit(before, length, rejected)
+        if self._replayed is not None and not self.pending_replay:
             for archived in self._archived:
                 archived.end_replay(length, self.length)
             self._replayed = None
@@ -576,16 +570,12 @@ class SessionKV:
 
     def statistics(self) -> dict[int, Any]:
         """What mechanisms count, by layer. Empty if none of them counts anything."""
-        return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
-
-    def transfers(self) -> TransferTotals:
-        """What moved between the device and the second tier. Zero if the strategy has none."""
-        return TransferTotals.together(part.transfers() for part in self.parts)
+        return self._held(self.next_position + self.staged).counted
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
-        for part in self.parts:
-            part.check(self.next_position, self.next_position + self.staged)
+        for group in self.groups:
+            group.check(self.next_position, self.next_position + self.staged)
 
     def release(self) -> None:
         """Give all memory back; a part that fails does not stop the others. Safe to call twice."""
@@ -615,13 +605,17 @@ class SessionKV:
         pages = -(-(end - self.base) // self.context.geometry.opening_tokens)
         if self._quiet_footprint is not None and self._quiet_footprint[0] == pages:
             return self._quiet_footprint[1]
-        held = Held(by_kind={"entries": 0, "sink_copy": 0})
-        for part in self.parts:
-            part.add_footprint(held, self.length, end)
+        held = self._held(end)
         footprint = Footprint(held.by_kind, tier_bytes=held.tier_bytes)
-        if end < self._quiet_until and self._grows_by_pages:
+        if end < self._quiet_until and self.draft_memory is None:  # which observes several tokens together
             self._quiet_footprint = pages, footprint
         return footprint
+
+    def _held(self, end: int) -> Held:
+        held = Held(by_kind={"entries": 0, "sink_copy": 0})
+        for part in self.parts:
+            part.report(held, self.length, end)
+        return held
 
 
 def grows_with_history(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> bool:

@@ -31,6 +31,7 @@ class LayerSlots:
 
     layer_index: the layers' numbers. place_index: their places among the layers with as many KV heads.
     entry_bytes: bytes of one position in all layers of the set. vectors: [layers, Hkv], where each head's slots begin.
+    moved_out: entries whose slots a step has taken while it still reads them (`move_out`).
     """
 
     context: KVContext
@@ -48,6 +49,7 @@ class LayerSlots:
     head_dim: int = field(init=False)
     entry_bytes: int = field(init=False)
     vectors: NDArray[np.int64] = field(init=False)
+    moved_out: Moved | None = field(init=False, default=None)
     _heads: NDArray[np.int64] = field(init=False)  # where each head's slots begin, from a layer's start
     _even: tuple[tuple[slice, int], ...] = field(init=False)
 
@@ -87,6 +89,13 @@ class LayerSlots:
         for states in (buffer.keys, buffer.values):
             for _, views in self._views(states, first, end):
                 views.zero_()
+
+    def leaving(self, before: int, length: int) -> Positions:
+        """The positions, in order, that leave the regions as the history grows from `before` to `length`."""
+        horizon = self.layout.horizon(length)
+        if horizon <= self.layout.horizon(before):
+            return np.zeros(0, dtype=np.int64)
+        return np.sort(self.held[(self.held >= self.layout.sink) & (self.held < horizon)])
 
     def wipe(self, slots: Positions) -> None:
         for first, end in neighbours(slots):
@@ -240,18 +249,19 @@ class LayerSlots:
 
     # -- slots that are taken while their entries are still read ------------------------------------------------------
 
-    def move_out(self, staged: Positions, to: Region) -> Moved:
-        """The entries whose slots `staged` will take, into the first slots of `to`. Theirs are free then."""
+    def move_out(self, staged: Positions, to: Region) -> None:
+        """Move the entries whose slots `staged` will take into the first slots of `to`. Theirs are free then."""
         slots = self.layout.slots(staged)
         slots = slots[self.held[slots] >= 0]
         for place, first, count in _runs(slots):
             self._copy(to, place, self.region, first, count)
-        moved = Moved(positions=self.held[slots], region=to)
+        self.moved_out = Moved(positions=self.held[slots], region=to)
         self.held[slots] = -1
-        return moved
 
-    def move_back(self, moved: Moved) -> None:
-        """Undo `move_out`."""
+    def move_back(self) -> None:
+        """Undo `move_out`, if there was one."""
+        if (moved := self.moved_out) is None:
+            return
         slots = self.layout.slots(moved.positions)
         for place, first, count in _runs(slots):
             self._copy(self.region, first, moved.region, place, count)

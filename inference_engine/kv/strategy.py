@@ -73,6 +73,13 @@ class Placement:
         return any(mechanism.ends_alone for layout in self._layouts for mechanism in layout.mechanisms)
 
     @property
+    def by_view(self) -> bool:
+        """Do queries read by views, as far as no device has an operation for them?"""
+        return any(mechanism.by_view for layout in self._layouts for mechanism in layout.mechanisms) or (
+            bool(self.archived) and self.restorer.entries.by_view
+        )
+
+    @property
     def keeps_every_entry(self) -> bool:
         """Does each entry stay in its place, unchanged? Then forks may read it there."""
         return not self.archived and all(layout.keeps_every_entry for layout in self._layouts)

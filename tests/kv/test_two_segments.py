@@ -20,7 +20,7 @@ from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.views import Moved, Region
+from inference_engine.kv.views import Region
 from inference_engine.native.library import KVType
 from tests.facade import drop_entries
 from tests.laws.test_session_kv_laws import COMPONENTS, LAYERS, SEGMENT, Entries, HalfTokens, context, step
@@ -127,23 +127,23 @@ def test_of_a_step_of_two_segments_any_part_can_be_kept(first: int) -> None:
         assert_alike(joined, clean)
 
 
-@pytest.mark.parametrize("fails", ["archiving", "moving", "preparing"])
+@pytest.mark.parametrize("fails", ["archiving", "moving", "staging"])
 def test_a_step_that_cannot_be_staged_leaves_everything_as_it_was(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, clean = (fed(SELECT, 67)[0] for _ in range(2))
-    last, move_out, prepare = kv.groups[-1], LayerEntries.move_out, LayerEntries.prepare
+    last, move_out, stage = kv.groups[-1], LayerEntries.move_out, LayerEntries.stage
 
     def broken(*_: Any) -> Tensor:
         raise MemoryError
 
-    def moved(self: LayerEntries, staged: Positions, to: Region) -> Moved:
+    def moved(self: LayerEntries, staged: Positions, to: Region) -> None:
         if self is last:  # after another one
             raise MemoryError
-        return move_out(self, staged, to)
+        move_out(self, staged, to)
 
-    def prepared(self: LayerEntries, *args: Any) -> None:
+    def staged(self: LayerEntries, *args: Any) -> int:
         if self is last:
             raise MemoryError
-        prepare(self, *args)
+        return stage(self, *args)
 
     with monkeypatch.context() as patch:
         if fails == "archiving":
@@ -151,8 +151,8 @@ def test_a_step_that_cannot_be_staged_leaves_everything_as_it_was(fails: str, mo
         elif fails == "moving":
             patch.setattr(LayerEntries, "move_out", moved)
         else:
-            patch.setattr(LayerEntries, "prepare", prepared)
-        with pytest.raises(MemoryError if fails == "preparing" else RestorationFailed):
+            patch.setattr(LayerEntries, "stage", staged)
+        with pytest.raises(MemoryError if fails == "staging" else RestorationFailed):
             kv.stage(kv.room(generated=False))
     assert kv.staged == 0
     kv.discard_staged()
@@ -164,15 +164,15 @@ def test_a_step_that_cannot_be_staged_leaves_everything_as_it_was(fails: str, mo
 def test_a_step_whose_discard_fails_on_the_device_has_its_entries_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """`verifier.discard` relies on the tables."""
     kv, clean = (fed(SELECT, 67)[0] for _ in range(2))
-    commit = LayerEntries.commit
+    settle = LayerEntries.settle
 
     def broken(self: LayerEntries, *args: Any, **named: Any) -> None:
-        commit(self, *args, **named)
+        settle(self, *args, **named)
         raise RuntimeError
 
     kv.stage(kv.room(generated=False))
     with monkeypatch.context() as patch:
-        patch.setattr(LayerEntries, "commit", broken)
+        patch.setattr(LayerEntries, "settle", broken)
         with pytest.raises(RuntimeError):
             kv.discard_staged()
     for ours, theirs in zip(kv.groups, clean.groups, strict=True):

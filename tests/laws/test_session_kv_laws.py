@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import NoCapacity
@@ -18,12 +19,11 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kernels.reads import OffloadedBlockRead
 from inference_engine.kv.compressors import make_compressor
-from inference_engine.kv.context import DraftMemory, KVContext, WholeTokens
+from inference_engine.kv.context import KVContext, WholeTokens
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.layout import LayerRule, Positions
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.memory.tier import HostTier
-from inference_engine.kv.part import Part
 from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.scored import Candidates, EntryScorer
@@ -422,8 +422,13 @@ def test_a_token_that_is_only_entered_in_the_tables_leaves_what_any_other_leaves
     strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = one_by_one(strategy)
-    for kind in (LayerEntries, DraftMemory):
-        monkeypatch.setattr(kind, "quiet_until", Part.quiet_until)
+    stage = LayerEntries.stage
+
+    def each_may_change_more(self: LayerEntries, positions: Positions, generated: NDArray[np.bool_]) -> int:
+        stage(self, positions, generated)
+        return int(positions[0])
+
+    monkeypatch.setattr(LayerEntries, "stage", each_may_change_more)
 
     for (wanted, *said), (got, *says) in zip(one_by_one(strategy), found, strict=True):
         assert says == said

@@ -34,7 +34,6 @@ from inference_engine.kv.context import (
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.slots import LayerSlots, neighbours
 
 logger = logging.getLogger(__name__)
@@ -333,11 +332,8 @@ class _LatentArchive(Archive):
         self._codes.load(saved)
 
     @property
-    def moves(self) -> bool:
-        return self._codes.has_tier
-
-    def commit(self, length: int) -> None:
-        self._codes.commit(length)
+    def gives_back(self) -> bool:
+        return not self._codes.has_tier
 
     def forget(self) -> None:
         self._codes.clear()
@@ -348,9 +344,6 @@ class _LatentArchive(Archive):
 
     def tier_bytes(self, counts: Sequence[int]) -> int:
         return self._codes.tier_bytes(counts[0])
-
-    def transfers(self) -> TransferTotals:
-        return self._codes.transfers()
 
     @property
     def runs(self) -> Sequence[Run]:

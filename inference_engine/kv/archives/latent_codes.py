@@ -21,7 +21,6 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.memory.tier import ChunkShape, Store
-from inference_engine.kv.memory.transfers import NoTransfers, Transfers, TransferTotals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +72,6 @@ class LatentCodes:
         self._start = start
         self._store = store
         self.has_tier = places.chunks(context.geometry).chunks > 0
-        self._transfers = Transfers(context.tier.count) if self.has_tier else NoTransfers()
         self._resident = places.resident(context.geometry)
         buffer = context.pool.buffers[places.head_dim]
         self._halves = [self._bytes_from(states) for states in (buffer.keys, buffer.values)]
@@ -147,25 +145,16 @@ class LatentCodes:
 
     def save(self) -> Iterator[tuple[Tensor]]:
         """All stored latents, [n, width], a segment at a time."""
-        try:
-            for first in range(0, self._end, self._places.segment):
-                yield (self.get(first, min(first + self._places.segment, self._end)),)
-        finally:
-            self._transfers.settle()  # its transfers belong to no step
+        for first in range(0, self._end, self._places.segment):
+            yield (self.get(first, min(first + self._places.segment, self._end)),)
 
     def load(self, saved: Iterable[tuple[Tensor, ...]]) -> None:
         """Store all saved latents."""
         for (codes,) in saved:
             self.put(self._end, codes)
-        self._transfers.settle()
-
-    def commit(self, length: int) -> None:
-        """A step ended with a history of `length`: count what it moved."""
-        self._transfers.commit(length)
 
     def clear(self) -> None:
         self._end = 0
-        self.commit(0)
         self._store.clear()
 
     @property
@@ -186,9 +175,6 @@ class LatentCodes:
     def tier_bytes(self, count: int) -> int:
         """As `held_bytes`, in the second tier."""
         return self._store.held_bytes(max(0, count - self._resident))
-
-    def transfers(self) -> TransferTotals:
-        return self._transfers.totals
 
     # -- pool and tier ----------------------------------------------------------------------------------------------
 
@@ -215,7 +201,7 @@ class LatentCodes:
         for chunk, begin, end in self._chunks(first, last):
             states = self._store.read(chunk)[0, :, 0, begin:end]  # [2, n, half]
             parts.append(torch.cat(tuple(states), dim=1)[:, : self._places.width])
-            self._transfers.add(streamed_bytes=parts[-1].numel())
+            self._context.tier.count("streamed", parts[-1].numel())
         return parts
 
     def _push_out(self, first: int, codes: Tensor) -> None:
@@ -225,7 +211,7 @@ class LatentCodes:
             some = codes[at + begin : at + end]
             padded = torch.nn.functional.pad(some, (0, 2 * half - self._places.width))
             self._store.write(chunk, begin, padded.view(-1, 2, half).transpose(0, 1)[None, :, None])
-            self._transfers.add(kept_bytes=some.numel())
+            self._context.tier.count("kept", some.numel())
 
     def _chunks(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """The chunks of the places [first, last), with their begin and end in each."""

@@ -20,7 +20,6 @@ from inference_engine.kv.context import ArchivedCodes, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Need, Part
 from inference_engine.kv.slots import LayerSlots
 
@@ -119,6 +118,11 @@ class Archive(ABC):
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         """Archived entries, per set of layers; always equal for equal positions."""
 
+    @property
+    def gives_back(self) -> bool:
+        """Can it `take_back`? Not what the second tier was given."""
+        return False
+
     def take_back(self, positions: Sequence[Positions]) -> None:
         """Forget the entries that were archived last, per set of layers: they have not left the exact window."""
         raise AssertionError("this archive keeps what it has")
@@ -186,21 +190,9 @@ class Archive(ABC):
     def held_bytes(self, counts: Sequence[int]) -> int:
         """Bytes in use when `counts` entries have been archived per set of layers, page rounding included."""
 
-    @property
-    def moves(self) -> bool:
-        """May a step move codes between the tiers, so that each has to be committed?"""
-        return False
-
-    def commit(self, length: int) -> None:
-        """A step ended with a history of `length`. Archives that move nothing between the tiers ignore it."""
-
     def tier_bytes(self, counts: Sequence[int]) -> int:
         """As `held_bytes`, for the second tier."""
         return 0
-
-    def transfers(self) -> TransferTotals:
-        """What was moved between the tiers."""
-        return TransferTotals()
 
     @abstractmethod
     def forget(self) -> None:
@@ -219,8 +211,11 @@ class Archive(ABC):
 class ArchivedPart(Part):
     """The part of a session that holds its archived layers. `kv/parts/archived.py` has what its kinds have in common.
 
-    strategy, placement: as in `kv/strategy.py`.
+    strategy, placement: as in `kv/strategy.py`. by_view: do queries read archived entries by a view, where no device
+    has an operation for them?
     """
+
+    by_view: ClassVar[bool]
 
     @classmethod
     @abstractmethod
@@ -234,6 +229,17 @@ class ArchivedPart(Part):
     @abstractmethod
     def active_need(cls, geometry: Geometry, placement: Any) -> Need:
         """What waking takes."""
+
+    @abstractmethod
+    def wake(self, tokens: int, length: int) -> bool:
+        """Take what only an active session needs, for histories of up to `tokens`, after one of `length`.
+
+        False, and nothing taken, if the pool has no room now. Raises RestorationFailed, with nothing taken.
+        """
+
+    @abstractmethod
+    def idle(self, length: int | None) -> None:
+        """Give back what `wake` took. None: entries are still being recomputed, none are new."""
 
 
 class Restorer(ABC):

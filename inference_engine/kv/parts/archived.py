@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBl
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Run
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Saved, saved_under, under
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
@@ -78,8 +77,6 @@ Asked = tuple[int, ...]
 class ArchivedEntries(ArchivedPart):
     """The layers of one session whose old entries are restored."""
 
-    takes_room: ClassVar[bool] = True
-
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
@@ -116,58 +113,31 @@ class ArchivedEntries(ArchivedPart):
         """How many appended tokens behind the end of the segment of `position` may share a step with those in it."""
         return 0
 
-    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
-        for regions in self.regions:
-            regions.prepare(positions, generated)
-
-    def stage(self, positions: Positions) -> None:
-        for regions in self.regions:
-            regions.stage(positions)
-
-    def quiet_until(self, position: int) -> int:
-        """Entries leave at the end of a segment. What a step moves between the tiers is counted after each."""
-        if self._archive.moves:
-            return position
-        return min([regions.quiet_until(position) for regions in self.regions], default=position)
-
-    def advance(self, position: int) -> None:
-        for regions in self.regions:
-            regions.advance(position)
-
-    @property
-    def fits_numbers(self) -> bool:
-        return all(regions.fits_numbers for regions in self.regions)
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
+        return min([regions.stage(positions, generated) for regions in self.regions])
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         return min([regions.read(queries, step) for regions in self.regions], default=queries.first)
 
-    def reject(self, positions: Positions) -> None:
-        for regions in self.regions:
-            regions.reject(positions)
-
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
         """Archive the entries that left the exact window. From then on, queries read what the archive restores.
 
         `require_finite` reports later whether they are finite.
         """
         for regions in self.regions:
-            regions.commit(before, length, rejected, is_replay=is_replay)
-        if is_replay:
-            return
-        if length > before:
-            self.require_finite()
-        leaving = [exact.leaving(before, length) for exact in self._sets]
-        if not self._replays and any(len(positions) for positions in leaving):
-            self._keep(leaving, before, length)
-        self._archive.commit(length)
-        self._archive.ask_finite()
-
-    def evict(self, before: int, length: int) -> None:
+            regions.settle(before, length, rejected)
+        if not self._replays:
+            if length > before:
+                self.require_finite()
+            leaving = [exact.leaving(before, length) for exact in self._sets]
+            if any(len(positions) for positions in leaving):
+                self._keep(leaving, before, length)
+            self._archive.ask_finite()
         for regions in self.regions:
             regions.evict(before, length)
 
     def take_back(self, first: int) -> None:
-        """The step from `first` on is not staged: another part has no room. Put back what `prepare` has moved."""
+        """The step from `first` on is not staged: another part has no room. Put back what `stage` has moved."""
 
     def end_replay(self, replayed: int, length: int) -> None:
         """Entries below `replayed` have been recomputed."""
@@ -232,10 +202,6 @@ class ArchivedEntries(ArchivedPart):
         """The archived positions of a history of `length`, per set of layers."""
         return [exact.leaving(0, length) for exact in self._sets]
 
-    @property
-    def floor(self) -> int:
-        return 0
-
     def forget(self, floor: int, length: int) -> None:
         for exact in self._sets:
             exact.wipe()
@@ -250,15 +216,6 @@ class ArchivedEntries(ArchivedPart):
             stack.callback(self._archive.release)
             for exact in self._sets:
                 stack.callback(exact.regions.release)
-
-    # -- facts -----------------------------------------------------------------------------------------------------
-
-    def transfers(self) -> TransferTotals:
-        return self._archive.transfers()
-
-    def check(self, length: int, cached: int) -> None:
-        for regions in self.regions:
-            regions.check(length, cached)
 
     def _counts(self, length: int) -> list[int]:
         return [max(0, exact.layout.horizon(length) - exact.layout.sink) for exact in self._sets]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.bounds import block_bounds, bounds_scores
@@ -92,7 +93,7 @@ class BlockIndex(LayerPart):
         fits = queries.count <= _MOST_SELECTING_QUERIES and self._slots.layout.blocks <= most_blocks(step.geometry)
         return fits and not queries.has_appended
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
         """The window begins with whole blocks."""
         if not queries.has_generated:
             return queries.first
@@ -108,9 +109,9 @@ class BlockIndex(LayerPart):
         block, window = self._selector.block, self._selector.window
         return window + max(1, (position - window) // block + 1) * block
 
-    def quiet_until(self, position: int) -> int:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         """A full block is summarised."""
-        return (position // self._selector.block + 1) * self._selector.block
+        return (int(positions[0]) // self._selector.block + 1) * self._selector.block
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:
@@ -139,7 +140,7 @@ class BlockIndex(LayerPart):
             largest=step.largest,
         )
 
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
         slots, block = self._slots, self._selector.block
         whole = np.arange(before // block, length // block, dtype=np.int64)
         if not len(whole):
@@ -168,7 +169,7 @@ class BlockIndex(LayerPart):
     def forget(self, floor: int, length: int) -> None:
         self._slots.wipe(self._places(length))
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
+    def report(self, held: Held, length: int, end: int) -> None:
         held.add(bounds=length // self._selector.block * self._slots.entry_bytes)
 
     def _places(self, length: int) -> Positions:

@@ -250,7 +250,7 @@ class ComponentIndex(LayerPart):
         """Does the device's operation know all that queries which choose read?"""
         return all(self._numbers) and (self.far is None or self._restores)
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
         """The window begins with whole tiles."""
         if not self._has_choosing(queries):
             return queries.first
@@ -268,9 +268,9 @@ class ComponentIndex(LayerPart):
         numbers = max((opened.restored_numbers for opened in self._opened if opened is not None), default=0)
         return TokenRead(shape=self._shape, restored=self._selector.count if numbers else 0, numbers=numbers)
 
-    def quiet_until(self, position: int) -> int:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         """A full tile is written."""
-        return (position // self._shape.tile + 1) * self._shape.tile
+        return (int(positions[0]) // self._shape.tile + 1) * self._shape.tile
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not self._has_choosing(queries):
@@ -335,7 +335,7 @@ class ComponentIndex(LayerPart):
         words = found.view(torch.int32).view(tiles, self._slots.kv_heads, self._shape.words, LANES)
         return unpack(words, self._shape).transpose(0, 1).flatten(1, 2)
 
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
         tile, slots = self._shape.tile, self._slots
         if self._write is not None:
             if length // tile > before // tile:
@@ -368,7 +368,7 @@ class ComponentIndex(LayerPart):
             for half in own:
                 half.zero_()
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
+    def report(self, held: Held, length: int, end: int) -> None:
         written = next(iter(self._written(length)))
         held.add(components=len(self._halves) * sum(half.numel() for half in written))
 

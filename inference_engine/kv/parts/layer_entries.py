@@ -8,11 +8,10 @@ then moves up to the oldest entry that stays. What a strategy adds, such as a bl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand, Run
-from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.numbers import Indexes
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.layer_part import LayerPart, mechanisms_of
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
@@ -42,9 +41,14 @@ def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Deman
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LayerEntries(LayerSlots, Part):
-    """A set of alike layers, and the mechanisms that belong to them."""
+    """A set of alike layers, and the mechanisms that belong to them.
+
+    prefixes: of a fork, where its history begins. staged: the slots that were given to positions last.
+    """
 
     parts: list[LayerPart] = field(default_factory=list)
+    prefixes: tuple[SharedPrefix, ...] = ()
+    staged: Indexes = field(init=False)
 
     @classmethod
     def need(cls, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
@@ -83,6 +87,7 @@ class LayerEntries(LayerSlots, Part):
             entries.release()
             raise
         if prefix is not None:
+            entries.prefixes = (prefix,)
             entries.parts.append(PrefixEntries(entries, prefix))
         return entries
 
@@ -109,27 +114,30 @@ class LayerEntries(LayerSlots, Part):
 
     @property
     def floor(self) -> int:
+        """`forget` keeps entries of positions below this one: other sessions read or own them."""
         return max(self.layout.base, self.allocation.lent_until if self.allocation.is_lent else 0)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
-        first, count, layout = int(positions[0]), len(positions), self.layout
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
+        first, count = int(positions[0]), len(positions)
         self._open_pages(first, count)
         if count == 1:
-            is_held = self.held[layout.slot(first)] >= 0
+            slot = self.layout.slot(first)
+            self.staged = slice(slot, slot + 1)
         else:
-            is_held = True in (self.held[layout.slots(positions)] >= 0)
-        if is_held:
+            self.staged = self.layout.slots(positions)
+        if True in (self.held[self.staged] >= 0):
             raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
+        # The sink's keys are copied when they are committed.
+        until = first if first < self.layout.spare else sys.maxsize
         for part in self.parts:
-            part.prepare(positions, generated)
+            until = min(until, part.stage(positions, generated))
+        return until
 
-    def stage(self, positions: Positions) -> None:
-        if len(positions) == 1:
-            self.held[self.layout.slot(int(positions[0]))] = positions[0]
-        else:
-            self.held[self.layout.slots(positions)] = positions
+    def enter(self, positions: Positions) -> None:
+        """Enter the staged positions in the table, now that every part has room for them."""
+        self.held[self.staged] = positions
 
     def _open_pages(self, first: int, count: int) -> None:
         """Open those of `count` positions from `first` on that are not open yet."""
@@ -138,22 +146,13 @@ class LayerEntries(LayerSlots, Part):
             if needed > opened:
                 self.open(opened, needed)
 
-    def quiet_until(self, position: int) -> int:
-        """The sink's keys are copied."""
-        if position < self.layout.spare:
-            return position
-        return min([sys.maxsize, *(part.quiet_until(position) for part in self.parts)])
-
     def advance(self, position: int) -> None:
+        """Stage and enter a position for which no part has anything else to do. Raises InvariantViolated."""
         self._open_pages(position, 1)
         slot = self.layout.slot(position)
         if self.held[slot] >= 0:
             raise InvariantViolated("INV1", f"a slot for position {position} is still held")
         self.held[slot] = position
-
-    @property
-    def fits_numbers(self) -> bool:
-        return all(part.fits_numbers for part in self.parts)
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         is_one = len(queries.positions) == 1
@@ -174,7 +173,7 @@ class LayerEntries(LayerSlots, Part):
                 step.numbers.attend(self.layer_index, queries.real, self.starts, lines)
                 until = queries.first
             for part in self.parts:
-                until = min(until, part.amend(queries, step))
+                until = min(until, part.read(queries, step))
             return until
         view: Callable[[], View] = partial(self._dense_view, queries, step)
         for part in self.parts:
@@ -208,30 +207,30 @@ class LayerEntries(LayerSlots, Part):
         return keeps_all and count == int(positions[-1]) + 1
 
     def reject(self, positions: Positions) -> None:
+        """Remove the last staged positions from the table. Their slots on the device are wiped in `commit`."""
         self.held[self.layout.slots(positions)] = -1
 
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
+        self.settle(before, length, rejected)
+        if self.layout.window is not None:
+            self.evict(before, length)
+
+    def settle(self, before: int, length: int, rejected: Positions) -> None:
+        """As `commit`, but nothing leaves yet."""
         if len(rejected):
             self.wipe(self.layout.slots(rejected))
         if before < self.layout.spare:
             self._keep_sink(before, length)
         for part in self.parts:
-            part.commit(before, length, rejected, is_replay=is_replay)
+            part.commit(before, length, rejected)
 
     def evict(self, before: int, length: int) -> None:
-        if self.layout.window is not None and self.layout.horizon(length) > self.layout.horizon(before):
-            self.let_leave(length)
-        for part in self.parts:
-            part.evict(before, length)
-
-    def let_leave(self, length: int) -> None:
         """Evict what no query of a history of `length` reads here; move the sink up to the oldest entry that stays."""
-        leaving = np.flatnonzero((self.held >= self.layout.sink) & (self.held < self.layout.horizon(length)))
-        for part in self.parts:
-            part.leave(np.sort(self.held[leaving]))
-        self.held[leaving] = -1
-        self.wipe(leaving)
-        self._move_sink(length)
+        if self.layout.horizon(length) > self.layout.horizon(before):
+            slots = self.layout.slots(self.leaving(before, length))
+            self.held[slots] = -1
+            self.wipe(slots)
+            self._move_sink(length)
 
     def _keep_sink(self, before: int, length: int) -> None:
         """Copy new keys of the sink to the spare slots, rotated at their own positions."""
@@ -278,11 +277,11 @@ class LayerEntries(LayerSlots, Part):
 
     def _saved_entries(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Positions [n], keys and values [layers, n, Hkv, D], one segment at a time."""
-        for part in self.parts:
-            for positions, keys, values in part.earlier_entries():
+        step = self.context.geometry.segment_tokens
+        for prefix in self.prefixes:
+            for positions, keys, values in prefix.entries(self.layer_set.layers, step):
                 yield torch.from_numpy(positions), keys, values
         held = np.sort(self.held[self.held >= self.layout.base])
-        step = self.context.geometry.segment_tokens
         for first in range(0, len(held), step):
             positions = held[first : first + step]
             yield torch.from_numpy(positions), *self.read_entries(positions)
@@ -309,21 +308,19 @@ class LayerEntries(LayerSlots, Part):
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
+    def report(self, held: Held, length: int, end: int) -> None:
         held.add(
             entries=self.paged_slots(end) * self.entry_bytes, sink_copy=min(self.layout.spare, end) * self.entry_bytes
         )
         for part in self.parts:
-            part.add_footprint(held, length, end)
-
-    def transfers(self) -> TransferTotals:
-        return TransferTotals.together(part.transfers() for part in self.parts)
-
-    def statistics(self) -> Mapping[int, Any]:
-        return {layer: counted for part in self.parts for layer, counted in part.statistics().items()}
+            part.report(held, length, end)
 
     def check(self, length: int, cached: int) -> None:
-        resident = int(np.count_nonzero(self.held >= 0))
+        """Raise InvariantViolated unless resident and evicted positions add up to `cached`, of which `length` are
+        committed."""
+        resident = int(np.count_nonzero(self.held >= 0)) + (
+            0 if self.moved_out is None else len(self.moved_out.positions)
+        )
         gone = max(0, self.layout.horizon(length) - self.layout.sink) + self.layout.base
         if resident + gone != cached:
             raise InvariantViolated(

@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import LayerSet, Layout, Mechanism, Positions
+from inference_engine.kv.layout import LayerSet, Layout, Mechanism
 from inference_engine.kv.part import Need, Part
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import StagedQueries, StepReads, View
 
 
 class LayerPart(Part):
-    """A block index, or entries that lie outside the regions."""
+    """A block index, or entries that lie outside the regions.
+
+    While it commits, entries that leave are still in the regions (`LayerSlots.leaving`). Its `read` changes the numbers
+    of the queries, which so far read every slot that they see.
+    """
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         """Can these queries read by plan numbers?"""
         return True
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> int:
-        """Change the numbers of these queries, which so far read all slots of the regions.
-
-        Returns until which position it does so alike, as `read` does.
-        """
-        return queries.first
-
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         """The view by which these queries read; inner: the view without this part."""
         return inner()
-
-    def earlier_entries(self) -> Iterator[tuple[Positions, Tensor, Tensor]]:
-        """Entries before those of the regions: positions, keys and values [layers, n, Hkv, D], a chunk at a time."""
-        return iter(())
-
-    def leave(self, positions: Positions) -> None:
-        """These positions are about to be wiped from the regions. Raises RestorationFailed."""
 
     def release(self) -> None:
         """Nothing to do: its memory is released with its layers."""

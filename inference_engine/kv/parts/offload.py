@@ -38,7 +38,6 @@ from inference_engine.kv.memory.events import event_now
 from inference_engine.kv.memory.inbound import Inbound
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.memory.tier import ChunkShape
-from inference_engine.kv.memory.transfers import Transfers, TransferTotals
 from inference_engine.kv.numbers import most_blocks
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.block_index import BlockIndex, BlockSelector, GatherView, choose_blocks
@@ -145,7 +144,7 @@ class OffloadedEntries:
         )
         self._head_bytes = 2 * head_dim * context.geometry.itemsize  # of one entry's KV head in one layer
         self.end = layout.sink  # the first position after the sink that is not stored
-        self.transfers = Transfers(context.tier.count)
+        self._count = context.tier.count
         places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
         self._places: dict[int, Blocks] = {layer: places.copy() for layer in layers}
         # By layer, for the running step: the block in each place before it, and after each generated token.
@@ -167,7 +166,7 @@ class OffloadedEntries:
         self._expected: deque[tuple[int, range]] = deque()  # layer and positions of what is asked for next
         self._kept: torch.cuda.Event | None = None  # when all that was kept is stored
         self._recorded = 0  # chunks whose addresses the record has
-        self._counted = [0, 0]  # of the record's counts, what the transfers have
+        self._counted = 0  # of the blocks that the record says were fetched
         self._is_by_numbers = False  # does the operation fill the places?
 
     # -- entries that leave ----------------------------------------------------------------------------------------
@@ -177,8 +176,6 @@ class OffloadedEntries:
 
         Raises RestorationFailed; the session's entries are then unusable.
         """
-        if not len(positions):
-            return
         assert positions[0] == self.end and positions[-1] == self.end + len(positions) - 1
         states = torch.stack([keys, values], dim=1).transpose(2, 3)  # [layers, 2, Hkv, n, D]
         first, last = (int(at) - self.layout.sink for at in (positions[0], positions[-1] + 1))
@@ -194,7 +191,7 @@ class OffloadedEntries:
         self._count_fetched()
         if self._inbound is not None:
             self._kept = event_now(self._device)
-        self.transfers.add(kept_bytes=states.numel() * states.itemsize)
+        self._count("kept", states.nbytes)
 
     def save(self) -> Iterator[tuple[Tensor]]:
         """The stored entries, [layers, 2, Hkv, n, D] of a chunk at a time: views. Without the fetched blocks."""
@@ -245,11 +242,8 @@ class OffloadedEntries:
         if not self._is_by_numbers:
             return
         assert self._record is not None
-        totals = self._record.counts.sum((0, 1)).tolist()
-        found, fetched = (total - before for total, before in zip(totals, self._counted, strict=True))
-        self._counted = totals
-        block_bytes = self._tier.block * self._head_bytes
-        self.transfers.add(blocks_found=found, blocks_fetched=fetched, fetched_bytes=fetched * block_bytes)
+        before, self._counted = self._counted, int(self._record.counts[..., 1].sum())
+        self._count("fetched", (self._counted - before) * self._tier.block * self._head_bytes)
 
     # -- entries that are read -------------------------------------------------------------------------------------
 
@@ -282,11 +276,11 @@ class OffloadedEntries:
         assert number >= 0 and not begin and last - first <= self.piece and last <= self.end
         if self._inbound is None:
             states = self._store.read(number)[self._index[layer]][:, :, : last - first]
-            self.transfers.add(streamed_bytes=states.numel() * states.itemsize)
+            self._count("streamed", states.nbytes)
             keys, values = states.to(self._device)
             return keys, values
         chunks = self._inbound.take()  # [n, 2, Hkv, chunk, D]
-        self.transfers.add(streamed_bytes=chunks.nbytes)
+        self._count("streamed", chunks.nbytes)
         self._bring_next(self._inbound)
         keys, values = chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : last - first]
         return keys, values
@@ -306,7 +300,6 @@ class OffloadedEntries:
             _make_room(asked, held)
         self._load(layer, before)
         trail.append((position, places.copy()))
-        self.transfers.add(blocks_found=int(here.sum() - (places != before).sum()))
         at = (wanted[:, :, None] == places[:, None, :]).argmax(-1) if places.size else np.zeros_like(wanted)
         resident = self.layout.slots(np.maximum(wanted, 0) * size)
         slots: Positions = np.where(here, self.layout.fetched_from + at * size, np.where(wanted >= 0, resident, 0))
@@ -328,8 +321,7 @@ class OffloadedEntries:
             (self._buffer.keys, self._buffer.values), states.to(self._device).unbind(1), strict=True
         ):
             target.index_copy_(0, targets, source.reshape(-1, target.shape[-1]))
-        fetched = int(np.count_nonzero(blocks >= 0))
-        self.transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._head_bytes)
+        self._count("fetched", int(np.count_nonzero(blocks >= 0)) * size * self._head_bytes)
 
     def _block(self, layer: int, head: int, block: int) -> Tensor:
         """Keys and values [2, block, D] of one KV head; zeros for no block."""
@@ -342,13 +334,12 @@ class OffloadedEntries:
     # -- the end of a step ------------------------------------------------------------------------------------------
 
     def commit(self, length: int) -> None:
-        """Restore the places as the last generated token below `length` left them, and count what the step moved."""
+        """Restore the places as the last generated token below `length` left them."""
         for layer, trail in self._trail.items():
             after = next(places for position, places in reversed(trail) if position < length)
             before, self._places[layer] = self._places[layer], after
             self._load(layer, before)
         self._trail.clear()
-        self.transfers.commit(length)
 
     def forget(self) -> None:
         """Drop all entries and fetched blocks."""
@@ -362,7 +353,6 @@ class OffloadedEntries:
             self._places[layer] = np.full_like(places, -1)
             self._load(layer, before)
         self._trail.clear()
-        self.transfers.commit(0)
         self._store.clear()
 
     def release(self) -> None:
@@ -409,15 +399,9 @@ class OffloadedBlocks(BlockIndex):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def quiet_until(self, position: int) -> int:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         """Blocks are fetched while a step runs; or, if the device's operation does it, entries leave."""
-        if not self._offloaded.is_read_by_numbers:
-            return position
-        return min(super().quiet_until(position), self._segment_end(position))
-
-    @property
-    def fits_numbers(self) -> bool:
-        return False
+        return self._until(int(positions[0]), super().stage(positions, generated))
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         if self._has_left and not (self._offloaded.is_read_by_numbers and queries.has_generated):
@@ -428,12 +412,12 @@ class OffloadedBlocks(BlockIndex):
     def _has_left(self) -> bool:
         return self._offloaded.end > self._slots.layout.sink
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
         # Entries leave in whole blocks: some are seen although they are before the window.
         layers = self._slots.layer_index
         step.numbers.regions[layers, queries.real, FLOOR] = 0
         if not self._has_left or not queries.has_generated:
-            return self._until(queries, super().amend(queries, step))
+            return self._until(queries.first, super().read(queries, step))
         record = OffloadedBlockRead(blocks=most_blocks(step.geometry))
         # Of a session and step only one query may change which blocks are at hand.
         end = self._offloaded.end if queries.count == 1 else -self._offloaded.end
@@ -443,17 +427,13 @@ class OffloadedBlocks(BlockIndex):
         choose_blocks(lines, record, self._slots.layout, self._selector, queries.positions, **own)
         step.numbers.regions[layers, queries.real] = lines
         step.records.add(record, queries.real.stop)
-        return self._until(queries, self._window_moves(queries.first))
+        return self._until(queries.first, self._window_moves(queries.first))
 
-    def _until(self, queries: StagedQueries, until: int) -> int:
+    def _until(self, position: int, until: int) -> int:
         """Entries may leave, and then queries read otherwise."""
         if not self._offloaded.is_read_by_numbers:
-            return queries.first
-        return min(until, self._segment_end(queries.first))
-
-    def _segment_end(self, position: int) -> int:
-        layout = self._slots.layout
-        return layout.segment_start(position) + layout.segment
+            return position
+        return min(until, self._slots.layout.segment_end(position))
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         def dense() -> View:
@@ -470,12 +450,13 @@ class OffloadedBlocks(BlockIndex):
         layout = self._slots.layout
         return chunks_between(layout.sink, layout.horizon(position), self._offloaded.piece)
 
-    def leave(self, positions: Positions) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
+        super().commit(before, length, rejected)
+        leaving = self._slots.leaving(before, length)
         size = self._slots.layout.segment  # at once: copies of all that a long step lets leave would be large
-        for some in np.split(positions, range(size, len(positions), size)):
+        for first in range(0, len(leaving), size):
+            some = leaving[first : first + size]
             self._offloaded.keep(some, *self._slots.read_entries(some))
-
-    def evict(self, before: int, length: int) -> None:
         self._offloaded.commit(length)
 
     # -- as a whole ------------------------------------------------------------------------------------------------
@@ -495,13 +476,10 @@ class OffloadedBlocks(BlockIndex):
     def release(self) -> None:
         self._offloaded.release()
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
-        super().add_footprint(held, length, end)
+    def report(self, held: Held, length: int, end: int) -> None:
+        super().report(held, length, end)
         held.add(fetched=self._offloaded.fetched_bytes())
         held.tier_bytes += self._offloaded.held_bytes()
-
-    def transfers(self) -> TransferTotals:
-        return self._offloaded.transfers.totals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

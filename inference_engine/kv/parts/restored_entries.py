@@ -10,7 +10,7 @@ once, and the regions get what the archive restores: a session reads the same en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -31,6 +31,8 @@ _DECODED_BYTES = 128 * 2**20
 
 class RestoredEntries(ArchivedEntries):
     """The archived layers of one session. With a restorer that replays, their old entries are staged again."""
+
+    by_view: ClassVar[bool] = False
 
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
@@ -140,7 +142,7 @@ class RestoredEntries(ArchivedEntries):
             horizon = regions.layout.horizon(length)
             positions = positions[(positions < regions.layout.sink) | (positions >= horizon)]
             regions.write_entries(positions, *exact.regions.read_entries(positions))
-            regions.let_leave(length)
+            regions.evict(0, length)
 
     def _drop_regions(self) -> None:
         dropped, self._regions = self._regions, ()
@@ -155,7 +157,7 @@ class RestoredEntries(ArchivedEntries):
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
+    def report(self, held: Held, length: int, end: int) -> None:
         held.add(
             entries=sum(
                 exact.regions.paged_slots(self._idle_length) * exact.regions.entry_bytes for exact in self._sets

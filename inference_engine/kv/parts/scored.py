@@ -110,11 +110,14 @@ class ScoredEntries(LayerPart):
         self._asked = {}
         return _AskedView(inner=inner(), last=int(queries.staged_queries[-1]), asked=self._asked)
 
-    def leave(self, positions: Positions) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
+        if len(leaving := self._slots.leaving(before, length)):
+            self._choose(leaving)
+        self._asked = {}
+
+    def _choose(self, positions: Positions) -> None:
         """Give the places to those of their entries and of `positions` that have the highest scores."""
         slots, layout = self._slots, self._slots.layout
-        if not len(positions):
-            return
         places = np.arange(layout.sink, dtype=np.int64)
         among = np.concatenate([places, layout.slots(positions)])
         keys, values = (slots.gather(states, among) for states in (slots.buffer.keys, slots.buffer.values))
@@ -133,9 +136,6 @@ class ScoredEntries(LayerPart):
         kept = ranked.sort(dim=-1).values.transpose(1, 2)[..., None]  # [L, sink, Hkv, 1]
         for states, entries in ((slots.buffer.keys, keys), (slots.buffer.values, values)):
             slots.put(states, places, entries.take_along_dim(kept, dim=1))
-
-    def evict(self, before: int, length: int) -> None:
-        self._asked = {}
 
     def forget(self, floor: int, length: int) -> None:
         self._asked = {}

@@ -113,8 +113,8 @@ class SelectedEntries(StreamedEntries):
         super().forget(floor, length)
         self._finite.forget()
 
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
-        super().commit(before, length, rejected, is_replay=is_replay)
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
+        super().commit(before, length, rejected)
         self._ask_finite()
 
     def ask_finite(self) -> Asked:
@@ -145,11 +145,11 @@ class SelectedEntries(StreamedEntries):
         if starts:
             self._context.pool.release(list(caches), starts)
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
-        super().add_footprint(held, length, end)
+    def report(self, held: Held, length: int, end: int) -> None:
+        super().report(held, length, end)
         if self._caches and any(self._counts(length)):
             elements = sum(demand.elements for demand in self._caches)
             held.add(restored=2 * elements * self._context.geometry.itemsize)
         for exact in self._sets:
             for part in exact.regions.parts:
-                part.add_footprint(held, length, end)
+                part.report(held, length, end)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.reads import PREFIX_HEAD_SLOTS, PREFIX_START
@@ -60,6 +61,11 @@ class SharedPrefix:
         return self.pieces[-1].last
 
     @property
+    def is_one_piece(self) -> bool:
+        """Then regions continue it, as far as numbers go."""
+        return len(self.pieces) == 1
+
+    @property
     def nbytes(self) -> int:
         return self.end * self._entry_bytes
 
@@ -85,6 +91,14 @@ class SharedPrefix:
             piece.region.slots(self._buffer.values, layer, slot, count),
         )
 
+    def entries(self, layers: Sequence[int], most: int) -> Iterator[tuple[Positions, Tensor, Tensor]]:
+        """Positions, keys and values [layers, n, Hkv, D], `most` positions at a time."""
+        for piece in self.pieces:
+            for chunk in chunks_between(piece.first, piece.last, most):
+                states = [self.chunk(layer, chunk.start, chunk.stop) for layer in layers]
+                keys, values = (torch.stack(by_layer).transpose(1, 2) for by_layer in zip(*states, strict=True))
+                yield np.array(chunk, dtype=np.int64), keys, values
+
 
 class PrefixEntries(LayerPart):
     """A shared prefix as a part of the layers that continue behind it. Its memory belongs to other sessions."""
@@ -93,36 +107,23 @@ class PrefixEntries(LayerPart):
         self._slots = slots
         self._prefix = prefix
 
-    @property
-    def fits_numbers(self) -> bool:
-        """Is there one piece? Then a region continues another one."""
-        return len(self._prefix.pieces) == 1
-
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        return self.fits_numbers
+        return self._prefix.is_one_piece
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
         region, layers = self._prefix.pieces[0].region, self._slots.layer_set.layers
         starts = np.array([region.starts[layer] for layer in layers])
         step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_START] = starts[:, None]
         step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_HEAD_SLOTS] = region.region
         return sys.maxsize
 
-    def quiet_until(self, position: int) -> int:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         return sys.maxsize
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         count = self._slots.slot_count(queries.end)
         mask = self._slots.mask(queries.positions, count, step)
         return PrefixView(region=self._slots.region, count=count, mask=mask, prefix=self._prefix)
-
-    def earlier_entries(self) -> Iterator[tuple[Positions, Tensor, Tensor]]:
-        step, layers = self._slots.context.geometry.segment_tokens, self._slots.layer_set.layers
-        for piece in self._prefix.pieces:
-            for chunk in chunks_between(piece.first, piece.last, step):
-                states = [self._prefix.chunk(layer, chunk.start, chunk.stop) for layer in layers]
-                keys, values = (torch.stack(by_layer).transpose(1, 2) for by_layer in zip(*states, strict=True))
-                yield np.array(chunk, dtype=np.int64), keys, values
 
     def forget(self, floor: int, length: int) -> None:
         """Nothing to do: other sessions own the entries."""

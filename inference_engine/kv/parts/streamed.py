@@ -40,7 +40,7 @@ from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategy import KVStrategy, Placement
-from inference_engine.kv.views import EntrySource, Moved, Region, StagedQueries, StepReads, View, chunks_between
+from inference_engine.kv.views import EntrySource, Region, StagedQueries, StepReads, View, chunks_between
 
 
 class StreamedReads(LayerPart):
@@ -49,23 +49,18 @@ class StreamedReads(LayerPart):
     def __init__(self, slots: LayerSlots, source: EntrySource) -> None:
         self._slots = slots
         self._source = source
-        self.moved: Moved | None = None  # of a step of two segments: what only the first one reads
-
-    @property
-    def fits_numbers(self) -> bool:
-        return False
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         return not self.chunks(queries.first)
 
-    def amend(self, queries: StagedQueries, step: StepReads) -> int:
+    def read(self, queries: StagedQueries, step: StepReads) -> int:
         """Nothing: there are no chunks, until at the segment's end there may be."""
-        return self.quiet_until(queries.first)
+        return self._slots.layout.segment_end(queries.first)
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
-        if self.moved is not None:
+        if self._slots.moved_out is not None:
             chunks = self.chunks(queries.end - 1)
-            return self._slots.view_of_two_segments(queries, step, self._source, chunks, self.moved)
+            return self._slots.view_of_two_segments(queries, step, self._source, chunks, self._slots.moved_out)
         chunks = self.chunks(queries.first)
         return self._slots.chunk_view(queries, step, self._source, chunks) if chunks else inner()
 
@@ -76,10 +71,8 @@ class StreamedReads(LayerPart):
         size = geometry.segments_in_a_chunk * geometry.segment_tokens
         return chunks_between(layout.sink, layout.horizon(position), size)
 
-    def quiet_until(self, position: int) -> int:
-        """Entries leave at the end of a segment."""
-        layout = self._slots.layout
-        return layout.segment_start(position) + layout.segment
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
+        return self._slots.layout.segment_end(int(positions[0]))
 
     def forget(self, floor: int, length: int) -> None:
         """Nothing to do: the archive forgets."""
@@ -99,6 +92,7 @@ class _Ahead:
 class StreamedEntries(ArchivedEntries):
     """The layers of one session whose old entries stay in the archive: an `EntrySource` for their regions."""
 
+    by_view: ClassVar[bool] = True
     READS: ClassVar[type[StreamedReads]] = StreamedReads
 
     def __init__(
@@ -147,7 +141,9 @@ class StreamedEntries(ArchivedEntries):
         self._drop_room()
 
     def forget(self, floor: int, length: int) -> None:
-        self._forget_ahead()
+        self._ahead = None
+        for regions in self.regions:
+            regions.moved_out = None
         self._drop_room()
         super().forget(floor, length)
 
@@ -160,18 +156,17 @@ class StreamedEntries(ArchivedEntries):
     # -- a step of two segments --------------------------------------------------------------------------------------
 
     def room_beyond(self, position: int) -> int:
-        # What the second tier was given is not taken back.
         segment = self._context.geometry.segment_tokens
         has_room = self._spare and all(region.region >= segment for region in self._spare)
-        joins = has_room and self._joins_segments and not self._archive.moves
+        joins = has_room and self._joins_segments and self._archive.gives_back
         return segment if joins and all(reads.chunks(position) for reads in self._reads) else 0
 
-    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         layout, first, last = self._sets[0].layout, int(positions[0]), int(positions[-1])
         boundary = layout.segment_start(last)
         if boundary > first:
             self._begin_ahead(first, boundary, positions[positions >= boundary])
-        super().prepare(positions, generated)
+        return super().stage(positions, generated)
 
     def _begin_ahead(self, first: int, boundary: int, behind: Positions) -> None:
         leaving = [exact.leaving(first, boundary) for exact in self._sets]
@@ -179,8 +174,8 @@ class StreamedEntries(ArchivedEntries):
             self._archive.keep_from(self.regions, leaving)
             self._ahead = _Ahead(boundary=boundary, leaving=leaving)
             self._lend_spare()
-            for exact, reads, region in zip(self._sets, self._reads, self._spare, strict=True):
-                reads.moved = exact.regions.move_out(behind, region)
+            for regions, spare in zip(self.regions, self._spare, strict=True):
+                regions.move_out(behind, spare)
         except Exception as error:
             raise RestorationFailed(error) from error
 
@@ -195,27 +190,18 @@ class StreamedEntries(ArchivedEntries):
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return
-        for exact, reads in zip(self._sets, self._reads, strict=True):
-            moved, reads.moved = reads.moved, None
-            if length < ahead.boundary and moved is not None:
-                exact.regions.move_back(moved)
+        for regions in self.regions:
+            if length < ahead.boundary:
+                regions.move_back()
+            regions.moved_out = None
         if length < ahead.boundary:
             self._archive.take_back(ahead.leaving)
-
-    def _forget_ahead(self) -> None:
-        self._ahead = None
-        for reads in self._reads:
-            reads.moved = None
 
     def _keep(self, leaving: Sequence[Positions], before: int, length: int) -> None:
         if self._ahead is not None:  # the first of them are archived
             leaving = [own[len(kept) :] for own, kept in zip(leaving, self._ahead.leaving, strict=True)]
         if any(len(positions) for positions in leaving):
             super()._keep(leaving, before, length)
-
-    def check(self, length: int, cached: int) -> None:
-        for reads, regions in zip(self._reads, self.regions, strict=True):
-            regions.check(length, cached - (0 if reads.moved is None else len(reads.moved.positions)))
 
     def expect(self, layer: int, chunks: Sequence[range]) -> None:
         """Nothing to do: a chunk is decoded where it is read."""
@@ -238,9 +224,9 @@ class StreamedEntries(ArchivedEntries):
     def _replace(self, leaving: Sequence[Positions]) -> None:
         """Nothing to do: entries that leave the regions are read from the archive."""
 
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
         try:
-            super().commit(before, length, rejected, is_replay=is_replay)
+            super().commit(before, length, rejected)
         finally:
             self._end_ahead(length)
 
@@ -249,7 +235,7 @@ class StreamedEntries(ArchivedEntries):
         if room is not None:
             room.release()
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
+    def report(self, held: Held, length: int, end: int) -> None:
         archived = self._counts(length)
         held.add(
             entries=sum(exact.regions.paged_slots(end) * exact.regions.entry_bytes for exact in self._sets),

@@ -138,9 +138,10 @@ class QueryCache(LayerPart):
         self._slots = slots
         self._past = past
 
-    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
+    def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         if generated.any():
             self._past.stage()
+        return super().stage(positions, generated)
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         return not queries.has_generated
@@ -158,7 +159,7 @@ class QueryCache(LayerPart):
             dense=inner() if queries.has_appended else None,
         )
 
-    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+    def commit(self, before: int, length: int, rejected: Positions) -> None:
         self._past.commit(length)
 
     def save(self, length: int) -> Saved:
@@ -171,11 +172,9 @@ class QueryCache(LayerPart):
     def forget(self, floor: int, length: int) -> None:
         self._past.forget()
 
-    def add_footprint(self, held: Held, length: int, end: int) -> None:
+    def report(self, held: Held, length: int, end: int) -> None:
         held.add(mac=self._past.held_bytes())
-
-    def statistics(self) -> Mapping[int, MatchTotals]:
-        return self._past.totals
+        held.counted |= self._past.totals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
